@@ -67,7 +67,9 @@ class DictionaryClient(LearnerClient):
     them more than two thirds of the terms' squares (`flwr_perdl.privacy.may_send`). Samples, codes
     and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on this client's
     disk. Differences of several replies, and combinations of rows, can show single samples
-    (docs/security.md), so ``max_requests`` limits the number of replies.
+    (docs/security.md), so ``max_requests`` limits the number of replies. Under a promise of noise
+    for records (`flwr_perdl.privacy.Noise`) each sample is coded with the global atoms alone, and
+    adds ``clip`` at most to the statistics; nothing is withheld then, and no metrics are sent.
 
     Parameters
     ----------

@@ -505,9 +505,9 @@ class LassoLearner(AlternatingLearner):
 
 def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     """Return samples, codes and dictionary, if they fit."""
-    D = check_array("D", D)
+    D = check_array("D", D, squares=True)
     X = check_array("X", X, columns=D.shape[1], squares=True)
-    return X, check_array("C", C, rows=len(X), columns=len(D)), D
+    return X, check_array("C", C, rows=len(X), columns=len(D), squares=True), D
 
 
 def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:

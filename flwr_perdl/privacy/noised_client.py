@@ -5,6 +5,9 @@ against the client's own. (2) The budget is spent. (3) The client is called, and
 clipped; a client that fails, for whatever reason, adds zero, and the reason goes to its own log.
 (4) With distributed trust the client adds its share of the noise. Nothing else leaves: no metrics,
 no number of examples, no evaluation.
+
+What is not covered: at record level, a single sample with which the client's own code fails, since
+the whole client then adds zero; budgets of several Flower runs, each of which begins a new count.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ noise is the one share that it adds itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
@@ -69,9 +69,14 @@ class NoisedSum:
     metrics: Mapping[str, float] = field(default_factory=dict)
     kept: dict[str, NDArray[Any]] = field(default_factory=dict)
     n_required: int = 1
+    save: Callable[[], None] | None = None
 
     def begin(
-        self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int
+        self,
+        kept: dict[str, NDArray[Any]],
+        rounds: int | None,
+        min_clients: int,
+        save: Callable[[], None],
     ) -> NoisedSum:
         """Return the channel of a run, or raise a ValueError that says why there is none."""
         least = MIN_CLIENTS if self._distributed else 1
@@ -92,7 +97,7 @@ class NoisedSum:
             )
         if not kept:
             kept |= {_ROUNDS: np.array(rounds), _SPENT: np.array(0)}
-        return replace(self, kept=kept, n_required=min_clients)
+        return replace(self, kept=kept, n_required=min_clients, save=save)
 
     @property
     def ended(self) -> str:
@@ -138,17 +143,25 @@ class NoisedSum:
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Return the noised mean in place of each reply, and who is not in it."""
         gather = self._masked if self._distributed else self._plain
+        # Written before a sum is opened: a crash may cost budget, and never gives some back.
+        self._spend(1)
         total, there, lost = gather(grid, sent, round_, limits, timeout)
         if len(there) < self.n_required:
+            self._spend(-1)
             why = f"{len(there)} clients answered, and the noise is for {self.n_required} at least"
             return {}, {p: Lost(FAILED, why) for p in there} | lost
-        self.kept[_SPENT] = self.kept[_SPENT] + 1
         sigma = self._release(len(sent)).sigma
         if self._distributed:  # more shares than are needed
             sigma *= sqrt(len(there) / self.n_required)
         arrays = self._finished(total, sigma, len(there))
         metrics = {"clip": self.noise.clip, "sigma": sigma, "epsilon": self._epsilon()}
         return {p: Reply(arrays, 1, {**metrics, **self.metrics}) for p in there}, lost
+
+    def _spend(self, n_sums: int) -> None:
+        """Count sums, on disk where the run is kept there."""
+        self.kept[_SPENT] = np.array(int(self.kept[_SPENT]) + n_sums)
+        if self.save is not None:
+            self.save()
 
     def _masked(
         self,

@@ -7,7 +7,7 @@ sum. Here the workflow asks a strategy's own requests, and what comes back is ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from types import SimpleNamespace
@@ -114,7 +114,11 @@ class SecureMean:
     ended = ""
 
     def begin(
-        self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int
+        self,
+        kept: dict[str, NDArray[Any]],
+        rounds: int | None,
+        min_clients: int,
+        save: Callable[[], None],
     ) -> SecureMean:
         """Return the channel of a run."""
         return replace(self, min_clients=max(self.min_clients, min_clients))

@@ -459,7 +459,8 @@ class Conversation:
         """Take up what the protocol asks next."""
         asked = check_request(request)
         if asked.secure is not None:
-            channel = asked.secure.begin(self.run.kept, self._rounds, self.options.min_clients)
+            least = self.options.min_clients
+            channel = asked.secure.begin(self.run.kept, self._rounds, least, self.save)
             asked = asked._replace(secure=channel)
         elif self._privacy is not None:
             raise ValueError(

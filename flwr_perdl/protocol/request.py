@@ -159,7 +159,13 @@ class Channel(typing.Protocol):
         """Why the run ends before its last round; empty if it goes on."""
         ...
 
-    def begin(self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int) -> Channel:
+    def begin(
+        self,
+        kept: dict[str, NDArray[Any]],
+        rounds: int | None,
+        min_clients: int,
+        save: Callable[[], None],
+    ) -> Channel:
         """Return the channel of a run, or raise a ValueError that says why there is none.
 
         Parameters
@@ -170,6 +176,8 @@ class Channel(typing.Protocol):
             The run's rounds in all, where they are known.
         min_clients : int
             The fewest good replies with which a round goes on.
+        save : callable
+            Writes a checkpoint, where the run has any.
         """
         ...
 

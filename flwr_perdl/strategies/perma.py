@@ -37,7 +37,9 @@ What each party receives:
   samples that use the atom; for learners that are not orthogonal also the row of C_g' C_g. In
   every round: numbers of samples and atoms, mean errors, and whether the client had lost its state.
   Never: samples, codes, or, after round one, local atoms.
-  With ``secure=True`` the updates of later rounds reach it as a sum over clients only.
+  With ``secure=True`` the updates of later rounds reach it as a sum over clients only. With
+  ``privacy`` there is no round one, and the sums have noise: with ``trust="distributed"`` it sees
+  no others, and with "central" it adds the noise to all that leaves it. Nothing else reaches it.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
 - *Evaluations* return mean errors only.
 """

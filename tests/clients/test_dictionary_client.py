@@ -12,6 +12,7 @@ from flwr.app import Context, RecordDict
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import OrthogonalLearner, align_to_global, warm_start
 from flwr_perdl.privacy.noised_client import SAMPLE_BOUND
+from tests.grids import context_of
 
 LEARNER = OrthogonalLearner(4)
 
@@ -22,11 +23,6 @@ def samples(n: int = 120, seed: int = 0) -> np.ndarray:
     return np.asarray((rng.standard_normal((n, 4)) * (rng.random((n, 4)) < 0.4)) @ basis)
 
 
-def context(partition: int = 3, **node_config: Any) -> Context:
-    config = {"partition-id": partition, **node_config}
-    return Context(run_id=1, node_id=2, node_config=config, state=RecordDict(), run_config={})
-
-
 def asks(step: str, round_: int, **more: Any) -> dict[str, Any]:
     return {"perdl.step": step, "server-round": round_, "perdl.seed": 0, "perdl.run": "r", **more}
 
@@ -35,14 +31,14 @@ def test_the_start_is_the_warm_start_of_seed_and_partition() -> None:
     from flwr_perdl.random import spawn
 
     X = samples()
-    (sent,), n, metrics = DictionaryClient(X, LEARNER, context()).fit([], asks("start", 1))
+    (sent,), n, metrics = DictionaryClient(X, LEARNER, context_of(3)).fit([], asks("start", 1))
     expected = warm_start(X, LEARNER, rng=spawn(0, 3)).dictionary
     np.testing.assert_array_equal(sent, expected)
     assert (n, metrics["n_atoms"], metrics["orthogonal"]) == (120, 4, 1)
 
 
 def test_an_update_is_algorithm_3_by_hand() -> None:
-    X, node = samples(), context()
+    X, node = samples(), context_of(3)
     (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
     G = D[[2, 0]]
     client = DictionaryClient(X, LEARNER, node)
@@ -57,7 +53,7 @@ def test_an_update_is_algorithm_3_by_hand() -> None:
 
 
 def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
-    X, node = samples(), context()
+    X, node = samples(), context_of(3)
     (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
     G = D[:2]
     config = asks("update", 2, **{"perdl.sends": "statistics"})
@@ -74,7 +70,7 @@ def test_a_sample_moves_bounded_statistics_by_no_more_than_the_bound(dtype: str)
     sent = []
     token = SAMPLE_BOUND.set(1.0)  # which no request can
     for part in (X, X[1:]):  # rounding to two digits must not come between
-        client = DictionaryClient(part, LEARNER, context(), digits=2, min_support=0)
+        client = DictionaryClient(part, LEARNER, context_of(3), digits=2, min_support=0)
         sent += client.fit([G.astype(dtype)], config)[0]
     SAMPLE_BOUND.reset(token)
     assert np.linalg.norm(sent[1] - sent[0]) == pytest.approx(1.0, abs=1e-7)
@@ -83,7 +79,9 @@ def test_a_sample_moves_bounded_statistics_by_no_more_than_the_bound(dtype: str)
 def test_no_request_lifts_what_is_withheld() -> None:
     config = asks("update", 2, **{"perdl.sends": "statistics"})
     replies = [
-        DictionaryClient(samples(4), LEARNER, context(), min_support=100).fit([np.eye(2, 5)], asked)
+        DictionaryClient(samples(4), LEARNER, context_of(3), min_support=100).fit(
+            [np.eye(2, 5)], asked
+        )
         for asked in (config, {**config, "perdl.bound": 1.0, "perdl.promise": "{}"})
     ]
     for (sent,), _, metrics in replies:
@@ -91,22 +89,12 @@ def test_no_request_lifts_what_is_withheld() -> None:
         assert "perdl.bound" not in metrics
 
 
-def test_a_request_asked_twice_has_the_same_reply() -> None:
-    node = context()
-    client = DictionaryClient(samples(), LEARNER, node)
-    (D,), _, _ = client.fit([], asks("start", 1))
-    client.fit([D[:2]], asks("update", 2))
-    (first,), _, _ = client.fit([D[1:3]], asks("update", 3))
-    (second,), _, _ = client.fit([D[1:3]], asks("update", 3))
-    np.testing.assert_array_equal(first, second)
-
-
 def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:
     X = samples(3)
-    client = DictionaryClient(X, LEARNER, context(), min_support=5)
+    client = DictionaryClient(X, LEARNER, context_of(3), min_support=5)
     (sent,), _, _ = client.fit([], asks("start", 1))
     assert sent.shape == (0, 5)
-    open_client = DictionaryClient(X, LEARNER, context(), min_support=0)
+    open_client = DictionaryClient(X, LEARNER, context_of(3), min_support=0)
     (everything,), _, _ = open_client.fit([], asks("start", 1))
     for round_, sends in enumerate(("atoms", "statistics"), 2):
         config = asks("update", round_, **{"perdl.sends": sends})
@@ -115,7 +103,7 @@ def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:
 
 
 def test_evaluation_measures_global_and_full() -> None:
-    X, node = samples(), context()
+    X, node = samples(), context_of(3)
     held_out = samples(50, seed=1)
     client = DictionaryClient(X, LEARNER, node, evaluation={"test": held_out, "own": X})
     (D,), _, _ = client.fit([], asks("start", 1))
@@ -137,10 +125,10 @@ def test_evaluation_measures_global_and_full() -> None:
 
 def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
     X = samples()
-    node = context(**{"state-dir": str(tmp_path)})
+    node = context_of(3, **{"state-dir": str(tmp_path)})
     (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
     (kept,), _, _ = DictionaryClient(X, LEARNER, node).fit([D[:2]], asks("update", 2))
-    restarted = context(**{"state-dir": str(tmp_path)})
+    restarted = context_of(3, **{"state-dir": str(tmp_path)})
     (again,), _, _ = DictionaryClient(X, LEARNER, restarted).fit([D[:2]], asks("update", 2))
     np.testing.assert_array_equal(again, kept)
     assert sorted(p.name for p in (tmp_path / "client-3").glob("run-*/*")) == [
@@ -150,15 +138,11 @@ def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_client_must_know_who_it_is() -> None:
-    nobody = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    def properties(**node_config: Any) -> Any:
+        node = Context(1, 2, node_config, RecordDict(), {})
+        return DictionaryClient(samples(), LEARNER, node).get_properties({})
+
     with pytest.raises(ValueError, match="node_config must"):
-        DictionaryClient(samples(), LEARNER, nobody)
-    named = Context(
-        run_id=1, node_id=2, node_config={"name": "north"}, state=RecordDict(), run_config={}
-    )
-    properties = DictionaryClient(samples(), LEARNER, named).get_properties({})
-    assert properties["name"] == "north"
-    again = Context(
-        run_id=9, node_id=8, node_config={"name": "north"}, state=RecordDict(), run_config={}
-    )
-    assert DictionaryClient(samples(), LEARNER, again).get_properties({}) == properties
+        properties()
+    assert properties(name="north")["name"] == "north"
+    assert properties(name="north") == properties(name="north")

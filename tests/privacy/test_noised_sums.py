@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.server.client_manager import SimpleClientManager
 
 from flwr_perdl.clients import (
@@ -25,7 +25,6 @@ from flwr_perdl.privacy import Noise, PublicBasis
 from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.regression import Refinement
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     DictionaryAveraging,
@@ -35,6 +34,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     as_legacy,
 )
+from tests.grids import Tapped, context_of
 
 CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 2
 RNG = np.random.default_rng(0)
@@ -43,19 +43,6 @@ CODES = RNG.standard_normal((CLIENTS, 30, ATOMS)) * (RNG.random((CLIENTS, 30, AT
 SAMPLES = list(CODES @ TRUTH + 0.01 * RNG.standard_normal((CLIENTS, 30, FEATURES)))
 #: Near the truth, and not orthonormal.
 START = TRUTH + 0.2 * RNG.standard_normal(TRUTH.shape)
-
-
-class Tap(InProcessGrid):
-    """Notes all replies."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.replies: list[Message] = []
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        self.replies += replies
-        return replies
 
 
 class Moving(NumPyClient):
@@ -77,8 +64,9 @@ def grid_of(
     parts: list[np.ndarray] = SAMPLES,
     learner: Any = None,
     app: dict[str, Any] | None = None,
+    kind: type[Tapped] = Tapped,
     **options: Any,
-) -> Tap:
+) -> Tapped:
     """Return a grid of clients with these samples."""
 
     own = learner or LassoLearner(ATOMS, alpha=0.05)
@@ -87,11 +75,11 @@ def grid_of(
         X = parts[int(context.node_config["partition-id"])]
         return DictionaryClient(X, own, context, min_support=0)
 
-    return Tap(client_app(make_client, **(app or {})), len(parts), **options)
+    return kind(client_app(make_client, **(app or {})), len(parts), **options)
 
 
 def learn(
-    privacy: Noise | None, grid: Tap | None = None, rounds: int = ROUNDS, **options: Any
+    privacy: Noise | None, grid: Tapped | None = None, rounds: int = ROUNDS, **options: Any
 ) -> tuple[np.ndarray, PerMA]:
     """Return what PerMA learns, and the strategy."""
     initial = options.pop("initial", START)
@@ -172,7 +160,7 @@ def test_a_client_that_fails_adds_zero_and_says_nothing(warned: Any) -> None:
         i = int(context.node_config["partition-id"])
         return Failing(SAMPLES[i], LassoLearner(ATOMS), context)
 
-    grid = Tap(client_app(make_client), CLIENTS)
+    grid = Tapped(client_app(make_client), CLIENTS)
     _, strategy = learn(Noise(epsilon=8.0), grid, 1)
     assert [list(report.metrics) for report in strategy.history] == [[*range(CLIENTS)]]
     assert "sample" in warned.text
@@ -228,10 +216,34 @@ def test_a_client_rejects_weaker_promises(
         learn(privacy, grid, 1, fraction_evaluate=0.0)
 
 
+def test_a_crash_costs_budget_and_gives_none_back(tmp_path: Path) -> None:
+    """As the second sum has been opened, and before the round is saved."""
+    noise, opened = Noise(epsilon=3.0), [0]
+
+    class Crashing(Tapped):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = super().send_and_receive(messages, timeout=timeout)
+            if any(Key.SHARE_LIST in r.content.get(RECORD_KEY_CONFIGS, {}) for r in replies):
+                opened[0] += 1
+                if opened[0] == 2:
+                    raise KeyboardInterrupt
+            return replies
+
+    def run() -> PerMA:
+        grid, settings = grid_of(kind=Crashing), ServerSettings(resume=True)
+        strategy = learn(noise, grid, 4, checkpoint_dir=tmp_path, server=settings)[1]
+        return strategy
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [report.round for report in run().history] == [1, 2, 3]
+    assert opened == [4]
+
+
 def test_a_client_counts_what_it_spends() -> None:
     """Of a server that asks for more sums than it says, or says something else later."""
     app = client_app(Moving, privacy=Noise(epsilon=2.0, trust="central", level="client"))
-    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    context = context_of(0)
     known = Promise(
         **{"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0},
         **{"rounds": 2, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"},
@@ -343,7 +355,7 @@ def test_other_interfaces_and_kinds_are_rejected() -> None:
 
 
 def test_a_client_that_bounds_no_record_is_named() -> None:
-    grid = Tap(client_app(OwnFit), CLIENTS)
+    grid = Tapped(client_app(OwnFit), CLIENTS)
     with pytest.raises(TooFewReplies, match='level must be "client" for clients that'):
         learn(Noise(epsilon=1.0, trust="central"), grid, 1)
 
@@ -369,7 +381,7 @@ def test_atoms_are_learned_in_the_basis_and_end_where_the_samples_are() -> None:
 def test_any_models_changes_are_summed_with_noise(trust: str) -> None:
     """Of two arrays with names; all clients count alike, and each moves by its clip at most."""
     noise = seeded(epsilon=1e4, level="client", trust=trust, clip=2.0)
-    grid = Tap(client_app(Moving, privacy=noise), CLIENTS)
+    grid = Tapped(client_app(Moving, privacy=noise), CLIENTS)
     strategy = ClusteredFedAvg(1, privacy=noise, min_clients=3)
     start = ArrayRecord({"b": Array(np.zeros((2, 3))), "a": Array(np.zeros(3))})
     found = strategy.start(grid, start, num_rounds=1).arrays
@@ -388,7 +400,7 @@ def test_one_dictionary_is_averaged_with_noise() -> None:
 
     def averaged(privacy: Noise | None) -> np.ndarray:
         strategy = DictionaryAveraging(weighted=False, fraction_evaluate=0.0, privacy=privacy)
-        grid = Tap(client_app(make_client), CLIENTS)
+        grid = Tapped(client_app(make_client), CLIENTS)
         return strategy.start(grid, ArrayRecord([START])).arrays.to_numpy_ndarrays()[0]
 
     noise = seeded(epsilon=1e4, level="client", trust="central", clip=2.0)
@@ -405,7 +417,7 @@ def test_one_linear_model_is_learned_with_noise() -> None:
         return RegressionClient(own, own @ truth, context)
 
     noise = seeded(epsilon=1e4, level="client", clip=4.0)
-    grid = Tap(client_app(make_client, privacy=noise), CLIENTS)
+    grid = Tapped(client_app(make_client, privacy=noise), CLIENTS)
     strategy = FedX(1, phase_2=phase, privacy=noise, min_clients=3)
     found = strategy.start(grid, ArrayRecord([np.zeros((1, 3))]), num_rounds=8)
     np.testing.assert_allclose(found.arrays.to_numpy_ndarrays()[0], [truth], atol=0.2)
