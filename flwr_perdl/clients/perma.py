@@ -64,6 +64,8 @@ HOLD_OUT = "perdl.hold-out"
 HELD_OUT = "mse_held_out_"
 #: One sample in so many is held out, drawn as in a round that no run has.
 _HELD, _DRAW = 5, 2**32 - 1
+#: Errors below this share of the mean square are rounding, by which nothing is chosen.
+_ROUNDING = 1e-12
 
 #: The name of the first dictionary in a client's private state, before it knows its local atoms.
 DICTIONARY = "dictionary"
@@ -159,8 +161,9 @@ class DictionaryClient(LearnerClient):
             errors.append(error)
             keep[f"{LOCAL_ATOMS}_{len(G)}"] = D[len(G) :]
             if held.any():
-                found = [self._error(self.X[held], D, k) for k in counts]
-                metrics[f"{HELD_OUT}{len(G)}"] = rounded(float(np.mean(found)))
+                found = float(np.mean([self._error(self.X[held], D, k) for k in counts]))
+                exact = found <= _ROUNDING * mean_square(self.X[held])
+                metrics[f"{HELD_OUT}{len(G)}"] = 0.0 if exact else rounded(found)
         result = self.result(sent[0], min(errors), len(D), keep, anew=anew)
         return result._replace(arrays=sent, metrics={**result.metrics, **metrics})
 

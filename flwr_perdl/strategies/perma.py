@@ -107,6 +107,8 @@ AUTO, AGREE = NAMED = "auto", "agree"
 #: Which shares of a client's atoms "auto" tries, in how many rounds at most, and how the state
 #: calls them.
 SHARES, MOST_ROUNDS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 5, "candidate_"
+#: Errors below this share of a client's largest one are rounding.
+ROUNDING = 1e-12
 #: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
 
@@ -125,9 +127,10 @@ class PerMA(ProtocolStrategy):
         the atoms side by side, and goes on with what has the least error on a fifth of each
         client's samples, held out for these rounds; errors are those of evaluations
         (``"perdl.n-nonzero"`` of ``evaluate_config``). A client's own app measures by its
-        ``evaluate``. Such a round takes 2.5 times an update's floats and five times its work.
-        "agree" finds in the matching round on how many atoms the clients agree (P0, B.2): planted
-        atoms are counted right, on images it finds few or none.
+        ``evaluate``. Such a round takes about three times the floats of an update of all atoms, and
+        five times its work. "agree" finds in the matching round on how many atoms the clients agree
+        (P0, B.2): planted atoms are counted right, on images it finds few or none. "auto" tries
+        that number too.
     matching : {"consensus", "paths"}, default "consensus"
         How the server finds the global atoms among the clients' dictionaries.
     aggregation : str, default "statistics"
@@ -258,7 +261,9 @@ class PerMA(ProtocolStrategy):
             )
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
-            config = {SENDS: self._sends, **({HOLD_OUT: True} if self.n_global == AUTO else {})}
+            config: dict[str, Scalar] = {SENDS: self._sends}
+            if self.n_global == AUTO:
+                config[HOLD_OUT] = True
             replies = yield Request(START, (), config, None, check, max_weight=None)
             state = self._match(replies)
         if "rounds_left" in state:
@@ -311,7 +316,7 @@ class PerMA(ProtocolStrategy):
                 max_weight=None,
             )
             replies = alike(replies, partial(is_orthogonal, atoms=candidates[-1]), atoms_kind)
-            best = self._best(candidates, replies)
+            best = self._best(candidates, replies, int(state["agreed"]))
             candidates = [
                 self._aggregate(replies, i, G, orthogonal) for i, G in enumerate(candidates)
             ]
@@ -332,20 +337,25 @@ class PerMA(ProtocolStrategy):
         for G, array in zip(candidates, reply.arrays, strict=True):
             self._check(G, False, reply._replace(arrays=[array]))
 
-    def _best(self, candidates: Sequence[Matrix], replies: Replies) -> int:
-        """Return whose error on the clients' held-out samples is least."""
+    def _best(self, candidates: Sequence[Matrix], replies: Replies, agreed: int) -> int:
+        """Return whose error on the clients' held-out samples is least, of equals the agreed one."""
         names = [f"{HELD_OUT}{len(G)}" for G in candidates]
         rows = [[reply.metrics.get(name, nan) for name in names] for reply in replies.values()]
-        errors = np.array(rows)[np.isfinite(rows).all(axis=1) & (np.array(rows) > 0).any(axis=1)]
+        errors = np.array(rows)[np.isfinite(rows).all(axis=1)]
         if not len(errors):
             raise ValueError(
                 'n_global must be a number or "agree" where no client can measure an error on '
                 'samples held out, got "auto".'
             )
+        errors[errors <= ROUNDING * errors.max(axis=1, keepdims=True)] = 0
         # Relative to the client's own mean, so that no client decides for all by its scale.
-        errors = errors / errors.mean(axis=1, keepdims=True)
+        errors = errors / np.maximum(errors.mean(axis=1, keepdims=True), 1e-300)
         robust = self.aggregation in (ROBUST, "median", "trimmed")
-        return int((np.median if robust else np.mean)(errors, axis=0).argmin())
+        error = (np.median if robust else np.mean)(errors, axis=0)
+        sizes = [len(G) for G in candidates]
+        if agreed and error[sizes.index(agreed)] == error.min():
+            return sizes.index(agreed)
+        return int(error.argmin())
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result: a choice needs one, and one after it."""
@@ -407,9 +417,8 @@ class PerMA(ProtocolStrategy):
         replies = alike(replies, is_orthogonal, atoms_kind)
         replies = within_bounds(replies, self.max_atoms)
         orthogonal = is_orthogonal(next(iter(replies.values())))
-        numbers = self._numbers(replies)
-        if numbers is not None:
-            replies = with_enough(replies, max(numbers), self.client_names)
+        numbers = [] if self.n_global == AGREE else self._numbers(replies)
+        replies = with_enough(replies, max(numbers, default=0), self.client_names)
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
@@ -417,55 +426,53 @@ class PerMA(ProtocolStrategy):
                 "be used by that many samples, so clients need more samples, or a learner with a "
                 "smaller penalty or threshold."
             )
-        found = self._matched(dictionaries, numbers, orthogonal)
         state = {"orthogonal": np.array(orthogonal), "samples": median_samples(replies)}
+        found = [self._matched(dictionaries, number, orthogonal) for number in numbers]
+        if self.n_global in NAMED:
+            found.append(self._matched(dictionaries, "auto", orthogonal))
         if self.n_global != AUTO:
+            if not len(found[0]) and self.n_global == AGREE:
+                log(
+                    WARNING,
+                    'n_global="agree" found no atom on which the clients agree: nothing is shared. '
+                    '"auto" tries several numbers.',
+                )
             return {**state, "global_atoms": found[0]}
         rounds = MOST_ROUNDS if self._num_rounds is None else self._num_rounds - 2
-        left = np.array(min(max(rounds, 1), MOST_ROUNDS))
-        return {**state, **named_candidates(found), "best": np.array(0), "rounds_left": left}
+        state["rounds_left"] = np.array(min(max(rounds, 1), MOST_ROUNDS))
+        state |= {"agreed": np.array(len(found[-1])), "best": np.array(0)}
+        by_number = {len(atoms): atoms for atoms in found}
+        return state | named_candidates([by_number[number] for number in sorted(by_number)])
 
-    def _numbers(self, replies: Replies) -> list[int] | None:
-        """Return the numbers of global atoms to find; None: on how many the clients agree."""
+    def _numbers(self, replies: Replies) -> list[int]:
+        """Return the numbers of global atoms to find."""
         if isinstance(self.n_global, int):
             return [self.n_global]
-        if self.n_global == AGREE:
-            return None
         sizes = np.array([atoms_of(reply) for reply in replies.values()])
         least = int(sizes[2 * sizes >= np.median(sizes)].min())  # the others are left out
-        return sorted({round(share * least) for share in SHARES})
+        return [round(share * least) for share in SHARES]
 
     def _matched(
-        self, dictionaries: list[Matrix], numbers: list[int] | None, orthogonal: bool
-    ) -> list[Matrix]:
-        """Return the global atoms (line 6), for each number of them."""
+        self, dictionaries: list[Matrix], n_global: int | Literal["auto"], orthogonal: bool
+    ) -> Matrix:
+        """Return the global atoms (line 6)."""
         lengths = [len(D) for D in dictionaries]
         most = sum(lengths) if self.matching == "consensus" else max(lengths)
-        if numbers is not None and max(numbers) > most:
+        if n_global != "auto" and n_global > most:
             log(
                 WARNING,
                 "n_global is at most %d, since the clients sent no more atoms to match: those that "
                 "fewer than min_support samples use stay at the clients.",
                 most,
             )
-            numbers = sorted({min(number, most) for number in numbers})
-        found = []
-        for number in ["auto"] if numbers is None else numbers:
-            atoms = global_matching(dictionaries, number, method=self.matching).global_atoms
-            if number == "auto" and not len(atoms):
-                log(
-                    WARNING,
-                    'n_global="agree" found no atom on which the clients agree: nothing is shared. '
-                    '"auto" tries several numbers.',
-                )
-            # The mean of matched orthonormal atoms is not orthonormal, and learners need that it
-            # is.
-            if orthogonal and len(atoms):
-                atoms = polar_factor(atoms, atoms)
-            elif len(atoms) >= np.median(lengths):  # no own atoms, which matching sets apart
-                atoms = pooled_start(dictionaries, atoms)
-            found.append(atoms)
-        return found
+            n_global = most
+        atoms = global_matching(dictionaries, n_global, method=self.matching).global_atoms
+        # The mean of matched orthonormal atoms is not orthonormal, and learners need that it is.
+        if orthogonal and len(atoms):
+            return polar_factor(atoms, atoms)
+        if len(atoms) >= np.median(lengths):  # no atoms of their own, which matching sets apart
+            return pooled_start(dictionaries, atoms)
+        return atoms
 
     def _aggregate(self, replies: Replies, i: int, current: Matrix, orthogonal: bool) -> Matrix:
         """Return the new global atoms (line 13) from the replies' array ``i``."""
