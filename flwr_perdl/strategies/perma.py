@@ -338,7 +338,7 @@ class PerMA(ProtocolStrategy):
             self._check(G, False, reply._replace(arrays=[array]))
 
     def _best(self, candidates: Sequence[Matrix], replies: Replies, agreed: int) -> int:
-        """Return whose error on the clients' held-out samples is least, of equals the agreed one."""
+        """Return whose error on samples held out is least; of equals the agreed one."""
         names = [f"{HELD_OUT}{len(G)}" for G in candidates]
         rows = [[reply.metrics.get(name, nan) for name in names] for reply in replies.values()]
         errors = np.array(rows)[np.isfinite(rows).all(axis=1)]
