@@ -63,7 +63,7 @@ REFINE_STEPS = "perdl.refine-steps"
 HOLD_OUT = "perdl.hold-out"
 HELD_OUT = "mse_held_out_"
 #: One sample in so many is held out, drawn as in a round that no run has.
-_HELD, _DRAW = 5, 2**32 - 1
+_HELD, _DRAW = 3, 2**32 - 1
 #: Errors below this share of the mean square are rounding, by which nothing is chosen.
 _ROUNDING = 1e-12
 

@@ -106,9 +106,10 @@ MATCHINGS = ("consensus", "paths")
 AUTO, AGREE = NAMED = "auto", "agree"
 #: Which shares of a client's atoms "auto" tries, in how many rounds at most, and how the state
 #: calls them.
-SHARES, MOST_ROUNDS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 5, "candidate_"
-#: Errors below this share of a client's largest one are rounding.
-ROUNDING = 1e-12
+SHARES, MOST_ROUNDS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 8, "candidate_"
+#: Errors below this share of a client's largest one are rounding; a round's errors count for so
+#: much of the next one's.
+ROUNDING, FADES = 1e-12, 0.5
 #: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
 
@@ -118,13 +119,13 @@ class PerMA(ProtocolStrategy):
 
     Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
     counts both. Started with ``[global atoms]`` as initial arrays it skips the matching round.
-    With "auto" the rounds after the first one, five at most, choose the number of global atoms.
+    With "auto" the rounds after the first one, eight at most, choose the number of global atoms.
 
     Parameters
     ----------
     n_global : int, "auto" or "agree", default "auto"
         Number of global atoms. "auto" updates none, a quarter, a half, three quarters and all of
-        the atoms side by side, and goes on with what has the least error on a fifth of each
+        the atoms side by side, and goes on with what has the least error on a third of each
         client's samples, held out for these rounds; errors are those of evaluations
         (``"perdl.n-nonzero"`` of ``evaluate_config``). A client's own app measures by its
         ``evaluate``. Such a round takes about three times the floats of an update of all atoms, and
@@ -304,23 +305,24 @@ class PerMA(ProtocolStrategy):
             config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
         for left in range(int(state["rounds_left"]), 0, -1):
             candidates = [state[name] for name in sorted(state) if name.startswith(CANDIDATE)]
-            orthogonal, best = bool(state["orthogonal"]), int(state["best"])
+            orthogonal = bool(state["orthogonal"])
             replies = yield Request(
                 CHOOSE,
                 candidates,
                 config,
                 {**state, "rounds_left": np.array(left)},
                 partial(self._check_each, candidates),
-                model=[candidates[best]],
+                model=[candidates[_best(candidates, state)]],
                 most=sum(G.size + len(G) ** 2 for G in candidates),
                 max_weight=None,
             )
             replies = alike(replies, partial(is_orthogonal, atoms=candidates[-1]), atoms_kind)
-            best = self._best(candidates, replies, int(state["agreed"]))
+            errors = FADES * state["errors"] + self._errors(candidates, replies)
             candidates = [
                 self._aggregate(replies, i, G, orthogonal) for i, G in enumerate(candidates)
             ]
-            state = {**state, **named_candidates(candidates), "best": np.array(best)}
+            state = {**state, **named_candidates(candidates), "errors": errors}
+        best = _best(candidates, state)
         log(INFO, "n_global is %d: see the errors on samples held out.", len(candidates[best]))
         return {
             "global_atoms": candidates[best],
@@ -337,8 +339,8 @@ class PerMA(ProtocolStrategy):
         for G, array in zip(candidates, reply.arrays, strict=True):
             self._check(G, False, reply._replace(arrays=[array]))
 
-    def _best(self, candidates: Sequence[Matrix], replies: Replies, agreed: int) -> int:
-        """Return whose error on samples held out is least; of equals the agreed one."""
+    def _errors(self, candidates: Sequence[Matrix], replies: Replies) -> Matrix:
+        """Return the clients' errors on samples held out, of every candidate."""
         names = [f"{HELD_OUT}{len(G)}" for G in candidates]
         rows = [[reply.metrics.get(name, nan) for name in names] for reply in replies.values()]
         errors = np.array(rows)[np.isfinite(rows).all(axis=1)]
@@ -351,11 +353,8 @@ class PerMA(ProtocolStrategy):
         # Relative to the client's own mean, so that no client decides for all by its scale.
         errors = errors / np.maximum(errors.mean(axis=1, keepdims=True), 1e-300)
         robust = self.aggregation in (ROBUST, "median", "trimmed")
-        error = (np.median if robust else np.mean)(errors, axis=0)
-        sizes = [len(G) for G in candidates]
-        if agreed and error[sizes.index(agreed)] == error.min():
-            return sizes.index(agreed)
-        return int(error.argmin())
+        error: Matrix = (np.median if robust else np.mean)(errors, axis=0)
+        return error
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result: a choice needs one, and one after it."""
@@ -440,8 +439,8 @@ class PerMA(ProtocolStrategy):
             return {**state, "global_atoms": found[0]}
         rounds = MOST_ROUNDS if self._num_rounds is None else self._num_rounds - 2
         state["rounds_left"] = np.array(min(max(rounds, 1), MOST_ROUNDS))
-        state |= {"agreed": np.array(len(found[-1])), "best": np.array(0)}
         by_number = {len(atoms): atoms for atoms in found}
+        state |= {"agreed": np.array(len(found[-1])), "errors": np.zeros(len(by_number))}
         return state | named_candidates([by_number[number] for number in sorted(by_number)])
 
     def _numbers(self, replies: Replies) -> list[int]:
@@ -496,6 +495,15 @@ def _noted(replies: Replies, found: Aggregation) -> Matrix:
     for effect, shares in found.odd.items():
         replies.note(effect, dict(zip(replies, shares, strict=False)))
     return found.global_atoms
+
+
+def _best(candidates: Sequence[Matrix], state: State) -> int:
+    """Return whose error is least; of equals the one on which the clients agree."""
+    errors, sizes = state["errors"], [len(G) for G in candidates]
+    agreed = sizes.index(int(state["agreed"]))
+    if sizes[agreed] and errors[agreed] == errors.min():
+        return agreed
+    return int(errors.argmin())
 
 
 def named_candidates(candidates: Sequence[Matrix]) -> dict[str, Matrix]:
