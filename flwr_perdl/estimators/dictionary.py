@@ -25,6 +25,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.learners import check_samples
 from flwr_perdl.estimators._base import Federated, MakeGrid, SiteTransformer, explained, rebuilt
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import spawn
@@ -115,6 +116,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     (100, 4)
     """
 
+    _allow_nan = True
+
     def __init__(
         self,
         n_atoms: int,
@@ -154,7 +157,9 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             check_count("n_global", self.n_global, 1, self.n_atoms)
         n_rounds = check_count("rounds", self.rounds, 2)
         check_count("min_support", self.min_support)
-        sites = self._read_sites(X, min_columns=2)  # of one column there is one atom
+        # of one column there is one atom
+        sites = self._read_sites(X, min_columns=2, missing=True)
+        self._check_missing(sites, learner)
         most = max(map(len, sites))
         if most < self.min_support:
             raise ValueError(
@@ -202,7 +207,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         (3, (50, 5))
         """
         G, learner, number = self.atoms(), self._learner(), len(self.local_atoms_)
-        rows = self._read_rows(X).astype(G.dtype, copy=False)
+        rows = self._read_rows(X, missing=True).astype(G.dtype, copy=False)
         if not len(rows):
             raise ValueError("X must have at least one sample, got n_samples=0.")
         alone = _start(learner)(rows, learner, rng=spawn(self.seed, number)).dictionary
@@ -227,7 +232,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         ndarray or DataFrame of shape (n_samples, n_global + n_local)
             See `set_output`; the columns of a frame are "global0", …, "local0", ….
         """
-        rows, D = self._read_rows(X), self.atoms(client)
+        rows, D = self._read_rows(X, missing=True), self.atoms(client)
         rows = rows.astype(D.dtype, copy=False)
         if self.n_nonzero is None:
             codes = self._learner().code(rows, D)
@@ -252,7 +257,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
 
     def score(self, X: Any, y: Any = None, *, client: int | None = None) -> float:
         """Return the share of energy explained, ``1 - ||X - reconstruct(X)||^2 / ||X||^2``."""
-        rows = self._read_rows(X)
+        rows = self._read_rows(X, missing=True)
         return explained(rows, self.reconstruct(rows, client))
 
     def atoms(self, client: int | None = None) -> Matrix:
@@ -265,6 +270,22 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             return self.global_atoms_
         i = check_count("client", client, 0, len(self.local_atoms_) - 1)
         return np.vstack([self.global_atoms_, self.local_atoms_[i]])
+
+    def _check_missing(self, sites: list[Matrix], learner: Learner) -> None:
+        """Raise a ValueError if the tables have NaN that cannot be a missing entry."""
+        missing = [np.isnan(check_samples(f"X[{i}]", S, learner)) for i, S in enumerate(sites)]
+        if self.aggregation != "statistics" and any(map(np.any, missing)):
+            raise ValueError(
+                f'aggregation must be "statistics" where X has NaN, got {self.aggregation!r}.'
+            )
+        for i, site in enumerate(missing):
+            if site.all():
+                raise ValueError(f"X[{i}] must have an entry that is not NaN, got none.")
+        if (never := np.all([site.all(axis=0) for site in missing], axis=0)).any():
+            raise ValueError(
+                "X must have an entry that is not NaN in every column, at one site or more, got "
+                f"none in column {never.argmax()}: leave it out."
+            )
 
     def _learner(self) -> Learner:
         """Return what a site learns with."""
