@@ -202,7 +202,7 @@ def _each_observed(
     found = []
     for seen, rows in _alike(~np.isnan(X)):
         own = C[rows]
-        found.append(code(X[np.ix_(rows, seen)], D[:, seen], own))
+        found.append(code(X[rows].take(seen, axis=1), D.take(seen, axis=1), own))
         C[rows] = own
     return found
 
@@ -211,8 +211,11 @@ def _in_threads(code: Callable[[slice], None], n: int, r: int) -> None:
     """Code all samples in blocks; which one a thread takes changes no bit of the codes."""
     size = max(1, _BLOCK // max(1, r))
     blocks = [slice(at, min(at + size, n)) for at in range(0, n, size)]
-    for _ in in_threads(code, blocks, n=n_kernel_threads()):
-        pass
+    if len(blocks) == 1:
+        code(blocks[0])
+    else:
+        for _ in in_threads(code, blocks, n=n_kernel_threads()):
+            pass
 
 
 def lasso(

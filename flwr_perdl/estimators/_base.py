@@ -135,12 +135,9 @@ class Estimator:
                     f"X[{i}] must have the columns of X[0] in the same order, but it "
                     f"{difference(feature_names(table), first)}."
                 )
-            rules = {"min_rows": 1, "min_columns": min_columns, "missing": missing}
-            site, columns = (
-                as_matrix(f"X[{i}]", table, **rules),
-                sites[0].shape[1] if sites else None,
-            )
-            sites.append(check_array(f"X[{i}]", site, columns=columns, missing=missing))
+            name, columns = f"X[{i}]", sites[0].shape[1] if sites else None
+            site = as_matrix(name, table, min_rows=1, min_columns=min_columns, missing=missing)
+            sites.append(check_array(name, site, columns=columns, missing=missing))
         kind = np.result_type(*sites)
         return [site.astype(kind, copy=False) for site in sites]
 

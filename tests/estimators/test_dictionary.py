@@ -233,3 +233,51 @@ def test_a_site_that_joins_late_has_local_atoms_as_good_as_the_others(learner: A
     late, there = model.score(held_out, client=number), whole.score(held_out, client=4)
     assert late > there - 0.02
     assert late > model.score(held_out) + 0.2
+
+
+def test_tables_with_missing_entries_are_learned_from_and_filled_in() -> None:
+    """Hidden entries of new samples are rebuilt as well as with a model of whole tables."""
+    whole, errors = np.stack(planted(600)), []
+    hidden = np.random.default_rng(9).random(whole.shape) < 0.3
+    tables = np.where(hidden, np.nan, whole)
+    for seen in (whole, tables):
+        model = PersonalizedDictionaryLearning(5, 3, rounds=8).fit(list(seen[:, :400]))
+        filled = [model.reconstruct(table, i) for i, table in enumerate(tables[:, 400:])]
+        errors.append(np.mean((filled - whole[:, 400:])[hidden[:, 400:]] ** 2))
+    assert errors[1] < 1.08 * errors[0]
+    assert dictionary_distance(SHARED, model.global_atoms_) < 0.05
+    new = tables[3, 400:450]
+    rest, seen = model.reconstruct(new, 3) - new, ~np.isnan(new)
+    explained = 1 - np.sum(rest[seen] ** 2) / np.sum(new[seen] ** 2)
+    assert model.score(new, client=3) == pytest.approx(explained)
+    assert np.isfinite(model.transform(new, model.add_site(new))).all()
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "name"),
+    [
+        ((0, 1), {"aggregation": "mean"}, "aggregation must"),
+        ((0, 1), {"learner": OrthogonalLearner}, r"X\[0\] must .*LassoLearner"),
+        ((0, 12), {}, r"X\[0\] must"),
+    ],
+)
+def test_missing_entries_that_nothing_can_be_made_of_are_named(
+    columns: tuple[int, int], options: dict[str, Any], name: str
+) -> None:
+    sites = planted(20)
+    sites[0][:, slice(*columns)] = np.nan
+    with pytest.raises(ValueError, match=f"^{name}"):
+        PersonalizedDictionaryLearning(5, 3, rounds=2, **options).fit(sites)
+
+
+def test_a_column_may_be_missing_at_one_site_but_not_at_all() -> None:
+    sites = planted(60)
+    column = sites[0][:, 2].copy()
+    sites[0][:, 2] = np.nan
+    model = PersonalizedDictionaryLearning(5, 3, rounds=3).fit(sites)
+    filled = model.reconstruct(sites[0], 0)[:, 2]
+    assert np.sum((filled - column) ** 2) < 0.7 * np.sum(column**2)
+    for site in sites:
+        site[:, 2] = np.nan
+    with pytest.raises(ValueError, match=r"^X must .*column 2"):
+        PersonalizedDictionaryLearning(5, 3, rounds=2).fit(sites)
