@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
-from flwr_perdl.core.arrays import has_missing
+from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_members
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS, check_samples
@@ -160,7 +160,8 @@ class LearnerClient(ProtocolClient):
             )
         if X.size and np.isnan(X).all():
             raise ValueError(f"{name} must have an entry that is not NaN, got none.")
-        return X
+        # A sample of which nothing is known must not count where samples are counted.
+        return X[~np.isnan(X).all(axis=1)] if has_missing(X) else X
 
     # What every step needs --------------------------------------------------------------------
 
@@ -260,6 +261,14 @@ class LearnerClient(ProtocolClient):
 def read_local_steps(request: StepRequest) -> int:
     """Return how many iterations of its learner a client is to take."""
     return check_count(LOCAL_STEPS, request.config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)
+
+
+def doubts(X: Matrix, n_atoms: int) -> list[str]:
+    """Return what is odd about the samples of a client with so many atoms, and what to do then."""
+    n = int(np.count_nonzero(observed(X).any(axis=1)))
+    zeros = "mostly samples of zeros: leave them out"
+    few = "fewer samples than atoms, which may become copies of these: lower n_atoms or add samples"
+    return [zeros] * (2 * n < len(X)) + [few] * (n < max(n_atoms, 2))
 
 
 def mean_square(errors: Matrix) -> float:

@@ -19,7 +19,8 @@ of its replies that few of its samples make up (`flwr_perdl.privacy.may_send`).
 
 from __future__ import annotations
 
-from typing import Unpack
+from logging import WARNING
+from typing import ClassVar, Unpack
 
 import numpy as np
 from flwr.app import Context
@@ -30,6 +31,7 @@ from flwr_perdl.clients.dictionary import (
     MOST_STEPS,
     LearnerClient,
     LearnerOptions,
+    doubts,
     mean_square,
     read_local_steps,
 )
@@ -48,6 +50,7 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.privacy.withholding import may_send_entries
+from flwr_perdl.protocol.compat import log
 
 START = "start"
 UPDATE = "update"
@@ -115,6 +118,8 @@ class DictionaryClient(LearnerClient):
     """
 
     accepts_missing = True
+    #: Whether the log names what is odd about the samples.
+    warns: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -136,6 +141,8 @@ class DictionaryClient(LearnerClient):
         D = self.first_dictionary(request)
         C = self.learner.code(self.X, D)
         error = mean_square(self.X - reconstruct(C, D))
+        if self.warns and (odd := doubts(self.X, len(D))):
+            log(WARNING, "This client has %s.", "; and ".join(odd))
         allowed = self.may_send(C, observed(self.X))
         sent = D[allowed]
         if has_missing(self.X):

@@ -302,6 +302,8 @@ def as_matrix(
         raise ValueError(f"Complex data not supported: {name} must be real, got {array.dtype}.")
     if array.dtype not in FLOATS:
         try:
+            if array.dtype == object and hasattr(table, "to_numpy"):  # pandas' NA is no float
+                array = table.to_numpy(dtype=float, na_value=np.nan)
             array = array.astype(float)
         except ValueError as error:
             raise ValueError(f"{name} must be numbers, got others: {error}.") from error

@@ -6,6 +6,7 @@ NeurIPS 2023: `flwr_perdl.strategies.PerMA` has its symbols, and what each party
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Self
@@ -15,7 +16,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.clients.dictionary import Start, doubts
 from flwr_perdl.core.checks import Matrix, check_count, is_auto
 from flwr_perdl.dictionary import (
     LassoLearner,
@@ -25,6 +26,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.atoms import COPY
 from flwr_perdl.dictionary.learners import check_samples
 from flwr_perdl.estimators._base import Federated, MakeGrid, SiteTransformer, explained, rebuilt
 from flwr_perdl.protocol.records import PARTITION_ID
@@ -150,7 +152,11 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def fit(self, X: Sequence[Any], y: Any = None) -> Self:
         """Learn from the sites' tables, a list with (n_samples_i, n_features) of each site.
 
-        Rows are samples; the columns are the same everywhere. ``y`` is ignored.
+        Rows are samples; the columns are the same everywhere. NaN is a missing entry, with the
+        default `LassoLearner` or a `MODLearner`, and ``aggregation="statistics"``: codes, errors
+        and `score` see the others alone, and `reconstruct` fills it in. A site may lack a column
+        that another one has; a sample of which nothing is observed has codes of zeros. ``y`` is
+        ignored.
         """
         learner = self._learner()
         if not is_auto("n_global", self.n_global):
@@ -177,7 +183,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         )
 
         def make_client(context: Context) -> DictionaryClient:
-            return DictionaryClient(
+            return _SiteClient(
                 sites[int(context.node_config[PARTITION_ID])],
                 learner,
                 context,
@@ -187,6 +193,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
 
         learned, grid = self._federate(strategy, make_client, len(sites), n_rounds)
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
+        self._warn(sites, learner)
         return self._fitted(sites[0].shape[1], X[0])
 
     def add_site(self, X: Any) -> int:
@@ -287,6 +294,25 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
                 f"none in column {never.argmax()}: leave it out."
             )
 
+    def _warn(self, sites: list[Matrix], learner: Learner) -> None:
+        """Warn once of what is odd about tables and atoms."""
+        dictionaries = [np.vstack([self.global_atoms_, L]) for L in self.local_atoms_]
+        given = list(zip(sites, dictionaries, strict=True))
+        used, r = [learner.code(X, D).any(axis=0) for X, D in given], len(self.global_atoms_)
+        shared = np.any([own[:r] for own in used], axis=0)
+        odd: dict[str, list[str]] = {}
+        for i, (X, D) in enumerate(given):
+            found = doubts(X, len(D))
+            if not (shared.all() and used[i][r:].all()):
+                found.append("atoms that no sample uses: lower n_atoms")
+            if (np.triu(np.abs(D @ D.T), 1) > COPY).any():
+                found.append("atoms that are copies of others: lower n_atoms")
+            for what in found:
+                odd.setdefault(what, []).append(f"X[{i}]")
+        for what, where in odd.items():
+            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+            warnings.warn(f"{where[0]}{more}: {what}.", UserWarning, stacklevel=3)
+
     def _learner(self) -> Learner:
         """Return what a site learns with."""
         n_atoms = check_count("n_atoms", self.n_atoms, 1)
@@ -299,6 +325,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         if not callable(self.learner):
             raise TypeError(f"learner must be a function of n_atoms, got {self.learner!r}.")
         return self.learner(n_atoms)
+
+
+class _SiteClient(DictionaryClient):
+    """A client of `fit`, which itself warns of what is odd."""
+
+    warns = False
 
 
 def _start(learner: Learner) -> Start:

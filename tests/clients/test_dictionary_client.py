@@ -190,3 +190,21 @@ def test_samples_with_missing_entries_that_do_not_serve_are_named() -> None:
     client.fit([], asks("start", 1))
     with pytest.raises(ValueError, match=r"^aggregation must"):
         client.fit([np.eye(5)[:2]], asks("update", 2, **{"perdl.sends": "atoms"}))
+
+
+@pytest.mark.parametrize(
+    ("X", "n_logged"),
+    [
+        (samples(), 0),
+        (samples(1), 1),
+        (samples(3), 1),
+        (np.vstack([samples(20), np.zeros((21, 5))]), 1),
+    ],
+)
+def test_odd_samples_are_logged_once(
+    X: np.ndarray, n_logged: int, warned: pytest.LogCaptureFixture
+) -> None:
+    client = DictionaryClient(X, LEARNER, context(), min_support=0)
+    (D,), _, _ = client.fit([], asks("start", 1))
+    client.fit([D[:2]], asks("update", 2))
+    assert len(warned.records) == n_logged

@@ -171,7 +171,8 @@ def test_a_site_that_fails_stops_the_fit_with_its_reason() -> None:
 def test_a_site_of_two_samples_has_atoms_of_its_own_and_sends_none() -> None:
     sites = [*planted(40), planted(40)[0][:2]]
     model = PersonalizedDictionaryLearning(5, 3, learner=partial(MODLearner, n_nonzero=1), rounds=3)
-    assert [len(atoms) for atoms in model.fit(sites).local_atoms_] == [2] * 5
+    with pytest.warns(UserWarning, match=r"X\[4\].*n_atoms"):
+        assert [len(atoms) for atoms in model.fit(sites).local_atoms_] == [2] * 5
     assert not model.history_[-1].dropped
 
 
@@ -281,3 +282,43 @@ def test_a_column_may_be_missing_at_one_site_but_not_at_all() -> None:
         site[:, 2] = np.nan
     with pytest.raises(ValueError, match=r"^X must .*column 2"):
         PersonalizedDictionaryLearning(5, 3, rounds=2).fit(sites)
+
+
+@pytest.mark.parametrize(
+    ("change", "n_atoms", "names"),
+    [
+        (lambda X: X, 5, []),
+        (lambda X: X[:3], 5, ["X[0]"]),
+        (lambda X: np.vstack([X, np.zeros((31, 12))]), 5, ["X[0]"]),
+        (lambda X: X, 20, ["X[0]"]),
+    ],
+    ids=["well", "few", "zeros", "atoms"],
+)
+def test_what_is_odd_is_named_once(
+    change: Any, n_atoms: int, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    sites = [change(planted(30)[0]), *planted(30)[1:]]
+    model = PersonalizedDictionaryLearning(n_atoms, 3, rounds=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(sites)
+    assert [str(w.message)[:4] for w in caught] == names
+    assert not caplog.records
+
+
+class Stuck(MODLearner):
+    """Its last two atoms stay copies."""
+
+    def start(self, X: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return BASIS[[0, 1, 2, 3, 3]]
+
+    def _update(self, X: np.ndarray, C: np.ndarray, D: np.ndarray) -> np.ndarray:
+        return D
+
+
+def test_copies_among_atoms_are_named() -> None:
+    sites = [table + 1e-3 * BASIS[3] for table in planted(40)]
+    model = PersonalizedDictionaryLearning(5, 3, learner=Stuck, rounds=2, aggregation="mean")
+    with pytest.warns(UserWarning, match="n_atoms") as caught:
+        model.fit(sites)
+    assert any("copies" in str(w.message) for w in caught)
