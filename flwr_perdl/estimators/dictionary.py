@@ -96,6 +96,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     TooFewReplies
         By ``fit``: if a site's client fails. The error names the reason.
 
+    Warns
+    -----
+    UserWarning
+        By ``fit``: if a table has fewer samples than atoms or mostly samples of zeros, or if atoms
+        are copies of others or of no use to any sample.
+
     See Also
     --------
     flwr_perdl.strategies.PerMA : the protocol, for Flower projects.
