@@ -81,6 +81,8 @@ _WHOLE = 1e-9
 class Learner(Protocol):
     """What PerMA asks of a local learner; `D` may have any number of atoms.
 
+    ``X`` has no NaN, a missing entry, unless the learner has ``accepts_missing = True``.
+
     Examples
     --------
     >>> import numpy as np

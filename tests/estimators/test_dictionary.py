@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.datasets import load_digits
 from sklearn.decomposition import MiniBatchDictionaryLearning
@@ -252,6 +253,8 @@ def test_tables_with_missing_entries_are_learned_from_and_filled_in() -> None:
     explained = 1 - np.sum(rest[seen] ** 2) / np.sum(new[seen] ** 2)
     assert model.score(new, client=3) == pytest.approx(explained)
     assert np.isfinite(model.transform(new, model.add_site(new))).all()
+    frame = pd.DataFrame(new).convert_dtypes()  # its missing entries are pandas' NA
+    np.testing.assert_array_equal(model.transform(frame, 3), model.transform(new, 3))
 
 
 @pytest.mark.parametrize(
