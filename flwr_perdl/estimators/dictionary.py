@@ -304,7 +304,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         """Warn once of what is odd about tables and atoms."""
         dictionaries = [np.vstack([self.global_atoms_, L]) for L in self.local_atoms_]
         given = list(zip(sites, dictionaries, strict=True))
-        used, r = [learner.code(X, D).any(axis=0) for X, D in given], len(self.global_atoms_)
+        used, r = [np.any(learner.code(X, D), axis=0) for X, D in given], len(self.global_atoms_)
         shared = np.any([own[:r] for own in used], axis=0)
         odd: dict[str, list[str]] = {}
         for i, (X, D) in enumerate(given):
