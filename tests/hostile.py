@@ -92,6 +92,18 @@ def _instead(value: Any) -> st.SearchStrategy[Any]:
     )
 
 
+def check_drawn(
+    data: st.DataObject,
+    call: Callable[..., Any],
+    good: Mapping[str, Any],
+    variants: Mapping[str, Sequence[Any]] = {},
+) -> None:
+    """Assert that a call in a drawn variant serves or refuses arguments, some of them spoiled."""
+    chosen = {name: data.draw(st.sampled_from(values)) for name, values in variants.items()}
+    bad = data.draw(arguments(good))
+    right_or_refused(lambda: call(**chosen, **bad))
+
+
 def right_or_refused(call: Callable[[], Any]) -> None:
     """Assert that a call returns finite numbers, or refuses in one sentence of the project."""
     try:

@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 from sklearn.datasets import load_digits
-from typer.testing import CliRunner
 
 from perdl_experiments import run_experiment
-from perdl_experiments.cli import app
 from perdl_experiments.studies import EXPERIMENTS, configure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,9 +153,6 @@ def test_rivals_are_counted_seed_by_seed() -> None:
     found = changed("digits", lambda metrics: metrics.update(ours=ours, their_x=theirs))
     (one,) = gallery.compare(rivals, found)
     assert one == gallery.Rival("the rival", "their_x", better=False, seeds="1 of 3")
-    table = "".join(gallery.against(rivals, found))
-    assert "No rival is better than ours by more than 1%" in table
-    assert "| the rival | 2 (0.5 to 2.99) | no | 1 of 3 |" in table
 
 
 def test_intervals_of_a_few_runs_are_their_range_and_of_many_are_narrower() -> None:
@@ -218,16 +213,6 @@ def test_an_entry_runs_on_the_papers_data_where_they_are(
     assert job._replace(data=moved).done()
     np.savez(moved / entry.needs, X=digits.images[:199], y=digits.target[:199])
     assert not job._replace(data=moved).done()
-
-
-def test_the_papers_files_and_their_checksums_are_named() -> None:
-    listed = CliRunner().invoke(app, ["fetch"]).output
-    for name, entry in ENTRIES.items():
-        assert entry.needs in listed
-        page = (FOLDER / f"{name}.md").read_text()
-        if entry.needs:
-            assert STORED[name][next(iter(entry.runs))]["data"]["sha256"] in page
-            assert f"--data FOLDER/{entry.needs}" in page
 
 
 def drifted(found: dict[str, float], stored: dict[str, Any]) -> dict[str, tuple[float, ...]]:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -39,69 +38,6 @@ FLOORS = {
     "diffusion": {"core", "dictionary"},
     "network": {"core", "diffusion", "strategies"},  # FlowerNetwork, when it is asked for
     "protocol": {"core", "regression"},  # the rules of `aggregate`
-}
-
-PUBLIC = {
-    "dictionary": {
-        "GradientLearner",
-        "KSVDLearner",
-        "LassoLearner",
-        "MODLearner",
-        "OrthogonalLearner",
-        "align_to_global",
-        "dictionary_distance",
-        "global_matching",
-        "reconstruct",
-        "refine_local",
-        "sparse_code",
-        "warm_start",
-    },
-    "diffusion": {
-        "Biclustering",
-        "DataDiffusion",
-        "HuberNMF",
-        "ModelDiffusion",
-        "NonnegativeMF",
-        "SparseSVD",
-        "Topology",
-        "infer",
-        "metropolis_weights",
-        "relative_degree_variance_weights",
-    },
-    "network": {"FlowerNetwork", "InMemoryNetwork", "RayNetwork"},
-    "clients": {
-        "DictionaryClient",
-        "DiffusionClient",
-        "Member",
-        "PrivateState",
-        "RegressionClient",
-        "client_app",
-        "client_fn",
-        "keep_private",
-        "local_atoms",
-    },
-    "strategies": {
-        "ClusteredFedAvg",
-        "DictionaryAveraging",
-        "DiffusionAveraging",
-        "Ditto",
-        "FedMD",
-        "FedX",
-        "NeighborRelay",
-        "OneShotClustering",
-        "PerMA",
-        "PerPCA",
-        "PersonalizedFedAvg",
-        "ProtocolStrategy",
-        "Request",
-        "as_legacy",
-    },
-    "simulations": {"InProcessGrid"},
-    "estimators": {
-        "MixedRegression",
-        "NetworkDictionaryLearning",
-        "PersonalizedDictionaryLearning",
-    },
 }
 
 
@@ -168,14 +104,6 @@ def test_what_is_imported_is_declared(package: str) -> None:
         for root in roots - set(sys.stdlib_module_names) - set(PACKAGES):
             known = map(canonicalize_name, [root, *names.get(root, ())])
             assert declared & set(known), f"{file.name} imports {root}"
-
-
-def in_flowers_all(name: str) -> bool:
-    """Whether ``__all__`` leads to a name of Flower from its root: Flower's rule for public."""
-    module, _, last = name.rpartition(".")
-    if not module:
-        return True
-    return in_flowers_all(module) and last in getattr(import_module(module), "__all__", ())
 
 
 def test_all_but_the_older_interface_works_without_flowers_private_modules() -> None:
@@ -259,13 +187,6 @@ def test_the_maths_needs_neither_flower_nor_files() -> None:
         for file in sorted((ROOT / "flwr_perdl" / maths).rglob("*.py")):
             for module in imported_modules(file):
                 assert module.split(".")[0] in allowed, f"{file.name} imports {module}"
-
-
-@pytest.mark.parametrize("package", sorted(PUBLIC))
-def test_stable_names_are_exported(package: str) -> None:
-    module = import_module(f"flwr_perdl.{package}")
-    assert PUBLIC[package] <= set(module.__all__)
-    assert all(hasattr(module, name) for name in module.__all__)
 
 
 def test_every_option_of_every_federated_experiment_is_a_run_config_key() -> None:

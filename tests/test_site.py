@@ -121,15 +121,19 @@ def complaints(browser: Any, url: str, width: int, scheme: str) -> list[str]:
     return found
 
 
+def assert_no_complaints(browser: Any, file: Path) -> None:
+    for width in (1280, 420):
+        for scheme in ("light", "dark"):
+            found = complaints(browser, file.as_uri(), width, scheme)
+            assert not found, f"{width} pixels, {scheme}: {found}"
+
+
 @looks
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_opens_from_disk_without_error_overflow_or_poor_contrast(
     page: str, site: Path, browser: Any
 ) -> None:
-    for width in (1280, 420):
-        for scheme in ("light", "dark"):
-            found = complaints(browser, (site / page).as_uri(), width, scheme)
-            assert not found, f"{width} pixels, {scheme}: {found}"
+    assert_no_complaints(browser, site / page)
 
 
 def test_the_folder_of_the_site_opens_the_newest_version(site: Path) -> None:
@@ -170,8 +174,4 @@ def test_a_runs_report_opens_without_error_overflow_or_poor_contrast(
     command = "-m perdl_experiments run synthetic -o seeds=2 --rounds 3 --out"
     run = [sys.executable, *command.split(), tmp_path / "run"]
     subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
-    for width in (1280, 420):
-        for scheme in ("light", "dark"):
-            report = (tmp_path / "run" / "report.html").as_uri()
-            found = complaints(browser, report, width, scheme)
-            assert not found, f"{width} pixels, {scheme}: {found}"
+    assert_no_complaints(browser, tmp_path / "run" / "report.html")

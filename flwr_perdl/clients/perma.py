@@ -20,7 +20,8 @@ of its replies that few of its samples make up (`flwr_perdl.privacy.may_send`).
 
 from __future__ import annotations
 
-from typing import Unpack
+from logging import WARNING
+from typing import ClassVar, Unpack
 
 import numpy as np
 from flwr.app import Context
@@ -34,20 +35,26 @@ from flwr_perdl.clients.dictionary import (
     LearnerClient,
     LearnerOptions,
     atom_counts,
+    doubts,
     mean_square,
     read_local_steps,
 )
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import Matrix, check_choice, check_count
 from flwr_perdl.dictionary import (
     Learner,
     align_to_global,
     local_statistics,
+    normalize_atoms,
     reconstruct,
     refine_local,
     update_weights,
 )
+from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
+from flwr_perdl.privacy.withholding import may_send_entries
+from flwr_perdl.protocol.compat import log
 from flwr_perdl.random import spawn
 
 START = "start"
@@ -85,7 +92,10 @@ class DictionaryClient(LearnerClient):
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        The client's samples, float64 or float32.
+        The client's samples, float64 or float32. NaN is a missing entry, which `MODLearner` and
+        `LassoLearner` accept, where the strategy's ``aggregation`` is "statistics": the sums are of
+        samples completed by their own reconstruction, and `may_send` holds for each of their
+        entries. Errors are those of the observed entries.
     learner : Learner
         The local algorithm A_i (P0, Algorithm 4 or 5, or any other).
     context : Context
@@ -121,6 +131,10 @@ class DictionaryClient(LearnerClient):
     (3, 6)
     """
 
+    accepts_missing = True
+    #: Whether the log names what is odd about the samples.
+    warns: ClassVar[bool] = True
+
     def __init__(
         self,
         X: Matrix,
@@ -142,7 +156,15 @@ class DictionaryClient(LearnerClient):
         D = self.first_dictionary(request, X)
         C = self.learner.code(X, D)
         error = mean_square(X - reconstruct(C, D))
-        return self.result(D[self.may_send(C, X)], error, len(D), {DICTIONARY: D})
+        if self.warns and (odd := doubts(self.X, len(D))):
+            log(WARNING, "This client has %s.", "; and ".join(odd))
+        allowed = self.may_send(C, observed(X))
+        sent = D[allowed]
+        if has_missing(X):
+            entries = may_send_entries(C, X, self.min_support)
+            sent = np.where(entries, D, 0)[allowed]
+            sent = normalize_atoms(sent[sent.any(axis=1)])
+        return self.result(sent, error, len(D), {DICTIONARY: D})
 
     @step(CHOOSE)
     def choose(self, request: StepRequest) -> StepResult:
@@ -185,6 +207,10 @@ class DictionaryClient(LearnerClient):
         statistics = check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS)) != ATOMS
         refine_steps = check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, MOST_STEPS)
         check_products(G, orthogonal=statistics and learner.orthogonal)
+        if has_missing(X) and not statistics:
+            raise ValueError(
+                'aggregation must be "statistics" where X has NaN, got one of the atoms themselves.'
+            )
         n_steps, r = read_local_steps(request), len(G)
         if refine_steps:
             L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
@@ -196,11 +222,15 @@ class DictionaryClient(LearnerClient):
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
         if statistics:
+            full = completed(X, C, D)
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
-            shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
-            sent = local_statistics(X, C, D, shared, orthogonal=learner.orthogonal)
+            shared = self.may_send(C[:, :r], full - reconstruct(C[:, r:], D[r:]))
+            sent = local_statistics(full, C, D, shared, orthogonal=learner.orthogonal)
+            if has_missing(X):  # a withheld entry's sum is that of a reconstruction
+                entries = may_send_entries(C[:, :r], X, self.min_support)
+                sent[:, r:] = np.where(entries, sent[:, r:], sent[:, :r] @ D[:r])
             if MAX_WEIGHT in config:  # of a secure sum
-                sent = _scaled(X, sent)
+                sent = _scaled(full, sent)
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)

@@ -13,11 +13,10 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.clients.base import (
@@ -29,20 +28,17 @@ from flwr_perdl.clients.base import (
     run_folder,
 )
 from flwr_perdl.core import files
-from flwr_perdl.diffusion import Inbox
 from flwr_perdl.privacy.at_rest import KEY_VARIABLE
 from flwr_perdl.privacy.sealed import Keys, Rejected
 from flwr_perdl.protocol.records import decode
 from flwr_perdl.strategies import PerMA, ServerSettings
+from tests.grids import context_of
+from tests.network.programs import Consensus
 
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
 MEGABYTES = 2**20 * 64
 
 RESUME = ServerSettings(resume=True)
-
-
-def context(**node_config: Any) -> Context:
-    return Context(1, 2, {"partition-id": 2, **node_config}, RecordDict(), {})
 
 
 def shelf(folder: Path, client: str = "ward-7") -> Shelf:
@@ -51,7 +47,7 @@ def shelf(folder: Path, client: str = "ward-7") -> Shelf:
 
 def kept(folder: Path, run: str = "run", client: str = "ward-7") -> Any:
     """Return what a restarted client finds in round 9."""
-    return PrivateState(context(), run, shelf(folder, client)).before(9)
+    return PrivateState(context_of(), run, shelf(folder, client)).before(9)
 
 
 # A server that names runs and rounds -------------------------------------------------------------
@@ -59,7 +55,7 @@ def kept(folder: Path, run: str = "run", client: str = "ward-7") -> Any:
 
 def test_naming_runs_removes_no_runs_state(tmp_path: Path) -> None:
     """Before: nine of them did."""
-    node = context()
+    node = context_of()
     PrivateState(node, "run", shelf(tmp_path)).save(1, ATOMS)
     for i in range(1, _RUNS_BEGUN):
         PrivateState(node, f"another {i}", shelf(tmp_path)).save(1, ATOMS)
@@ -79,7 +75,7 @@ def test_the_newest_runs_are_kept_for_a_month(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         os.utime(folder, (now - 3600 + i,) * 2)
     os.utime(run_folder(shelf(tmp_path), "40"), (now - 31 * 86400,) * 2)
-    PrivateState(context(), "run", shelf(tmp_path)).save(1, ATOMS)
+    PrivateState(context_of(), "run", shelf(tmp_path)).save(1, ATOMS)
     gone = {i for i in range(_RUNS + 2) if not run_folder(shelf(tmp_path), f"{i}").exists()}
     assert gone == {40, 0, 1}
 
@@ -88,7 +84,7 @@ def test_the_newest_runs_are_kept_for_a_month(tmp_path: Path) -> None:
 def test_no_round_leaves_a_file_that_is_never_removed(tmp_path: Path, round_: int) -> None:
     """Before: a file for each round outside of 0 to 999,999, as many as the server likes."""
     with pytest.raises(ValueError, match="round must"):
-        PrivateState(context(), "run", shelf(tmp_path)).save(round_, ATOMS)
+        PrivateState(context_of(), "run", shelf(tmp_path)).save(round_, ATOMS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -105,7 +101,7 @@ def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, w
     link = own.folder if which == "client" else run_folder(own, "run")
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere)
-    state = PrivateState(context(), "run", own)
+    state = PrivateState(context_of(), "run", own)
     for touch in (lambda: state.save(1, ATOMS), lambda: state.before(2)):
         with pytest.raises(ValueError, match="must not be a symbolic link, got one to"):
             touch()
@@ -114,7 +110,7 @@ def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, w
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path, warned: Any) -> None:
-    PrivateState(context(), "run", shelf(tmp_path)).save(1, ATOMS)
+    PrivateState(context_of(), "run", shelf(tmp_path)).save(1, ATOMS)
     path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
     path.rename(tmp_path / "elsewhere.npz")
     path.symlink_to(tmp_path / "elsewhere.npz")
@@ -161,7 +157,7 @@ def test_a_small_file_takes_little_memory(
     tmp_path: Path, warned: Any, make: Callable[[Path], None]
 ) -> None:
     """Before: 64 megabytes, or three gigabytes for a file of three megabytes."""
-    state = PrivateState(context(), "run", shelf(tmp_path))
+    state = PrivateState(context_of(), "run", shelf(tmp_path))
     for round_ in (1, 2):
         state.save(round_, ATOMS)
     path = run_folder(shelf(tmp_path), "run") / "round-000002.npz"
@@ -191,7 +187,7 @@ def test_a_file_of_another_client_run_or_round_is_not_taken_up(
     own = run_folder(shelf(tmp_path, "a"), "run")
     foreign = []
     for client, run, round_ in [("a", "run", 1), ("b", "run", 2), ("a", "old", 2)]:
-        PrivateState(context(), run, shelf(tmp_path, client)).save(round_, ATOMS)
+        PrivateState(context_of(), run, shelf(tmp_path, client)).save(round_, ATOMS)
         path = run_folder(shelf(tmp_path, client), run) / f"round-{round_:06d}.npz"
         foreign.append(path.read_bytes())
         path.unlink()
@@ -212,7 +208,7 @@ def test_a_locked_file_cut_short_or_of_the_format_before_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
-    PrivateState(context(), "run", shelf(tmp_path)).save(1, ATOMS)
+    PrivateState(context_of(), "run", shelf(tmp_path)).save(1, ATOMS)
     path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
     arrays, meta = files.load(path)
     for size in (0, 5, 12, 27, len(arrays["sealed"]) - 1):
@@ -296,11 +292,11 @@ def test_a_client_with_a_long_name_keeps_its_state(tmp_path: Path) -> None:
     """Before: an OSError of the file system."""
     folders = set()
     for name in ("n" * 248, "n" * 249, "n" * 300, "m" * 300, "\N{SNOWMAN}" * 100):
-        node = context(**{"state-dir": str(tmp_path), "name": name})
+        node = context_of(2, **{"state-dir": str(tmp_path), "name": name})
         own = private_shelf(node, "dictionary")
         assert own is not None
         PrivateState(node, "run", own).save(1, ATOMS)
-        assert PrivateState(context(), "run", own).before(2) is not None
+        assert PrivateState(context_of(), "run", own).before(2) is not None
         folders.add(own.folder.name)
     assert folders == {path.name for path in tmp_path.iterdir()}
     assert len(folders) == 5
@@ -310,28 +306,8 @@ def test_a_client_with_a_long_name_keeps_its_state(tmp_path: Path) -> None:
 # A thief of the disk, after the run --------------------------------------------------------------
 
 
-class Value(NamedTuple):
-    nodes: np.ndarray
-    value: np.ndarray
-
-
-class Mean:
-    """Every node has (6, 0), and takes the mean of what it hears."""
-
-    def start(self, nodes: np.ndarray) -> Value:
-        return Value(nodes, np.tile([6.0, 0.0], (len(nodes), 1)))
-
-    def adapt(self, state: Value, round_: int) -> Value:
-        return state
-
-    def message(self, state: Value) -> tuple[np.ndarray, ...]:
-        return (state.value,)
-
-    def combine(self, state: Value, inbox: Inbox) -> Value:
-        return state._replace(value=inbox.mean())
-
-    def observe(self, state: Value) -> dict[str, np.ndarray]:
-        return {"value": state.value}
+#: Every node has (6, 0), and takes the mean of what it hears.
+MEAN = Consensus(np.tile([6.0, 0.0], (6, 1)))
 
 
 class Node:
@@ -339,13 +315,13 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.context = context(**{"state-dir": str(folder)})
+        self.context = context_of(2, **{"state-dir": str(folder)})
 
     def ask(self, arrays: list[Any], step: str, round_: int, **more: Any) -> Any:
         config = {"perdl.step": step, "perdl.at": round_, "server-round": round_ + 1}
         config |= {"perdl.run": "run", "perdl.asleep": "", "perdl.sealed": True, **more}
-        self.ends: list[Value] = []
-        client = DiffusionClient(Mean(), self.context, on_end=self.ends.append)
+        self.ends: list[Any] = []
+        client = DiffusionClient(MEAN, self.context, on_end=self.ends.append)
         return client.fit(arrays, config)
 
     def run_keys(self) -> list[bytes]:

@@ -48,16 +48,18 @@ class Server:
         What the client does with arrays and config; returns arrays, or raises.
     mod : LocalPrivacy
         The client's mod.
+    make : callable, optional
+        Makes another client.
     """
 
-    def __init__(self, answer: Callable[..., Any], mod: LocalPrivacy) -> None:
+    def __init__(self, answer: Callable[..., Any], mod: LocalPrivacy, make: Any = None) -> None:
         self.calls = 0
 
         def make_client(context: Context) -> Any:
             self.calls += 1
             return Client(answer)
 
-        self.app = client_app(make_client, train_mods=[mod])
+        self.app = client_app(make or make_client, train_mods=[mod])
         self.start_a_run()
 
     def start_a_run(self) -> None:
@@ -157,10 +159,7 @@ def test_a_data_set_that_cannot_be_read_does_not_show() -> None:
         X = np.array([[np.nan, 1.0], [2.0, 3.0]])  # "X must be finite, got 1 NaN"
         return DictionaryClient(X, OrthogonalLearner(2), context)
 
-    server = Server(lambda *_: ATOMS, LocalPrivacy(1.0, 1e-5, 1, clip=1.0))
-    mod = LocalPrivacy(1.0, 1e-5, 1, clip=1.0)
-    server.app = client_app(make_client, train_mods=[mod])
-    server.start_a_run()
+    server = Server(lambda *_: ATOMS, LocalPrivacy(1.0, 1e-5, 1, clip=1.0), make_client)
     sent(server.ask(ATOMS, FOR_ATOMS))
     evaluated = server.ask(ATOMS, FOR_ATOMS, kind="evaluate")
     assert evaluated.content["metrics"] == MetricRecord({"num-examples": 1})
@@ -192,14 +191,12 @@ def test_rounds_only_increase() -> None:
 
 def test_a_client_that_replaces_its_state_still_spends() -> None:
     mod = LocalPrivacy(1.0, 1e-5, 1, clip=1.0)
-    server = Server(lambda *_: ATOMS, mod)
 
     def forgetful(context: Context) -> Any:
         context.state = RecordDict()
         return Client(lambda G, _: G[0])
 
-    server.app = client_app(forgetful, train_mods=[mod])
-    server.start_a_run()
+    server = Server(lambda *_: ATOMS, mod, forgetful)
     sent(server.ask(ATOMS, FOR_ATOMS))
     assert server.ask(ATOMS, {**FOR_ATOMS, "server-round": 2}).has_error()
 
@@ -280,10 +277,7 @@ def test_the_reply_is_made_from_the_request() -> None:
         X = rng.standard_normal((9, 3)).astype(np.float32)
         return RegressionClient(X, X[:, 0], context)
 
-    mod = LocalPrivacy(1e6, 1e-5, 1, clip=1.0)
-    server = Server(lambda *_: ATOMS, mod)
-    server.app = client_app(make_client, train_mods=[mod])
-    server.start_a_run()
+    server = Server(lambda *_: ATOMS, LocalPrivacy(1e6, 1e-5, 1, clip=1.0), make_client)
     array = sent(server.ask(MODELS, FOR_MODELS))
     assert (array.shape, array.dtype) == ((1, 5), np.float64)
     assert array[0, 0] == 0

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.diffusion import DataDiffusion
 from flwr_perdl.privacy.sealed import Keys, make_key
+from tests.grids import context_of
 
 N_ATOMS, N_FEATURES = 3, 8
 NOBODY = np.zeros((0, 4))
@@ -27,7 +27,7 @@ class Server:
 
     def __init__(self, **node_config: Any) -> None:
         self.samples = np.random.default_rng(5).standard_normal((40, N_FEATURES))
-        self.context = Context(1, 2, {"partition-id": 2, **node_config}, RecordDict(), {})
+        self.context = context_of(2, **node_config)
         self.round = 0
         self.ask([NOBODY])
 
@@ -97,7 +97,7 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
     cards = [np.array([0.0]), impostor.card[None]]
     server = Server.__new__(Server)
     server.samples = np.random.default_rng(5).standard_normal((40, N_FEATURES))
-    server.context = Context(1, 2, {"partition-id": 2, **config}, RecordDict(), {})
+    server.context = context_of(2, **config)
     server.round = 0
     (card, letter), _, metrics = server.ask([NOBODY, *cards], **{"perdl.sealed": True})
     assert letter.size == 0

@@ -44,6 +44,7 @@ from perdl_experiments.liars import LyingDictionaryClient
 from perdl_experiments.report import write_report
 from perdl_experiments.terminal import Rows
 from perdl_experiments.watch import View
+from tests.grids import grid_of
 
 GIB = 2**30
 
@@ -118,10 +119,10 @@ def test_no_client_may_send_more_atoms_than_the_limit(make: Callable[..., Any]) 
         request.check(Reply([atoms], 1, {}))
 
     asked(4096)
-    with pytest.raises(ValueError, match=r"at most 4096 are accepted \(max_atoms\), got 4097"):
+    with pytest.raises(ValueError, match="max_atoms"):
         asked(4097)
     asked(5000, max_atoms=5000)
-    with pytest.raises(ValueError, match="at most 7 are accepted"):
+    with pytest.raises(ValueError, match="max_atoms"):
         asked(8, max_atoms=7)
     with pytest.raises(ValueError, match="max_atoms must"):
         asked(8, max_atoms=0)
@@ -158,7 +159,7 @@ def answer(metrics: dict[str, Any], arrays: list[Any] | None = None) -> Message:
 @pytest.mark.parametrize(
     ("metrics", "sentence"),
     [
-        ({"x" * 101: 1.0}, r"at most 100 characters, got 101: 'xxxxxxxxxxxxxxxxxxxx'\.\.\."),
+        ({"x" * 101: 1.0}, "at most 100 characters, got 101"),
         ({"\x1b]0;" + "x" * 10**6: 1.0}, "at most 100 characters, got 1000004"),
         ({"\x1b[2Jmse": 1.0}, r"must be printable, got '\\x1b\[2Jmse'"),
         ({"right\u202eleft": 1.0}, "must be printable"),
@@ -481,12 +482,11 @@ def test_who_is_too_steep_for_the_step_moves_no_model(warned: pytest.LogCaptureF
     features = [rng.standard_normal((30, 3)) for _ in range(4)]
     features[3] *= 100  # its steps diverge: with them, the mean ends beyond 1e9
 
-    def make_client(context: Any) -> RegressionClient:
-        X = features[context.node_config["partition-id"]]
-        return RegressionClient(X, X @ theta, context)
+    def make_client(context: Any, i: int) -> RegressionClient:
+        return RegressionClient(features[i], features[i] @ theta, context)
 
     strategy = FedX(1, fraction_evaluate=0.0)
-    grid = InProcessGrid(client_app(make_client), 4)
+    grid = grid_of(make_client, 4)
     result = strategy.start(grid, ArrayRecord([np.zeros((1, 3))]), num_rounds=40)
     np.testing.assert_allclose(result.arrays.to_numpy_ndarrays()[0], theta[None], atol=1e-3)
     assert strategy.history[0].anomalies == {3: {"left out": 1.0}}
@@ -502,7 +502,7 @@ def test_robust_is_the_same_argument_of_all_strategies() -> None:
     for strategy in (FedX, FedMD):
         assert strategy(2, robust=True).settings() == strategy(2, robust="filtered").settings()
         assert strategy(2, robust=False).settings() == strategy(2).settings()
-    with pytest.raises(ValueError, match="robust=True must come with aggregation='geometric-medi"):
+    with pytest.raises(ValueError, match="robust=True must"):
         PerMA(robust=True, aggregation="mean")
     with pytest.raises(ValueError, match="robust must"):
         PerMA(robust="filtered")
@@ -516,16 +516,13 @@ def test_four_liars_in_ten_who_agree_cost_a_robust_run_little(
     learner = OrthogonalLearner(6, threshold=0.15)
 
     def error(n_liars: int, **options: Any) -> float:
-        def make_client(context: Any) -> DictionaryClient:
-            partition = context.node_config["partition-id"]
-            if partition < n_liars:
-                X = made.samples[partition]
-                return LyingDictionaryClient(X, learner, context, attack=attack)
-            return DictionaryClient(made.samples[partition], learner, context)
+        def make_client(context: Any, i: int) -> DictionaryClient:
+            if i < n_liars:
+                return LyingDictionaryClient(made.samples[i], learner, context, attack=attack)
+            return DictionaryClient(made.samples[i], learner, context)
 
-        grid = InProcessGrid(client_app(make_client), 10)
         strategy = PerMA(3, fraction_evaluate=0.0, **options)
-        atoms = strategy.start(grid, num_rounds=8).arrays.to_numpy_ndarrays()[0]
+        atoms = strategy.start(grid_of(make_client, 10), num_rounds=8).arrays.to_numpy_ndarrays()[0]
         return dictionary_distance(atoms, made.global_atoms)
 
     assert error(4, robust=True) < 4 * error(0)

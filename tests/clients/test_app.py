@@ -3,57 +3,39 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, PerMA, ProtocolStrategy, Request
+from flwr_perdl.strategies import PerMA, ProtocolStrategy, Request
 from perdl_experiments.studies import configure, find, synthetic
+from tests.grids import Tapped, as_app, partition_of
 
 MakeFederation = Callable[..., Any]
 
 
-class Watching(InProcessGrid):
-    """A grid that keeps what crossed it."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen: list[tuple[RecordDict, RecordDict]] = []
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        asked: list[Message] = list(messages)
-        replies = list(super().send_and_receive(asked, timeout=timeout))
-        self.seen += [(q.content, r.content) for q, r in zip(asked, replies, strict=True)]
-        return replies
-
-
 def test_records_are_those_of_fedavg(federation: MakeFederation) -> None:
-    planted = federation(3)
-    grid = Watching(client_app(planted.make_client), 3)
+    grid = Tapped(client_app(federation(3).make_client), 3)
     PerMA(3).start(grid, num_rounds=2)
-    kinds: dict[tuple[Any, ...], int] = {}
-    for asked, replied in grid.seen:
-        key = (tuple(sorted(asked)), tuple(sorted(replied)))
-        kinds[key] = kinds.get(key, 0) + 1
-    both = ("arrays", "config")
-    assert kinds == {
+    both, replied = ("arrays", "config"), [reply for _, _, reply in grid.exchanges()]
+    assert Counter((tuple(sorted(q)), tuple(sorted(r))) for _, q, r in grid.exchanges()) == {
         (("config",), ("config",)): 3,  # who are you?
         (both, ("arrays", "metrics")): 6,  # two rounds of training
         (both, ("metrics",)): 6,  # two evaluations
     }
-    train_replies = [replied for _, replied in grid.seen if "arrays" in replied]
-    assert all(len(reply["arrays"]) == 1 for reply in train_replies)
-    assert all(reply["metrics"]["num-examples"] == 200 for reply in train_replies)
+    trained = [reply for reply in replied if "arrays" in reply]
+    assert all(len(reply["arrays"]) == 1 for reply in trained)
+    assert all(reply["metrics"]["num-examples"] == 200 for reply in trained)
 
 
 def test_a_numpy_client_replies_with_the_requests_names() -> None:
@@ -114,7 +96,7 @@ class Slope(NumPyClient):
 
 def make_slope(context: Context) -> Slope:
     """Client i has the points (1, i + 1) and (2, 2 i + 2): its slope is i + 1."""
-    i = int(context.node_config["partition-id"])
+    i = partition_of(context)
     return Slope(np.array([1.0, 2.0]), np.array([1.0, 2.0]) * (i + 1))
 
 
@@ -128,30 +110,8 @@ class Mean(ProtocolStrategy):
             model = np.mean([reply.arrays[0] for reply in replies.values()], axis=0)
 
 
-def handlers() -> ClientApp:
-    """Return the same client as an app of messages, with names and the templates' metric."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        content = message.content
-        arrays = content["arrays"].to_numpy_ndarrays()
-        fitted, n, _ = make_slope(context).fit(arrays, dict(content["config"]))
-        records = {"arrays": ArrayRecord(fitted), "metrics": MetricRecord({"num-examples": n})}
-        return Message(RecordDict(records), reply_to=message)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        arrays = message.content["arrays"].to_numpy_ndarrays()
-        loss, n, _ = make_slope(context).evaluate(arrays, {})
-        records = {"metrics": MetricRecord({"num-examples": n, "eval_loss": loss})}
-        return Message(RecordDict(records), reply_to=message)
-
-    return app
-
-
 @pytest.mark.parametrize(
-    "given", [make_slope, lambda context: make_slope(context).to_client(), handlers()]
+    "given", [make_slope, lambda context: make_slope(context).to_client(), as_app(make_slope)]
 )
 def test_any_client_takes_part_and_is_known_by_its_partition(given: Any) -> None:
     strategy = Mean(num_clients=3)
@@ -162,34 +122,3 @@ def test_any_client_takes_part_and_is_known_by_its_partition(given: Any) -> None
     np.testing.assert_allclose(result.arrays["0"].numpy(), [2.0])
     train, evaluation = strategy.history
     assert list(train.metrics) == list(evaluation.metrics) == [0, 1, 2]
-
-
-def test_a_classifier_of_scikit_learn_takes_part() -> None:
-    linear_model = pytest.importorskip("sklearn.linear_model")
-
-    class Classifier(NumPyClient):
-        """An SGDClassifier as Flower's template has it."""
-
-        def __init__(self, seed: int) -> None:
-            self.model = linear_model.SGDClassifier(
-                random_state=0, learning_rate="constant", eta0=0.1
-            )
-            self.X = np.random.default_rng(seed).standard_normal((60, 2))
-            self.y = (self.X[:, 0] > 0).astype(int)
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            self.model.coef_, self.model.intercept_ = parameters
-            self.model.partial_fit(self.X, self.y, classes=[0, 1])
-            return [self.model.coef_, self.model.intercept_], len(self.X), {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            self.model.coef_, self.model.intercept_ = parameters
-            self.model.classes_ = np.array([0, 1])
-            accuracy = self.model.score(self.X, self.y)
-            return 1 - accuracy, len(self.X), {"accuracy": accuracy}
-
-    app = client_app(lambda context: Classifier(int(context.node_config["partition-id"])))
-    strategy = ClusteredFedAvg(1, num_clients=3)
-    start = ArrayRecord([np.zeros((1, 2)), np.zeros(1)])
-    strategy.start(InProcessGrid(app, 3), start, num_rounds=4)
-    assert strategy.history[-1].aggregate["accuracy"] > 0.95

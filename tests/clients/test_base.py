@@ -8,7 +8,6 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients.base import (
-    _RUNS,
     PrivateArrays,
     PrivateState,
     Shelf,
@@ -133,20 +132,6 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     (saved,) = folder.iterdir()
     assert saved.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_run_goes_on_although_others_have_come_in_between(tmp_path: Path) -> None:
-    first = context()
-    for round_ in (1, 2):
-        PrivateState(first, "first", shelf(tmp_path)).save(round_, atoms(round_))
-    for run in range(_RUNS - 1):
-        PrivateState(context(), f"run {run}", shelf(tmp_path)).save(1, atoms(9))
-    found = PrivateState(context(), "first", shelf(tmp_path)).before(3)
-    assert found is not None
-    assert found["local_atoms"][0, 0] == 2
-    PrivateState(context(), "one more", shelf(tmp_path, algorithm="diffusion")).save(1, atoms(9))
-    assert PrivateState(context(), "first", shelf(tmp_path)).before(3) is None
-    assert len(list(tmp_path.iterdir())) == _RUNS
 
 
 def test_a_servers_token_leads_nowhere_else(tmp_path: Path) -> None:

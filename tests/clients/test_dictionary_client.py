@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.dictionary import OrthogonalLearner, align_to_global, warm_start
+from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, PerPCAClient
+from flwr_perdl.dictionary import (
+    LassoLearner,
+    OrthogonalLearner,
+    align_to_global,
+    normalize_atoms,
+    warm_start,
+)
+from flwr_perdl.random import spawn
+from tests.grids import context_of
 
 LEARNER = OrthogonalLearner(4)
 
@@ -21,27 +29,20 @@ def samples(n: int = 120, seed: int = 0) -> np.ndarray:
     return np.asarray((rng.standard_normal((n, 4)) * (rng.random((n, 4)) < 0.4)) @ basis)
 
 
-def context(partition: int = 3, **node_config: Any) -> Context:
-    config = {"partition-id": partition, **node_config}
-    return Context(run_id=1, node_id=2, node_config=config, state=RecordDict(), run_config={})
-
-
 def asks(step: str, round_: int, **more: Any) -> dict[str, Any]:
     return {"perdl.step": step, "server-round": round_, "perdl.seed": 0, "perdl.run": "r", **more}
 
 
 def test_the_start_is_the_warm_start_of_seed_and_partition() -> None:
-    from flwr_perdl.random import spawn
-
     X = samples()
-    (sent,), n, metrics = DictionaryClient(X, LEARNER, context()).fit([], asks("start", 1))
+    (sent,), n, metrics = DictionaryClient(X, LEARNER, context_of(3)).fit([], asks("start", 1))
     expected = warm_start(X, LEARNER, rng=spawn(0, 3)).dictionary
     np.testing.assert_array_equal(sent, expected)
     assert (n, metrics["n_atoms"], metrics["orthogonal"]) == (120, 4, 1)
 
 
 def test_an_update_is_algorithm_3_by_hand() -> None:
-    X, node = samples(), context()
+    X, node = samples(), context_of(3)
     (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
     G = D[[2, 0]]
     client = DictionaryClient(X, LEARNER, node)
@@ -56,7 +57,7 @@ def test_an_update_is_algorithm_3_by_hand() -> None:
 
 
 def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
-    X, node = samples(), context()
+    X, node = samples(), context_of(3)
     (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
     G = D[:2]
     config = asks("update", 2, **{"perdl.sends": "statistics"})
@@ -66,22 +67,12 @@ def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
     np.testing.assert_allclose(sent, C[:, :2].T @ (X - C[:, 2:] @ whole[2:]), atol=1e-12)
 
 
-def test_a_request_asked_twice_has_the_same_reply() -> None:
-    node = context()
-    client = DictionaryClient(samples(), LEARNER, node)
-    (D,), _, _ = client.fit([], asks("start", 1))
-    client.fit([D[:2]], asks("update", 2))
-    (first,), _, _ = client.fit([D[1:3]], asks("update", 3))
-    (second,), _, _ = client.fit([D[1:3]], asks("update", 3))
-    np.testing.assert_array_equal(first, second)
-
-
 def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:
     X = samples(3)
-    client = DictionaryClient(X, LEARNER, context(), min_support=5)
+    client = DictionaryClient(X, LEARNER, context_of(3), min_support=5)
     (sent,), _, _ = client.fit([], asks("start", 1))
     assert sent.shape == (0, 5)
-    open_client = DictionaryClient(X, LEARNER, context(), min_support=0)
+    open_client = DictionaryClient(X, LEARNER, context_of(3), min_support=0)
     (everything,), _, _ = open_client.fit([], asks("start", 1))
     for round_, sends in enumerate(("atoms", "statistics"), 2):
         config = asks("update", round_, **{"perdl.sends": sends})
@@ -90,7 +81,7 @@ def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:
 
 
 def test_evaluation_measures_global_and_full() -> None:
-    X, node = samples(), context()
+    X, node = samples(), context_of(3)
     held_out = samples(50, seed=1)
     client = DictionaryClient(X, LEARNER, node, evaluation={"test": held_out, "own": X})
     (D,), _, _ = client.fit([], asks("start", 1))
@@ -112,10 +103,10 @@ def test_evaluation_measures_global_and_full() -> None:
 
 def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
     X = samples()
-    node = context(**{"state-dir": str(tmp_path)})
+    node = context_of(3, **{"state-dir": str(tmp_path)})
     (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
     (kept,), _, _ = DictionaryClient(X, LEARNER, node).fit([D[:2]], asks("update", 2))
-    restarted = context(**{"state-dir": str(tmp_path)})
+    restarted = context_of(3, **{"state-dir": str(tmp_path)})
     (again,), _, _ = DictionaryClient(X, LEARNER, restarted).fit([D[:2]], asks("update", 2))
     np.testing.assert_array_equal(again, kept)
     assert sorted(p.name for p in (tmp_path / "client-3").glob("run-*/*")) == [
@@ -125,15 +116,77 @@ def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_client_must_know_who_it_is() -> None:
-    nobody = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    def properties(**node_config: Any) -> Any:
+        node = Context(1, 2, node_config, RecordDict(), {})
+        return DictionaryClient(samples(), LEARNER, node).get_properties({})
+
     with pytest.raises(ValueError, match="node_config must"):
-        DictionaryClient(samples(), LEARNER, nobody)
-    named = Context(
-        run_id=1, node_id=2, node_config={"name": "north"}, state=RecordDict(), run_config={}
-    )
-    properties = DictionaryClient(samples(), LEARNER, named).get_properties({})
-    assert properties["name"] == "north"
-    again = Context(
-        run_id=9, node_id=8, node_config={"name": "north"}, state=RecordDict(), run_config={}
-    )
-    assert DictionaryClient(samples(), LEARNER, again).get_properties({}) == properties
+        properties()
+    assert properties(name="north")["name"] == "north"
+    assert properties(name="north") == properties(name="north")
+
+
+def gaps() -> np.ndarray:
+    """Samples with missing entries: two have feature 1, and feature 4 is in none."""
+    X = samples(60)
+    X[np.random.default_rng(1).random(X.shape) < 0.2] = np.nan
+    X[2:, 1], X[:2, 1], X[:, 4] = np.nan, 1.0, np.nan
+    return X
+
+
+def test_sums_of_samples_with_missing_entries_are_those_of_completed_ones() -> None:
+    """An entry in which fewer than three observed values have a part says nothing of them."""
+    learner, X = LassoLearner(4), gaps()
+    client = DictionaryClient(X, learner, context_of(3))
+    (D,), _, _ = client.fit([], asks("start", 1))
+    assert not D[:, [1, 4]].any()
+    G = normalize_atoms(np.random.default_rng(0).standard_normal((3, 5)))
+    config = asks("update", 2, **{"perdl.sends": "statistics"})
+    (sent,), _, metrics = client.fit([G], config)
+    whole = np.vstack([G, align_to_global(warm_start(X, learner, rng=spawn(0, 3))[0], G)[1]])
+    C = learner.code(X, whole)
+    own, full = C[:, :3], np.where(np.isnan(X), C @ whole, X)
+    np.testing.assert_allclose(sent[:, :3], own.T @ own)
+    sums, neutral = own.T @ (full - C[:, 3:] @ whole[3:]), own.T @ own @ G
+    lengths, n_sums = np.sqrt(np.nansum(X**2, axis=1)), 0
+    for j, f in np.ndindex(3, 5):
+        terms = (own[:, j] * lengths)[~np.isnan(X[:, f])] ** 2
+        enough = np.count_nonzero(terms) >= 3 and terms.max() < 2 / 3 * terms.sum()
+        n_sums += enough
+        assert sent[j, 3 + f] == pytest.approx((sums if enough else neutral)[j, f])
+    assert 6 < n_sums < 10  # none of two features
+    assert metrics["mse"] == pytest.approx(np.nanmean((X - C @ whole) ** 2), rel=1e-5)
+    loss, _, _ = client.evaluate([G], asks("evaluate", 3))
+    assert np.isfinite(loss)
+
+
+def test_samples_with_missing_entries_that_do_not_serve_are_named() -> None:
+    X, learner = gaps(), LassoLearner(4)
+    for kind in (PerPCAClient, DictionaryAveragingClient):
+        with pytest.raises(ValueError, match=r"^X must .*PerMA"):
+            kind(X, learner, context_of(3))
+    for given in ({"X": X * np.nan}, {"evaluation": {"new": X * np.nan}}):
+        with pytest.raises(ValueError, match=r"^(X|evaluation\['new'\]) must"):
+            DictionaryClient(given.pop("X", X), learner, context_of(3), **given)
+    client = DictionaryClient(X, learner, context_of(3))
+    client.fit([], asks("start", 1))
+    with pytest.raises(ValueError, match=r"^aggregation must"):
+        client.fit([np.eye(5)[:2]], asks("update", 2, **{"perdl.sends": "atoms"}))
+
+
+@pytest.mark.parametrize(
+    ("X", "n_logged"),
+    [
+        (samples(), 0),
+        (samples(1), 1),
+        (samples(3), 1),
+        (np.vstack([samples(20), np.zeros((21, 5))]), 1),
+    ],
+)
+def test_odd_samples_are_logged_once(
+    X: np.ndarray, n_logged: int, warned: pytest.LogCaptureFixture
+) -> None:
+    client = DictionaryClient(X, LEARNER, context_of(3), min_support=0)
+    (D,), _, _ = client.fit([], asks("start", 1))
+    client.fit([D[:2]], asks("update", 2))
+    assert len(warned.records) == n_logged

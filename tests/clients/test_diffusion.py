@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.packing import unpack_arrays
-from flwr_perdl.diffusion import Inbox
-from flwr_perdl.privacy.sealed import Keys, make_key, read_key
+from flwr_perdl.privacy.sealed import Keys
+from tests.grids import context_of, partition_of
+from tests.network import programs
 
 Array = NDArray[Any]
 
@@ -23,34 +22,26 @@ class Held(NamedTuple):
     worked: NDArray[np.int64]
 
 
-class Consensus:
-    """Every node replaces its value by the weighted mean of its neighbourhood's."""
+class Consensus(programs.Consensus):
+    """Notes the rounds that it has worked in."""
 
-    def __init__(self, data: dict[int, Array]) -> None:
-        self.data = data
+    def start(self, nodes: NDArray[np.intp]) -> Any:
+        held = super().start(nodes)
+        return Held(held.nodes, held.value, np.zeros(len(nodes), int))
 
-    def start(self, nodes: NDArray[np.intp]) -> Held:
-        return Held(nodes, np.stack([self.data[int(k)] for k in nodes]), np.zeros(len(nodes), int))
-
-    def adapt(self, state: Held, round_: int) -> Held:
+    def adapt(self, state: Any, round_: int) -> Any:
         return state._replace(worked=state.worked + round_)
 
-    def message(self, state: Held) -> tuple[Array, ...]:
-        return (state.value,)
-
-    def combine(self, state: Held, inbox: Inbox) -> Held:
-        return state._replace(value=inbox.mean())
-
-    def observe(self, state: Held) -> dict[str, Array]:
+    def observe(self, state: Any) -> dict[str, Array]:
         return {"value": state.value, "worked": state.worked}
 
 
 def context(node: int = 2, **node_config: Any) -> Context:
-    return Context(1, 7, {"partition-id": node, **node_config}, RecordDict(), {})
+    return context_of(node, **node_config)
 
 
 def client(where: Context, value: Any = (6.0, 0.0), **options: Any) -> DiffusionClient:
-    node = int(where.node_config["partition-id"])
+    node = partition_of(where)
     return DiffusionClient(Consensus({node: np.array(value)}), where, **options)
 
 
@@ -94,21 +85,6 @@ def test_a_round_that_is_asked_again_has_the_same_reply() -> None:
     np.testing.assert_array_equal(first, again)
 
 
-def test_who_sleeps_keeps_its_state_and_sends_nothing() -> None:
-    where = context()
-    client(where).fit(NOTHING, asked(1))
-    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
-    sleeping = asked(2, **{"perdl.asleep": "0 2"})
-    reply, _, metrics = client(where).fit(request, sleeping)
-    assert (reply, metrics) == ([], {})
-    reply, _, _ = client(where).fit(NOTHING, asked(3))
-    np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
-    awake = context()
-    client(awake).fit(NOTHING, asked(1))
-    reply, _, _ = client(awake).fit(request, asked(2, **{"perdl.asleep": "12 20"}))
-    np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
-
-
 def test_who_missed_a_round_has_heard_nobody_in_it() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
@@ -140,25 +116,6 @@ def test_a_bad_message_is_left_out_and_its_sender_named(
     assert metrics == {"floats": 2, f"rejected-{entry[0]}": 1}
 
 
-def test_messages_of_another_number_of_arrays_do_not_shift_the_others() -> None:
-    where = context()
-    client(where).fit(NOTHING, asked(1))
-    entries = [(0, 0, 0.25, 2), (1, 0, 0.25, 0), (5, 0, 0.25, 1)]
-    request = delivery(*entries, arrays=[[[9.0, 9.0]], [[9.0, 9.0]], [[2.0, 4.0]]])
-    reply, _, metrics = client(where).fit(request, asked(2))
-    np.testing.assert_allclose(reply, [[[5.0, 1.0]]])
-    assert metrics == {"floats": 2, "rejected-0": 1, "rejected-1": 1}
-
-
-def test_a_message_counts_once() -> None:
-    where = context()
-    client(where).fit(NOTHING, asked(1))
-    request = delivery((0, 0, 0.25, 1), (0, 0, 0.25, 1), arrays=[[[2.0, 4.0]], [[2.0, 4.0]]])
-    reply, _, metrics = client(where).fit(request, asked(2))
-    np.testing.assert_allclose(reply, [[[5.0, 1.0]]])
-    assert metrics["rejected-0"] == 1
-
-
 def test_late_messages_are_taken_where_that_is_agreed() -> None:
     where = context()
     for at in (1, 2):
@@ -184,24 +141,6 @@ def test_a_broken_estimate_stays_at_home() -> None:
     assert (reply, metrics) == ([], {"floats": 2, "broken": 1})
 
 
-@pytest.mark.parametrize(
-    ("shows", "names"),
-    [
-        ("nothing", []),
-        ("observed", ["value", "worked"]),
-        ("state", ["value", "worked", "state.nodes", "state.value", "state.worked"]),
-    ],
-)
-def test_a_node_shows_what_it_wants_to(shows: str, names: list[str]) -> None:
-    ends: list[Held] = []
-    one = client(context(), shows=shows, on_end=ends.append)
-    shown, _, metrics = one.fit(NOTHING, asked(1, "show"))
-    assert metrics == {}
-    assert [list(unpack_arrays(packed)) for packed in shown] == ([names] if names else [])
-    (end,) = ends
-    np.testing.assert_array_equal(end.value, [[6.0, 0.0]])
-
-
 def test_float32_is_kept() -> None:
     program = Consensus({2: np.array([1.0, 2.0], dtype=np.float32)})
     where = context()
@@ -212,16 +151,6 @@ def test_float32_is_kept() -> None:
         "value": np.float32,
         "worked": np.int64,
     }
-
-
-def test_state_on_disk_survives_the_loss_of_the_context(tmp_path: Path) -> None:
-    client(context(**{"state-dir": str(tmp_path)})).fit(NOTHING, asked(1))
-    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
-    reply, _, _ = client(context(**{"state-dir": str(tmp_path)})).fit(request, asked(2))
-    np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
-    assert [path.name for path in tmp_path.iterdir()] == ["client-2"]
-    reply, _, _ = client(context(), state_dir=tmp_path).fit(request, asked(2))
-    np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
 
 
 # Sealed ------------------------------------------------------------------------------------------
@@ -282,73 +211,6 @@ def test_a_sealed_message_of_several_arrays_does_not_spoil_the_others() -> None:
     assert metrics == {"floats": 2, "rejected-6": 1}
 
 
-def test_a_replayed_or_changed_message_is_left_out_and_its_sender_named() -> None:
-    where, other, third = context(), Keys(5, "run"), Keys(6, "run")
-    ((card, *_), _, _) = client(where).fit(NOTHING, sealed(0, "announce"))
-    empty = [*NOTHING, *to()]
-    client(where).fit(empty, sealed(1))
-    client(where).fit(empty, sealed(2))
-    message = (np.array([[2.0, 4.0]]),)
-    changed = other.seal(message, 2, 2, card)
-    changed[-1] = np.nextafter(changed[-1], 2)
-    bad = {
-        "an earlier round": other.seal(message, 2, 1, card),
-        "another edge": third.seal(message, 2, 2, card),
-        "for another node": other.seal(message, 6, 2, third.card),
-        "changed": changed,
-        "another run": Keys(5, "other").seal(message, 2, 2, card),
-    }
-    for text in bad.values():
-        request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), text]
-        (_, sent), _, metrics = client(where).fit(request, sealed(3))
-        assert metrics == {"floats": 2, "rejected-5": 1}
-        np.testing.assert_array_equal(other.open(sent, 2, 3), [[[6.0, 0.0]]])  # nobody heard
-    request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), other.seal(message, 2, 2, card)]
-    assert client(where).fit(request, sealed(3))[2] == {"floats": 2}
-
-
-def keyed(folder: Path, *nodes: int) -> tuple[dict[int, dict[str, str]], dict[int, str]]:
-    """Key files of nodes who have pinned each other, as node config, and their public keys."""
-    public = {node: make_key(folder / f"{node}.pem") for node in nodes}
-    (folder / "keys.json").write_text(json.dumps(public))
-    shared = {"neighbour-keys": str(folder / "keys.json")}
-    return {node: {"key-file": str(folder / f"{node}.pem"), **shared} for node in nodes}, public
-
-
-def test_a_substituted_card_is_rejected_where_keys_are_pinned(tmp_path: Path) -> None:
-    config, public = keyed(tmp_path, 2, 5)
-    where = context(**config[2])
-    pinned = {node: bytes.fromhex(key) for node, key in public.items()}
-    other = Keys(5, "run", own_key=read_key(tmp_path / "5.pem"), pinned=pinned)
-    impostor = Keys(5, "run")
-    (card,), _, _ = client(where).fit(NOTHING, sealed(0, "announce"))
-    (_, sent), _, metrics = client(where).fit([*NOTHING, *to(impostor)], sealed(1))
-    assert sent.size == 0
-    assert metrics == {"floats": 2, "rejected-5": 1}
-    message = (np.array([[2.0, 4.0]]),)
-    forged = impostor.seal(message, 2, 1, card)
-    request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), forged]
-    (_, sent), _, metrics = client(where).fit(request, sealed(2))
-    assert metrics == {"floats": 2, "rejected-5": 1}
-    np.testing.assert_array_equal(other.open(sent, 2, 2), [[[6.0, 0.0]]])
-    request[-1] = other.seal(message, 2, 1, card)
-    (_, sent), _, metrics = client(where).fit(request, sealed(2))
-    assert metrics == {"floats": 2}
-    np.testing.assert_array_equal(other.open(sent, 2, 2), [[[4.0, 2.0]]])
-
-
-def test_a_server_cannot_talk_a_node_out_of_sealing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
+def test_a_server_cannot_talk_a_node_out_of_sealing() -> None:
+    with pytest.raises(ValueError, match="sealed"):
         client(context(), sealed=True).fit(NOTHING, asked(1))
-    config, _ = keyed(tmp_path, 2)
-    with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
-        client(context(**config[2])).fit(NOTHING, asked(1))
-
-
-def test_the_key_of_the_run_survives_on_disk(tmp_path: Path) -> None:
-    there = {"state-dir": str(tmp_path)}
-    (card,), _, _ = client(context(**there)).fit(NOTHING, sealed(0, "announce"))
-    again, *_ = client(context(**there)).fit([*NOTHING, *to()], sealed(1))[0]
-    np.testing.assert_array_equal(card, again)
-    for path in tmp_path.rglob("*.npz"):
-        assert path.stat().st_mode & 0o077 == 0

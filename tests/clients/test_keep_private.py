@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg
+from tests.grids import Tapped, arrays_in, failing, partition_of
 
 NAMES = ("body.weight", "head.weight", "body.bias", "head.bias")
 #: Added by client p in every training to each array: nobody's step is another's sum.
@@ -46,7 +47,7 @@ def make_app(*mods: Any, spoil: Callable[[dict[str, np.ndarray], Any], Any] | No
     @app.train()
     def train(message: Message, context: Context) -> Message:
         own = arrays_of(message)
-        p = int(context.node_config["partition-id"])
+        p = partition_of(context)
         for name in own:
             own[name] = own[name] + (p + 1) * STEPS[name]
         if spoil is not None:
@@ -65,41 +66,6 @@ def make_app(*mods: Any, spoil: Callable[[dict[str, np.ndarray], Any], Any] | No
         return Message(RecordDict({"metrics": MetricRecord(numbers)}), reply_to=message)
 
     return app
-
-
-class Tapped(InProcessGrid):
-    """A grid that keeps all messages, and what clients report."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.asked: list[Message] = []
-        self.replies: list[Message] = []
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        sent = list(messages)
-        replies = list(super().send_and_receive(sent, timeout=timeout))
-        self.asked += sent
-        self.replies += replies
-        return replies
-
-    @property
-    def errors(self) -> list[str]:
-        return [str(reply.error.reason) for reply in self.replies if reply.has_error()]
-
-    def measured(self, name: str) -> dict[int, float]:
-        """Return each client's last report of a metric, by partition."""
-        found = {}
-        for reply in self.replies:
-            if not reply.has_error() and name in reply.content.get("metrics", ()):
-                found[reply.metadata.src_node_id - 1000] = reply.content["metrics"][name]
-        return found
-
-
-def arrays_in(messages: list[Message]) -> Iterator[tuple[str, np.ndarray]]:
-    for message in messages:
-        if not message.has_error():
-            for record in message.content.array_records.values():
-                yield from ((name, array.numpy()) for name, array in record.items())
 
 
 def private_values(grid: InProcessGrid, part: str = "head") -> list[np.ndarray]:
@@ -157,7 +123,7 @@ def test_without_the_mod_the_same_app_shares_everything() -> None:
 def by_position(context: Context) -> NumPyClient:
     class Adds(NumPyClient):
         def fit(self, parameters: Any, config: Any) -> Any:
-            p = int(context.node_config["partition-id"])
+            p = partition_of(context)
             return [a + (p + 1) * s for a, s in zip(parameters, (1, 1e3), strict=True)], 1, {}
 
         def evaluate(self, parameters: Any, config: Any) -> Any:
@@ -205,7 +171,7 @@ def test_clusters_share_bodies_while_heads_stay() -> None:
             body, head = parameters
             return float((body[0] - self.at) ** 2), 1, {"head": float(head[0])}
 
-    make = client_app(lambda c: Two(int(c.node_config["partition-id"])), private=["1"])
+    make = client_app(lambda context: Two(partition_of(context)), private=["1"])
     grid = Tapped(make, 4)
     start = ArrayRecord([np.array([[1.0], [9.0]]), np.zeros((2, 1))])
     strategy = ClusteredFedAvg(2, start="given")
@@ -216,11 +182,7 @@ def test_clusters_share_bodies_while_heads_stay() -> None:
 
 
 def test_a_client_that_was_absent_goes_on_with_its_own_part() -> None:
-    def silent(partition: int, message: Message) -> str | None:
-        missing = partition == 0 and message.content["config"].get("server-round") == 2
-        return "silence" if missing else None
-
-    grid = Tapped(make_app(keep_private("head.*")), 3, faults=silent)
+    grid = Tapped(make_app(keep_private("head.*")), 3, faults=failing("silence", [0], [2]))
     FedAvg().start(grid, model(), num_rounds=3)
     assert grid.measured("head") == {0: 2, 1: 6, 2: 9}
 

@@ -6,20 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients.regression import OPTION, RegressionClient
 from flwr_perdl.regression import LogisticLoss, Polynomial
+from tests.grids import context_of
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((15, 4))
 THETA = RNG.standard_normal((3, 4))
 Y = X @ THETA[1] + 0.1 * RNG.standard_normal(15)
-
-
-def context(**node_config: Any) -> Context:
-    config = node_config or {"partition-id": 3}
-    return Context(run_id=1, node_id=2, node_config=config, state=RecordDict(), run_config={})
 
 
 def asks(step: str, **options: Any) -> dict[str, Any]:
@@ -31,7 +26,7 @@ UPDATE: dict[str, Any] = {"local": "fedavg", "n_steps": 1, "step_size": 0.1}
 
 
 def client(**options: Any) -> RegressionClient:
-    return RegressionClient(X, Y, context(), **options)
+    return RegressionClient(X, Y, context_of(3), **options)
 
 
 def test_a_description_is_its_curvature_and_mean_squares() -> None:
@@ -50,7 +45,7 @@ def test_an_update_is_its_cluster_its_loss_and_one_gradient_step() -> None:
 
 
 def test_it_keeps_nothing_and_changes_nothing() -> None:
-    node, arrays = context(), [THETA.copy(), np.zeros((0, 4))]
+    node, arrays = context_of(3), [THETA.copy(), np.zeros((0, 4))]
     before = X.copy(), Y.copy()
     replies = [
         RegressionClient(X, Y, node).fit(arrays, asks("update", **UPDATE))[0][0] for _ in range(2)
@@ -79,7 +74,7 @@ def test_a_feature_map_comes_first() -> None:
     features = Polynomial(2)
     mapped = features(X)
     with_map = client(features=features, evaluation=(X, Y))
-    plain = RegressionClient(mapped, Y, context(), evaluation=(mapped, Y))
+    plain = RegressionClient(mapped, Y, context_of(3), evaluation=(mapped, Y))
     models = RNG.standard_normal((2, mapped.shape[1]))
     asked = [models, np.zeros((0, mapped.shape[1]))], asks("update", **UPDATE)
     np.testing.assert_array_equal(with_map.fit(*asked)[0][0], plain.fit(*asked)[0][0])
@@ -89,13 +84,7 @@ def test_a_feature_map_comes_first() -> None:
 
 def test_another_loss_has_no_mean_squared_error() -> None:
     signs = np.where(Y > 0, 1.0, -1.0)
-    logistic = RegressionClient(X, signs, context(), loss=LogisticLoss())
+    logistic = RegressionClient(X, signs, context_of(3), loss=LogisticLoss())
     loss, _, metrics = logistic.evaluate([THETA[1:2]], {})
     assert loss == float(f"{np.mean(np.log1p(np.exp(-signs * (X @ THETA[1])))):.6g}")
     assert set(metrics) == {"cluster"}
-
-
-def test_float32_stays_float32() -> None:
-    narrow = RegressionClient(X.astype(np.float32), Y.astype(np.float32), context())
-    (sent,), _, _ = narrow.fit([THETA, np.zeros((0, 4))], asks("update", **UPDATE))
-    assert sent.dtype == np.float32

@@ -7,19 +7,14 @@ import pytest
 
 from flwr_perdl.dictionary import (
     LassoLearner,
-    OrthogonalLearner,
     aggregate_atoms,
     aggregate_statistics,
-    align_to_global,
     dictionary_distance,
-    global_matching,
     local_statistics,
     normalize_atoms,
     polar_factor,
-    warm_start,
 )
 from flwr_perdl.dictionary.aggregation import METHODS
-from perdl_experiments.data import planted_clients
 
 ALL = np.ones(3, dtype=bool)
 
@@ -167,14 +162,6 @@ def test_a_withheld_atom_counts_as_local():
     assert np.allclose(S[0, 2:], (kept.T @ (X - (C - kept) @ D))[0])
 
 
-def test_one_general_client_alone_gets_the_update_of_online_dictionary_learning(rng, unit):
-    C, X, D = rng.standard_normal((60, 4)), rng.standard_normal((60, 6)), unit(4, 6)
-    S = local_statistics(X, C, D, np.ones(3, bool), orthogonal=False)
-    expected = LassoLearner(3).update(X - C[:, 3:] @ D[3:], C[:, :3], D[:3])
-    found = aggregate_statistics(S[None], D[:3], orthogonal=False)
-    assert np.allclose(found.global_atoms, expected, atol=1e-12)
-
-
 @pytest.mark.parametrize("sizes", [[300], [80, 100, 120], [20] * 5 + [40] * 5])
 def test_rounds_over_clients_are_iterations_over_their_pooled_samples(sizes, rng, unit):
     X = rng.standard_normal((300, 16)) * (rng.random((300, 16)) < 0.3) @ unit(16, 10)
@@ -215,38 +202,6 @@ def test_nothing_sent_changes_nothing(orthonormal, orthogonal):
         found = aggregate_statistics(np.zeros((n, 3, width)), D, orthogonal=orthogonal)
         assert np.array_equal(found.global_atoms, D)
         assert list(found.kept) == [False] * n
-
-
-# The protocol's arithmetic from end to end (Algorithm 1), without Flower
-
-
-def learn(X, start, rng):
-    """The library's warm start, or a poor one: Fig. 2's regime."""
-    learner = OrthogonalLearner(6)
-    if start == "poor":
-        return warm_start(X, learner, rng=rng, boost=3.5).dictionary
-    return warm_start(X, learner, rng=rng).dictionary
-
-
-@pytest.mark.parametrize(("start", "weak"), [("good", 0), ("poor", 0), ("good", 3)])
-def test_the_default_aggregation_recovers_the_global_atoms(start, weak):
-    learner = OrthogonalLearner(6)
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        sizes = [20] * weak + [200] * (10 - weak)
-        planted = planted_clients(rng, [6] * 10, sizes, 3, n_features=6)
-        dictionaries = [learn(X, start, rng) for X in planted.samples]
-        G = polar_factor(global_matching(dictionaries, 3).global_atoms, np.eye(6)[:3])
-        local = [align_to_global(D, G).local_atoms for D in dictionaries]
-        for _ in range(20):
-            stack = []
-            for i, X in enumerate(planted.samples):
-                stepped = learner.step(X, np.vstack([G, local[i]]))
-                local[i] = align_to_global(stepped, G).local_atoms
-                D = np.vstack([G, local[i]])
-                stack.append(local_statistics(X, learner.code(X, D), D, ALL, orthogonal=True))
-            G = aggregate_statistics(np.stack(stack), G, orthogonal=True).global_atoms
-        assert dictionary_distance(G, planted.global_atoms) < 1e-6
 
 
 def test_the_memory_of_statistics_is_a_few_times_that_of_the_replies(rng, orthonormal):

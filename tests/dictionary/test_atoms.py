@@ -136,7 +136,7 @@ def test_polar_factor_of_an_ill_conditioned_matrix(rng, orthonormal):
 
 
 @pytest.mark.parametrize("zero_rows", [False, True])
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize("n_features", [4, 7])
 def test_the_null_space_is_filled_in_nearest_to_the_fallback(
     rng, orthonormal, n_features, rank, zero_rows
@@ -168,11 +168,6 @@ def test_a_fallback_that_misses_the_null_space_still_gives_orthonormal_rows(orth
     assert np.allclose(Q @ Q.T, np.eye(3), atol=1e-14)
 
 
-def test_polar_factor_of_nothing_is_the_fallback(orthonormal):
-    fallback = orthonormal(2, 5)
-    assert np.array_equal(polar_factor(np.zeros((2, 5)), fallback), fallback)
-
-
 def test_polar_factor_does_not_depend_on_scale_and_keeps_float32(rng, orthonormal):
     S, fallback = rng.standard_normal((3, 5)), orthonormal(3, 5)
     for scale in (1e-150, 1e150):
@@ -182,7 +177,7 @@ def test_polar_factor_does_not_depend_on_scale_and_keeps_float32(rng, orthonorma
     assert np.allclose(single, polar_factor(S, fallback), atol=1e-6)
 
 
-@pytest.mark.parametrize("n_features", [20, 2000])
+@pytest.mark.parametrize("n_features", [20, 600])
 def test_the_rounding_of_float32_is_no_direction(rng, orthonormal, n_features):
     fallback = orthonormal(12, n_features)
     C, X = rng.standard_normal((3, 12)), rng.standard_normal((3, n_features))

@@ -48,38 +48,6 @@ def test_omp_is_scikit_learns(rng, unit, k):
     assert np.allclose(omp(X, D, k), expected, atol=1e-10)
 
 
-def test_omp_with_orthonormal_atoms_keeps_the_largest_products(rng, orthonormal):
-    X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
-    products = X @ D.T
-    third = np.sort(np.abs(products))[:, [-3]]
-    assert np.allclose(omp(X, D, 3), products * (np.abs(products) >= third))
-
-
-def test_omp_stops_where_the_sample_is_fitted(rng, unit):
-    D = unit(10, 6)
-    X = np.vstack([2 * D[3], -D[7], np.zeros(6)])
-    expected = np.zeros((3, 10))
-    expected[0, 3], expected[1, 7] = 2, -1
-    assert np.allclose(omp(X, D, 4), expected, atol=1e-12)
-
-
-def test_omp_copes_with_equal_atoms_and_more_atoms_than_dimensions(rng):
-    D = np.vstack([np.eye(3), np.eye(3)])
-    X = rng.standard_normal((10, 3))
-    C = omp(X, D, 6)
-    assert np.isfinite(C).all()
-    assert np.allclose(C @ D, X, atol=1e-12)
-
-
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_omp_by_residual_is_spams(rng, unit, k):
-    spams = pytest.importorskip("spams")  # there are no wheels but for Linux
-    X, D = rng.standard_normal((40, 12)), unit(25, 12)
-    X[:, 3] *= 4
-    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
-    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)
-
-
 def test_omp_by_residual_leaves_least_in_every_step(rng, unit):
     """Beside a least squares fit for each atom that a step could take."""
     X, D = rng.standard_normal((5, 6)), unit(9, 6)
@@ -158,12 +126,6 @@ def test_lasso_is_spams(rng, unit, r, alpha):
     expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
     found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
     assert found == pytest.approx(wanted, rel=1e-9)
-
-
-def test_lasso_with_orthonormal_atoms_is_the_soft_threshold(rng, orthonormal):
-    X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
-    result = lasso(X, D, 0.4)
-    assert np.allclose(result.codes, soft_threshold(X @ D.T, 0.4), atol=1e-12)
 
 
 def test_lasso_may_start_from_any_codes(rng, unit):
@@ -263,8 +225,7 @@ def test_focuss_with_power_one_is_the_lasso(rng, unit, r, d):
     assert np.abs(ours - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("power", [0.3, 0.5, 1.0])
-@pytest.mark.parametrize(("r", "d"), [(8, 12), (30, 8)])
+@pytest.mark.parametrize(("r", "d", "power"), [(8, 12, 0.3), (30, 8, 0.5), (30, 8, 1.0)])
 def test_focuss_lowers_its_objective_in_every_iteration(rng, unit, r, d, power):
     X, D = rng.standard_normal((20, d)), unit(r, d)
     runs = [focuss(X, D, 0.1, power=power, tol=0.0, max_iter=n) for n in range(12)]
@@ -293,8 +254,7 @@ def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(r
     assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0])
-@pytest.mark.parametrize(("r", "d"), [(8, 12), (12, 8)])
+@pytest.mark.parametrize(("r", "d", "power"), [(8, 12, 0.5), (12, 8, 1.0)])
 def test_focuss_does_not_depend_on_the_datas_units(rng, unit, r, d, power):
     X, D = rng.standard_normal((20, d)), unit(r, d)
     codes = focuss(X, D, 0.1, power=power)
@@ -325,13 +285,6 @@ def test_nonnegative_least_squares_is_scipys(rng, r, d):
     assert np.abs(nonnegative_from_gram(X @ D.T, D @ D.T) - expected).max() < 1e-9
 
 
-def test_nonnegative_least_squares_copes_with_atoms_that_are_nearly_alike(rng):
-    D = np.ones((3, 10)) + 1e-3 * rng.standard_normal((3, 10))
-    X = rng.random((50, 3)) @ D + 0.01 * rng.standard_normal((50, 10))
-    expected = np.stack([nnls(D.T, x)[0] for x in X])
-    assert np.allclose(nonnegative_from_gram(X @ D.T, D @ D.T), expected, atol=1e-6)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**16), st.floats(-14, -6), st.sampled_from([np.float64, np.float32]))
 def test_nonnegative_least_squares_ends_where_atoms_are_nearly_dependent(seed, power, dtype):
@@ -345,3 +298,12 @@ def test_nonnegative_least_squares_ends_where_atoms_are_nearly_dependent(seed, p
     assert (C >= 0).all()
     best = np.array([nnls(D.T.astype(float), x)[1] ** 2 for x in X.astype(float)])
     assert (((X - C @ D) ** 2).sum(axis=1) <= best + 1e-3 * best.max()).all()
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_omp_by_residual_is_spams(rng, unit, k):
+    spams = pytest.importorskip("spams")  # there are no wheels but for Linux
+    X, D = rng.standard_normal((40, 12)), unit(25, 12)
+    X[:, 3] *= 4
+    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
+    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)

@@ -24,7 +24,6 @@ from flwr_perdl.dictionary import (
     aggregate_statistics,
     align_to_global,
     atom_support,
-    dictionary_distance,
     global_matching,
     omp,
     personalized_pca,
@@ -83,9 +82,7 @@ LEARNERS: list[Learner] = [
 CHANGES: dict[str, Change] = {
     "ulp": ulp,
     "permuted": lambda X, rng: X[rng.permutation(len(X))],
-    "doubled": lambda X, rng: 2**30 * X,
-    "halved": lambda X, rng: 2.0**-30 * X,
-    "rescaled": lambda X, rng: 1 / 3 * X,
+    "rescaled": lambda X, rng: 2.0**-30 / 3 * X,
 }
 changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 kinds = pytest.mark.parametrize("make", DATA)
@@ -150,13 +147,6 @@ def test_what_is_left_of_an_exact_fit_makes_no_atoms(change: Change, dtype: Any)
         assert not C[:, 1:].any()
 
 
-def test_samples_orthogonal_to_all_atoms_have_no_codes() -> None:
-    rng = np.random.default_rng(4)
-    Q = rotation(rng, 40)
-    C = omp(rng.standard_normal((9, 20)) @ Q[20:], Q[:20], 3)
-    np.testing.assert_array_equal(C, 0)
-
-
 def federation(rng: Rng, n: int, shared: int, r: int = R, eps: float = 0.05) -> list[np.ndarray]:
     """Return orthonormal dictionaries, the first atoms of which all clients have nearly alike."""
     G = rotation(rng)[:shared]
@@ -186,15 +176,6 @@ def test_the_count_stays(shared: int, eps: float, method: str) -> None:
         moved += [clients[::-1], [clients[i] for i in rng.permutation(7)]]
     counts = [len(global_matching(one, "auto", method=method).global_atoms) for one in moved]
     assert counts == [shared] * len(moved)
-
-
-def test_equal_dictionaries_share_everything() -> None:
-    rng = np.random.default_rng(6)
-    (one,) = federation(rng, 1, 0)
-    for method in ("consensus", "paths"):
-        for clients in ([one] * 5, [ulp(one, rng) for _ in range(5)]):
-            found = global_matching(clients, "auto", method=method)
-            assert dictionary_distance(found.global_atoms, one) < 1e-12
 
 
 @pytest.mark.parametrize("method", ["consensus", "paths"])

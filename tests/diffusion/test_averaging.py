@@ -17,7 +17,6 @@ from flwr_perdl.diffusion import (
     DiffusionAveraging,
     Schedule,
     Topology,
-    averaging_weights,
     metropolis_weights,
 )
 from flwr_perdl.diffusion.averaging import METHODS, Averaged, AveragingProgram
@@ -90,14 +89,9 @@ TURNS = InMemoryNetwork(
     ("method", "network"),
     [
         ("exact_diffusion", InMemoryNetwork(RING)),
-        ("exact_diffusion", FAULTY),
-        ("gradient_tracking", InMemoryNetwork(RING)),
         ("gradient_tracking", FAULTY),
         ("gradient_tracking", TURNS),
-        ("gradient_tracking", Schedule.random_pairs(N, seed=1)),
-        ("gradient_tracking", Schedule.one_peer_exponential(N)),
         ("gradient_tracking", Schedule.members(RING, joins={2: 9}, leaves={5: 300})),
-        ("gradient_tracking", Schedule(N, lambda t: [(t % N, (t + 1) % N)], window=N)),
         (
             "gradient_tracking",
             InMemoryNetwork(Schedule.random_pairs(N), faults=Faults(drop=0.2, seed=1)),
@@ -247,29 +241,6 @@ def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context]
     return make_client
 
 
-@pytest.mark.parametrize("faults", [None, FAULTS], ids=["no faults", "faults"])
-@pytest.mark.parametrize("method", METHODS)
-def test_flower_in_process(method: str, faults: Faults | None) -> None:
-    learner = DiffusionAveraging(method=method, evaluate_every=2, metrics=["loss"])
-    kept: dict[int, list[Array]] = {}
-
-    def keep(state: Any) -> None:
-        kept.update(learner.program(LeastSquares, initial=START).models(state))
-
-    grid = InProcessGrid(client_app(federation(learner, on_end=keep)), N)
-    network = FlowerNetwork(grid, RING, faults=faults, sealed=faults is not None)
-    told: list[dict[str, Array]] = []
-    learned = learner.fit(None, network, 9, callback=lambda _, row: told.append(row))
-    here = learner.fit(LeastSquares, InMemoryNetwork(RING, faults=faults), 9, initial=START)
-    assert_same_bits(learned, here)
-    assert learned.models == {}
-    assert np.isnan(learned.disagreement)
-    for node, model in here.models.items():
-        np.testing.assert_array_equal(kept[node], model)
-    assert len(told) == 9
-    np.testing.assert_array_equal(told[-1]["train-loss"], here.curves["train-loss"][-1])
-
-
 @pytest.mark.parametrize("graph", [RING, Schedule.random_pairs(N)], ids=["ring", "pairs"])
 def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(
     graph: Any, tmp_path: Path
@@ -288,6 +259,8 @@ def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(
     with pytest.raises(KeyboardInterrupt):
         learner.fit(None, network(), 6, callback=stop)
     resumed = learner.fit(None, network(resume=True), 6)
+    assert resumed.models == {}
+    assert np.isnan(resumed.disagreement)
     assert_same_bits(resumed, learner.fit(LeastSquares, graph, 6, initial=START))
 
 
@@ -370,10 +343,9 @@ LIES: dict[str, Callable[[Array], Array]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("graph", [RING, Topology.exponential(N)], ids=["ring", "exponential"])
-def test_the_others_end_as_without_a_node_that_lies_without_measure(
-    graph: Topology, method: str, lie: str
-) -> None:
+def test_the_others_end_as_without_a_node_that_lies_without_measure(method: str, lie: str) -> None:
+    graph = RING if lie == "huge" else Topology.exponential(N)
+
     class Learner(DiffusionAveraging):
         def program(self, *args: Any, **options: Any) -> AveragingProgram:
             program = Lying(self, args[0], options["initial"])
@@ -518,21 +490,9 @@ def test_a_node_receives_messages_of_its_neighbors_only() -> None:
 # What is refused ---------------------------------------------------------------------------------
 
 
-def test_networks_that_do_not_lead_to_the_plain_mean() -> None:
-    star, learner = Topology.star(4), DiffusionAveraging()
-    for network in (averaging_weights(star), InMemoryNetwork(star, averaging_weights(star))):
-        with pytest.raises(ValueError, match=r"^network"):
-            learner.fit(LeastSquares, network, 1)
-    for apart in (
-        Topology.from_edges(4, [(0, 1), (2, 3)]),
-        Topology.from_edges(2, [(0, 1)], directed=True),
-    ):
-        with pytest.raises(ValueError, match=r"^network"):
-            learner.fit(LeastSquares, apart, 1)
-    with pytest.raises(TypeError, match=r"^network"):
-        learner.fit(LeastSquares, 4, 1)
+def test_flowers_nodes_have_clients_of_their_own() -> None:
     with pytest.raises(ValueError, match=r"^clients"):
-        learner.fit(None, star, 1)
+        DiffusionAveraging().fit(None, Topology.star(4), 1)
 
 
 @pytest.mark.parametrize(
@@ -550,9 +510,6 @@ def test_what_a_client_returns_is_checked(returned: Any, match: str) -> None:
 
     with pytest.raises(ValueError, match=match):
         DiffusionAveraging(metrics=["loss"]).fit(Wrong, RING, 1, initial=START)
-
-
-# A real model ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Each public function of `flwr_perdl.diffusion` serves an input or refuses it in one sentence."""
+"""Whole runs and methods of `flwr_perdl.diffusion` serve an input or reject it in one sentence."""
 
 from __future__ import annotations
 
@@ -20,16 +20,12 @@ from flwr_perdl.diffusion import (
     SparseSVD,
     Topology,
     averaging_weights,
-    exact_dual,
     infer,
-    local_costs,
     metropolis_weights,
-    relative_degree_variance_weights,
 )
 from flwr_perdl.diffusion.data_diffusion import aligned
-from flwr_perdl.diffusion.inference import METHODS
 from flwr_perdl.diffusion.model_diffusion import update_dictionary
-from tests.hostile import arguments, right_or_refused
+from tests.hostile import check_drawn
 
 RNG = np.random.default_rng(0)
 RING = Topology.ring(4)
@@ -46,11 +42,6 @@ OBJECTIVES = (
 )
 
 
-def inferred(objective: int, method: str, **given: Any) -> Any:
-    found = infer(OBJECTIVES[objective], network=RING, method=method, n_rounds=20, **given)
-    return found.codes, found.nu
-
-
 def learned(objective: int, X: np.ndarray, **given: Any) -> Any:
     learner = ModelDiffusion(OBJECTIVES[objective], n_iterations=3, **given)
     return learner.fit(X, RING).dictionaries
@@ -61,11 +52,6 @@ def diffused(update: str, coder: str, data: Any, n_rounds: Any, **given: Any) ->
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "exact_dual": (
-        lambda objective, X, dictionaries: exact_dual(OBJECTIVES[objective], X, dictionaries),
-        {"X": X, "dictionaries": ATOMS},
-    ),
-    "infer": (inferred, {"X": X, "dictionaries": ATOMS, "tolerance": 1e-3}),
     "ModelDiffusion": (
         learned,
         {"X": X, "n_atoms_per_agent": 2, "step": 0.1, "decay": 0.5, "batch_size": 3, "seed": 0},
@@ -86,15 +72,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "replace_every": 2,
         },
     ),
-    "local_costs": (
-        lambda **given: local_costs(OBJECTIVES[3], **given),
-        {"X": X, "nu": NU, "dictionaries": STACK},
-    ),
     "aligned": (aligned, {"D": STACK[0], "reference": STACK[1]}),
-    "relative_degree_variance_weights": (
-        lambda variances: relative_degree_variance_weights(RING, variances).matrix.toarray(),
-        {"variances": np.ones(4)},
-    ),
     "Topology.k_regular": (Topology.k_regular, {"n_nodes": 6, "degree": 2, "seed": 0}),
     "Topology.erdos_renyi": (Topology.erdos_renyi, {"n_nodes": 6, "p": 0.7, "seed": 0}),
     "Topology.small_world": (Topology.small_world, {"n_nodes": 6, "degree": 2, "p": 0.1}),
@@ -123,8 +101,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
 }
 VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "exact_dual": {"objective": (0, 2, 3)},
-    "infer": {"objective": (0, 2, 3), "method": tuple(METHODS)},
     "ModelDiffusion": {"objective": (0, 1, 2, 3), "method": ("admm", "atc", "exact")},
     "update_dictionary": {"objective": (0, 1, 2, 3)},
     "DataDiffusion": {
@@ -138,8 +114,4 @@ VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
 @settings(max_examples=12)
 @given(data=st.data())
 def test_bad_input_is_served_or_refused_in_a_sentence(name: str, data: st.DataObject) -> None:
-    call, good = CALLS[name]
-    options = VARIANTS.get(name, {})
-    chosen = {option: data.draw(st.sampled_from(values)) for option, values in options.items()}
-    bad = data.draw(arguments(good))
-    right_or_refused(lambda: call(**chosen, **bad))
+    check_drawn(data, *CALLS[name], VARIANTS.get(name, {}))

@@ -154,7 +154,7 @@ def test_atoms_that_clipping_makes_equal_do_not_end_the_run() -> None:
     learner = DataDiffusion(3, coder="nonnegative", nonnegative=True)
     ended = learner.fit(data, Topology.ring(4), 30, seed=8)
     assert (ended.error < 0.1).all()
-    with pytest.raises(ValueError, match="n_atoms must be at most 4, the number of features"):
+    with pytest.raises(ValueError, match=r"^n_atoms must"):
         DataDiffusion(5, coder="nonnegative").fit(data, Topology.ring(4), 1)
 
 
@@ -216,20 +216,14 @@ def test_batches_that_stream_in() -> None:
     )
 
 
-@pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
-@pytest.mark.parametrize("replacement", ["private", "samples", None])
+@pytest.mark.parametrize(
+    ("update", "replacement"), [("mod", "private"), ("ksvd", "samples"), ("gradient", None)]
+)
 def test_float32_stays_float32(update: str, replacement: str | None) -> None:
     data = [X.astype(np.float32) for X in draw(samples=60)[1]]
     learner = DataDiffusion(14, n_nonzero=2, update=update, replacement=replacement)
     after = states(learner, data, Topology.ring(4), 25)[-1]
     assert after.dictionaries.dtype == after.candidates.dtype == np.float32
-
-
-def test_different_starts_come_together() -> None:
-    atoms, data = draw()
-    ended = DataDiffusion(12, n_nonzero=2).fit(data, Topology.ring(4), 60, start="samples")
-    assert min(found(ended.dictionaries, atoms)) >= 11
-    assert ended.disagreement < 0.05
 
 
 # Replacement ------------------------------------------------------------------------------------
@@ -347,21 +341,6 @@ def test_only_lost_news_keeps_a_node_from_replacing() -> None:
     np.testing.assert_allclose(np.linalg.norm(ended.dictionaries, axis=2), 1)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 1000), st.integers(2, 9), st.integers(1, 12))
-def test_agreement_on_random_graphs(seed: int, nodes: int, every: int) -> None:
-    atoms, data = flat_data(nodes, seed)
-    topology = Topology.erdos_renyi(nodes, 0.4, seed=seed)
-    learner = DataDiffusion(8, n_nonzero=2, replacement="private", replace_every=every)
-    last = max(every, topology.diameter) + topology.diameter - 1
-    after = states(learner, data, topology, last, start=atoms)[-1]
-    for own in after:
-        if own.ndim > 1 and own is not after.dictionaries and own is not after.use:
-            np.testing.assert_array_equal(own, np.broadcast_to(own[0], own.shape))
-    for D in after.dictionaries:
-        np.testing.assert_array_equal(D[FLAT:], after.dictionaries[0, FLAT:])
-
-
 # Privacy --------------------------------------------------------------------------------------
 
 
@@ -457,15 +436,6 @@ def test_three_rounds_with_shared_observations_by_hand() -> None:
     assert learner.fit(data, weights, 3).floats_sent == 4 * 3 * (4 * 8 + 8 * 8)
 
 
-def test_shared_observations_help_nodes_that_have_few() -> None:
-    atoms, data = draw(seed=4, nodes=8, samples=25)
-    alone, shared = (
-        DataDiffusion(12, n_nonzero=2, shared=n).fit(data, Topology.ring(8), 60).dictionaries
-        for n in (0, 25)
-    )
-    assert sum(found(shared, atoms)) > sum(found(alone, atoms)) + 40
-
-
 # Alignment ------------------------------------------------------------------------------------
 
 
@@ -479,41 +449,21 @@ def test_aligned_undoes_order_and_signs(seed: int) -> None:
     np.testing.assert_array_equal(aligned(signs * D, D, order=False), D)
 
 
-def test_assignment_combines_what_is_the_same_whatever_the_order() -> None:
+@pytest.mark.parametrize("alignment", ["assignment", "sign"])
+def test_what_is_the_same_is_combined_whatever_the_order_or_the_signs(alignment: str) -> None:
     atoms, data = draw(samples=100, noise=0.02)
     rng = np.random.default_rng(3)
     rough = normalize_atoms(atoms + 0.1 * rng.standard_normal(atoms.shape))
-    shuffled = np.stack([rough[rng.permutation(12)] for _ in range(4)])
-    ring = Topology.ring(4)
-    plain = DataDiffusion(12, n_nonzero=2, replacement=None)
-    matched = DataDiffusion(12, n_nonzero=2, replacement=None, alignment="assignment")
+    moved = rng.choice([-1.0, 1.0], (4, 12, 1)) * rough
+    if alignment == "assignment":
+        moved = np.stack([D[rng.permutation(12)] for D in moved])
+    ring, plain = Topology.ring(4), DataDiffusion(12, n_nonzero=2, replacement=None)
     together = plain.fit(data, ring, 10, start=rough)
-    apart = matched.fit(data, ring, 10, start=shuffled)
-    np.testing.assert_allclose(
-        [
-            dictionary_distance(*pair)
-            for pair in zip(*(e.dictionaries for e in (together, apart)), strict=True)
-        ],
-        0,
-        atol=1e-10,
-    )
+    apart = replace(plain, alignment=alignment).fit(data, ring, 10, start=moved)
+    for pair in zip(together.dictionaries, apart.dictionaries, strict=True):
+        assert dictionary_distance(*pair) < 1e-10
     assert apart.disagreement == pytest.approx(together.disagreement, rel=1e-6)
-    assert min(found(plain.fit(data, ring, 10, start=shuffled).dictionaries, atoms)) < 12
-
-
-def test_signs_are_aligned_where_asked() -> None:
-    atoms, data = draw(samples=100)
-    rng = np.random.default_rng(3)
-    rough = normalize_atoms(atoms + 0.1 * rng.standard_normal(atoms.shape))
-    turned = rng.choice([-1.0, 1.0], (4, 12, 1)) * rough
-    ring = Topology.ring(4)
-    learner = DataDiffusion(12, n_nonzero=2, replacement=None, alignment="sign")
-    expected = DataDiffusion(12, n_nonzero=2, replacement=None).fit(data, ring, 5, start=rough)
-    ended = learner.fit(data, ring, 5, start=turned)
-    np.testing.assert_allclose(
-        np.abs(ended.dictionaries), np.abs(expected.dictionaries), atol=1e-10
-    )
-    assert ended.disagreement == pytest.approx(expected.disagreement, rel=1e-6)
+    assert min(found(plain.fit(data, ring, 10, start=moved).dictionaries, atoms)) < 12
 
 
 # Networks -------------------------------------------------------------------------------------
@@ -549,43 +499,26 @@ def test_separate_parts_of_a_network_are_refused_unless_they_meet_in_time() -> N
 
 def test_nonnegative_atoms_cannot_be_learned_from_negative_data() -> None:
     data = [-np.ones((5, 3)), np.ones((5, 3))]
-    with pytest.raises(ValueError, match=r"^data of node 0 must have a positive value to learn"):
+    with pytest.raises(ValueError, match=r"^data of node 0 must"):
         DataDiffusion(2, coder="nonnegative", nonnegative=True).fit(data, Topology.ring(2), 2)
 
 
 @pytest.mark.parametrize("scale", [1e160, 1e-170])
 def test_data_whose_squares_leave_the_range_are_refused(scale: float) -> None:
     _, data = draw()
-    with pytest.raises(ValueError, match="data of node 0 must have a largest entry of size"):
+    with pytest.raises(ValueError, match=r"^data of node 0 must"):
         DataDiffusion(12).fit([scale * X for X in data], Topology.ring(4), 2)
 
 
 # What is wrong ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n_atoms", 0),
-        ("coder", "magic"),
-        ("n_nonzero", 0),
-        ("alpha", 0.0),
-        ("update", "svd"),
-        ("step", 0.0),
-        ("alignment", "order"),
-        ("replacement", "all"),
-        ("replace_every", 0),
-        ("shared", -1),
-    ],
-)
-def test_bad_options_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        DataDiffusion(**{"n_atoms": 5, name: value})
+GOOD = [np.ones((3, 4))] * 4
+
+
+def test_atoms_that_are_matched_are_not_replaced() -> None:
     with pytest.raises(ValueError, match="replacement"):
         DataDiffusion(5, alignment="assignment")
-
-
-GOOD = [np.ones((3, 4))] * 4
 
 
 @pytest.mark.parametrize(

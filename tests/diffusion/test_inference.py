@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from flwr_perdl.diffusion.inference import (
     METHODS,
     ConsensusADMM,
     DualInference,
-    ExactDiffusion,
     JacobianADMM,
     exact_dual,
     infer,
@@ -93,7 +91,7 @@ def decibels(found: np.ndarray, truth: np.ndarray) -> float:
 @every
 @pytest.mark.parametrize("n_atoms", [1, 3])
 def test_the_exact_dual_agrees_with_cvxpy(objective: Objective, n_atoms: int) -> None:
-    X, D = problem(objective, n_atoms=n_atoms)
+    X, D = problem(objective, n_atoms=n_atoms, n_samples=2)
     exact = exact_dual(objective, X, D)
     for i, x in enumerate(X):
         codes, nu = by_cvxpy(objective, x, np.concatenate(D))
@@ -247,8 +245,7 @@ class Boxed(SparseSVD):
         return (S * Y).sum(axis=-1) - super().regulariser(Y)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("n_features", [12, LONG + 3])
+@pytest.mark.parametrize(("seed", "n_features"), [(0, 12), (1, LONG + 3)])
 def test_codes_may_be_bounded_with_the_diffusions(seed: int, n_features: int) -> None:
     low, high = np.random.default_rng(seed).uniform([-0.6, 0.05], [0.0, 0.6])
     objective = Boxed(0.1, 0.5, low, high)
@@ -290,27 +287,9 @@ def quadratic_minimum(W: np.ndarray, b: np.ndarray, a: float, o: Objective) -> n
     return nu
 
 
-def test_consensus_admm_is_the_edge_by_edge_recursion() -> None:
+@pytest.mark.parametrize("r", [0.5, 0.8])
+def test_consensus_admm_is_the_recursion_of_multipliers_and_beliefs(r: float) -> None:
     objective = SparseSVD(0.2, 0.5)
-    admm = program(ConsensusADMM, objective, relaxation=0.5, penalty=0.3)
-    assert isinstance(admm, ConsensusADMM)
-    A, N, x = admm.topology.adjacency.toarray(), 6, admm.X[0]
-    degrees = A.sum(axis=1)
-    c = A / np.sqrt(np.outer(degrees, degrees))
-    c *= 0.15 / c.sum(axis=1).mean()  # a square of a distance has twice the curvature
-    alpha, nu = np.zeros((N, 12)), np.zeros((N, 12))
-    for _ in range(6):
-        last = nu.copy()
-        for k, W in enumerate(admm.dictionaries):
-            b = x / N - alpha[k] + sum(c[k, j] * (last[k] + last[j]) for j in range(N))
-            nu[k] = quadratic_minimum(W, b, 1 / N + 2 * c[k].sum(), objective)
-        for k in range(N):
-            alpha[k] += sum(c[k, j] * (nu[k] - nu[j]) for j in range(N))
-    np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
-
-
-def test_over_relaxed_consensus_admm_is_the_recursion_of_multipliers_and_beliefs() -> None:
-    objective, r = SparseSVD(0.2, 0.5), 0.8
     admm = program(ConsensusADMM, objective, relaxation=r, penalty=0.3)
     A, N, x = admm.topology.adjacency.toarray(), 6, admm.X[0]
     degrees = A.sum(axis=1)
@@ -326,8 +305,9 @@ def test_over_relaxed_consensus_admm_is_the_recursion_of_multipliers_and_beliefs
     np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
 
 
-@pytest.mark.parametrize("relaxation", [0.5, 0.9])
-@pytest.mark.parametrize("objective", [SparseSVD(0.05, 0.1), HuberNMF(0.05, 0.1, 0.2)])
+@pytest.mark.parametrize(
+    ("objective", "relaxation"), [(SparseSVD(0.05, 0.1), 0.5), (HuberNMF(0.05, 0.1, 0.2), 0.9)]
+)
 def test_rounding_moves_consensus_admm_by_a_few_eps_a_round_at_most(
     objective: Objective, relaxation: float
 ) -> None:
@@ -364,27 +344,9 @@ def test_jacobian_admm_is_the_papers_recursion_with_one_sign() -> None:
     np.testing.assert_allclose(estimates(jacobian, 6)[:, 0], nu, atol=1e-7)
 
 
-@each
-def test_exact_diffusion_has_no_bias_and_atc_has(objective: Objective) -> None:
-    X, D = problem(objective, n_agents=4)
-    topology, exact = Topology.ring(4), exact_dual(objective, X, D).nu
-    far = {}
-    for method in ("atc", "exact_diffusion"):
-        for step in (0.02, 0.1):
-            found = infer(
-                objective, X, D, topology, method=method, step=step, n_rounds=9000, tolerance=0
-            )
-            assert found.nu is not None
-            far[method, step] = decibels(found.nu, exact)
-    assert far["exact_diffusion", 0.1] >= 100
-    assert far["exact_diffusion", 0.02] >= 100
-    assert far["atc", 0.1] <= 40
-    assert far["atc", 0.1] < far["atc", 0.02] <= 60  # the bias shrinks with the step
-
-
-@each
 @every_method
-def test_whoever_is_informed_the_answer_is_the_same(objective: Objective, method: str) -> None:
+def test_whoever_is_informed_the_answer_is_the_same(method: str) -> None:
+    objective = HuberNMF(0.2, 0.5, 0.3)
     X, D = problem(objective)
     topology = Topology.small_world(8, 4, 0.3, seed=1)
     tight: dict[str, Any] = {"n_rounds": 6000, "tolerance": 1e-10, "method": method}
@@ -446,9 +408,9 @@ def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> Non
     assert network.rounds == memory.rounds == 23
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
-    ("connectivity", "informed"), [(0.12, None), (0.12, [3, 5]), (0.6, [3, 5])]
+    ("connectivity", "informed", "dtype"),
+    [(0.12, None, np.float32), (0.12, [3, 5], np.float64), (0.6, [3, 5], np.float32)],
 )
 @every_method
 def test_compiled_rounds_give_the_same_bits(
@@ -469,18 +431,6 @@ def test_compiled_rounds_give_the_same_bits(
     np.testing.assert_array_equal(network.nu, compiled.nu)
     np.testing.assert_array_equal(network.residual, compiled.residual)
     np.testing.assert_array_equal(network.codes, compiled.codes)
-
-
-def test_agents_may_have_different_numbers_of_atoms() -> None:
-    objective = NonnegativeMF(0.1, 0.5)
-    X, D = problem(objective, n_agents=4, n_atoms=3)
-    D = [D[0][:1], D[1], D[2][:2], D[3]]
-    exact = exact_dual(objective, X, D)
-    found = infer(objective, X, D, Topology.ring(4), tolerance=1e-9)
-    assert found.converged
-    assert [C.shape[1] for C in found.codes] == [1, 3, 2, 3]
-    for mine, theirs in zip(found.codes, exact.codes, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-7)
 
 
 def test_penalized_consensus_ends_at_its_fixed_point() -> None:
@@ -566,24 +516,8 @@ def test_float32_stays_float32(method: str) -> None:
         found = infer(objective, X, D, Topology.ring(8), method=method, n_rounds=30)
         assert found.nu is not None
         assert {a.dtype for a in (found.nu, found.residual, *found.codes)} == {np.dtype(np.float32)}
-        exact = exact_dual(objective, X, D)
-        assert exact.nu.dtype == np.float32
-        wide = exact_dual(objective, X.astype(float), [W.astype(float) for W in D]).nu
-        np.testing.assert_allclose(exact.nu, wide, atol=1e-4)
         np.testing.assert_array_equal(X, kept[0])
         np.testing.assert_array_equal(D, kept[1])
-
-
-def test_thousands_of_agents_take_memory_in_proportion_to_the_edges() -> None:
-    objective, n = SparseSVD(0.1, 0.5), 2000
-    X, D = problem(objective, n_agents=n, n_features=8, n_samples=1)
-    topology = Topology.small_world(n, 6, 0.2, seed=0)
-    tracemalloc.start()
-    found = infer(objective, X, D, topology, n_rounds=20, return_nu=False)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert found.rounds == 20
-    assert peak < n * n  # bytes; a dense matrix would take eight times that
 
 
 @pytest.mark.parametrize(
@@ -603,12 +537,11 @@ def test_the_spectrum_of_many_nodes_is_exact(topology: Topology, gap: float, top
 
 
 @pytest.mark.parametrize("method", ["admm", "exact_diffusion", "jacobian_admm"])
-@pytest.mark.parametrize("delta", [10.0, 1.0])
-def test_over_a_long_path_convergence_is_not_said_too_early(method: str, delta: float) -> None:
+def test_over_a_long_path_convergence_is_not_said_too_early(method: str) -> None:
     rng = np.random.default_rng(0)
     D = rng.standard_normal((20, 1, 5))
     D /= np.linalg.norm(D, axis=2, keepdims=True)
-    objective, X = SparseSVD(0.1, delta), rng.standard_normal((2, 5))
+    objective, X = SparseSVD(0.1, 1.0), rng.standard_normal((2, 5))
     path = Topology.grid(1, 20)
     found = infer(objective, X, list(D), path, method=method, n_rounds=50_000)
     exact = exact_dual(objective, X, list(D)).nu
@@ -676,7 +609,6 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     refuse("network", X, D, CombinationMatrix(lopsided, everyone))
     with pytest.raises(ValueError, match=r"^dictionaries "):
         exact_dual(objective, X, [])
-    assert issubclass(ExactDiffusion, ATC)
 
 
 @pytest.mark.parametrize(
@@ -702,15 +634,16 @@ def test_atc_without_bias_converges_and_says_so(
 
 
 @pytest.mark.parametrize(("dtype", "large", "small"), [("f4", 1e20, 1e-29), ("f8", 1e160, 1e-200)])
-@pytest.mark.parametrize("method", ["admm", "exact_diffusion", "jacobian_admm"])
-@pytest.mark.parametrize("n_features", [12, LONG + 3])
+@pytest.mark.parametrize(
+    ("method", "n_features"), [("admm", 12), ("admm", LONG + 3), ("exact_diffusion", 12)]
+)
 def test_samples_of_any_size_get_the_right_answer_or_a_sentence(
-    n_features: int, method: str, dtype: str, large: float, small: float
+    method: str, n_features: int, dtype: str, large: float, small: float
 ) -> None:
     objective, ring = SparseSVD(0.0, 0.1), Topology.ring(4)
     X, D = problem(objective, n_agents=4, n_features=n_features)
     D = [W.astype(dtype) for W in D]
-    with pytest.raises(ValueError, match=r"^X must have a largest entry of size between .*, got "):
+    with pytest.raises(ValueError, match=r"^X must"):
         infer(objective, (large * X).astype(dtype), D, ring, method=method)
     found = infer(objective, (small * X).astype(dtype), D, ring, method=method)
     assert found.converged

@@ -4,13 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.client import NumPyClient
 
-from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
 from flwr_perdl.diffusion.robust import RULES, clipped, trimmed
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
-from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments.liars import NEIGHBORS
 from perdl_experiments.studies.decentralized import among_liars
 from tests.studies import config_of
@@ -65,31 +62,6 @@ def test_two_liars_in_sixteen_cost_at_most_a_point(robust: str, attack: str, hon
 
 def test_the_mean_does_not_withstand_a_reversed_step(honest: float) -> None:
     assert worst(None, "flip") < honest - 0.5
-
-
-class Target(NumPyClient):
-    """Goes half the way to a point of its own."""
-
-    def __init__(self, node: int) -> None:
-        self.target = np.array([np.sin(node), 10.0 * node])
-
-    def fit(self, parameters: list[Any], config: Any) -> Any:
-        return [(parameters[0] + self.target) / 2], 1, {}
-
-
-@pytest.mark.parametrize("method", ["atc", "cta"])
-@pytest.mark.parametrize("robust", RULES)
-def test_the_same_bits_on_flower_as_in_memory(robust: str, method: str) -> None:
-    learner = DiffusionAveraging(method=method, robust=robust, n_liars=2, evaluate_every=0)
-    program = learner.program(Target, initial=[np.zeros(2)])
-    graph, faults = Topology.exponential(8), Faults(drop=0.2, max_delay=1, seed=3)
-    app = client_app(lambda context: DiffusionClient(program, context, shows="state", max_delay=1))
-    run = FlowerNetwork(InProcessGrid(app, 8), graph, faults=faults).run(None, 5)
-    here = InMemoryNetwork(graph, faults=faults).run(program, 5)
-    np.testing.assert_array_equal(run.state.model, here.state.model)
-    plain = DiffusionAveraging(method=method, evaluate_every=0)
-    mean = plain.fit(Target, InMemoryNetwork(graph, faults=faults), 5, initial=[np.zeros(2)])
-    assert not np.allclose(here.state.model, np.stack([w for (w,) in mean.models.values()]))
 
 
 def test_what_is_rejected() -> None:

@@ -66,13 +66,6 @@ def test_a_local_cost_by_hand() -> None:
     np.testing.assert_allclose(costs, [[0.3125 + 0.5], [0.25 - 2.0]])
 
 
-def test_plain_averaging_has_the_mean_as_its_limit() -> None:
-    values = np.random.default_rng(0).normal(size=(7, 3))
-    run = InMemoryNetwork(NETWORK).run(Averaging(values), 150)
-    error = np.abs(run.observed["estimate"] - values.mean(axis=0)).max()
-    assert error < 1e-5 * np.abs(values).max()
-
-
 def test_the_papers_mean_is_biased_as_its_fixed_point_says() -> None:
     """(68) ends at g = A (g - mu_g (J + g)): a linear system."""
     costs = np.random.default_rng(0).normal(size=(7, 4))

@@ -21,7 +21,7 @@ from flwr_perdl.diffusion.objectives import (
     SparseSVD,
 )
 from flwr_perdl.diffusion.topology import Topology
-from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.network import InMemoryNetwork
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.05, 0.1),
@@ -205,19 +205,6 @@ def test_options_that_are_numpys_numbers_do_not_change_the_dtype(
 # Bounded dual variables in fewer coordinates ------------------------------------------------
 
 
-def test_learning_in_one_place_within_a_tolerance_is_learning_over_a_sparse_network() -> None:
-    X = np.random.default_rng(0).standard_normal((24, 9))
-    learner = ModelDiffusion(SparseSVD(0.3, 0.1), step=0.5, decay=0.5, batch_size=8, tolerance=1e-7)
-    exact = replace(learner, method="exact", options={"tolerance": 1e-7})
-    at_once = exact.fit(X, Topology.complete(12))
-    by_messages = learner.fit(X, Topology.erdos_renyi(12, 0.3, seed=1))
-    moved = np.abs(at_once.dictionaries - learner.start(12, 9).dictionaries).max()
-    assert moved > 0.1
-    np.testing.assert_allclose(at_once.dictionaries, by_messages.dictionaries, atol=1e-4 * moved)
-    assert at_once.rounds == 0 < by_messages.rounds
-    assert 0 < at_once.residual <= 1e-7
-
-
 @pytest.mark.parametrize("method", ["atc", "exact_diffusion"])
 @pytest.mark.parametrize("informed", [None, [1, 3]])
 def test_fewer_coordinates_change_nothing(method: str, informed: list[int] | None) -> None:
@@ -365,23 +352,13 @@ def test_new_agents_bring_an_h_and_a_number_of_atoms_of_their_own() -> None:
 # On a network -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_atoms", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "n_atoms"), list(zip(METHODS, (1, 3, 1, 3, 1), strict=True)))
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
 def test_a_network_learns_the_same_as_memory(
     objective: Objective, method: str, n_atoms: int
 ) -> None:
-    X = samples()
-    learner = ModelDiffusion(
-        objective,
-        n_atoms,
-        step=0.3,
-        decay=0.5,
-        batch_size=5,
-        method=method,
-        n_iterations=25,
-        informed=[0, 2],
-    )
+    X, options = samples(), {"step": 0.3, "decay": 0.5, "batch_size": 5, "n_iterations": 25}
+    learner = ModelDiffusion(objective, n_atoms, method=method, informed=[0, 2], **options)
     model = learner.fit(X, NETWORK)
     by_messages = learner.fit(X, InMemoryNetwork(NETWORK))
     np.testing.assert_allclose(by_messages.dictionaries, model.dictionaries, atol=1e-10)
@@ -440,25 +417,13 @@ def test_only_dual_variables_travel_and_nothing_private_is_shown() -> None:
     alone = learner.program({}, NETWORK, shape=X.shape)
     state = alone.adapt(alone.start(np.array([3, 5])), 1)
     np.testing.assert_array_equal(state.linear, 0)
-    with pytest.raises(ValueError, match="X must have the stream of informed agent 0"):
+    with pytest.raises(ValueError, match=r"^X must"):
         alone.start(np.array([0, 3]))
 
 
-def test_losses_sleep_and_a_late_riser_do_no_lasting_harm() -> None:
-    X = samples(15)
+def test_an_agent_that_wakes_up_in_the_second_batch_begins_with_it() -> None:
     learner = ModelDiffusion(OBJECTIVES[2], batch_size=5, n_iterations=80)
-    program = learner.program(X, NETWORK, show=True)
-    clean = InMemoryNetwork(NETWORK).run(program, program.n_rounds)
-    faults = Faults(drop=0.1, sleep=0.05, seed=2)
-    rough = InMemoryNetwork(NETWORK, faults=faults).run(program, program.n_rounds)
-    learned, wanted = rough.observed["dictionary"], clean.observed["dictionary"]
-    assert np.isfinite(learned).all()
-    assert (np.linalg.norm(learned, axis=2) <= 1 + 1e-12).all()
-    moved = np.abs(wanted - learner.start(6, 20).dictionaries).max()
-    assert np.abs(learned - wanted).max() < 0.5 * moved
-    np.testing.assert_array_equal(rough.observed["batch"], 3)
-
-    # An agent that wakes up in the second batch begins with it.
+    program = learner.program(samples(15), NETWORK)
     state = program.start(np.arange(6))
     for round_ in (1, 81):
         state = program.adapt(state, round_)
@@ -466,9 +431,6 @@ def test_losses_sleep_and_a_late_riser_do_no_lasting_harm() -> None:
     awake = program.adapt(late, 85)
     np.testing.assert_array_equal(awake.batch, 2)
     np.testing.assert_allclose(awake.nu[2], program.adapt(program.start(np.arange(6)), 81).nu[2])
-
-
-# Bad input ----------------------------------------------------------------------------------
 
 
 # Size ---------------------------------------------------------------------------------------

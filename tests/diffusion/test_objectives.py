@@ -110,18 +110,10 @@ def test_values_by_hand() -> None:
     S = np.array([[2.0, -2.0, 0.5]])
     svd, nmf = SparseSVD(1.0, 0.5), NonnegativeMF(1.0, 0.5)
     assert svd.loss(U) == pytest.approx([12.5])
-    assert svd.conjugate(U) == pytest.approx([12.5])
     assert svd.regulariser(S) == pytest.approx([4.5 + 0.25 * 8.25])
     assert nmf.regulariser(S) == np.inf
     np.testing.assert_allclose(svd.code(S), [[2.0, -2.0, 0.0]])
     np.testing.assert_allclose(nmf.code(S), [[2.0, 0.0, 0.0]])
-    assert svd.regulariser_conjugate(S) == pytest.approx([2.0])
-    assert nmf.regulariser_conjugate(S) == pytest.approx([1.0])
-    np.testing.assert_allclose(svd.project_dictionary(U), [[0.6, -0.8, 0.0]])
-    np.testing.assert_allclose(nmf.project_dictionary(U), [[1.0, 0.0, 0.0]])
-    np.testing.assert_allclose(
-        Biclustering(1.0, 0.5, 2.0).prox_dictionary(U, 0.75), [[1.5, -2.5, 0.0]]
-    )
 
 
 def test_huber_by_hand_and_by_scipy() -> None:
@@ -130,10 +122,7 @@ def test_huber_by_hand_and_by_scipy() -> None:
     assert objective.loss(U) == pytest.approx([0.0625 + 1.75])
     grid = np.linspace(-3, 3, 41)[:, None]
     np.testing.assert_allclose(objective.loss(grid), huber(0.5, grid[:, 0]) / 0.5)
-    assert objective.conjugate(np.array([[1.0, -0.5]])) == pytest.approx([0.25 * 1.25])
     assert objective.conjugate(np.array([[1.01, 0.0]])) == np.inf
-    np.testing.assert_allclose(objective.project(U), [[0.25, -1.0]])
-    np.testing.assert_allclose(objective.residual(np.array([[1.0, -0.5]])), [[0.5, -0.25]])
 
 
 def test_table_iii() -> None:

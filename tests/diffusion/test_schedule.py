@@ -257,6 +257,10 @@ def test_flower_in_process(
         (UNEQUAL, "exact_diffusion", "network"),
         (InMemoryNetwork(UNEQUAL, push_weights(UNEQUAL)), "gradient_tracking", "network"),
         (averaging_weights(Topology.star(N)), None, "network"),
+        (InMemoryNetwork(Topology.star(N), averaging_weights(Topology.star(N))), None, "network"),
+        (Topology.from_edges(4, [(0, 1), (2, 3)]), None, "network"),
+        (Topology.from_edges(2, [(0, 1)], directed=True), None, "network"),
+        (4, None, "network"),
         (averaging_weights(Topology.star(N)), "push_sum", "network"),
         (Schedule(4, lambda t: [(0, 1), (2, 3)], window=5), None, "network"),
         (Schedule(4, lambda t: [(0, 1)] if t < 9 else [(2, 3)], window=4), None, "network"),
@@ -281,8 +285,6 @@ def test_arguments_that_are_rejected() -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("weights", lambda: CombinationMatrix(push_weights(UNEQUAL).matrix * 0.9, UNEQUAL)),
         ("weights", lambda: InMemoryNetwork(pairs, push_weights(ring))),
-        ("window", lambda: Schedule(4, lambda t: [], window=0)),
-        ("at", lambda: Schedule(4, [(0, 1)])),  # type: ignore[arg-type]
         ("seed", lambda: Schedule.random_pairs(4, seed=-1)),
         ("joins", lambda: Schedule.members(ring, joins={4: 1})),
         ("leaves", lambda: Schedule.members(ring, leaves={0: 0})),

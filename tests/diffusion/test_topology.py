@@ -59,6 +59,7 @@ def test_the_regular_constructors_match_networkx() -> None:
         (Topology.exponential(11), nx.circulant_graph(11, [1, 2, 4, 8])),
         (Topology.star(6), nx.star_graph(5)),
         (Topology.complete(5), nx.complete_graph(5)),
+        (Topology.small_world(10, 4, 0.0), nx.watts_strogatz_graph(10, 4, 0.0)),
     ]:
         np.testing.assert_array_equal(
             ours.adjacency.toarray(), nx.to_numpy_array(theirs, nodelist=range(ours.n_nodes))
@@ -74,30 +75,18 @@ def test_rings_of_one_and_two_nodes_have_no_loop_and_no_double_edge() -> None:
     assert Topology.exponential(4).n_edges == 6  # two places before is two places after
 
 
+def test_random_graphs_have_about_the_share_of_edges_and_differ_between_seeds() -> None:
+    one, same, other = (Topology.erdos_renyi(200, 0.1, seed=s).adjacency for s in (0, 0, 1))
+    assert (one != same).nnz == 0 < (one != other).nnz
+    # 19,900 possible edges: the standard deviation is 42
+    assert abs(one.nnz / 2 - 1990) < 5 * 43
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(3, 20), st.integers(2, 19), st.integers(0, 1000))
 def test_k_regular_gives_every_node_the_degree(n: int, degree: int, seed: int) -> None:
     assume(degree < n and n * degree % 2 == 0)
     assert (Topology.k_regular(n, degree, seed=seed).degrees == degree).all()
-
-
-def test_random_graphs_are_the_same_for_the_same_seed_and_differ_between_seeds() -> None:
-    draw = [Topology.erdos_renyi(30, 0.2, seed=s).adjacency.toarray() for s in (0, 0, 1)]
-    np.testing.assert_array_equal(draw[0], draw[1])
-    assert (draw[0] != draw[2]).any()
-
-
-def test_erdos_renyi_has_about_the_share_of_edges() -> None:
-    topology = Topology.erdos_renyi(200, 0.1, seed=0)
-    # 19,900 possible edges: the standard deviation is 42
-    assert abs(topology.n_edges - 1990) < 5 * 43
-
-
-def test_small_world_without_rewiring_is_the_ring_of_nearest_neighbours() -> None:
-    np.testing.assert_array_equal(
-        Topology.small_world(10, 4, 0.0).adjacency.toarray(),
-        nx.to_numpy_array(nx.watts_strogatz_graph(10, 4, 0.0)),
-    )
 
 
 def test_a_directed_graph_of_networkx_keeps_who_hears_whom() -> None:

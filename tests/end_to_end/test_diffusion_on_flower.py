@@ -1,9 +1,8 @@
-"""A diffusion on Flower: who learns what (docs/diffusion-on-flower.md), attacks, and the engine."""
+"""A diffusion on Flower: who learns what (docs/diffusion-on-flower.md), and attacks."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +11,16 @@ import numpy as np
 import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.packing import pack, unpack, unpack_arrays
 from flwr_perdl.diffusion import Inbox, Topology, metropolis_weights
 from flwr_perdl.network import FlowerNetwork, InMemoryNetwork
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from flwr_perdl.random import spawn
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay
-from tests.engines import on_ray
+from tests.grids import Tapped, grid_of
 
 Array = NDArray[Any]
 ROUNDS = 4
@@ -83,8 +80,8 @@ class Written:
         self.data = [*program.data.values()]
 
 
-class Tap(InProcessGrid):
-    """A grid that keeps a copy of every message, and may change requests on their way."""
+class Tap(Tapped):
+    """A grid that may change requests on their way, and has all by server round and node."""
 
     def __init__(
         self,
@@ -93,27 +90,24 @@ class Tap(InProcessGrid):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.requests: dict[tuple[int, int], RecordDict] = {}
-        self.replies: dict[tuple[int, int], RecordDict] = {}
         self._change = change
+        self.requests: dict[tuple[int, int], RecordDict] = {}
+        self.replied: dict[tuple[int, int], RecordDict] = {}
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         asked = list(messages)
         for message in asked:
             round_, node = self._which(message)
             if self._change is not None and round_:
                 record = message.content["arrays"]
                 arrays = record.to_numpy_ndarrays()
-                run = str(message.content["config"]["perdl.run"])
-                self._change(round_, node, arrays, run)
+                self._change(round_, node, arrays, str(message.content["config"]["perdl.run"]))
                 for name, array in zip(list(record), arrays, strict=True):
                     record[name] = FlowerArray(array)
-            self.requests[round_, node] = message.content
-        replies = list(super().send_and_receive(asked, timeout=timeout))
+        replies = super().send_and_receive(asked, timeout=timeout)
         for question, reply in zip(asked, replies, strict=True):
-            self.replies[self._which(question)] = reply.content
+            self.requests[self._which(question)] = question.content
+            self.replied[self._which(question)] = reply.content
         return replies
 
     def _which(self, message: Message) -> tuple[int, int]:
@@ -126,7 +120,7 @@ class Tap(InProcessGrid):
     def everything(self) -> bytes:
         """All bytes that crossed the grid, and what is packed into numbers once more, unpacked."""
         seen = []
-        for content in [*self.requests.values(), *self.replies.values()]:
+        for content in [*self.requests.values(), *self.replied.values()]:
             for record in content.values():
                 if isinstance(record, ArrayRecord):
                     for array in record.to_numpy_ndarrays():
@@ -146,11 +140,10 @@ def federation(
 ) -> Callable[..., Tap]:
     data = private_data(n)
 
-    def make_client(context: Context) -> DiffusionClient:
-        node = int(context.node_config["partition-id"])
+    def make_client(context: Context, node: int) -> DiffusionClient:
         return DiffusionClient(Private({node: data[node]}), context, **client)
 
-    return lambda **options: Tap(client_app(make_client), n, node_config=node_config, **options)
+    return lambda **options: grid_of(make_client, n, Tap, node_config=node_config, **options)
 
 
 def occurrences(numbers: Iterable[Array], seen: bytes) -> int:
@@ -185,12 +178,12 @@ def test_open_the_server_sees_the_messages_and_nothing_else() -> None:
     tap = federation(5)()
     FlowerNetwork(tap, TOPOLOGY).run(None, ROUNDS)
     written = Written(TOPOLOGY, private_data(5))
-    for (round_, node), content in tap.replies.items():
+    for (round_, node), content in tap.replied.items():
         if 1 <= round_ <= ROUNDS:
             assert dict(content["metrics"]) == {"num-examples": 1, "floats": 3}
             (sent,) = tap.arrays(content)
             np.testing.assert_allclose(sent[0], written.messages[round_ - 1][node], atol=1e-14)
-    ends = [tap.replies[ROUNDS + 1, node] for node in range(5)]
+    ends = [tap.replied[ROUNDS + 1, node] for node in range(5)]
     shown = [dict(content["metrics"]) for content in ends]
     assert shown == [{"num-examples": 1}] * 5
     packed = [unpack_arrays(*tap.arrays(content)) for content in ends]
@@ -229,12 +222,12 @@ def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) 
             receivers, cards, *letters = letters
             np.testing.assert_array_equal(receivers, TOPOLOGY.neighbours(node))
             for receiver, card in zip(receivers.astype(int), cards, strict=True):
-                announced = tap.arrays(tap.replies[1, receiver])[0]
+                announced = tap.arrays(tap.replied[1, receiver])[0]
                 np.testing.assert_array_equal(card, announced)
         assert len(letters) == len(neighbours)
         for sender, letter in zip(neighbours, letters, strict=True):
             if sealed:
-                sent = tap.arrays(tap.replies[server_round - 1, sender])[1:]
+                sent = tap.arrays(tap.replied[server_round - 1, sender])[1:]
                 place = TOPOLOGY.neighbours(sender).tolist().index(node)
                 np.testing.assert_array_equal(letter, sent[place])
             else:
@@ -245,11 +238,11 @@ def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) 
 def test_sealed_the_server_holds_ciphertext_and_public_keys_only() -> None:
     tap = federation(5, shows="nothing")()
     FlowerNetwork(tap, TOPOLOGY, sealed=True).run(None, ROUNDS)
-    cards = {node: unpack(tap.arrays(tap.replies[1, node])[0]) for node in range(5)}
+    cards = {node: unpack(tap.arrays(tap.replied[1, node])[0]) for node in range(5)}
     assert all(len(card) == 64 for card in cards.values())
     strangers = [Keys(node, "run") for node in range(5)]
     texts = []
-    for (round_, node), content in tap.replies.items():
+    for (round_, node), content in tap.replied.items():
         if round_ == ROUNDS + 2:
             assert dict(content["metrics"]) == {"num-examples": 1}
             assert tap.arrays(content) == []
@@ -393,33 +386,3 @@ def test_changed_and_replayed_letters_are_rejected_named_and_counted() -> None:
                 now[receiver, sender] = 0
         value = now @ (value + 0.1 * (means - value))
     np.testing.assert_allclose(relay.outcome.observed["size"], np.linalg.norm(value, axis=1))
-
-
-# Flower's simulation engine ---------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_twenty_nodes_on_flowers_simulation() -> None:
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers have no tests
-    n, topology = 20, Topology.k_regular(20, 4, seed=1)
-
-    def make_client(context: Context) -> DiffusionClient:
-        node = int(context.node_config["partition-id"])
-        return DiffusionClient(Private({node: private_data(n)[node]}), context, shows="state")
-
-    def serve(grid: Grid) -> list[Any]:
-        each = (False, True)
-        return [FlowerNetwork(grid, topology, sealed=one).run(None, ROUNDS) for one in each]
-
-    runs = on_ray(client_app(make_client), serve, n)
-    here = InMemoryNetwork(topology).run(Private(private_data(n)), ROUNDS)
-    assert len(runs) == 2
-    for run in runs:
-        np.testing.assert_allclose(run.state.value, here.state.value, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(run.state.secret, here.state.secret, rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
-        assert run.alive.all()
-        assert run.unheard == {}

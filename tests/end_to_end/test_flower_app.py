@@ -42,7 +42,7 @@ def run_app(environment: dict[str, str], nodes: int, run_config: str = "") -> st
 @pytest.mark.parametrize(
     ("name", "nodes", "rounds", "options", "learned"),
     [
-        pytest.param("digits", 10, 6, {}, "global_atoms", marks=pytest.mark.tour),
+        pytest.param("digits", 4, 3, {}, "global_atoms", marks=pytest.mark.tour),
         ("synthetic", 500, 3, {"seeds": 1}, "global_atoms"),
         ("mixed-regression", 200, 30, {"seeds": 1, "setting": "C1"}, "models"),
     ],

@@ -22,6 +22,7 @@ from perdl_experiments.mixed_regression_data import Mixed, setting
 BOUND = 2.0
 
 
+@lru_cache
 def perma(
     attack: str | None, aggregation: str = "statistics", learner: Any = None, n: int = 10
 ) -> tuple[float, dict[int, dict[str, float]]]:

@@ -74,7 +74,7 @@ def watched(grid, largest):
     grid.send_and_receive = both
 
 
-start = ArrayRecord({n: Array(np.zeros(4)) for n in ("body.weight", "head.weight")})
+start = ArrayRecord({n: Array(np.zeros(4)) for n in ("head.weight", "body.weight")})
 
 
 def serve_ring(grid, on_round=None):
@@ -100,7 +100,7 @@ def serve(grid, on_round=None, both=True):
     strategies = {"ours": strategy, **({"FedAvg": FedAvg()} if both else {})}
     for name, one in strategies.items():
         arrays = one.start(grid, start, num_rounds=3).arrays
-        found[name] = {key: array.numpy().tolist() for key, array in arrays.items()}
+        found[name] = [[key, array.numpy().tolist()] for key, array in arrays.items()]
     history = [report for report in strategy.history if report.step != "evaluate"]
     return {
         "models": found,
@@ -126,7 +126,8 @@ def main(grid, context):
     (folder / "found.json").write_text(json.dumps(found))
 '''
 
-MODEL = {"body.weight": [4.5] * 4, "head.weight": [0.0] * 4}
+#: In the order of the first model, which is not the alphabet's.
+MODEL = [["head.weight", [0.0] * 4], ["body.weight", [4.5] * 4]]
 
 
 def check(found: dict[str, Any]) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import doctest
 import sys
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +8,6 @@ import pytest
 from flwr_perdl.estimators import history_rows, to_frame
 from flwr_perdl.strategies import RoundReport
 
-MODULES = [
-    *(
-        f"flwr_perdl.estimators.{name}"
-        for name in ("dictionary", "history", "network", "regression")
-    ),
-    "flwr_perdl.clients.personal",
-]
 REPORTS = [
     RoundReport(1, "start", {0: {"mse": 0.5}, 1: {"mse": 0.7}}, {}, {}, 0.0, 8.0, {}),
     RoundReport(
@@ -49,10 +40,3 @@ def test_pandas_makes_a_frame_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pandas", None)  # as where it is not installed
     with pytest.raises(ImportError, match="pandas must be installed for data frames"):
         to_frame(REPORTS)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_the_docstrings_run(name: str) -> None:
-    failed, attempted = doctest.testmod(import_module(name))
-    assert attempted > 3
-    assert not failed

@@ -40,11 +40,3 @@ def test_it_is_data_diffusion_on_the_given_weights() -> None:
     assert (model.n_iter_, model.floats_sent_) == (6, learned.floats_sent)
     apart = [np.linalg.norm(D - model.components_, axis=1).max() for D in learned.dictionaries]
     np.testing.assert_allclose(model.disagreement_, apart)
-
-
-def test_nodes_without_links_disagree() -> None:
-    _, tables = planted()
-    alone = NetworkDictionaryLearning(
-        Topology.from_edges(4, []), n_atoms=12, n_nonzero=2, rounds=20
-    )
-    assert alone.fit(tables).disagreement_.min() > 0.5

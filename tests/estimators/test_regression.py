@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,11 @@ from flwr_perdl.estimators import MixedRegression
 SLOPES = np.array([[2.0, 0.0, 1.0], [-1.0, 1.0, 0.0]])
 
 
-def planted(n_groups: int = 40, n: int = 15) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+N = 24
+
+
+@cache
+def planted(n_groups: int = N, n: int = 15) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Even groups follow the first slopes, odd groups the second; the rows are shuffled."""
     rng = np.random.default_rng(0)
     groups = rng.permutation(np.repeat(np.arange(n_groups), n))
@@ -19,14 +24,19 @@ def planted(n_groups: int = 40, n: int = 15) -> tuple[np.ndarray, np.ndarray, np
     return X, y, groups
 
 
+@cache
+def fitted() -> MixedRegression:
+    return MixedRegression(2).fit(*planted())
+
+
 @pytest.mark.parametrize("k", [2, "auto"])
 def test_models_and_members_are_found(k: Any) -> None:
     X, y, groups = planted()
-    names = np.array([f"ward {i:02d}" for i in range(40)])
+    names = np.array([f"ward {i:02d}" for i in range(N)])
     model = MixedRegression(k).fit(X, y, names[groups])
     np.testing.assert_array_equal(model.groups_, names)
     assert model.coef_.shape == (2, 3)
-    np.testing.assert_allclose(model.coef_[model.labels_], SLOPES[np.arange(40) % 2], atol=0.05)
+    np.testing.assert_allclose(model.coef_[model.labels_], SLOPES[np.arange(N) % 2], atol=0.05)
     for j in range(2):  # the oracle: least squares on the cluster's points
         mine = np.isin(groups % 2, j)
         *oracle, level = np.linalg.lstsq(np.c_[X, np.ones(len(X))][mine], y[mine])[0]
@@ -40,7 +50,7 @@ def test_models_and_members_are_found(k: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("level", [0.0, 20.0, 100.0, -1e4])
+@pytest.mark.parametrize("level", [20.0, -1e4])
 def test_units_and_offsets_do_not_matter(level: float) -> None:
     """Without standardized numbers an offset of twenty gives six models instead of two."""
     X, y, groups = planted()
@@ -50,7 +60,7 @@ def test_units_and_offsets_do_not_matter(level: float) -> None:
     model = MixedRegression().fit(table, 30 * (y + levels), groups)
     assert model.coef_.shape == (2, 4)
     found = model.coef_[model.labels_][:, :3] * scales / 30
-    np.testing.assert_allclose(found, SLOPES[np.arange(40) % 2], atol=0.05)
+    np.testing.assert_allclose(found, SLOPES[np.arange(N) % 2], atol=0.05)
     assert not model.coef_[:, 3].any()
     assert model.score(table, 30 * (y + levels), groups) > 0.99
     plain = MixedRegression(2, fit_intercept=False).fit(X, y, groups)
@@ -59,14 +69,14 @@ def test_units_and_offsets_do_not_matter(level: float) -> None:
 
 def test_new_groups_are_assigned_by_their_own_points() -> None:
     X, y, groups = planted()
-    model = MixedRegression(2).fit(X, y, groups)
+    model = fitted()
     np.testing.assert_array_equal(model.assign(X, y, groups), model.labels_[groups])
     alone = groups == 4
     assert (model.assign(X[alone], y[alone]) == model.labels_[4]).all()
 
 
 def test_a_new_group_has_the_model_that_its_own_responses_follow() -> None:
-    model = MixedRegression(2).fit(*planted())
+    model = fitted()
     X = np.random.default_rng(1).standard_normal((6, 3))
     truth = X @ SLOPES[1]
     told = np.where(np.arange(6) < 3, truth, np.nan)
@@ -87,19 +97,19 @@ def test_a_group_with_too_few_points_has_a_label_and_no_part() -> None:
     without = MixedRegression(2).fit(X[groups != 7], y[groups != 7], groups[groups != 7])
     np.testing.assert_array_equal(model.coef_, without.coef_)
     assert model.labels_[7] == model.labels_[1]
-    with pytest.raises(ValueError, match="at least min_support=99 samples, got n_samples=15"):
+    with pytest.raises(ValueError, match="min_support=99"):
         MixedRegression(2, min_support=99).fit(X, y, groups)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"y": np.zeros(3)}, r"y should be a 1d array of 600 numbers, got one of shape \(3,\)"),
-        ({"groups": np.zeros((600, 1))}, "groups must"),
-        ({"groups": [None] * 600}, "groups must"),
-        ({"groups": [np.nan] * 600}, "groups must"),
-        ({"groups": np.array(["a", 1] * 300, dtype=object)}, "groups must"),
-        ({"X": np.full((600, 3), np.inf)}, "X must"),
+        ({"y": np.zeros(3)}, "y should be a 1d array"),
+        ({"groups": np.zeros((N * 15, 1))}, "groups must"),
+        ({"groups": [None] * (N * 15)}, "groups must"),
+        ({"groups": [np.nan] * (N * 15)}, "groups must"),
+        ({"groups": np.array(["a", 1] * (N * 15 // 2), dtype=object)}, "groups must"),
+        ({"X": np.full((N * 15, 3), np.inf)}, "X must"),
     ],
 )
 def test_wrong_input_is_named(change: dict[str, Any], said: str) -> None:
@@ -108,8 +118,7 @@ def test_wrong_input_is_named(change: dict[str, Any], said: str) -> None:
         MixedRegression(2).fit(**{**given, **change})
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("constant", [0.1, 3.3, 0.0])
+@pytest.mark.parametrize(("constant", "dtype"), [(3.3, np.float32), (0.0, np.float64)])
 def test_a_constant_column_has_the_coefficient_0(constant: float, dtype: type) -> None:
     X, y, groups = planted()
     X = np.column_stack([X, np.full(len(X), constant)]).astype(dtype)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.clients.test_keep_private import Tapped, arrays_in, private_values
+from tests.clients.test_keep_private import private_values
 from tests.engines import killed_and_back, on_ray, project
+from tests.grids import Tapped, arrays_in
 
 pytest.importorskip("torch")
 

@@ -94,19 +94,6 @@ def test_a_bad_option_is_refused_in_a_sentence_and_changes_nothing(
     assert files(place) == before
 
 
-@settings(quick, max_examples=4)
-@given(
-    name=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
-)
-def test_unknown_names_are_refused_with_the_likest(name: str) -> None:
-    if name.startswith("-") or name in EXPERIMENTS:
-        return
-    for command in (["run", name], ["options", name], ["up", name]):
-        assert "experiment must be one of" in assert_refused(invoke(*command))
-    line = assert_refused(invoke("run", "digits", "-o", f"n_atoms_{name}=3"))
-    assert "did you mean 'n_atoms'?" in line or len(name) > 3
-
-
 def arrays() -> st.SearchStrategy[np.ndarray[Any, Any]]:
     """Arrays as files may have them by mistake: none has the ten by ten pixels of an image."""
     shapes = st.sampled_from([(), (0,), (7,), (20, 9), (20, 8), (0, 9), (20, 2, 2), (20, 3, 3, 3)])
@@ -153,7 +140,7 @@ KINDS = [*FOREIGN, "checkpoints", "state", "kept", "next", "error.png", "a file"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", [[], ["--overwrite"], ["--resume"], ["--resume", "--overwrite"]])
+@pytest.mark.parametrize("how", [["--overwrite"], ["--resume"]])
 def test_a_folder_that_is_no_runs_stays_as_it_is(tmp_path: Path, kind: str, how: list[str]) -> None:
     out = tmp_path / "out"
     if kind in ("a file", "under a file"):

@@ -22,7 +22,7 @@ from perdl_experiments.unmixing import (
     unmix,
     vca,
 )
-from tests.hostile import arguments, right_or_refused
+from tests.hostile import check_drawn
 
 RNG = np.random.default_rng(0)
 RING = Topology.ring(4)
@@ -72,8 +72,4 @@ VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
 @settings(max_examples=12, derandomize=True)
 @given(data=st.data())
 def test_bad_input_is_served_or_rejected_in_a_sentence(name: str, data: st.DataObject) -> None:
-    call, good = CALLS[name]
-    options = VARIANTS.get(name, {})
-    chosen = {option: data.draw(st.sampled_from(values)) for option, values in options.items()}
-    bad = data.draw(arguments(good))
-    right_or_refused(lambda: call(**chosen, **bad))
+    check_drawn(data, *CALLS[name], VARIANTS.get(name, {}))

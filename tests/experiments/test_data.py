@@ -19,11 +19,8 @@ def test_bundled_digits_are_brought_to_the_unit_range():
     ("X", "first"),
     [
         (np.full((4, 3, 3), 51, dtype=np.uint8), 0.2),
-        (np.full((4, 9), 0.25), 0.25),
         (np.full((4, 9), 0.25, dtype=np.float32), 0.25),
         (np.arange(36.0).reshape(4, 9) - 35, 0.0),
-        (np.arange(36).reshape(4, 9), 0.0),
-        (np.zeros((4, 9)), 0.0),
         (np.linspace(-3e38, 3e38, 36, dtype=np.float32).reshape(4, 9), 0.0),
         (1.5e308 * np.linspace(-1, 1, 36).reshape(4, 9), 0.0),
     ],

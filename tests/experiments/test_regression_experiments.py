@@ -142,15 +142,6 @@ def test_planted_clusters_are_found_and_pay(tmp_path: Path) -> None:
     assert len(set(given.arrays["clusters"])) == 2
 
 
-def test_no_origin_of_the_responses_matters(tmp_path: Path) -> None:
-    data = two_kinds()
-    far = {**data, "y": data["y"] + 290}
-    one, other = (run(regression, data=save(tmp_path, **d), splits=1) for d in (data, far))
-    assert other.metrics == pytest.approx(one.metrics, abs=1e-6)
-    moved = other.arrays["models"] - one.arrays["models"]
-    np.testing.assert_allclose(moved, np.tile([0, 0, 0, 290], (len(moved), 1)), atol=1e-5)
-
-
 def test_few_points_of_clear_clusters_are_not_shrunk(tmp_path: Path) -> None:
     rng, client = np.random.default_rng(1), np.repeat(np.arange(20), 10)
     X = rng.standard_normal((200, 3))

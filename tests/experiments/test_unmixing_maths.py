@@ -77,7 +77,7 @@ def test_vca_in_much_noise_projects_on_one_direction_less() -> None:
     assert match_spectra(spectra, found.spectra).angles.mean() < raw  # less noise than a raw pixel
 
 
-@pytest.mark.parametrize("snr", [18, 23, 30, 40])
+@pytest.mark.parametrize("snr", [18, 40])
 def test_vca_estimates_the_signal_to_noise_ratio(snr: float) -> None:
     rng = np.random.default_rng(1)
     clean = rng.dirichlet(np.ones(4), 3000) @ rng.random((4, 100))
@@ -89,7 +89,7 @@ def test_vca_estimates_the_signal_to_noise_ratio(snr: float) -> None:
 def test_a_nearly_black_pixel_is_no_endmember() -> None:
     spectra, _, X = scene()
     X = np.vstack([X, 1e-6 * np.linspace(1, 0, 30)])
-    for seed in range(10):
+    for seed in range(3):
         found = vca(X, 3, rng=np.random.default_rng(seed))
         assert len(X) - 1 not in found.pixels
         assert match_spectra(spectra, found.spectra).angles.max() < 0.01
@@ -147,14 +147,6 @@ def test_tiles_by_hand() -> None:
     assert [tile.tolist() for tile in tiles] == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10, 11]]
     with pytest.raises(ValueError, match="tiles must"):
         tile_pixels((3, 4), 4)
-
-
-@settings(max_examples=30)
-@given(st.integers(3, 20), st.integers(3, 20), st.integers(1, 3))
-def test_every_pixel_is_in_one_tile(height: int, width: int, tiles: int) -> None:
-    parts = tile_pixels((height, width), tiles)
-    assert len(parts) == tiles**2
-    assert sorted(np.concatenate(parts)) == list(range(height * width))
 
 
 def test_the_graph_has_spatial_and_spectral_edges() -> None:

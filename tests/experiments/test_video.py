@@ -11,7 +11,6 @@ from scipy.ndimage import gaussian_filter
 from flwr_perdl.dictionary import GradientLearner
 from perdl_experiments import run_experiment
 from perdl_experiments.clips import Clip, draw_street, load_clip, still, to_frame, to_samples
-from perdl_experiments.studies import video
 from perdl_experiments.studies.video import found, separate
 
 
@@ -64,9 +63,8 @@ def test_the_street_is_taken_apart_and_better_than_by_perpca(street: Any) -> Non
         assert arrays["objects"].shape == clip.frames.shape
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_clips_that_nothing_was_tuned_on(tmp_path: Path, seed: int) -> None:
-    X, mask, background = make_clip(seed)
+def test_a_clip_that_nothing_was_tuned_on(tmp_path: Path) -> None:
+    X, mask, background = make_clip(0)
     np.savez(tmp_path / "clip.npz", X=X, mask=mask)
     results = run_experiment("video", data=tmp_path / "clip.npz", out=tmp_path / "out")
     metrics = results["metrics"]
@@ -158,21 +156,3 @@ def test_frames_with_less_in_them_than_the_global_atoms_are_refused(tmp_path: Pa
     given = {"n_global": 1, "n_atoms": 2}
     results = run_experiment("video", data=tmp_path / "grey.npz", rounds=2, options=given)
     assert results["metrics"]["psnr_background"] == 100
-
-
-def test_a_rival_that_fails_costs_its_row_and_not_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail(*_: object) -> None:
-        raise np.linalg.LinAlgError("SVD did not converge.")
-
-    monkeypatch.setattr(video, "_perpca", fail)
-    rng = np.random.default_rng(0)
-    frames = rng.random((1, 12, 16)) + 0.01 * rng.standard_normal((4, 12, 16))
-    np.savez(tmp_path / "clip.npz", X=frames)
-    results = run_experiment("video", rounds=1, data=tmp_path / "clip.npz", out=tmp_path / "out")
-    rows = {row[0]: row[1:] for row in results["tables"][0]["rows"]}
-    assert rows["PerPCA, mean"][0] == rows["PerPCA, median"][0] == "failed"
-    assert "PerPCA, mean failed: SVD did not converge." in results["notes"]
-    assert not any("perpca" in name for name in results["metrics"])
-    assert (tmp_path / "out" / "video.gif").is_file()

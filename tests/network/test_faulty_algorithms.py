@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.diffusion import Topology, averaging_weights
+from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.data_diffusion import DataDiffusion, Diffused
 from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
@@ -38,11 +38,8 @@ def inferred(objective: Objective, method: str, faults: Faults) -> tuple[Any, np
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("faults", [Faults(drop=0.2, seed=3), Faults(sleep=0.1, seed=1)])
-def test_the_default_inference_is_exact_although_links_drop_and_nodes_sleep(
-    objective: Objective, faults: Faults
-) -> None:
-    found, errors = inferred(objective, "admm", faults)
+def test_the_default_inference_is_exact_although_nodes_sleep(objective: Objective) -> None:
+    found, errors = inferred(objective, "admm", Faults(sleep=0.1, seed=1))
     assert errors.max() < 1e-5
     assert found.converged
 
@@ -53,6 +50,9 @@ def test_every_inference_survives_dropping_links(objective: Objective, method: s
     found, errors = inferred(objective, method, Faults(drop=0.2, seed=3))
     assert np.isfinite(found.nu).all()
     assert errors.max() < (0.8 if method == "consensus" else 0.3)  # 0.63 is its bias without faults
+    if method == "admm":
+        assert errors.max() < 1e-5
+        assert found.converged
     # What the agents report is honest: within a factor of ten, or larger than the error.
     assert found.residual.max() > errors.max() / 10
 
@@ -113,36 +113,29 @@ def samples(node: int, n: int = 80) -> np.ndarray:
     return codes @ D
 
 
-def learned_with(faults: Faults | None, replacement: str | None) -> Diffused:
-    if faults is not None:
-        return learned_over(InMemoryNetwork(TOPOLOGY, faults=faults), replacement)
-    return without_faults(replacement)
+def learned_with(faults: Faults, replacement: str | None) -> Diffused:
+    learner = DataDiffusion(8, n_nonzero=2, replacement=replacement)
+    network = InMemoryNetwork(TOPOLOGY, faults=faults)
+    return learner.fit([samples(k) for k in range(N)], network, 40)
 
 
 @cache
 def without_faults(replacement: str | None) -> Diffused:
-    return learned_over(InMemoryNetwork(TOPOLOGY), replacement)
+    return learned_with(Faults(), replacement)
 
 
-def learned_over(network: InMemoryNetwork, replacement: str | None) -> Diffused:
-    learner = DataDiffusion(8, n_nonzero=2, replacement=replacement)
-    return learner.fit([samples(k) for k in range(N)], network, 40)
-
-
-@pytest.mark.parametrize("replacement", ["private", "samples", None])
 @pytest.mark.parametrize(
-    "faults",
+    ("faults", "replacement"),
     [
-        Faults(drop=0.2, seed=2),
-        Faults(sleep=0.2, seed=2),
-        Faults(dead={BAD: 20}),
-        Faults(corrupt={BAD: 20}),
-        Faults(max_delay=2, seed=2),
+        *((Faults(drop=0.2, seed=2), how) for how in ("private", "samples", None)),
+        (Faults(sleep=0.2, seed=2), "private"),
+        (Faults(dead={BAD: 20}), "private"),
+        (Faults(corrupt={BAD: 20}), "samples"),
+        (Faults(max_delay=2, seed=2), "private"),
     ],
-    ids=["drop", "sleep", "dead", "corrupt", "delay"],
 )
 def test_the_learner_over_data_ends_well(faults: Faults, replacement: str | None) -> None:
-    clean, learned = learned_with(None, replacement), learned_with(faults, replacement)
+    clean, learned = without_faults(replacement), learned_with(faults, replacement)
     np.testing.assert_allclose(np.linalg.norm(learned.dictionaries, axis=2), 1)
     well = OTHERS if faults.dead else np.ones(N, dtype=bool)
     assert learned.error[well].max() < clean.error.max() + 0.05
@@ -160,10 +153,3 @@ def test_nodes_in_two_parts_agree_part_by_part(replacement: str | None) -> None:
     one, two = learned["dictionaries"][:2], learned["dictionaries"][2:]
     within = max(np.abs(one[0] - one[1]).max(), np.abs(two[0] - two[1]).max())
     assert within < np.abs(one[0] - two[0]).max()
-
-
-def test_uneven_weights_learn_as_well() -> None:
-    data = [samples(k) for k in range(N)]
-    learned = DataDiffusion(8, n_nonzero=2).fit(data, averaging_weights(TOPOLOGY), 60)
-    even = DataDiffusion(8, n_nonzero=2).fit(data, TOPOLOGY, 60)
-    assert learned.error.max() < even.error.max() + 0.05

@@ -1,4 +1,4 @@
-"""Whole runs, and what sums over points or clients, serve an input or refuse it in one sentence."""
+"""Whole runs and clients' answers serve an input or reject it in one sentence."""
 
 from __future__ import annotations
 
@@ -19,16 +19,9 @@ from flwr_perdl.regression import (
     MomentDescent,
     Refinement,
     TwoPhase,
-    aggregate,
-    choose_mixture,
-    fit_mixture,
-    local_change,
-    orthonormal,
-    residual_moment,
     simulate,
-    sufficient_statistics,
 )
-from tests.hostile import arguments, right_or_refused
+from tests.hostile import check_drawn
 
 RNG = np.random.default_rng(0)
 THETA = RNG.standard_normal((2, 3))
@@ -36,14 +29,7 @@ X = RNG.standard_normal((8, 3))
 MANY = [RNG.standard_normal((8, 3)) for _ in range(6)]
 Y = [A @ THETA[i % 2] + 0.1 * RNG.standard_normal(8) for i, A in enumerate(MANY)]
 SIGNS = np.sign(X @ THETA[0])
-FOLDS = np.stack([sufficient_statistics(A, b, 2, rng=RNG) for A, b in zip(MANY, Y, strict=True)])
-PACKED = np.concatenate([np.arange(6)[:, None] % 2, RNG.standard_normal((6, 3))], axis=1)[:, None]
-Q = orthonormal(RNG.standard_normal((1, 3, 2)))
 LOSSES = {"squared": SQUARED, "logistic": LogisticLoss()}
-
-
-def rng() -> np.random.Generator:
-    return np.random.default_rng(1)
 
 
 def simulated(X: Any, y: Any, n_rounds: Any, dropout: Any, seed: Any, **options: Any) -> Any:
@@ -60,10 +46,6 @@ def answered(step: str, X: np.ndarray, y: np.ndarray, centers: np.ndarray, loss:
     options = {"local": "fedavg", "n_steps": 2, "step_size": 0.1}
     ask = Ask("describe") if step == "describe" else Ask("update", (centers,), options)
     return Clients([X], [y], LOSSES[loss]).answer(ask).stack
-
-
-def changed(loss: str, **given: Any) -> Any:
-    return local_change(loss=LOSSES[loss], **given)
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -85,39 +67,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "answer": (answered, {"X": X, "y": SIGNS, "centers": THETA}),
-    "local_change": (
-        changed,
-        {"X": X, "y": SIGNS, "theta": THETA[0], "step": 0.1, "n_steps": 2, "weight": 1.0},
-    ),
-    "aggregate": (
-        aggregate,
-        {"packed": PACKED, "n_samples": np.full(6, 8.0), "n_clusters": 2},
-    ),
-    "residual_moment": (
-        residual_moment,
-        {"X": X, "y": SIGNS, "thetas": np.zeros((2, 1, 3)), "Q": Q},
-    ),
-    "fit_mixture": (
-        lambda **given: fit_mixture(rng=rng(), **given),
-        {
-            "statistics": FOLDS.sum(axis=1),
-            "n_clusters": 2,
-            "softness": 2.0,
-            "shrinkage": 1.0,
-            "restarts": 2,
-        },
-    ),
-    "choose_mixture": (
-        lambda **given: choose_mixture(candidates=(1, 2), rng=rng(), **given).mixture,
-        {"statistics": FOLDS, "softness": 2.0, "shrinkage": 1.0, "restarts": 1},
-    ),
 }
 VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "simulate": {"local": ("fedavg", "fedprox"), "robust": ("mean", "filtered", "median")},
     "answer": {"step": ("describe", "update"), "loss": tuple(LOSSES)},
-    "local_change": {"local": ("fedavg", "fedprox"), "loss": tuple(LOSSES)},
-    "aggregate": {"robust": ("mean", "filtered", "clip", "trimmed", "geometric-median")},
-    "residual_moment": {"estimate": ("u-statistic", "halves", "pair")},
 }
 
 
@@ -125,8 +78,4 @@ VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
 @settings(max_examples=12)
 @given(data=st.data())
 def test_bad_input_is_served_or_refused_in_a_sentence(name: str, data: st.DataObject) -> None:
-    call, good = CALLS[name]
-    options = VARIANTS.get(name, {})
-    chosen = {option: data.draw(st.sampled_from(values)) for option, values in options.items()}
-    bad = data.draw(arguments(good))
-    right_or_refused(lambda: call(**chosen, **bad))
+    check_drawn(data, *CALLS[name], VARIANTS.get(name, {}))

@@ -40,14 +40,6 @@ def test_soft_assignment_is_the_posterior_of_a_gaussian_mixture() -> None:
     np.testing.assert_allclose(weights, likelihood / likelihood.sum())
 
 
-def test_soft_assignment_minimizes_loss_plus_entropy() -> None:
-    losses, n, temperature = np.array([0.3, 0.5, 0.4]), 4.0, 0.6
-    weights = assign(losses[None], np.array([n]), temperature)[0]
-    gradient = n * losses + temperature * np.log(weights)
-    np.testing.assert_allclose(gradient, gradient[0])
-    assert weights.sum() == pytest.approx(1)
-
-
 @pytest.mark.parametrize("n", [1, 4, 6, 15])
 @pytest.mark.parametrize("s", [1, 5])
 @pytest.mark.parametrize("local", ["fedavg", "fedprox"])
@@ -112,17 +104,6 @@ def test_soft_averages_count_by_weight() -> None:
     found = aggregate(packed, np.array([1.0, 2.0]), 2, soft=True)
     np.testing.assert_allclose(found.change, [[3.5], [3.0]])
     np.testing.assert_allclose(found.counts, [2, 1])
-
-
-def test_hard_is_soft_with_unit_weights() -> None:
-    rng = np.random.default_rng(3)
-    changes, labels = rng.standard_normal((8, 4)), rng.integers(3, size=8)
-    n, weights = rng.integers(1, 9, 8).astype(float), np.eye(3)[labels]
-    hard = np.column_stack([labels, changes])[:, None]
-    soft = np.concatenate([weights[..., None], weights[..., None] * changes[:, None]], axis=2)
-    one, other = aggregate(hard, n, 3), aggregate(soft, n, 3, soft=True)
-    np.testing.assert_allclose(one.change, other.change, atol=1e-14)
-    np.testing.assert_array_equal(one.counts, other.counts)
 
 
 @pytest.mark.parametrize("robust", ["clip", "trimmed", "median", "geometric-median"])

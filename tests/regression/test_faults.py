@@ -113,14 +113,6 @@ def test_models_of_degenerate_data_are_finite(change: Callable[..., tuple[Any, A
     run_on(*change(data.X, data.y))
 
 
-@pytest.mark.parametrize("robust", ["mean", "filtered"])
-def test_clients_drop_out_at_random(robust: str) -> None:
-    data = planted()
-    state = simulate(Clients(data.X, data.y), TwoPhase(robust=robust), 90, dropout=0.2).state
-    assert state.centers.shape == data.theta.shape
-    assert model_error(state.centers, data.theta) < 0.1
-
-
 @pytest.mark.parametrize("n_clusters", [3, "auto"])
 def test_all_clients_of_a_cluster_vanish_and_return(n_clusters: int | str) -> None:
     data, settings = planted(), TwoPhase(n_clusters, phase_2=Refinement(check_every=20))
@@ -162,7 +154,7 @@ def test_without_any_anchor_phase_1_says_so() -> None:
         simulate(Faulty(planted(), fault), TwoPhase.paper(3), 60)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_anchor_that_is_absent_keeps_its_estimate(seed: int) -> None:
     data = mixed_regression(np.full(60, 40), THIRDS, np.random.default_rng(4), d=5)
     run = simulate(Clients(data.X, data.y), TwoPhase.paper(3), 90, seed=seed, dropout=0.5)
@@ -180,9 +172,10 @@ def test_a_cluster_whose_clients_are_not_drawn_in_a_check_is_kept(seed: int) -> 
     assert {len(centers) for _, centers in run.history} == {3}
 
 
-@pytest.mark.parametrize("robust", ["clip", "filtered"])
-@pytest.mark.parametrize("n_clusters", [3, "auto"])
-@pytest.mark.parametrize("size", [1e6, 1e100])
+@pytest.mark.parametrize(
+    ("n_clusters", "size", "robust"),
+    [(3, 1e6, "clip"), ("auto", 1e6, "filtered"), ("auto", 1e100, "clip"), (3, 1e100, "filtered")],
+)
 def test_one_adversary_with_huge_values(n_clusters: int | str, size: float, robust: str) -> None:
     data, settings = planted(), TwoPhase(n_clusters, robust=robust)
 
@@ -220,7 +213,7 @@ def test_one_shot_clustering_starts_no_model_from_an_outlier() -> None:
     assert model_error(found, data.theta) < 0.1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_robust_run_goes_on_where_noise_makes_every_client_look_like_a_liar(seed: int) -> None:
     data, check = two_kinds((1, 2)), Refinement(check_every=5)
 

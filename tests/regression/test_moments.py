@@ -51,16 +51,6 @@ def test_one_point_says_nothing(estimate: str) -> None:
     assert not residual_moment(X, y, thetas, Q, estimate=estimate).any()
 
 
-def test_the_u_statistic_is_unbiased() -> None:
-    """Its mean is delta delta' for standard normal features, whatever the noise."""
-    rng = np.random.default_rng(3)
-    delta, total, n_clients = np.array([1.0, -0.5]), np.zeros((2, 2)), 20000
-    for X in rng.standard_normal((n_clients, 2, 2)):
-        y = X @ delta + rng.standard_normal(2)
-        total += residual_moment(X, y, np.zeros((1, 1, 2)), np.eye(2)[None])[0] / 2
-    np.testing.assert_allclose(total / n_clients, np.outer(delta, delta), atol=0.1)
-
-
 def planted(d: int = 30, k: int = 3) -> tuple[np.ndarray, np.ndarray]:
     """A matrix of rank k and symmetric noise of either sign a tenth its size."""
     rng = np.random.default_rng(5)

@@ -41,13 +41,13 @@ def labels(X: list[np.ndarray], y: list[np.ndarray], centers: np.ndarray) -> lis
     return stack[:, 0, 1].astype(int).tolist()
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(6))
 def test_without_noise_there_are_as_many_models_as_planted(seed: int) -> None:
     X, y, theta = planted(seed, 0.0)
     run = simulate(Clients(X, y), TwoPhase(), 60, seed=seed)
     assert len(run.state.centers) == K
     assert model_error(run.state.centers, theta) < 1e-6
-    if seed < 4:  # also where the features have another scale
+    if seed < 2:  # also where the features have another scale
         scaled = simulate(Clients([1e3 * A for A in X], y), TwoPhase(), 60, seed=seed)
         assert len(scaled.state.centers) == K
 

@@ -55,7 +55,7 @@ def test_the_defaults_are_least_squares_of_clear_clusters() -> None:
     assert model_error(fit(data, 3).centers, oracle(data)) < 1e-6
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_data_without_noise_have_exact_models(seed: int) -> None:
     rng = np.random.default_rng(seed)
     slopes, statistics = [1.0, -2.0], []
@@ -104,16 +104,6 @@ def test_no_origin_of_the_responses_matters() -> None:
     np.testing.assert_allclose(other.centers - 290 * np.eye(6)[-1], one.centers, atol=1e-6)
 
 
-@pytest.mark.parametrize("clusters", [2, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_by_default_no_empty_clusters_are_chosen(clusters: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    data = mixed_regression(np.full(60, 40), np.full(clusters, 1 / clusters), rng, d=5, noise=0.3)
-    choice = choose_mixture(by_client(data, 5), rng=np.random.default_rng(seed))
-    assert len(choice.mixture.centers) == clusters
-    np.testing.assert_allclose(choice.mixture.weights.sum(axis=1), 1)
-
-
 def test_as_many_models_as_are_asked_for_are_kept() -> None:
     statistics = by_client(planted(clusters=2), 4)
     choice = choose(statistics, (5,))
@@ -148,10 +138,12 @@ def test_planted_models_and_labels_are_found() -> None:
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 3])
-def test_the_number_of_clusters_is_chosen(clusters: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"softness": 1, "shrinkage": 10, "restarts": 8}])
+def test_the_number_of_clusters_is_chosen(clusters: int, options: dict[str, Any]) -> None:
     data = planted(clusters=clusters)
-    choice = choose(by_client(data, 4), softness=1, shrinkage=10, restarts=8)
+    choice = choose(by_client(data, 4), **options)
     assert len(choice.mixture.centers) == clusters
+    np.testing.assert_allclose(choice.mixture.weights.sum(axis=1), 1)
     best = choice.errors[choice.candidates.index(clusters)]
     assert min(choice.errors) > 0.98 * best
     assert clusters == 1 or choice.errors[0] > 2 * best

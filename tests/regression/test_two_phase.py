@@ -65,17 +65,6 @@ def test_phase_2_is_the_plain_loop(n_steps: int, normalise: str) -> None:
     np.testing.assert_allclose(found, centers, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["C1", "C2", "C3"])
-@pytest.mark.parametrize("n_clusters", [3, "auto"])
-def test_the_defaults_reach_the_oracle(name: str, n_clusters: int | str) -> None:
-    for seed in (8, 33):
-        data = setting(name, np.random.default_rng(seed))
-        run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters=n_clusters), 60, seed=seed)
-        assert run.state.centers.shape == (3, 100)
-        bound = 1.05 * model_error(oracle(data), data.theta)
-        assert model_error(run.state.centers, data.theta) <= bound
-
-
 def test_a_cluster_without_anchors_is_found_later() -> None:
     data = setting("C3", np.random.default_rng(8))
     assert 0 not in data.labels[900:]
@@ -122,7 +111,7 @@ def test_estimates_that_show_no_groups_are_found_too_many_models_for_phase_2_to_
 
 def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
     good = []
-    for seed in range(6):
+    for seed in range(4):
         rng = np.random.default_rng(seed)
         data = mixed_regression(np.full(90, 30), THIRDS, rng, d=40)
         clients, bound = Clients(data.X, data.y), 1.3 * model_error(oracle(data), data.theta)
@@ -131,8 +120,8 @@ def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
         runs = (simulate(clients, ifca, 200, centers=start), simulate(clients, TwoPhase(), 60))
         good.append([model_error(run.state.centers, data.theta) <= bound for run in runs])
     ifca_good, two_phase_good = np.sum(good, axis=0)
-    assert two_phase_good == 6
-    assert ifca_good <= 2
+    assert two_phase_good == 4
+    assert ifca_good <= 1
 
 
 def test_the_papers_variant_works_where_every_cluster_has_an_anchor() -> None:
@@ -164,6 +153,7 @@ def test_the_defaults_are_the_oracle_in_a_few_rounds(
     run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters), 20)
     errors = {at: model_error(centers, data.theta) for at, centers in run.history}
     best = model_error(oracle(data), data.theta)
+    assert run.state.centers.shape == (3, 100)
     assert max(errors[at] for at in range(rounds, 21)) < 1.05 * best
     assert errors[20] == pytest.approx(best, rel=1e-3)
 
@@ -257,12 +247,3 @@ def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
     correlation = np.corrcoef(noise)
     np.fill_diagonal(correlation, 0)
     assert np.abs(correlation).max() < 0.5
-
-
-def test_bad_data_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"y\[0\] must"):
-        Clients([np.ones((3, 2))], [np.ones(2)])
-    with pytest.raises(ValueError, match="y must"):
-        Clients([np.ones((3, 2))], [])
-    with pytest.raises(ValueError, match=r"y\[0\] must"):
-        Clients([np.ones((2, 2))], [np.array([1.0, 0.0])], LogisticLoss())

@@ -9,10 +9,8 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, TooFewReplies
+from flwr_perdl.strategies import PerMA
 
 
 def echo() -> ClientApp:
@@ -124,18 +122,6 @@ def test_a_reply_after_the_timeout_is_not_received_and_no_further_node_is_called
 def test_an_app_that_exits_takes_nobody_with_it() -> None:
     (reply,) = ask(answering(lambda message: sys.exit(3)))
     assert reply.error.reason == "SystemExit: 3"
-
-
-def test_nor_does_one_of_many_that_are_called_together() -> None:
-    def make_client(context: Context) -> DictionaryClient:
-        if context.node_config["partition-id"] == 1:
-            sys.exit("the licence has expired")
-        rng = np.random.default_rng(0)
-        return DictionaryClient(rng.standard_normal((30, 4)), OrthogonalLearner(4), context)
-
-    strategy = PerMA(2, fraction_evaluate=0.0, num_clients=3)
-    with pytest.raises(TooFewReplies):
-        strategy.start(InProcessGrid(client_app(make_client), 2), num_rounds=1)
 
 
 def test_many_strategies_start_on_one_grid(federation) -> None:

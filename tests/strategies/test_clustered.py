@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
-from flwr_perdl.clients import RegressionClient, client_app, client_fn
+from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.regression import model_error
 from flwr_perdl.regression.clustering import ROBUST
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, smallest_as_good
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
-    Adam,
     ClusteredFedAvg,
     FedX,
     Momentum,
-    ServerSettings,
     TooFewReplies,
-    as_legacy,
 )
 from tests.bits import assert_same_bits
-from tests.strategies.test_legacy import serve
+from tests.grids import Tapped, as_app, failing, partition_of
 
 #: The kinds of client: client i is of kind i % 3.
 TRUTH = np.array([[2.0, 0.0, 1.0], [0.0, 2.0, -1.0], [-2.0, -2.0, 0.0]])
 N = 12
 START = [np.zeros(3), np.zeros(1)]
-RESUME = ServerSettings(resume=True)
 
 
 class Linear(NumPyClient):
@@ -64,7 +58,11 @@ class Linear(NumPyClient):
 
 
 def make(context: Context) -> Linear:
-    return Linear(int(context.node_config["partition-id"]))
+    return Linear(partition_of(context))
+
+
+def app_of(client: Callable[[int], Any]) -> ClientApp:
+    return client_app(lambda context: client(partition_of(context)))
 
 
 def run(
@@ -101,7 +99,7 @@ class Given(NumPyClient):
 
 
 def given(*clients: Given) -> ClientApp:
-    return client_app(lambda context: clients[int(context.node_config["partition-id"])])
+    return app_of(lambda partition: clients[partition])
 
 
 def test_a_round_by_hand() -> None:
@@ -194,15 +192,22 @@ def test_random_starts_are_perturbations_of_one_model() -> None:
     assert (constant == 1).all()
 
 
-def test_the_number_of_clusters_is_found() -> None:
+class Overflowing(Linear):
+    """Has no finite loss for a model of another kind."""
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        loss, n, metrics = super().evaluate(parameters, config)
+        return loss if loss < 2 else float("nan"), n, metrics
+
+
+@pytest.mark.parametrize("client", [Linear, Overflowing])
+def test_the_number_of_clusters_is_found(client: type[Linear]) -> None:
     strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=6)
-    run(strategy, 5)
+    run(strategy, 5, app=app_of(client))
     assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
-    assert [r.step for r in strategy.history if r.step != "evaluate"][:3] == [
-        "train-alone",
-        "measure-models",
-        "cluster",
-    ]
+    first = [r for r in strategy.history if r.step != "evaluate"][:3]
+    assert [r.step for r in first] == ["train-alone", "measure-models", "cluster"]
+    assert not any(r.dropped for r in first)
 
 
 def test_choices_are_evaluated_with_the_evaluation_config() -> None:
@@ -215,10 +220,9 @@ def test_choices_are_evaluated_with_the_evaluation_config() -> None:
             assert config["batch"] == 7
             return super().evaluate(parameters, config)
 
-    app = client_app(lambda context: Batched(int(context.node_config["partition-id"])))
     strategy = ClusteredFedAvg("auto", max_clusters=4)
     strategy.start(
-        InProcessGrid(app, N),
+        InProcessGrid(app_of(Batched), N),
         ArrayRecord(START),
         num_rounds=3,
         train_config=ConfigRecord({"rate": 0.1, "batch": 1}),
@@ -227,30 +231,9 @@ def test_choices_are_evaluated_with_the_evaluation_config() -> None:
     assert not any(report.dropped for report in strategy.history)
 
 
-class OverflowingLinear(Linear):
-    """Has no finite loss for a model of another kind."""
-
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        loss, n, metrics = super().evaluate(parameters, config)
-        return loss if loss < 2 else float("nan"), n, metrics
-
-
-def test_the_number_of_clusters_is_found_where_models_of_other_kinds_have_no_finite_loss() -> None:
-    app = client_app(lambda context: OverflowingLinear(int(context.node_config["partition-id"])))
-    strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=6)
-    run(strategy, 5, app=app)
-    assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
-    assert not any(r.dropped for r in strategy.history if r.step != "evaluate")
-
-
 def test_between_choices_a_client_receives_its_own_model_unless_it_missed_the_choice() -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        config = message.content.get("config", {})
-        missed = partition == 5 and config.get("server-round") == 2
-        return "error" if missed else None
-
     strategy = ClusteredFedAvg(3, choose_every=3, fraction_evaluate=0.0)
-    run(strategy, 5, faults=faults)
+    run(strategy, 5, faults=failing("error", [5], [2]))
     downs = [report.floats_down for report in strategy.history]
     every, one = 3 * 4 + 3, 4 + 1
     # Alone; choice (client 5 is away); own models, but all for client 5; own models; choice.
@@ -283,35 +266,6 @@ def test_an_evaluation_of_no_cluster_is_left_out_and_named(
     assert sum(report.aggregate[f"cluster_{j}"] for j in range(3)) == N - 1
 
 
-@pytest.mark.parametrize(("k", "after"), [(3, 1), (3, 4), ("auto", 1), ("auto", 2)])
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path, k: Any, after: int) -> None:
-    step = Adam() if k == 3 else None
-
-    def new(**options: Any) -> ClusteredFedAvg:
-        return ClusteredFedAvg(
-            k, optimizer=step, choose_every=2, fraction_train=0.8, seed=3, **options
-        )
-
-    whole = new()
-    wanted = run(whole, 6)
-    run(new(checkpoint_dir=tmp_path), after)
-    again = new(checkpoint_dir=tmp_path, server=RESUME)
-    for array, same in zip(run(again, 6), wanted, strict=True):
-        assert_same_bits(array, same)
-    assert again.result.members == whole.result.members
-
-
-def test_the_older_interface_has_the_same_bits() -> None:
-    wanted = run(ClusteredFedAvg(3, num_clients=N), 4)
-    older = SimpleNamespace(
-        make_client=client_fn(make), grid=lambda: InProcessGrid(client_app(make), N)
-    )
-    strategy = as_legacy(ClusteredFedAvg(3, num_clients=N), initial=START)
-    found, history = serve(older, strategy, 4)
-    assert_same_bits(found, wanted[0])
-    assert history.losses_distributed[-1][1] < 0.2
-
-
 def planted_error(
     sizes: tuple[int, ...], rounds: int, lie: Callable[..., Any] | None = None, **options: Any
 ) -> float:
@@ -335,9 +289,8 @@ def planted_error(
             model, n, metrics = super().fit(parameters, config)
             return (lie(before, model) if self.lies else model), n, metrics
 
-    app = client_app(lambda context: Kind(int(context.node_config["partition-id"])))
     strategy = ClusteredFedAvg(k, fraction_evaluate=0.0, **options)
-    strategy.start(InProcessGrid(app, len(truth)), ArrayRecord(START), num_rounds=rounds)
+    strategy.start(InProcessGrid(app_of(Kind), len(truth)), ArrayRecord(START), num_rounds=rounds)
     models = np.stack([model["0"].numpy() for model in strategy.result.models])
     return model_error(models, TRUTH[: len(sizes)])
 
@@ -350,7 +303,7 @@ def turned_round(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.n
     return [b - (m - b) for b, m in zip(before, model, strict=True)]
 
 
-SIZES = [(4, 8), (5, 6), (8, 4), (10, 20)]
+SIZES = [(5, 6), (8, 4)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 30.0])
@@ -386,43 +339,15 @@ def test_one_clients_losses_do_not_decide_k() -> None:
             loss, self.asked = 300.0 * self.asked, True
             return loss, n, metrics
 
-    def make_one(context: Context) -> Linear:
-        partition = int(context.node_config["partition-id"])
-        return (Stubborn if partition == 5 else Linear)(partition)
-
     strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=6, robust=True)
-    run(strategy, 5, app=client_app(make_one))
+    run(strategy, 5, app=app_of(lambda i: Stubborn(i) if i == 5 else Linear(i)))
     assert len(strategy.result.models) == 3
 
 
 def test_an_app_of_messages_keeps_its_arrays_names() -> None:
-    app = ClientApp()
-    names = ["layer.weight", "layer.bias"]
-
-    def taken(message: Message) -> list[np.ndarray]:
-        record = message.content["arrays"]
-        assert list(record) == names
-        return record.to_numpy_ndarrays()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        fitted, n, _ = make(context).fit(taken(message), {})
-        turned = dict(zip(reversed(names), reversed(fitted), strict=True))  # in another order
-        records = {
-            "arrays": ArrayRecord({name: ArrayRecord([a])["0"] for name, a in turned.items()}),
-            "metrics": MetricRecord({"num-examples": n}),
-        }
-        return Message(RecordDict(records), reply_to=message)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        loss, n, _ = make(context).evaluate(taken(message), {})
-        metrics = MetricRecord({"num-examples": n, "eval_loss": loss})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    strategy = ClusteredFedAvg(3)
+    strategy, names = ClusteredFedAvg(3), ["layer.weight", "layer.bias"]
     start = ArrayRecord(dict(zip(names, ArrayRecord(START).values(), strict=True)))
-    result = strategy.start(InProcessGrid(client_app(app), N), start, num_rounds=4)
+    result = strategy.start(InProcessGrid(client_app(as_app(make)), N), start, num_rounds=4)
     assert list(result.arrays) == list(strategy.result.models[0]) == names
     assert not any(report.dropped for report in strategy.history)
     for name, array in zip(names, run(ClusteredFedAvg(3), 4), strict=True):
@@ -448,31 +373,22 @@ def test_mods_see_one_model_at_a_time() -> None:
     assert (np.linalg.norm(models, axis=1) > 0.2).all()
 
 
-def test_what_each_party_receives(tmp_path: Path) -> None:
+def test_what_each_party_receives() -> None:
     """The module's list: what is in a message, in which size, and nothing else."""
-    seen: dict[tuple[str, str], Any] = {}
-
-    class Watching(InProcessGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            asked = list(messages)
-            replies = list(super().send_and_receive(asked, timeout=timeout))
-            for question, reply in zip(asked, replies, strict=True):
-                config = question.content.get("config", {})
-                step = config.get("perdl.step", "who")
-                for way, content in (("down", question.content), ("up", reply.content)):
-                    arrays = content.get("arrays", {})
-                    shapes = tuple(array.shape for array in arrays.values())
-                    metrics = frozenset(content.get("metrics", {}))
-                    seen.setdefault((step, way), set()).add((shapes, metrics))
-            return replies
-
+    grid = Tapped(client_app(make), N)
     strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=4)
-    strategy.start(Watching(client_app(make), N), ArrayRecord(START), num_rounds=3)
+    strategy.start(grid, ArrayRecord(START), num_rounds=3)
+    seen: dict[tuple[str, str], Any] = {}
+    for step, question, reply in grid.exchanges():
+        for way, content in (("down", question), ("up", reply)):
+            shapes = tuple(array.shape for array in content.get("arrays", {}).values())
+            metrics = frozenset(content.get("metrics", {}))
+            seen.setdefault((step, way), set()).add((shapes, metrics))
     model, none = ((3,), (1,)), frozenset()
     told = frozenset({"num-examples", "cluster"})
     assert seen == {
-        ("who", "down"): {((), none)},
-        ("who", "up"): {((), none)},
+        ("query", "down"): {((), none)},
+        ("query", "up"): {((), none)},
         ("train-alone", "down"): {(model, none)},
         ("train-alone", "up"): {(model, frozenset({"num-examples"}))},
         ("measure-models", "down"): {(((7, 3), (7, 1)), none)},
@@ -485,50 +401,48 @@ def test_what_each_party_receives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "named"),
     [
-        ({"k": 0}, "k must be at least 1, got 0"),
-        ({"k": "auto", "start": "random"}, 'k must be a number unless start="one-shot"'),
-        ({"k": 2, "start": "fedmd"}, "start must be one of 'given', 'random'"),
-        ({"k": 2, "spread": 2.0}, "spread must be left out where it does nothing, got 2.0"),
-        ({"k": 2, "start": "random", "start_rounds": 2}, "start_rounds must be left out"),
-        ({"k": 2, "max_clusters": 3}, "max_clusters must be left out"),
-        ({"k": 2, "temperature": 1.0, "choose_every": 2}, "choose_every must be left out"),
-        ({"k": 1, "temperature": 1.0}, "temperature must be left out where it does nothing"),
-        ({"k": 2, "proximal_mu": -1.0}, r"proximal_mu must be in \[0"),
-        ({"k": 2, "robust": "krum"}, "robust must be one of 'mean', 'filtered'"),
+        ({"k": 0}, "k"),
+        ({"k": "auto", "start": "random"}, "k"),
+        ({"k": 2, "start": "fedmd"}, "start"),
+        ({"k": 2, "spread": 2.0}, "spread"),
+        ({"k": 2, "start": "random", "start_rounds": 2}, "start_rounds"),
+        ({"k": 2, "max_clusters": 3}, "max_clusters"),
+        ({"k": 2, "temperature": 1.0, "choose_every": 2}, "choose_every"),
+        ({"k": 1, "temperature": 1.0}, "temperature"),
+        ({"k": 2, "proximal_mu": -1.0}, "proximal_mu"),
+        ({"k": 2, "robust": "krum"}, "robust"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} must"):
         ClusteredFedAvg(**options)
 
 
-def test_bad_initial_arrays_and_replies_are_named() -> None:
-    with pytest.raises(ValueError, match="initial_arrays must be the arrays of a model, got none"):
-        run(ClusteredFedAvg(2), 1, start=[])
-    with pytest.raises(ValueError, match="initial_arrays must be 2 models, stacked along a first"):
-        run(ClusteredFedAvg(2, start="given"), 1)
-    with pytest.raises(ValueError, match="initial_arrays must be finite"):
-        run(ClusteredFedAvg(2), 1, start=[np.array([np.nan])])
-    with pytest.raises(ValueError, match="k must be at most the number of clients that replied"):
-        run(ClusteredFedAvg(N + 1), 1)
+@pytest.mark.parametrize(
+    ("k", "options", "start"),
+    [
+        (2, {}, []),
+        (2, {"start": "given"}, START),
+        (2, {}, [np.array([np.nan])]),
+    ],
+)
+def test_bad_initial_arrays_are_named(k: int, options: Any, start: Any) -> None:
+    with pytest.raises(ValueError, match=r"^initial_arrays must"):
+        run(ClusteredFedAvg(k, **options), 1, start=start)
 
-    class NoLoss(Linear):
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return float("nan"), 1, {"accuracy": 1.0}
+
+def test_more_clusters_than_clients_and_replies_of_other_shapes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"^k must"):
+        run(ClusteredFedAvg(N + 1), 1)
 
     class Short(Linear):
         def fit(self, parameters: Any, config: Any) -> Any:
             return [parameters[0]], 1, {}
 
-    for kind, said in (
-        (NoLoss, "evaluate must return a finite loss of .*; other metrics: accuracy"),
-        (Short, "wrong shapes: "),
-    ):
-        app = client_app(lambda context, kind=kind: kind(context.node_config["partition-id"]))
-        with pytest.raises(TooFewReplies, match=said):
-            run(ClusteredFedAvg(2, start="random"), 1, app=app)
+    with pytest.raises(TooFewReplies, match="shapes"):
+        run(ClusteredFedAvg(2, start="random"), 1, app=app_of(Short))
 
 
 class NoEvaluate(NumPyClient):
@@ -544,22 +458,13 @@ class NoLoss(NoEvaluate):
         return float("nan"), 5, {"accuracy": 1.0}
 
 
-def no_handler() -> ClientApp:
-    """Return an app of messages that cannot evaluate."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        fitted, n, _ = make(context).fit(message.content["arrays"].to_numpy_ndarrays(), {})
-        records = {"arrays": ArrayRecord(fitted), "metrics": MetricRecord({"num-examples": n})}
-        return Message(RecordDict(records), reply_to=message)
-
-    return app
-
-
 @pytest.mark.parametrize(
     ("client", "evaluations"),
-    [(NoEvaluate, []), (no_handler(), []), (NoLoss, [{"accuracy": 1.0, "cluster_0": N}] * 3)],
+    [
+        (NoEvaluate, []),
+        (as_app(make, evaluates=False), []),
+        (NoLoss, [{"accuracy": 1.0, "cluster_0": N}] * 3),
+    ],
 )
 def test_clients_without_a_loss_train_one_model_and_are_named_in_round_one_of_several(
     client: Any, evaluations: list[Any]
@@ -571,7 +476,7 @@ def test_clients_without_a_loss_train_one_model_and_are_named_in_round_one_of_se
         {**means, "clients": N, "dropped": 0} for means in evaluations
     ]
     for k in (2, "auto"):
-        with pytest.raises(TooFewReplies, match=r"Round 1 .*the client must|Round 1 .*finite loss"):
+        with pytest.raises(TooFewReplies, match="Round 1 "):
             run(ClusteredFedAvg(k), 3, app=client_app(client))
 
 
@@ -584,8 +489,8 @@ def test_counters_travel_as_floats() -> None:
         def evaluate(self, parameters: Any, config: Any) -> Any:
             return super().evaluate(parameters[:2], config)
 
-    app = client_app(lambda context: Counting(int(context.node_config["partition-id"])))
-    *_, count = run(ClusteredFedAvg(3), 3, start=[*START, np.array(7)], app=app)
+    start = [*START, np.array(7)]
+    *_, count = run(ClusteredFedAvg(3), 3, start, app=app_of(Counting))
     np.testing.assert_array_equal(count, [10.0] * 3)
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import Member, PrivateState, client_app
 from flwr_perdl.core.files import load, save
 from flwr_perdl.protocol.records import ROUND, RUN
-from flwr_perdl.protocol.roster import Roster, settle
+from flwr_perdl.protocol.roster import settle
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Options,
@@ -27,6 +26,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     client_report,
 )
+from tests.grids import Tapped, as_app, failing, partition_of
 
 RESUME = ServerSettings(resume=True)
 
@@ -35,7 +35,7 @@ class Adder(NumPyClient):
     """Adds its partition id to what it receives."""
 
     def __init__(self, context: Context) -> None:
-        self.partition = int(context.node_config["partition-id"])
+        self.partition = partition_of(context)
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"partition-id": self.partition}
@@ -83,11 +83,12 @@ def test_a_protocol_is_driven_round_by_round() -> None:
     ]
 
 
-def test_a_protocol_may_end_before_the_rounds_do() -> None:
-    strategy = Sum(stop=1)
-    result = strategy.start(grid(), num_rounds=5)
-    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [3.0])
-    assert len([report for report in strategy.history if report.step == "add"]) == 1
+def test_a_protocol_may_end_before_the_rounds_do_and_stays_ended(tmp_path: Path) -> None:
+    for server in (ServerSettings(), RESUME):
+        strategy = Sum(stop=1, checkpoint_dir=tmp_path, server=server)
+        result = strategy.start(grid(), num_rounds=5)
+        np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [3.0])
+        assert len([report for report in strategy.history if report.step == "add"]) == 1
 
 
 def test_sampling_depends_on_seed_and_round_only() -> None:
@@ -105,11 +106,8 @@ def test_sampling_depends_on_seed_and_round_only() -> None:
 
 @pytest.mark.parametrize("fault", ["error", "silence", "nan", "empty"])
 def test_a_bad_reply_is_left_out_counted_and_named(fault: str) -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        return fault if partition == 1 and message.metadata.message_type == "train" else None
-
     strategy = Sum(fraction_evaluate=0.0)
-    result = strategy.start(grid(faults=faults), num_rounds=1)
+    result = strategy.start(grid(faults=failing(fault, [1])), num_rounds=1)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [2.0])
     report = strategy.history[0]
     assert list(report.metrics) == [0, 2]
@@ -127,16 +125,10 @@ def test_a_node_that_does_not_say_who_it_is_takes_no_part() -> None:
 
 
 def test_too_few_good_replies_stop_the_run_with_the_last_state_saved(tmp_path: Path) -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        config = message.content.get("config", {})
-        return "error" if partition and config.get("server-round") == 2 else None
-
-    strategy = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0)
-    with pytest.raises(
-        TooFewReplies, match=r"Round 2 has 1 good replies, fewer than min_clients=2"
-    ):
-        strategy.start(grid(faults=faults), num_rounds=3)
-    resumed = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0, server=RESUME)
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "fraction_evaluate": 0.0}
+    with pytest.raises(TooFewReplies, match="min_clients=2"):
+        Sum(**options).start(grid(faults=failing("error", [1, 2], [2])), num_rounds=3)
+    resumed = Sum(**options, server=RESUME)
     result = resumed.start(grid(), num_rounds=3)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
     assert [report.round for report in resumed.history] == [1, 2, 3]
@@ -144,45 +136,22 @@ def test_too_few_good_replies_stop_the_run_with_the_last_state_saved(tmp_path: P
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     def measured(round_: int, arrays: ArrayRecord) -> MetricRecord:
-        asked.append(round_)
         return MetricRecord({"total": float(sum(a.sum() for a in arrays.to_numpy_ndarrays()))})
 
-    asked: list[int] = []
     whole = Sum().start(grid(), num_rounds=4, evaluate_fn=measured)
-    asked.clear()
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2, evaluate_fn=measured)
     again = Sum(checkpoint_dir=tmp_path, server=RESUME)
-    result = again.start(grid(), num_rounds=4, evaluate_fn=measured)
-    np.testing.assert_array_equal(
-        result.arrays.to_numpy_ndarrays()[0], whole.arrays.to_numpy_ndarrays()[0]
-    )
-    assert result.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
-    assert result.train_metrics_clientapp == whole.train_metrics_clientapp
-    assert result.evaluate_metrics_clientapp == whole.evaluate_metrics_clientapp
+    assert repr(again.start(grid(), num_rounds=4, evaluate_fn=measured)) == repr(whole)
     assert [report.round for report in again.history] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"must hold no run, got one after round 2 .*resume=True"):
-        Sum(checkpoint_dir=tmp_path, seed=1).start(grid(), num_rounds=1)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_run_that_had_ended_stays_ended(tmp_path: Path) -> None:
-    Sum(stop=1, checkpoint_dir=tmp_path).start(grid(), num_rounds=3)
-    again = Sum(stop=1, checkpoint_dir=tmp_path, server=RESUME)
-    result = again.start(grid(), num_rounds=3)
-    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [3.0])
-
-
-def test_a_broken_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=3)
-    (tmp_path / "round-000003.npz").write_bytes(b"half a file")
-    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
-    result = again.start(grid(), num_rounds=3)
-    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
+    for server, named in ((ServerSettings(), "checkpoint_dir"), (RESUME, "seed")):
+        with pytest.raises(ValueError, match=named):  # nor resumed with other options
+            Sum(checkpoint_dir=tmp_path, seed=1, server=server).start(grid(), num_rounds=3)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_checkpoint_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
@@ -198,27 +167,16 @@ def test_a_checkpoint_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
     assert [report.round for report in again.history if report.step == "add"] == [*range(1, 41)]
 
 
-def test_a_damaged_history_does_not_stop_the_run(
-    tmp_path: Path, warned: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_history_does_not_stop_the_run(tmp_path: Path, warned: Any) -> None:
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
     (history,) = tmp_path.glob("history-*.jsonl")
     history.write_text(history.read_text().replace("1", "2"))
-    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
-    result = again.start(grid(), num_rounds=3)
-    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
-    assert [report.round for report in again.history] == [3, 3]
-    assert f"{history} must have the checksum it was written with. The run goes on" in warned.text
-    once_more = Sum(checkpoint_dir=tmp_path, server=RESUME)
-    once_more.start(grid(), num_rounds=3)
-    assert [report.round for report in once_more.history] == [3, 3]
-
-
-def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
-    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
-    said = "checkpoint_dir must hold a run with the same options, got one in which seed is 0 and "
-    with pytest.raises(ValueError, match=said + "here 1.$"):
-        Sum(checkpoint_dir=tmp_path, server=RESUME, seed=1).start(grid(), num_rounds=1)
+    for _ in range(2):
+        again = Sum(checkpoint_dir=tmp_path, server=RESUME)
+        result = again.start(grid(), num_rounds=3)
+        np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
+        assert [report.round for report in again.history] == [3, 3]
+    assert str(history) in warned.text
 
 
 def test_a_run_is_resumed_with_its_own_initial_arrays_or_none(tmp_path: Path) -> None:
@@ -234,7 +192,7 @@ def test_a_run_is_resumed_with_its_own_initial_arrays_or_none(tmp_path: Path) ->
 
     begin(np.zeros(3), rounds=1)
     for other in (np.ones(3), np.zeros(4)):
-        with pytest.raises(ValueError, match="initial_arrays must be those with which the run to"):
+        with pytest.raises(ValueError, match="initial_arrays"):
             begin(other, server=RESUME)
     begin(server=RESUME)
     begin(np.zeros(3), server=RESUME, rounds=3)
@@ -258,22 +216,6 @@ def test_numbers_in_a_state_are_numbers_again(tmp_path: Path) -> None:
     assert after == before
 
 
-def test_the_first_enrolled_node_of_a_partition_keeps_it_while_it_is_there() -> None:
-    roster: Roster[int] = Roster()
-    roster.enrol(11, {"partition-id": 4, "name": "north"})
-    roster.enrol(12, {"partition-id": 0})
-    roster.enrol(13, {"partition-id": 4, "name": "north"})
-    assert roster.present([11, 12, 13]) == {0: 12, 4: 11}
-    assert list(roster.present([11, 12, 13])) == [0, 4]
-    assert roster.present([12, 13]) == {0: 12, 4: 13}
-    assert roster.present([11, 12, 13]) == {0: 12, 4: 11}
-    assert roster.unknown([13, 14]) == [14]
-    assert roster.label(4) == "client 4 (north)"
-    assert roster.label(0) == "client 0"
-    with pytest.raises(ValueError, match=r"partition-id must be an integer .* got None"):
-        roster.enrol(15, {})
-
-
 def test_registrations_are_awaited() -> None:
     def counter(*counts: int) -> Callable[[], int]:
         left = list(counts)
@@ -284,18 +226,15 @@ def test_registrations_are_awaited() -> None:
     assert settle(counter(3), Options(), fixed=True, poll=0) == 3
     five = Options(num_clients=5, node_timeout=0.01)
     assert settle(counter(3), replace(five, allow_fewer=True), poll=0) == 3
-    with pytest.raises(TooFewReplies, match=r"3 client\(s\) registered within 0.01 s, fewer than "):
+    with pytest.raises(TooFewReplies, match="3 client"):
         settle(counter(3), five, poll=0)
 
 
-@pytest.mark.parametrize("seed", [3, np.int64(3)])
-def test_numbers_of_numpy_are_options_like_any_other(tmp_path: Path, seed: Any) -> None:
-    strategy = Sum(seed=seed, fraction_train=np.float32(1), checkpoint_dir=tmp_path)
+def test_numbers_of_numpy_are_options_like_any_other(tmp_path: Path) -> None:
+    strategy = Sum(seed=np.int64(3), fraction_train=np.float32(1), checkpoint_dir=tmp_path)
     strategy.start(grid(), num_rounds=2)
     assert type(strategy.options.seed) is int
-    again = Sum(seed=3, checkpoint_dir=tmp_path, server=RESUME)
-    result = again.start(grid(), num_rounds=2)
-    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [12.0])
+    Sum(seed=3, checkpoint_dir=tmp_path, server=RESUME).start(grid(), num_rounds=2)
 
 
 class Weighted(Sum):
@@ -324,21 +263,21 @@ def test_a_protocols_settings_may_be_tuples_arrays_and_functions(
     again = Weighted(weights, checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=2)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [12.0])
-    with pytest.raises(ValueError, match="checkpoint_dir must hold a run with the same options"):
+    with pytest.raises(ValueError, match="weights"):
         Weighted(others, checkpoint_dir=tmp_path, server=RESUME).start(grid(), num_rounds=2)
 
 
 def test_a_setting_that_no_checkpoint_can_tell_is_named(tmp_path: Path) -> None:
     Weighted(object()).start(grid(), num_rounds=1)
-    with pytest.raises(ValueError, match="settings must be numbers, texts, arrays"):
+    with pytest.raises(ValueError, match="settings"):
         Weighted(object(), checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
 
 
 def test_who_cannot_come_is_not_waited_for() -> None:
-    began = time.monotonic()
-    with pytest.raises(TooFewReplies, match=r"num_clients=9; with ServerSettings\(allow"):
-        Sum(num_clients=9, server=ServerSettings(node_timeout=30.0)).start(grid(), num_rounds=1)
-    few = Sum(num_clients=9, server=ServerSettings(node_timeout=30.0, allow_fewer=True))
+    began, options = time.monotonic(), {"node_timeout": 30.0}
+    with pytest.raises(TooFewReplies, match="num_clients=9"):
+        Sum(num_clients=9, server=ServerSettings(**options)).start(grid(), num_rounds=1)
+    few = Sum(num_clients=9, server=ServerSettings(**options, allow_fewer=True))
     few.start(grid(), num_rounds=1)
     assert few.history[0].aggregate["clients"] == 3
     assert time.monotonic() - began < 15
@@ -376,74 +315,56 @@ def times(log: pytest.LogCaptureFixture, text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "named"),
     [
-        ("add", "protocol must yield a Request, got 'add'"),
-        (Request(""), "Request.step must be a name, got ''"),
-        (Request("add", np.zeros(4)), r"one array, of shape \(4,\): write \[array\]"),
-        (Request("add", [[0.0, 1.0]]), r"arrays of numbers, got \[0.0, 1.0\] at position 0"),
-        (Request("add", [np.array([{}])]), r"got array\(\[\{\}\], dtype=object\) at position 0"),
-        (Request("add", "text"), "Request.arrays must be a list of arrays, got 'text'"),
-        (Request("add", ONE, model=np.zeros(2)), "Request.model must be a list of arrays"),
-        (Request("add", ONE, 3), "Request.config must be a mapping, got 3"),
-        (Request("add", ONE, {"n": [1]}), r"with numbers, texts or bytes, got 'n': \[1\]"),
-        (Request("add", ONE, state=[1]), r"Request.state must be a mapping .*, got \[1\]"),
-        (Request("add", ONE, state={"a": {"b": 1}}), "with arrays or numbers, got 'a': {'b': 1}"),
-        (Request("add", ONE, state={"a": [[1], [1, 2]]}), r"got 'a': \[\[1\], \[1, 2\]\]"),
-        (Request("add", ONE, state={"a": [5]}), r"with arrays or numbers, got 'a': \[5\]"),
-        (Request("add", ONE, state={1: ONE}), r"got 1: \[array"),
-        (
-            Request("add", ONE, metrics="seen"),
-            "Request.metrics must be a list of names, got 'seen'",
-        ),
-        (Request("add", ONE, max_weight=0.5), r"Request.max_weight must be in \[1, inf\], got 0.5"),
+        ("add", "protocol"),
+        (Request(""), "step"),
+        (Request("add", np.zeros(4)), "arrays"),
+        (Request("add", [[0.0, 1.0]]), "arrays"),
+        (Request("add", [np.array([{}])]), "arrays"),
+        (Request("add", "text"), "arrays"),
+        (Request("add", ONE, model=np.zeros(2)), "model"),
+        (Request("add", ONE, 3), "config"),
+        (Request("add", ONE, {"n": [1]}), "config.*'n'"),
+        (Request("add", ONE, state=[1]), "state"),
+        (Request("add", ONE, state={"a": {"b": 1}}), "state.*'a'"),
+        (Request("add", ONE, state={"a": [[1], [1, 2]]}), "state.*'a'"),
+        (Request("add", ONE, state={"a": [5]}), "state.*'a'"),
+        (Request("add", ONE, state={1: ONE}), "state.*got 1"),
+        (Request("add", ONE, metrics="seen"), "metrics"),
+        (Request("add", ONE, max_weight=0.5), "max_weight"),
     ],
 )
 def test_what_a_protocol_asks_is_checked_before_anything_is_sent(
-    tmp_path: Path, request_: Any, said: str
+    tmp_path: Path, request_: Any, named: str
 ) -> None:
-    asked: list[Message] = []
-    with pytest.raises(ValueError, match=said):
-        Asks(request_, checkpoint_dir=tmp_path).start(
-            grid(faults=lambda partition, message: asked.append(message)), num_rounds=1
-        )
-    assert not asked
+    here = Tapped(client_app(Adder), 3)
+    with pytest.raises(ValueError, match=named):
+        Asks(request_, checkpoint_dir=tmp_path).start(here, num_rounds=1)
+    assert not here.asked
     assert not list(tmp_path.iterdir())
 
 
 def test_what_each_client_receives_is_checked() -> None:
-    own = Request("add", own=lambda partition: np.zeros(1))
-    with pytest.raises(ValueError, match=r"Request.own\(partition\) must be a list of arrays"):
-        Asks(own).start(grid(), num_rounds=1)
+    with pytest.raises(ValueError, match="own"):
+        Asks(Request("add", own=lambda partition: np.zeros(1))).start(grid(), num_rounds=1)
 
 
-def test_a_check_that_trips_over_a_reply_leaves_it_out_and_the_run_goes_on() -> None:
-    def check(reply: Any) -> None:
-        if reply.arrays[7].shape != (1,):
-            raise ValueError("wrong shape")
-
-    class Checked(ProtocolStrategy):
-        def protocol(self, initial: Any, state: Any) -> Any:
-            yield Request("add", [np.zeros(1)], {"n": 0}, check=check)
-            return [np.zeros(1)]
-
-    with pytest.raises(TooFewReplies, match="check of the reply ended with IndexError"):
-        Checked().start(grid(), num_rounds=1)
+def test_a_check_that_trips_over_a_reply_leaves_it_out() -> None:
+    request = Request("add", ONE, {"n": 0}, check=lambda reply: reply.arrays[7])
+    with pytest.raises(TooFewReplies, match="IndexError"):
+        Asks(request, returns=ONE).start(grid(), num_rounds=1)
 
 
 def test_a_protocol_that_ends_without_a_model_is_told_how() -> None:
-    request = Request("add", ONE, {"n": 0})
-    with pytest.raises(ValueError, match=r"protocol must end with `return \[arrays\]`"):
-        Asks(request).start(grid(), num_rounds=2)
-    with pytest.raises(ValueError, match="what protocol returns must be a list of arrays, got one"):
-        Asks(request, returns=np.zeros(2)).start(grid(), num_rounds=2)
-
-    class NoGenerator(ProtocolStrategy):
+    class NoGenerator(Asks):
         def protocol(self, initial: Any, state: Any) -> Any:
             return None
 
-    with pytest.raises(ValueError, match="protocol must be a generator"):
-        NoGenerator().start(grid(), num_rounds=1)
+    request = Request("add", ONE, {"n": 0})
+    for wrong in (Asks(request), Asks(request, returns=np.zeros(2)), NoGenerator()):
+        with pytest.raises(ValueError, match="protocol"):
+            wrong.start(grid(), num_rounds=2)
 
 
 def test_a_reply_without_a_metric_that_is_asked_for_is_left_out() -> None:
@@ -482,9 +403,7 @@ def test_a_run_without_state_cannot_be_resumed(tmp_path: Path, warned: Any) -> N
     Asks(*[request] * 4, returns=ONE, checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
     assert times(warned, "This run cannot be resumed") == 1
     again = Asks(*[request] * 4, returns=ONE, checkpoint_dir=tmp_path, server=RESUME)
-    with pytest.raises(
-        ValueError, match="checkpoint_dir must hold a state to go on from, got none"
-    ):
+    with pytest.raises(ValueError, match="checkpoint_dir"):
         again.start(grid(), num_rounds=4)
 
 
@@ -503,7 +422,7 @@ def test_clients_without_evaluate_are_asked_once_and_nobody_is_blamed(warned: An
         evaluate = Adder.evaluate
 
     mixed = Asks(*[Request("add", ONE)] * 3, returns=ONE, fraction_evaluate=1.0)
-    app = client_app(lambda c: Silent() if c.node_config["partition-id"] == 1 else Both())
+    app = client_app(lambda c: Silent() if partition_of(c) == 1 else Both())
     mixed.start(InProcessGrid(app, 3), num_rounds=3)
     assert times(warned, "left out client 1: error 4501: the client must") == 1
     assert client_report(mixed.history)[1]["failed"] == 3
@@ -531,25 +450,12 @@ def test_names_and_their_order_survive_every_message_the_result_and_a_resumption
     tmp_path: Path,
 ) -> None:
     """With an app of messages, whose replies are in another order."""
-    app, seen = ClientApp(), []
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        record = message.content["arrays"]
-        seen.append(list(record))
-        arrays = {name: Array(record[name].numpy() + 1) for name in reversed(NAMES)}
-        return Message(
-            RecordDict(
-                {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})}
-            ),
-            reply_to=message,
-        )
+    class Adds(Adder):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [array + 1 for array in parameters], 1, {}
 
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        seen.append(list(message.content["arrays"]))
-        metrics = MetricRecord({"num-examples": 1, "loss": 0.0})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+    app = client_app(as_app(Adds))
 
     class Mean(ProtocolStrategy):
         def protocol(self, initial: Any, state: Any) -> Any:
@@ -558,26 +464,21 @@ def test_names_and_their_order_survive_every_message_the_result_and_a_resumption
                 replies = yield Request("mean", model, state={"0": model[0], "1": model[1]})
                 model = list(replies[0].arrays)
 
-    def measured(round_: int, arrays: ArrayRecord) -> None:
-        seen.append(list(arrays))
-
-    initial = ArrayRecord(
-        {name: Array(np.full(1, i)) for name, i in zip(NAMES, (0.0, 7.0), strict=True)}
-    )
-    Mean(checkpoint_dir=tmp_path).start(
-        InProcessGrid(client_app(app), 2), initial, num_rounds=2, evaluate_fn=measured
-    )
+    first = dict(zip(NAMES, ArrayRecord([np.zeros(1), np.full(1, 7.0)]).values(), strict=True))
+    initial, grid = ArrayRecord(first), Tapped(app, 2)
+    Mean(checkpoint_dir=tmp_path).start(grid, initial, num_rounds=2)
     saved = load(tmp_path / "round-000002.npz")
     assert [name for name in saved.arrays if name.startswith("model/")] == [
         f"model/{name}" for name in NAMES
     ]
     again = Mean(checkpoint_dir=tmp_path, server=RESUME)
-    result = again.start(InProcessGrid(client_app(app), 2), num_rounds=3, evaluate_fn=measured)
+    result = again.start(grid, num_rounds=3)
     assert {name: float(a.numpy()[0]) for name, a in result.arrays.items()} == {
         "b.weight": 3.0,
         "a.bias": 10.0,
     }
-    assert [list(result.arrays), *seen] == [NAMES] * (1 + len(seen))
+    asked = [list(m.content["arrays"]) for m in grid.asked if "arrays" in m.content]
+    assert [list(result.arrays), *asked] == [NAMES] * (1 + 2 * 2 * 3)
     assert not any(report.dropped for report in again.history)
 
     # A checkpoint of a version that kept no names.
@@ -587,7 +488,7 @@ def test_names_and_their_order_survive_every_message_the_result_and_a_resumption
     (tmp_path / "round-000003.npz").unlink()
     save(tmp_path / "round-000002.npz", arrays, meta)
     older = Mean(checkpoint_dir=tmp_path, server=RESUME)
-    result = older.start(InProcessGrid(client_app(app), 2), initial, num_rounds=3)
+    result = older.start(InProcessGrid(app, 2), initial, num_rounds=3)
     assert list(result.arrays) == NAMES
     assert result.arrays["a.bias"].numpy() == [10.0]
 

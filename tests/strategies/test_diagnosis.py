@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ def start() -> ArrayRecord:
     return ArrayRecord({name: Array(a) for name, a in zip(NAMES, arrays, strict=True)})
 
 
+@cache
 def diagnosed(kind: str, seed: int, **options: Any) -> Diagnosis:
     diagnosis = Diagnosis(**options)
     grid = InProcessGrid(client_app(linear(kind, seed)), N)
@@ -67,9 +69,7 @@ def diagnosed(kind: str, seed: int, **options: Any) -> Diagnosis:
     return diagnosis
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"), [("shared", 0), ("shared", 1), ("head", 0), ("clusters", 0), ("clusters", 1)]
-)
+@pytest.mark.parametrize(("kind", "seed"), [("shared", 0), ("head", 0), ("clusters", 1)])
 def test_the_known_difference_is_found(kind: str, seed: int) -> None:
     found = diagnosed(kind, seed).result
     assert found.choice == kind
@@ -82,13 +82,13 @@ def test_the_known_difference_is_found(kind: str, seed: int) -> None:
 
 def test_a_metric_to_maximize_leads_to_the_same_choice() -> None:
     by_score = diagnosed("head", 0, metric="score").result
-    assert by_score.choice == diagnosed("head", 0).result.choice == "head"
+    assert by_score.choice == "head"  # as by the loss, above
     rows = by_score.table().splitlines()
     assert [row.split()[0] for row in rows[1:]] == list(by_score.values)
 
 
 def test_a_given_part_stays_private() -> None:
-    found = diagnosed("head", 0, private=["head.*"]).result
+    found = diagnosed("head", 0, private=("head.*",)).result
     assert "body" not in found.values
     assert "head" in found.sentence
 
@@ -96,7 +96,7 @@ def test_a_given_part_stays_private() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"private": ["tail.*"]}, "private"),
+        ({"private": ("tail.*",)}, "private"),
         ({"metric": "accuracy"}, "metric"),
         ({"checkpoint_dir": "here"}, "checkpoint_dir"),
         ({"fraction_train": 0.5}, "fraction_train"),

@@ -14,6 +14,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.protocol.events import read_events
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, client_report
+from tests.grids import failing
 
 RESUME = ServerSettings(resume=True)
 
@@ -54,9 +55,7 @@ def test_every_exchange_is_an_event_with_its_figures(federation: Any, tmp_path: 
 
 
 def test_what_stops_a_run_is_its_last_event(federation: Any, tmp_path: Path) -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        return "error" if message.metadata.message_type == "train" else None
-
+    faults = failing("error", range(5))
     path = tmp_path / "events.jsonl"
     with pytest.raises(TooFewReplies):
         federation().learn(PerMA(3, server=ServerSettings(events=path)), faults=faults)
@@ -78,9 +77,7 @@ def test_a_resumed_run_appends(federation: Any, tmp_path: Path) -> None:
 
 
 def test_history_with_anomalies_survives_a_checkpoint(federation: Any, tmp_path: Path) -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        return "nan" if partition == 2 and message.metadata.message_type == "train" else None
-
+    faults = failing("nan", [2])
     planted, first = federation(), PerMA(3, checkpoint_dir=tmp_path)
     planted.learn(first, 2, faults=faults)
     again = PerMA(3, checkpoint_dir=tmp_path, server=RESUME)

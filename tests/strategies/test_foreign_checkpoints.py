@@ -3,111 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
-from flwr.client import NumPyClient
 
-from flwr_perdl.clients import (
-    DictionaryAveragingClient,
-    DictionaryClient,
-    DiffusionClient,
-    LearnerClient,
-    PerPCAClient,
-    RegressionClient,
-    client_app,
-)
 from flwr_perdl.core import files
-from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.diffusion import Averaging, Topology
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
-    ClusteredFedAvg,
-    DictionaryAveraging,
-    FedMD,
-    FedX,
-    NeighborRelay,
-    OneShotClustering,
-    PerMA,
-    PerPCA,
     ProtocolStrategy,
     Request,
     ServerSettings,
 )
+from tests.strategies.protocols import CASES, Case, means
 
-N = 6
-SLOPES = np.array([[2.0, 0.0], [-2.0, 1.0]])
-X = np.random.default_rng(0).standard_normal((N, 12, 2))
-ATOMS = np.random.default_rng(1).standard_normal((N, 30, 5))
-VALUES = {node: np.array([float(node)]) for node in range(N)}
-ZEROS = np.zeros(12)
 RESUME = ServerSettings(resume=True)
-
-
-class Mean(NumPyClient):
-    """A model of one vector, for `ClusteredFedAvg`."""
-
-    def __init__(self, partition: int) -> None:
-        self.own = X[partition] @ SLOPES[partition % 2]
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [(parameters[0] + self.own) / 2], 1, {}
-
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        return float(np.sum((parameters[0] - self.own) ** 2)), 1, {}
-
-
-def dictionaries(client: type[LearnerClient]) -> Callable[[Context, int], Any]:
-    return lambda context, i: client(ATOMS[i], OrthogonalLearner(4), context)
-
-
-def regressions(context: Context, i: int) -> Any:
-    return RegressionClient(X[i], X[i] @ SLOPES[i % 2], context)
-
-
-class Case(NamedTuple):
-    strategy: Callable[..., ProtocolStrategy]
-    client: Callable[[Context, int], Any]
-    cut: int
-    initial: Any = None
-
-    def run(self, grid: InProcessGrid, rounds: int, **options: Any) -> list[np.ndarray]:
-        strategy = self.strategy(fraction_evaluate=0.0, **options)
-        start = None if self.initial is None else ArrayRecord([self.initial])
-        return strategy.start(grid, start, num_rounds=rounds).arrays.to_numpy_ndarrays()
-
-    def grid(self) -> InProcessGrid:
-        def make(context: Context) -> Any:
-            return self.client(context, int(context.node_config["partition-id"]))
-
-        return InProcessGrid(client_app(make), N)
-
-
-def means(context: Context, i: int) -> Any:
-    return Mean(i)
-
-
-def nodes(context: Context, i: int) -> Any:
-    return DiffusionClient(Averaging(VALUES), context)
-
-
-CASES = {
-    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries(DictionaryClient), 2),
-    "averaging": Case(DictionaryAveraging, dictionaries(DictionaryAveragingClient), 2),
-    "perpca": Case(lambda **o: PerPCA(2, **o), dictionaries(PerPCAClient), 2),
-    "clusters": Case(lambda **o: ClusteredFedAvg(2, choose_every=2, **o), means, 2, ZEROS),
-    "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), means, 1, ZEROS),
-    "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
-    "fedx": Case(lambda **o: FedX(2, robust=True, **o), regressions, 6),
-    "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
-    "relay": Case(lambda **o: NeighborRelay(Topology.ring(N), 5, **o), nodes, 3),
-}
 
 
 @pytest.mark.parametrize("damage", ["missing", "another one"])
@@ -117,7 +29,7 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
 ) -> None:
     """Where one is missing, also of the record, as in a file of an older version."""
     case, folder = CASES[name], tmp_path / "damaged"
-    whole = case.run(case.grid(), case.cut + 3)
+    whole = case.run(case.grid(), case.cut + 2)
     grid = case.grid()
     case.run(grid, case.cut, checkpoint_dir=tmp_path / "whole")
     path = max((tmp_path / "whole").glob("round-*.npz"))
@@ -139,7 +51,7 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
         warned.clear()
         said = ""
         try:
-            found = case.run(grid, case.cut + 3, checkpoint_dir=folder, server=RESUME)
+            found = case.run(grid, case.cut + 2, checkpoint_dir=folder, server=RESUME)
         except ValueError as error:
             said = str(error)
         else:
@@ -178,7 +90,7 @@ def test_a_state_that_a_protocol_cannot_go_on_from_names_the_file(
     case = Case(lambda **o: Older("later", "old", **o), means, 1)
     case.run(case.grid(), 1, checkpoint_dir=tmp_path)
     now = Case(lambda **o: Older(when, **o), means, 1)
-    with pytest.raises(ValueError, match=r"round-000001\.npz.*KeyError\('new'\)"):
+    with pytest.raises(ValueError, match=r"round-000001\.npz"):
         now.run(now.grid(), 2, checkpoint_dir=tmp_path, server=RESUME)
 
 

@@ -24,6 +24,7 @@ from flwr_perdl.diffusion import DiffusionAveraging
 from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, FedX, PerMA, ServerOptions, TooFewReplies
+from tests.grids import Tapped, partition_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-fedavg.md").read_text()
 MODEL, ATOMS = ArrayRecord([np.zeros(3)]), ArrayRecord([np.eye(2, 6)])
@@ -31,7 +32,7 @@ MODEL, ATOMS = ArrayRecord([np.zeros(3)]), ArrayRecord([np.eye(2, 6)])
 
 class MeanClient(NumPyClient):
     def __init__(self, context: Context) -> None:
-        self.X = np.random.default_rng(int(context.node_config["partition-id"])).random((20, 3))
+        self.X = np.random.default_rng(partition_of(context)).random((20, 3))
 
     def fit(self, parameters: Any, config: Any) -> Any:
         return [self.X.mean(axis=0) + 0 * parameters[0]], len(self.X), {}
@@ -41,7 +42,7 @@ class MeanClient(NumPyClient):
 
 
 def make_dictionary_client(context: Context) -> DictionaryClient:
-    rng = np.random.default_rng(int(context.node_config["partition-id"]))
+    rng = np.random.default_rng(partition_of(context))
     return DictionaryClient(rng.standard_normal((30, 6)), OrthogonalLearner(4), context)
 
 
@@ -128,20 +129,13 @@ def test_fedmd_finds_the_models_that_the_clients_own_fit_refines() -> None:
 
 @pytest.mark.parametrize("app", [DICTIONARIES, REGRESSIONS, DIFFUSIONS])
 def test_fedavg_is_refused_with_a_sentence_by_a_client_of_another_protocol(app: ClientApp) -> None:
-    said: list[str] = []
-
-    class Tap(InProcessGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            replies = list(super().send_and_receive(messages, timeout=timeout))
-            said.extend(str(r.error.reason) for r in replies if r.has_error())
-            return replies
-
-    result = FedAvg(fraction_evaluate=0.0).start(Tap(app, 3), ATOMS, num_rounds=1)
+    grid = Tapped(app, 3)
+    result = FedAvg(fraction_evaluate=0.0).start(grid, ATOMS, num_rounds=1)
     assert len(result.arrays) == 0
     assert result.train_metrics_clientapp == {}
-    assert len(said) == 3
+    assert len(grid.errors) == 3
     sentence = "the strategies that this client is made for send it, Flower's own, such as FedAvg,"
-    assert all(sentence in reason for reason in said)
+    assert all(sentence in reason for reason in grid.errors)
 
 
 def test_noise_at_the_client_goes_with_clusters() -> None:

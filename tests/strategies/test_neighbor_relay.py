@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
-from flwr.client import NumPyClient
-from flwr.server import Server, SimpleClientManager
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
@@ -25,8 +23,9 @@ from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies, as_legacy
+from tests.grids import Tapped, failing, grid_of, partition_of
 from tests.network.test_ray import Drift, Held
-from tests.strategies.test_legacy import LocalProxy
+from tests.strategies.test_legacy import serve
 
 Array = NDArray[Any]
 
@@ -58,13 +57,12 @@ def grid(
     client: dict[str, Any] | None = None,
     **options: Any,
 ) -> InProcessGrid:
-    def make_client(context: Context) -> DiffusionClient:
-        node = int(context.node_config["partition-id"])
-        return DiffusionClient(
-            program({node: data[node]}), context, **{"shows": "state", **(client or {})}
-        )
+    shown = {"shows": "state", **(client or {})}
 
-    return kind(client_app(make_client), len(data), **options)
+    def make_client(context: Context, node: int) -> DiffusionClient:
+        return DiffusionClient(program({node: data[node]}), context, **shown)
+
+    return grid_of(make_client, len(data), kind, **options)
 
 
 def assert_same(run: Run, here: Run) -> None:
@@ -89,16 +87,8 @@ def assert_same(run: Run, here: Run) -> None:
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 @pytest.mark.parametrize(
     "faults",
-    [
-        Faults(),
-        Faults(drop=0.3, seed=1),
-        Faults(sleep=0.3, seed=2),
-        Faults(max_delay=2, seed=3),
-        Faults(corrupt={0: 2, 5: 4}),
-        Faults(dead={3: 4, 1: 1}),
-        Faults(0.2, 0.2, {3: 4}, {0: 2, 5: 5}, 2, seed=4),
-    ],
-    ids=["none", "drop", "sleep", "delay", "corrupt", "dead", "all"],
+    [Faults(), Faults(dead={3: 4, 1: 1}), Faults(0.2, 0.2, {3: 4}, {0: 2, 5: 5}, 2, seed=4)],
+    ids=["none", "dead", "all"],
 )
 def test_the_same_numbers_as_in_memory(faults: Faults, sealed: bool) -> None:
     topology = Topology.erdos_renyi(6, 0.5, seed=5)
@@ -132,20 +122,12 @@ def test_late_messages_arrive_along_the_links_of_the_round_in_which_they_do(seal
     assert_same(run, InMemoryNetwork(pairs[0], matrices, faults).run(Drift(data), 12))
 
 
-@pytest.mark.parametrize("faults", [Faults(), Faults(sleep=0.5, seed=1), Faults(dead={1: 1})])
+@pytest.mark.parametrize("faults", [Faults(), Faults(dead={1: 1})])
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_few_rounds(rounds: int, faults: Faults) -> None:
     data = values(3)
     run = FlowerNetwork(grid(data), Topology.ring(3), faults=faults).run(None, rounds)
     assert_same(run, InMemoryNetwork(Topology.ring(3), faults=faults).run(Drift(data), rounds))
-
-
-def test_float32_messages_stay_float32() -> None:
-    data = {k: value.astype(np.float32) for k, value in values(4).items()}
-    run = FlowerNetwork(grid(data, program=Consensus), Topology.ring(4)).run(None, 3)
-    here = InMemoryNetwork(Topology.ring(4)).run(Consensus(data), 3)
-    assert run.state.value.dtype == here.state.value.dtype == np.float32
-    np.testing.assert_allclose(run.state.value, here.state.value, atol=1e-6)
 
 
 def test_a_node_whose_own_estimate_is_nan_recovers_from_its_neighbours() -> None:
@@ -183,12 +165,11 @@ def test_what_a_node_shows_is_its_own_choice() -> None:
     assert nothing.observed == {}
     np.testing.assert_array_equal(nothing.traffic.toarray(), here.traffic.toarray())
 
-    def make_client(context: Context) -> DiffusionClient:
-        node = int(context.node_config["partition-id"])
+    def make_client(context: Context, node: int) -> DiffusionClient:
         shows = "nothing" if node == 1 else "state"
         return DiffusionClient(Drift({node: data[node]}), context, shows=shows)
 
-    run = FlowerNetwork(InProcessGrid(client_app(make_client), 3), topology).run(None, 2)
+    run = FlowerNetwork(grid_of(make_client, 3), topology).run(None, 2)
     assert run.state.nodes.tolist() == [0, 2]
     np.testing.assert_allclose(run.state.value, here.state.value[[0, 2]], atol=1e-12)
     assert np.isnan(run.observed["norm"]).tolist() == [False, True, False]
@@ -198,20 +179,12 @@ def test_what_a_node_shows_is_its_own_choice() -> None:
 # Nodes that fail -------------------------------------------------------------------------------
 
 
-def failing(fault: str, node: int, first: int, last: int) -> Callable[[int, Message], str | None]:
-    def faults(partition: int, message: Message) -> str | None:
-        round_ = message.content.get("config", {}).get("server-round", 0)
-        return fault if partition == node and first <= round_ <= last else None
-
-    return faults
-
-
 @pytest.mark.parametrize("fault", ["silence", "error", "nan", "shape", "empty"])
 def test_a_node_that_fails_in_a_round_is_silent_in_it(fault: str) -> None:
     # Exchange 2 fails at node 2: it neither hears round 1 nor sends in round 2.
     data = {0: np.array([0.0, 1]), 1: np.array([3.0, 1]), 2: np.array([6.0, 1])}
     topology = Topology.complete(3)
-    faulty = grid(data, program=Consensus, faults=failing(fault, 2, 2, 2))
+    faulty = grid(data, program=Consensus, faults=failing(fault, [2], [2]))
     run = FlowerNetwork(faulty, topology).run(None, 2)
     # Round 1: nodes 0 and 1 get the mean 3. Round 2: their two thirds of 3, and 3 for node 2.
     state = run.state.value[:, 0]
@@ -239,7 +212,7 @@ def test_the_last_message_of_a_node_that_fails_counts_again(
 ) -> None:
     # Two exchanges fail at node 2: it sends nothing in rounds 2 and 3.
     data = {0: np.array([0.0, 1]), 1: np.array([3.0, 1]), 2: np.array([6.0, 1])}
-    faults = failing(fault, 2, 2 + sealed, 3 + sealed)
+    faults = failing(fault, [2], [2 + sealed, 3 + sealed])
     nodes = grid(data, program=Consensus, faults=faults, client={"max_delay": 1})
     run = FlowerNetwork(nodes, Topology.complete(3), staleness=1, sealed=sealed).run(None, 3)
     # Nodes 0 and 1 have 3 after round 1, and a third more of node 2's 6 after round 2; in round 3
@@ -269,12 +242,10 @@ def test_what_one_node_shows_cannot_spoil_what_the_others_do(shown: Array) -> No
 
     data, topology = values(5), Topology.ring(5)
 
-    def make_client(context: Context) -> DiffusionClient:
-        node = int(context.node_config["partition-id"])
-        kind = Liar if node == 3 else DiffusionClient
-        return kind(Drift({node: data[node]}), context)
+    def make_client(context: Context, node: int) -> DiffusionClient:
+        return (Liar if node == 3 else DiffusionClient)(Drift({node: data[node]}), context)
 
-    run = FlowerNetwork(InProcessGrid(client_app(make_client), 5), topology).run(None, 2)
+    run = FlowerNetwork(grid_of(make_client, 5), topology).run(None, 2)
     here = InMemoryNetwork(topology).run(Drift(data), 2)
     np.testing.assert_allclose(run.observed["norm"][:3], here.observed["norm"][:3], atol=1e-12)
     assert np.isnan(run.observed["norm"][3])
@@ -298,7 +269,7 @@ def test_a_message_of_another_form_is_left_out_by_those_who_receive_it() -> None
 def test_a_dead_node_is_unknown_at_the_end() -> None:
     data = values(4)
     topology = Topology.complete(4)
-    faulty = grid(data, program=Consensus, faults=failing("silence", 3, 4, 99))
+    faulty = grid(data, program=Consensus, faults=failing("silence", [3], range(4, 99)))
     run = FlowerNetwork(faulty, topology).run(None, 8)
     assert run.state.nodes.tolist() == [0, 1, 2]
     assert run.alive.tolist() == [True, True, True, False]
@@ -331,40 +302,28 @@ class Odd(DiffusionClient):
         return self.sent, 20, {"error": 0.5}
 
 
-def ordinary(nodes: Iterable[int], n: int = 4, kind: type = Odd) -> InProcessGrid:
+def ordinary(nodes: Iterable[int], n: int = 4) -> InProcessGrid:
     """Return a federation in which these nodes have another client."""
     few, data = set(nodes), values(n)
 
-    def make_client(context: Context) -> NumPyClient:
-        node = int(context.node_config["partition-id"])
-        one = kind if node in few else DiffusionClient
-        client: NumPyClient = one(Drift({node: data[node]}), context, shows="state", max_delay=1)
-        return client
+    def make_client(context: Context, node: int) -> DiffusionClient:
+        kind = Odd if node in few else DiffusionClient
+        return kind(Drift({node: data[node]}), context, shows="state", max_delay=1)
 
-    return InProcessGrid(client_app(make_client), n)
+    return grid_of(make_client, n)
 
 
-@pytest.mark.parametrize(
-    ("sealed", "rounds", "step", "rule"),
-    [
-        (False, 3, "exchange", "metrics must"),
-        (True, 3, "announce", "arrays must"),
-        (False, 0, "show", "arrays must"),
-    ],
-    ids=["open", "sealed", "no rounds"],
-)
+@pytest.mark.parametrize(("sealed", "rounds"), [(False, 3), (True, 3), (False, 0)])
 def test_ordinary_clients_end_the_run_with_the_client_that_it_needs(
-    sealed: bool, rounds: int, step: str, rule: str
+    sealed: bool, rounds: int
 ) -> None:
     network = FlowerNetwork(ordinary(range(4)), Topology.ring(4), sealed=sealed)
-    said = f"asked for step '{step}': {rule}.*: this strategy needs a DiffusionClient"
-    with pytest.raises(TooFewReplies, match=said):
+    with pytest.raises(TooFewReplies, match="DiffusionClient"):
         network.run(None, rounds)
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 @pytest.mark.parametrize(
-    "faults", [Faults(), Faults(sleep=0.4, seed=1)], ids=["none", "some nodes sleep"]
+    ("faults", "sealed"), [(Faults(), False), (Faults(sleep=0.4, seed=1), True)]
 )
 def test_one_ordinary_client_is_left_out_in_every_exchange_and_named_once(
     faults: Faults, sealed: bool, warned: Any
@@ -419,18 +378,15 @@ class MovingWithState(Moving):
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-def test_a_node_that_comes_back_under_another_id_is_the_same_node(sealed: bool) -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_node_that_comes_back_under_another_id_is_the_same_node(
+    tmp_path: Path, sealed: bool, on_disk: bool
+) -> None:
+    """With its state in memory, or restarted and with a ``state-dir``."""
     data, topology = values(4), Topology.ring(4)
     here = InMemoryNetwork(topology).run(Drift(data), 6)
-    moved = grid(data, kind=MovingWithState)
-    assert_same(FlowerNetwork(moved, topology, sealed=sealed).run(None, 6), here)
-
-
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-def test_state_on_disk_survives_a_restart(tmp_path: Path, sealed: bool) -> None:
-    data, topology = values(4), Topology.ring(4)
-    here = InMemoryNetwork(topology).run(Drift(data), 6)
-    moved = grid(data, kind=Moving, run_config={"state-dir": str(tmp_path)})
+    kind = Moving if on_disk else MovingWithState
+    moved = grid(data, kind=kind, run_config={"state-dir": str(tmp_path)} if on_disk else {})
     assert_same(FlowerNetwork(moved, topology, sealed=sealed).run(None, 6), here)
 
 
@@ -492,105 +448,41 @@ def test_a_node_that_comes_late_joins_in(sealed: bool, staleness: int) -> None:
 # Checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("staleness", [0, 3])
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-@pytest.mark.parametrize("cut", [1, 2, 4, 6])
-def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, cut: int, sealed: bool, staleness: int
-) -> None:
-    data, topology = values(5), Topology.erdos_renyi(5, 0.6, seed=2)
-    faults = Faults(0.2, 0.2, {}, {0: 2}, 2, seed=4)
-    options: dict[str, Any] = {"faults": faults, "sealed": sealed, "staleness": staleness}
-    client = {"max_delay": 3}
-    nodes = grid(data, client=client)
-    part = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, **options)
-    part.start(nodes, num_rounds=cut)
-    again = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, server=RESUME, **options)
-    again.start(nodes)
-    network = InMemoryNetwork(topology, faults=faults, staleness=staleness)
-    here = network.run(Drift(data), 6)
-    assert_same(again.outcome, here)
-    assert [report.round for report in again.history] == list(range(1, again.exchanges + 1))
-    whole = NeighborRelay(topology, 6, **options)
-    whole.start(grid(data, client=client))
-    np.testing.assert_array_equal(again.outcome.state.value, whole.outcome.state.value)
-
-
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_too_few_rounds_are_refused_before_the_first_message(sealed: bool) -> None:
-    class Untouched(InProcessGrid):
-        def get_node_ids(self) -> Iterable[int]:
-            raise AssertionError("nobody is asked")
-
-    nodes = grid(values(3), kind=Untouched)
+    nodes = grid(values(3), kind=Tapped)
     relay = NeighborRelay(Topology.ring(3), 3, sealed=sealed)
-    for few in (0, 2, relay.exchanges - 1):
-        least = 4 + sealed if few else 1
-        refused = rf"^num_rounds must be at least {least}\b.*, got {few}\b"
-        with pytest.raises(ValueError, match=refused):
+    for few in (0, 2, relay.exchanges - 1, "all"):
+        with pytest.raises((ValueError, TypeError), match="num_rounds must"):
             relay.start(nodes, num_rounds=few)
-    with pytest.raises(ValueError, match="num_rounds must"):
-        relay.start(nodes, num_rounds="all")
-    assert relay.history == []
-    with pytest.raises(RuntimeError, match=f"must be over, which takes {4 + sealed} exchanges"):
+    assert nodes.asked == relay.history == []
+    with pytest.raises(RuntimeError, match=f"{4 + sealed} exchanges"):
         _ = relay.outcome
 
 
 def test_a_part_of_a_run_is_allowed_with_checkpoints_and_says_that_it_is_one(
     tmp_path: Path, warned: Any
 ) -> None:
-    data, topology = values(3), Topology.ring(3)
-    nodes = grid(data)
-
-    def told() -> list[str]:
-        found = [line.split(" are done.")[0] for line in lines(warned, "has no result")]
+    topology, nodes = Topology.ring(3), grid(values(3))
+    for done in (1, 2, 2):  # and with no further round
+        server = ServerSettings(resume=True)
+        relay = NeighborRelay(topology, 3, checkpoint_dir=tmp_path, server=server)
+        relay.start(nodes, num_rounds=done)
+        (line,) = lines(warned, "has no result")
+        assert f"{done} of the 4 rounds" in line
+        with pytest.raises(RuntimeError, match="4 exchanges"):
+            _ = relay.outcome
         warned.clear()
-        return found
-
-    first = NeighborRelay(topology, 3, checkpoint_dir=tmp_path)
-    first.start(nodes, num_rounds=1)
-    assert told() == ["The run has no result yet: 1 of the 4 rounds that it takes"]
-    with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
-        _ = first.outcome
-    for done in (2, 2):  # and with no further round
-        again = NeighborRelay(topology, 3, checkpoint_dir=tmp_path, server=RESUME)
-        again.start(nodes, num_rounds=done)
-        assert told() == [f"The run has no result yet: {done} of the 4 rounds that it takes"]
     again = NeighborRelay(topology, 3, checkpoint_dir=tmp_path, server=RESUME)
     again.start(nodes, num_rounds=4)
-    assert told() == []
-    assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(data), 3))
-
-
-def test_a_round_that_is_asked_again_has_the_same_answer(tmp_path: Path) -> None:
-    """The server died after the nodes' answers to round 4, before it saved them."""
-    data, topology = values(4), Topology.ring(4)
-    nodes = grid(data)
-    NeighborRelay(topology, 6, checkpoint_dir=tmp_path).start(nodes, num_rounds=4)
-    (tmp_path / "round-000004.npz").unlink()
-    again = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, server=RESUME)
-    again.start(nodes)
-    assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(data), 6))
-
-
-def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
-    data, topology = values(4), Topology.ring(4)
-    network = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path)
-    run = network.run(None, 4)
-    again = FlowerNetwork(
-        grid(values(4, seed=9)),
-        topology,
-        checkpoint_dir=tmp_path,
-        server=RESUME,
-    )
-    assert_same(again.run(None, 4), run)
+    assert lines(warned, "has no result") == []
+    assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(values(3)), 3))
 
 
 @pytest.mark.parametrize(
     ("one", "same"),
     [
         (Faults(dead={3: 4, 1: 1}), Faults(dead={1: 1, 3: 4})),
-        (Faults(drop=0.25), Faults(drop=np.float64(0.25))),
         (Faults(sleep=0.0, max_delay=1), Faults(sleep=0, max_delay=np.int64(1))),
     ],
 )
@@ -627,7 +519,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 ) -> None:
     NeighborRelay(Topology.ring(4), 2, checkpoint_dir=tmp_path).start(grid(values(4)))
     other = NeighborRelay(topology, n_rounds, checkpoint_dir=tmp_path, server=RESUME, **options)
-    with pytest.raises(ValueError, match="must hold a run with the same options"):
+    with pytest.raises(ValueError, match="checkpoint_dir must"):
         other.start(grid(values(4)))
 
 
@@ -636,19 +528,14 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_the_older_interface_gives_the_same_bits(sealed: bool) -> None:
-    data, topology, faults = values(4), Topology.ring(4), Faults(sleep=0.3, seed=2)
+    data, options = values(4), {"faults": Faults(sleep=0.3, seed=2), "sealed": sealed}
+    old, new = (NeighborRelay(Topology.ring(4), 5, **options) for _ in range(2))
 
     def make_client(context: Context) -> DiffusionClient:
-        node = int(context.node_config["partition-id"])
+        node = partition_of(context)
         return DiffusionClient(Drift({node: data[node]}), context, shows="state")
 
-    def relay() -> NeighborRelay:
-        return NeighborRelay(topology, 5, faults=faults, sealed=sealed)
-
-    manager, old, new = SimpleClientManager(), relay(), relay()
-    for i, context in enumerate(grid(data).contexts.values()):
-        manager.register(LocalProxy(f"{37 * (i + 2) % 11}", make_client, context))
-    Server(client_manager=manager, strategy=as_legacy(old)).fit(old.exchanges, timeout=None)
+    serve(make_client, grid(data).contexts.values(), as_legacy(old), old.exchanges)
     new.start(InProcessGrid(client_app(make_client), 4))
     assert_same(old.outcome, new.outcome)
     np.testing.assert_array_equal(old.outcome.state.value, new.outcome.state.value)
@@ -670,6 +557,3 @@ def test_bad_arguments_are_refused() -> None:
         network.run(None, 1, stop=lambda state: True)
     with pytest.raises(ValueError, match="state must"):
         network.run(None, 1, state=Drift(values(3)).start(np.arange(3)))
-    relay = NeighborRelay(topology, 3)
-    with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
-        _ = relay.outcome

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients import client_app, client_fn
+from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
-from tests.strategies.test_legacy import serve
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
+from tests.grids import as_app, partition_of
 
 N_ATOMS, N_GLOBAL, CLIENTS = 12, 3, 4
 LEARNER = OrthogonalLearner(N_ATOMS)
@@ -45,7 +44,7 @@ class Ordinary(NumPyClient):
     """A dictionary client as for FedAvg; its atoms have the norm 2, in another order each time."""
 
     def __init__(self, context: Context) -> None:
-        self.partition = int(context.node_config["partition-id"])
+        self.partition = partition_of(context)
         self.X = samples(self.partition)
 
     def fit(self, parameters: Any, config: Any) -> Any:
@@ -59,24 +58,7 @@ class Ordinary(NumPyClient):
 
 def messages() -> ClientApp:
     """The same as an app of Flower's quickstart."""
-    app = ClientApp()
-
-    @app.train()
-    def train_(message: Message, context: Context) -> Message:
-        partition = int(context.node_config["partition-id"])
-        parameters = message.content.array_records["arrays"].to_numpy_ndarrays()
-        D = train(samples(partition), partition, parameters)
-        content = {"arrays": ArrayRecord([D]), "metrics": MetricRecord({"num-examples": 150})}
-        return Message(RecordDict({**content}), reply_to=message)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        (D,) = message.content.array_records["arrays"].to_numpy_ndarrays()
-        loss = error(samples(int(context.node_config["partition-id"])), D)
-        metrics = MetricRecord({"loss": loss, "atoms": len(D), "num-examples": 150})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    return app
+    return as_app(Ordinary)
 
 
 @pytest.mark.parametrize("app", [Ordinary, messages()], ids=["NumPyClient", "ClientApp"])
@@ -101,10 +83,41 @@ def test_any_client_learns_the_shared_atoms_and_keeps_its_own(
         assert np.abs(own @ SHARED.T).max() < 1e-6, partition
 
 
+def test_a_client_that_was_not_there_at_the_start_makes_its_own_atoms_anew() -> None:
+    strategy = PerMA(N_GLOBAL, aggregation="mean")
+    grid = InProcessGrid(client_app(Ordinary), CLIENTS)
+    strategy.start(grid, ArrayRecord([SHARED]), num_rounds=2)
+    anew = [r.aggregate["anew"] for r in strategy.history if r.step != "evaluate"]
+    assert anew == [CLIENTS, 0]
+    assert all(len(own) == N_ATOMS - N_GLOBAL for own in grid.local_atoms())
+
+
+@pytest.mark.parametrize(
+    ("options", "reply", "named"),
+    [
+        ({}, np.eye(4), "fit"),
+        ({}, np.zeros((12, 12)), "D must have no zero row"),
+        ({"refine_steps": 1}, None, "refine_steps"),
+        ({"aggregation": "statistics"}, None, "aggregation"),
+    ],
+)
+def test_what_such_a_client_cannot_do_is_named(
+    options: dict[str, Any], reply: Any, named: str
+) -> None:
+    class Odd(Ordinary):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            trained, n, metrics = super().fit(parameters, config)
+            return [reply] if parameters and reply is not None else trained, n, metrics
+
+    strategy = PerMA(N_GLOBAL, **{"aggregation": "mean", **options})
+    with pytest.raises(TooFewReplies, match=named):
+        strategy.start(InProcessGrid(client_app(Odd), CLIENTS), num_rounds=2)
+
+
 @pytest.mark.parametrize("app", [Ordinary, messages()], ids=["NumPyClient", "ClientApp"])
 def test_numbers_of_shared_atoms_are_measured_by_the_clients_own_evaluate(app: Any) -> None:
-    grid = InProcessGrid(client_app(app), CLIENTS)
     strategy = PerMA("auto", aggregation="mean")
+    grid = InProcessGrid(client_app(app), CLIENTS)
     (atoms,) = strategy.start(grid, num_rounds=4).arrays.to_numpy_ndarrays()
     assert dictionary_distance(SHARED, atoms) < 1e-6
     tried = next(r for r in reversed(strategy.history) if r.step == "choose").aggregate
@@ -124,44 +137,3 @@ def test_local_atoms_survive_on_disk_and_a_resumed_run_has_the_same_bits(tmp_pat
     learn(grid(), 2, checkpoint_dir=tmp_path / "run")
     again = learn(grid(), 4, checkpoint_dir=tmp_path / "run", server=ServerSettings(resume=True))
     np.testing.assert_array_equal(whole, again)
-
-
-def test_the_older_interface_gives_the_same_bits() -> None:
-    def grid() -> InProcessGrid:
-        return InProcessGrid(client_app(Ordinary), CLIENTS)
-
-    options: dict[str, Any] = {"aggregation": "mean", "num_clients": CLIENTS}
-    old = SimpleNamespace(make_client=client_fn(Ordinary), grid=grid)
-    found, _ = serve(old, as_legacy(PerMA(N_GLOBAL, **options)), 3)
-    result = PerMA(N_GLOBAL, **options).start(grid(), num_rounds=3)
-    np.testing.assert_array_equal(found, result.arrays.to_numpy_ndarrays()[0])
-
-
-def test_a_client_that_was_not_there_at_the_start_makes_its_own_atoms_anew() -> None:
-    strategy = PerMA(N_GLOBAL, aggregation="mean")
-    grid = InProcessGrid(client_app(Ordinary), CLIENTS)
-    strategy.start(grid, ArrayRecord([SHARED]), num_rounds=2)
-    anew = [r.aggregate["anew"] for r in strategy.history if r.step != "evaluate"]
-    assert anew == [CLIENTS, 0]
-    assert all(len(own) == N_ATOMS - N_GLOBAL for own in grid.local_atoms())
-
-
-@pytest.mark.parametrize(
-    ("options", "reply", "said"),
-    [
-        ({}, np.eye(4), "fit must return [dictionary], the dictionary, (12, 12), got shapes"),
-        ({}, np.zeros((12, 12)), "D must have no zero row, got one at 0."),
-        ({"refine_steps": 1}, None, "refine_steps must be 0 for a client with fit and evaluate"),
-        ({"aggregation": "statistics"}, None, 'aggregation must be "mean", or another one'),
-    ],
-)
-def test_a_refusal_is_a_sentence(options: dict[str, Any], reply: Any, said: str) -> None:
-    class Odd(Ordinary):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            trained, n, metrics = super().fit(parameters, config)
-            return [reply] if parameters and reply is not None else trained, n, metrics
-
-    strategy = PerMA(N_GLOBAL, **{"aggregation": "mean", **options})
-    with pytest.raises(TooFewReplies) as error:
-        strategy.start(InProcessGrid(client_app(Odd), CLIENTS), num_rounds=2)
-    assert said in str(error.value)

@@ -20,6 +20,7 @@ from flwr_perdl.strategies import (
     SecureMean,
     ServerSettings,
 )
+from tests.grids import partition_of
 
 
 class Rounds(ProtocolStrategy):
@@ -52,7 +53,7 @@ class Client(NumPyClient):
     """Sends ten times its partition and the round; client 2 fails after the first round."""
 
     def __init__(self, context: Context) -> None:
-        self.i = int(context.node_config["partition-id"])
+        self.i = partition_of(context)
 
     def fit(self, parameters: Any, config: Any) -> Any:
         if self.i == 2 and config["server-round"] > 1:

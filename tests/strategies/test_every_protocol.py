@@ -1,0 +1,41 @@
+"""What every protocol owes: a resumed run, and Flower's older interface, have the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flwr_perdl.clients import client_fn
+from flwr_perdl.strategies import ServerSettings, as_legacy
+from tests.bits import assert_same_bits
+from tests.strategies.protocols import CASES, VARIANTS, N
+from tests.strategies.test_legacy import serve
+
+RESUME = ServerSettings(resume=True)
+ALL = CASES | VARIANTS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    """The server died with all replies to a round in, before it saved them; nodes restarted."""
+    case, nodes, folder = ALL[name], tmp_path / "nodes", tmp_path / "run"
+    whole = case.run(case.grid(), case.cut + 2)
+    case.run(case.grid(nodes), case.cut + 1, checkpoint_dir=folder)
+    (folder / f"round-{case.cut + 1:06d}.npz").unlink()
+    for _ in range(2):  # and a run that is over stays over
+        found = case.run(case.grid(nodes), case.cut + 2, checkpoint_dir=folder, server=RESUME)
+        for array, same in zip(found, whole, strict=True):
+            assert_same_bits(array, same)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("relay")])
+def test_the_older_interface_gives_the_same_bits(name: str) -> None:
+    case = ALL[name]
+    wanted = case.run(case.grid(), case.cut + 2)
+    strategy = case.strategy(num_clients=N, fraction_evaluate=0.0)
+    initial = [] if case.initial is None else [case.initial]
+    make, contexts = client_fn(case.make_client), case.grid().contexts.values()
+    found, _ = serve(make, contexts, as_legacy(strategy, initial=initial), case.cut + 2)
+    assert_same_bits(found, wanted[0])
+    assert not any(report.dropped for report in strategy.history)
