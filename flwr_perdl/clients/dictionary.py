@@ -187,10 +187,10 @@ class LearnerClient(ProtocolClient):
         G = check_array("global atoms", request.arrays[0], columns=self.X.shape[1])
         return check_atoms(G, most=self.learner.n_atoms)
 
-    def first_dictionary(self, request: StepRequest) -> Matrix:
-        """Return the dictionary that the client learns from its samples alone."""
+    def first_dictionary(self, request: StepRequest, X: Matrix | None = None) -> Matrix:
+        """Return the dictionary that the client learns from its samples alone, or from these."""
         rng = spawn(request.seed, self.partition)
-        return self.start(self.X, self.learner, rng=rng).dictionary
+        return self.start(self.X if X is None else X, self.learner, rng=rng).dictionary
 
     def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
         """Return the client's own atoms, and whether they are made anew, without a kept state."""
@@ -229,7 +229,7 @@ class LearnerClient(ProtocolClient):
         ``extra_metrics`` adds where all sets have as many, and ``"anew": 1`` where there was no
         private state to measure with.
         """
-        counts = _counts(str(request.config.get(N_NONZERO, "")))
+        counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         G = self.global_atoms(request)
         local_atoms, anew = self.own_atoms(G, request)
         metrics: dict[str, Scalar] = {ANEW: 1} if anew else {}
@@ -276,7 +276,7 @@ def mean_square(errors: Matrix) -> float:
     return float(np.mean(errors[~np.isnan(errors)] ** 2 if has_missing(errors) else errors**2))
 
 
-def _counts(wanted: str) -> list[str]:
+def atom_counts(wanted: str) -> list[str]:
     """Return the numbers of atoms per sample that an evaluation asks for, as texts."""
     counts = [part.strip() for part in wanted.split(",")]
     for count in counts if wanted else ():

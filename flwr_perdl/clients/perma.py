@@ -9,6 +9,7 @@ paper                                    here
 D_i^(0), local initialization (line 3)   `DictionaryClient.initialize`
 D^g,(t)                                  ``G``, which comes with ``"update"``
 D_i^l,(t)                                ``L``, in the client's private state
+r^g, of several, the best                `DictionaryClient.choose`; not in the paper
 local refinement (Algorithm 6)           `flwr_perdl.dictionary.refine_local`
 local_update (Algorithm 3)               `DictionaryClient.update`
 =======================================  =======================================================
@@ -24,13 +25,16 @@ from typing import ClassVar, Unpack
 
 import numpy as np
 from flwr.app import Context
+from numpy.typing import NDArray
 
-from flwr_perdl.clients._requests import check_products
+from flwr_perdl.clients._requests import check_products, rounded
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
     MOST_STEPS,
+    N_NONZERO,
     LearnerClient,
     LearnerOptions,
+    atom_counts,
     doubts,
     mean_square,
     read_local_steps,
@@ -51,14 +55,24 @@ from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.random import spawn
 
 START = "start"
+#: One update of each of several numbers of global atoms, measured on samples held out.
+CHOOSE = "choose"
 UPDATE = "update"
 #: What an update sends of the global atoms: the updated atoms, or the statistics of the update.
 SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
 REFINE_STEPS = "perdl.refine-steps"
+#: Start: whether samples are held out for the choice; and the names of its errors in a reply.
+HOLD_OUT = "perdl.hold-out"
+HELD_OUT = "mse_held_out_"
+#: One sample in so many is held out, drawn as in a round that no run has.
+_HELD, _DRAW = 3, 2**32 - 1
+#: Errors below this share of the mean square are rounding, by which nothing is chosen.
+_ROUNDING = 1e-12
 
 #: The name of the first dictionary in a client's private state, before it knows its local atoms.
 DICTIONARY = "dictionary"
@@ -138,25 +152,58 @@ class DictionaryClient(LearnerClient):
         """Local initialization (Algorithm 1, lines 2-5): send the dictionary of own samples."""
         if request.arrays:
             raise ValueError(f"parameters must be none, got {len(request.arrays)} arrays.")
-        D = self.first_dictionary(request)
-        C = self.learner.code(self.X, D)
-        error = mean_square(self.X - reconstruct(C, D))
+        X = self.X[~self._held_out(request)] if request.config.get(HOLD_OUT) else self.X
+        D = self.first_dictionary(request, X)
+        C = self.learner.code(X, D)
+        error = mean_square(X - reconstruct(C, D))
         if self.warns and (odd := doubts(self.X, len(D))):
             log(WARNING, "This client has %s.", "; and ".join(odd))
-        allowed = self.may_send(C, observed(self.X))
+        allowed = self.may_send(C, observed(X))
         sent = D[allowed]
-        if has_missing(self.X):
-            entries = may_send_entries(C, self.X, self.min_support)
+        if has_missing(X):
+            entries = may_send_entries(C, X, self.min_support)
             sent = np.where(entries, D, 0)[allowed]
             sent = normalize_atoms(sent[sent.any(axis=1)])
         return self.result(sent, error, len(D), {DICTIONARY: D})
 
+    @step(CHOOSE)
+    def choose(self, request: StepRequest) -> StepResult:
+        """Update each of several numbers of global atoms, and measure them on samples held out."""
+        candidates = [self.global_atoms(request._replace(arrays=[G])) for G in request.arrays]
+        counts = atom_counts(str(request.config.get(N_NONZERO, "")))
+        held, anew = self._held_out(request), request.kept is None
+        if request.kept is None:
+            D = self.first_dictionary(request, self.X[~held])
+            request = request._replace(kept={DICTIONARY: D})
+        sent, errors, keep, metrics = [], [], {}, {}
+        for G in candidates:
+            L, _ = self.own_atoms(G, request)
+            own, error, D = self._updated(request, self.X[~held], G, L)
+            sent.append(own)
+            errors.append(error)
+            keep[f"{LOCAL_ATOMS}_{len(G)}"] = D[len(G) :]
+            if held.any():
+                found = float(np.mean([self._error(self.X[held], D, k) for k in counts]))
+                exact = found <= _ROUNDING * mean_square(self.X[held])
+                metrics[f"{HELD_OUT}{len(G)}"] = 0.0 if exact else rounded(found)
+        result = self.result(sent[0], min(errors), len(D), keep, anew=anew)
+        return result._replace(arrays=sent, metrics={**result.metrics, **metrics})
+
     @step(UPDATE)
     def update(self, request: StepRequest) -> StepResult:
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
+        G = self.global_atoms(request)
+        L, anew = self.own_atoms(G, request)
+        sent, error, D = self._updated(request, self.X, G, L)
+        return self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, anew=anew)
+
+    def _updated(
+        self, request: StepRequest, X: Matrix, G: Matrix, L: Matrix
+    ) -> tuple[Matrix, float, Matrix]:
+        """Return what is sent of an update, the error before it, and the dictionary after it."""
         # A request is checked before anything is computed from samples: atoms that are not unit, or
         # too much alike, would have a reply show more than a sum.
-        config, G, X, learner = request.config, self.global_atoms(request), self.X, self.learner
+        config, learner = request.config, self.learner
         statistics = check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS)) != ATOMS
         refine_steps = check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, MOST_STEPS)
         check_products(G, orthogonal=statistics and learner.orthogonal)
@@ -165,7 +212,6 @@ class DictionaryClient(LearnerClient):
                 'aggregation must be "statistics" where X has NaN, got one of the atoms themselves.'
             )
         n_steps, r = read_local_steps(request), len(G)
-        L, anew = self.own_atoms(G, request)
         if refine_steps:
             L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
         errors, after = [], np.vstack([G, L])
@@ -188,8 +234,7 @@ class DictionaryClient(LearnerClient):
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
-        sent = _rounded(sent, self.digits)
-        return self.result(sent, errors[0], len(after), {LOCAL_ATOMS: after[r:]}, anew=anew)
+        return _rounded(sent, self.digits), errors[0], after
 
     def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
         """Return the local atoms, and whether they had to be made anew.
@@ -198,10 +243,19 @@ class DictionaryClient(LearnerClient):
         late, or has lost its state, makes its own start and aligns it in the same way.
         """
         kept = request.kept
-        if kept is not None and LOCAL_ATOMS in kept:
-            return kept[LOCAL_ATOMS], False
+        for name in (LOCAL_ATOMS, f"{LOCAL_ATOMS}_{len(G)}"):  # the latter until the choice is made
+            if kept is not None and name in kept:
+                return kept[name], False
         D = self.first_dictionary(request) if kept is None else kept[DICTIONARY]
         return align_to_global(D, G).local_atoms, kept is None
+
+    def _held_out(self, request: StepRequest) -> NDArray[np.bool_]:
+        """Return which samples are held out, (n_samples,): none where these are too few."""
+        held = np.zeros(len(self.X), dtype=bool)
+        if (n_held := len(self.X) // _HELD) >= max(self.min_support, 1):
+            rng = spawn(request.seed, self.partition, _DRAW)
+            held[rng.permutation(len(self.X))[:n_held]] = True
+        return held
 
 
 def _rounded(sent: Matrix, digits: int | None) -> Matrix:

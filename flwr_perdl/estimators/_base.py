@@ -183,13 +183,14 @@ class Federated(Estimator):
         make_client: Callable[[Context], NumPyClient],
         n_sites: int,
         n_rounds: int,
+        **start: Any,
     ) -> tuple[Matrix, InProcessGrid]:
         """Run the strategy, and return what it learned, and the grid; set the history."""
         if self.grid is not None and not callable(self.grid):
             raise TypeError(f"grid must be a function (app, n_sites) or None, got {self.grid!r}.")
         grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
         verbose = "bar" if self.verbose else "quiet"
-        result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose)
+        result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose, **start)
         self.history_ = strategy.history
         self.n_iter_ = len(self.history_)
         (learned,) = result.arrays.to_numpy_ndarrays()

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import Start, doubts
-from flwr_perdl.core.checks import Matrix, check_count, is_auto
+from flwr_perdl.clients.dictionary import N_NONZERO, Start, doubts
+from flwr_perdl.core.checks import Matrix, check_choice, check_count
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
@@ -32,6 +32,7 @@ from flwr_perdl.estimators._base import Federated, MakeGrid, SiteTransformer, ex
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import spawn
 from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies.perma import NAMED
 
 #: How a site learns its first dictionary where no learner is given. With a third of the iterations
 #: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
@@ -50,9 +51,10 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     ----------
     n_atoms : int
         Atoms of a site, the global ones included.
-    n_global : int or "auto", default "auto"
-        How many of them are global. "auto" finds on how many the sites agree, which on images may
-        be none though sharing pays (docs/perma.md): then give a number.
+    n_global : int, "auto" or "agree", default "auto"
+        How many of them are global. "auto" tries none, a quarter, a half, three quarters and all
+        in the first rounds, and takes what has the least error on samples that the sites hold out
+        for these; "agree" finds on how many the sites agree (P0, B.2): see `PerMA`.
     learner : callable, optional
         ``n_atoms -> Learner``: what a site learns with, such as `OrthogonalLearner` or
         ``partial(MODLearner, n_nonzero=5)``; by default `LassoLearner`, which does best without
@@ -129,7 +131,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def __init__(
         self,
         n_atoms: int,
-        n_global: int | Literal["auto"] = "auto",
+        n_global: int | Literal["auto", "agree"] = "auto",
         *,
         learner: Callable[[int], Learner] | None = None,
         alpha: float | Literal["auto"] = "auto",
@@ -165,9 +167,9 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         ignored.
         """
         learner = self._learner()
-        if not is_auto("n_global", self.n_global):
-            check_count("n_global", self.n_global, 1, self.n_atoms)
-        n_rounds = check_count("rounds", self.rounds, 2)
+        n_rounds, n_global = check_count("rounds", self.rounds, 2), self.n_global
+        if not (isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)):
+            check_count("n_global", n_global, 1, self.n_atoms)
         check_count("min_support", self.min_support)
         # of one column there is one atom
         sites = self._read_sites(X, min_columns=2, missing=True)
@@ -197,7 +199,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
                 min_support=self.min_support,
             )
 
-        learned, grid = self._federate(strategy, make_client, len(sites), n_rounds)
+        errors_of = ConfigRecord(
+            {} if self.n_nonzero is None else {N_NONZERO: str(min(self.n_nonzero, self.n_atoms))}
+        )
+        learned, grid = self._federate(
+            strategy, make_client, len(sites), n_rounds, evaluate_config=errors_of
+        )
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
         self._warn(sites, learner)
         return self._fitted(sites[0].shape[1], X[0])

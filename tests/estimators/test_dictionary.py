@@ -79,7 +79,7 @@ def test_by_default_planted_factors_that_are_not_orthogonal_are_found(seed: int)
         codes = rng.standard_normal((200, 4)) * (rng.random((200, 4)) < 0.3)
         noise = 0.01 * rng.standard_normal((200, 20))
         sites.append(codes @ np.vstack([factors[:2], mine]) + noise)
-    model = PersonalizedDictionaryLearning(4, "auto").fit(sites)
+    model = PersonalizedDictionaryLearning(4, "agree").fit(sites)
     assert len(model.global_atoms_) == 2
     assert np.abs(factors[:2] @ model.global_atoms_.T).max(axis=1).min() > 0.98
     for mine, found in zip(own, model.local_atoms_, strict=True):
@@ -307,3 +307,28 @@ def test_copies_among_atoms_are_named() -> None:
     with pytest.warns(UserWarning, match="n_atoms") as caught:
         model.fit(sites)
     assert any("copies" in str(w.message) for w in caught)
+
+
+def cameras(n_images: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Four sites with digits of the usual view and of their own camera; and as many for a test."""
+    images = np.random.default_rng(seed).permutation(load_digits().images / 16)
+    views = [np.flipud, np.fliplr, np.rot90, np.transpose]
+    sites, tests = [], []
+    for i, turn in enumerate(views):
+        rows = images[4 * i * n_images : 4 * (i + 1) * n_images]
+        usual, own = rows[::2], np.stack([turn(image) for image in rows[1::2]])
+        for half, into in ((slice(None, None, 2), sites), (slice(1, None, 2), tests)):
+            into.append(np.concatenate([usual[half], own[half]]).reshape(2 * n_images, -1))
+    return sites, tests
+
+
+def test_the_chosen_number_of_shared_atoms_is_as_good_as_the_best() -> None:
+    sites, tests = cameras(30, seed=0)
+
+    def error(n_global: int | str) -> float:
+        model = PersonalizedDictionaryLearning(16, n_global, n_nonzero=3, rounds=8).fit(sites)
+        rebuilt = [model.reconstruct(X, client=i) for i, X in enumerate(tests)]
+        return float(np.mean((np.stack(tests) - np.stack(rebuilt)) ** 2))
+
+    best, worst = (f(error(n) for n in (4, 8, 12, 16)) for f in (min, max))
+    assert error("auto") <= 1.03 * best < worst
