@@ -3,6 +3,12 @@
 A node reads the file that its node config names (``data``); in process, and under Ray, client i
 reads the i-th file of a folder. A tenth of each file is held out, by seed, and measured at its
 node: nothing is compared with pooled data, which nobody has.
+
+``--data FOLDER`` holds a file per client; in a deployment a node's config names its own file.
+A tenth of each file is held out.
+
+Metrics: ``mse_global``, ``mse_full`` (held-out samples coded by the client's learner with the
+global atoms alone, and with its local ones besides; means over samples), ``n_global``.
 """
 
 from __future__ import annotations
