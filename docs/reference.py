@@ -243,9 +243,7 @@ def _options() -> str:
         lines += ["| option | default | |", "|---|---|---|"]
         for key, option in one.options.items():
             lines.append(f"| `{key}` | `{option.default}` | {_cell(option.help)} |")
-        text = to_markdown(one.code.__doc__ or "").strip()
-        indented = "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-        lines += ["", '??? note "Data, methods and metrics"', "", indented]
+        lines += ["", to_markdown(one.code.__doc__ or "")]
     return "\n".join(lines)
 
 
