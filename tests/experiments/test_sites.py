@@ -59,7 +59,7 @@ def test_the_first_sentence_names_who_lost(tmp_path: Path) -> None:
         mine, others = np.flatnonzero(np.isin(y, own)), np.flatnonzero(~np.isin(y, own))
         rows = np.concatenate([mine[:160], others[i::3][:40]])
         np.savez(tmp_path / f"ward-{i}.npz", X=X[rows] / 16)
-    found = run_experiment("sites", data=tmp_path, rounds=6, options={"n_atoms": 16})
+    found = run_experiment("sites", data=tmp_path, rounds=12, options={"n_atoms": 16})
     nodes = {row[0]: [float(value) for value in row[1:]] for row in found["tables"][0]["rows"]}
     assert len(nodes) == 3
     lost = [name for name, (_, alone, _, personal) in nodes.items() if personal >= alone]
