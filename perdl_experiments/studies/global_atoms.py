@@ -4,6 +4,10 @@ The matching round alone, with ``n_global="agree"``: the server counts the atoms
 clients' dictionaries agree, and is right if it finds as many as were planted. Beside it the paper's
 rule, the largest jump of the lengths of the shortest paths (Algorithm 2), and the same rule on the
 lengths of consensus matching, both on the dictionaries that the clients start with.
+
+Metrics: ``correct_4``, ``correct_6``, ``correct_8`` (shares of seeds); ``correct_paths_4`` and so
+on with the paper's rule, the largest jump of the path lengths, and ``correct_consensus_4`` and so
+on with the largest jump of the lengths of consensus matching, both on the clients' starts.
 """
 
 from __future__ import annotations

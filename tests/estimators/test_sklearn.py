@@ -73,7 +73,7 @@ class OneGroup(MixedRegression):
         return super().predict(X, one_group(X))
 
 
-#: The checks that do not hold, and why: said in docs/estimators.md too.
+#: The checks that do not hold, and why: docs/clustered-learning.md has them too.
 EXCLUDED: dict[str, dict[str, str]] = {
     "OneSite": {},
     "OneNode": {},
