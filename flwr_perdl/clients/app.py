@@ -37,6 +37,8 @@ from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_pa
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
 from flwr_perdl.protocol.compat import NumPyClient, has_handler, is_legacy, mods_of, to_client
 from flwr_perdl.protocol.records import (
@@ -69,6 +71,7 @@ def client_app(
     secure: bool = False,
     min_clients: int = MIN_CLIENTS,
     private: Sequence[str] = (),
+    privacy: Noise | None = None,
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
@@ -101,6 +104,10 @@ def client_app(
     private : sequence of str, default ()
         Names of arrays that never leave the client, or patterns of them: `keep_private`, around all
         mods. Where the strategy's initial arrays have no names, they are "0", "1", ….
+    privacy : Noise, optional
+        The client answers only requests whose promise is at least as strong, with sums to which
+        noise is added, and only for as many rounds as the promise is for. Its ``basis`` and
+        ``clip`` do not count. By default it believes every request's promise.
 
     Returns
     -------
@@ -135,14 +142,15 @@ def client_app(
     check_flag("secure", secure)
     check_count("min_clients", min_clients, 2)
     names = check_patterns("private", private)
+    check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        own = min_clients != MIN_CLIENTS or names
+        own = min_clients != MIN_CLIENTS or names or privacy is not None
         if train_mods or evaluate_mods or secure or (ours and own):
             raise ValueError(
                 "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
-                "its own mods, and min_clients and private with one of client_app, got some of "
-                "them."
+                "its own mods, and min_clients, private and privacy with one of client_app, got "
+                "some of them."
             )
         if is_legacy(make_client):
             raise TypeError(
@@ -150,7 +158,7 @@ def client_app(
                 "ClientApp(client_fn)."
             )
         _check_outermost("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
-        return make_client if ours else OtherApp(make_client, min_clients, names)
+        return make_client if ours else OtherApp(make_client, min_clients, names, privacy)
     for name, wanted, given in (
         ("make_client", "a function that makes a client from Flower's Context", [make_client]),
         ("train_mods", "functions", train_mods),
@@ -161,7 +169,9 @@ def client_app(
             if not callable(function):
                 raise TypeError(f"{name} must be {wanted}, got {function!r}.")
         _check_outermost(name, given)
-    app = NumPyClientApp(make_client, train_mods, evaluate_mods, secure, min_clients, names)
+    app = NumPyClientApp(
+        make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy
+    )
     if secure and app.noisy:
         raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
     return app
@@ -262,27 +272,33 @@ class AnsweringApp(ClientApp):
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
 
-    def __init__(self, min_clients: int, private: tuple[str, ...]) -> None:
+    def __init__(self, min_clients: int, private: tuple[str, ...], privacy: Noise | None) -> None:
         super().__init__()
+        self._privacy = privacy
         self._min_clients = min_clients
         self._keep = KeepPrivate(private) if private else None
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
+        kind = message.metadata.message_type
         try:
+            if self._privacy is not None and kind == MessageType.EVALUATE:
+                raise NoEvaluateError
+            call = self._answer
+            if in_clustered_round(message):
+                call = partial(self._answer_in_parts, answer_clustered)
+            elif in_ditto_round(message):
+                call = partial(self._answer_in_parts, answer_ditto)
+            elif in_averaging_round(message):
+                parts = partial(answer_averaging, keep=self._keep or self.own_keep)
+                call = partial(self._answer_in_parts, parts)
             if in_secure_round(message):
                 if self.noisy:
                     raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
-                answered = masked(message, context, self._answer, self._min_clients)
+                answered = masked(message, context, call, self._min_clients, self._privacy)
             else:
-                call = self._answer
-                if in_clustered_round(message):
-                    call = partial(self._answer_in_parts, answer_clustered)
-                elif in_ditto_round(message):
-                    call = partial(self._answer_in_parts, answer_ditto)
-                elif in_averaging_round(message):
-                    parts = partial(answer_averaging, keep=self._keep or self.own_keep)
-                    call = partial(self._answer_in_parts, parts)
+                if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
+                    call = partial(answer_noised, call_next=call, own=self._privacy)
                 answered = in_plain_round(message, context, call)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
@@ -309,14 +325,20 @@ class AnsweringApp(ClientApp):
 class OtherApp(AnsweringApp):
     """A ClientApp of somebody else; who the client is this one says for it."""
 
-    def __init__(self, app: ClientApp, min_clients: int, private: tuple[str, ...]) -> None:
-        super().__init__(min_clients, private)
+    def __init__(
+        self,
+        app: ClientApp,
+        min_clients: int,
+        private: tuple[str, ...],
+        privacy: Noise | None,
+    ) -> None:
+        super().__init__(min_clients, private, privacy)
         self._app = app
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
     def _handle(self, message: Message, context: Context) -> Message:
         asks_who = message.metadata.message_type == MessageType.QUERY
-        if asks_who and not has_handler(self._app, "query.default"):
+        if asks_who and (self._privacy or not has_handler(self._app, "query.default")):
             who = ConfigRecord({**identify(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
         measures = message.metadata.message_type == MessageType.EVALUATE
@@ -360,8 +382,9 @@ class NumPyClientApp(AnsweringApp):
         secure: bool,
         min_clients: int,
         private: tuple[str, ...],
+        privacy: Noise | None,
     ) -> None:
-        super().__init__(min_clients, private)
+        super().__init__(min_clients, private, privacy)
         self._make_client = make_client
         self._secure = secure
 
@@ -409,5 +432,7 @@ class NumPyClientApp(AnsweringApp):
         return evaluation_reply(message, *client.evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
-        properties = _properties(self._made(context), context)
+        private = self._privacy is not None  # what a client says of itself may be of its data
+        own: dict[str, Any] = {**identify(context)} if private else {}
+        properties = own or _properties(self._made(context), context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)

@@ -52,6 +52,7 @@ from flwr_perdl.dictionary import (
     update_weights,
 )
 from flwr_perdl.dictionary.coding import completed
+from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statistics
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
@@ -87,7 +88,9 @@ class DictionaryClient(LearnerClient):
     them more than two thirds of the terms' squares (`flwr_perdl.privacy.may_send`). Samples, codes
     and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on this client's
     disk. Differences of several replies, and combinations of rows, can show single samples
-    (docs/security.md), so ``max_requests`` limits the number of replies.
+    (docs/security.md), so ``max_requests`` limits the number of replies. Under a promise of noise
+    for records (`flwr_perdl.privacy.Noise`) each sample is coded with the global atoms alone, and
+    adds ``clip`` at most to the statistics; nothing is withheld then, and no metrics are sent.
 
     Parameters
     ----------
@@ -195,7 +198,11 @@ class DictionaryClient(LearnerClient):
         G = self.global_atoms(request)
         L, anew = self.own_atoms(G, request)
         sent, error, D = self._updated(request, self.X, G, L)
-        return self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, anew=anew)
+        result = self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, anew=anew)
+        bound = SAMPLE_BOUND.get()
+        if bound is None or request.config.get(SENDS) != STATISTICS:
+            return result
+        return result._replace(metrics={**result.metrics, BOUND: bound})
 
     def _updated(
         self, request: StepRequest, X: Matrix, G: Matrix, L: Matrix
@@ -212,6 +219,7 @@ class DictionaryClient(LearnerClient):
                 'aggregation must be "statistics" where X has NaN, got one of the atoms themselves.'
             )
         n_steps, r = read_local_steps(request), len(G)
+        bound = SAMPLE_BOUND.get() if statistics else None
         if refine_steps:
             L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
         errors, after = [], np.vstack([G, L])
@@ -221,6 +229,14 @@ class DictionaryClient(LearnerClient):
             # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
+        if bound is not None:
+            # Each sample's term depends on that sample and on G alone: it is coded by itself, and
+            # without the local atoms, which all samples have made. It is in float64, whose rounding
+            # errors are no part of a bound, and not rounded in a unit that all samples have made.
+            codes = np.vstack([learner.code(x[None], G) for x in X])
+            full = completed(X.astype(np.float64), codes, G)
+            sent = bounded_statistics(full, codes, bound, orthogonal=learner.orthogonal)
+            return sent, errors[0], after
         if statistics:
             full = completed(X, C, D)
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
@@ -246,6 +262,8 @@ class DictionaryClient(LearnerClient):
         for name in (LOCAL_ATOMS, f"{LOCAL_ATOMS}_{len(G)}"):  # the latter until the choice is made
             if kept is not None and name in kept:
                 return kept[name], False
+        if len(G) == self.learner.n_atoms:  # the start, which takes long, would leave none
+            return G[:0], kept is None
         D = self.first_dictionary(request) if kept is None else kept[DICTIONARY]
         return align_to_global(D, G).local_atoms, kept is None
 

@@ -40,13 +40,11 @@ from importlib.util import find_spec
 from logging import WARNING
 from math import exp, sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
 
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.dictionary import LOCAL_STEPS
@@ -54,6 +52,7 @@ from flwr_perdl.clients.perma import ATOMS, REFINE_STEPS, SENDS, UPDATE
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_real
+from flwr_perdl.privacy.noise import discrete_gaussian, noise_multiplier, opendp_prelude
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
     ARRAYS,
@@ -138,7 +137,7 @@ class LocalPrivacy:
     Parameters
     ----------
     epsilon, delta : float
-        The budget of all replies together; 0 < epsilon <= 1e9, 0 < delta < 1.
+        The budget of all replies together; 1e-6 <= epsilon <= 1e9, 0 < delta < 1.
     n_rounds : int
         Replies that the budget is for; a further request is refused. The count is kept in
         ``context.state``, which another run and a restarted SuperNode begin anew, see ``ledger``.
@@ -179,7 +178,7 @@ class LocalPrivacy:
         ledger: str | Path | None = None,
         rng: Callable[[], np.random.Generator] | None = None,
     ) -> None:
-        self.epsilon = check_real("epsilon", epsilon, 0, 1e9, open_low=True)
+        self.epsilon = check_real("epsilon", epsilon, 1e-6, 1e9)
         self.delta = check_real("delta", delta, 0, np.nextafter(1, 0), open_low=True)
         self.n_rounds = check_count("n_rounds", n_rounds, 1)
         self.clip = check_real("clip", clip, *_CLIPS)
@@ -194,6 +193,7 @@ class LocalPrivacy:
         if rng is not None and not callable(rng):
             raise TypeError(f"rng must be a function that makes a generator, got {rng!r}.")
         self._rng = rng
+        self._multiplier(1)  # needs the accountant: it is missed now, and not in the first round
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -328,11 +328,7 @@ class LocalPrivacy:
         """
         size = asked.shape[0] * asked.shape[1]
         deviation = _STEPS * (1 + size * 2.0**-50) + self._multiplier(asked.n_labels) * sqrt(size)
-        if rng is None:
-            drawn = np.array(_gaussian(deviation)([0] * size), dtype=np.float64)
-        else:
-            drawn = np.rint(deviation * rng.standard_normal(size))
-        return drawn.reshape(asked.shape)
+        return discrete_gaussian(deviation, size, rng).reshape(asked.shape)
 
     def _odds(self, n_labels: int) -> float:
         """Return how likely each false label is, rounded up."""
@@ -412,52 +408,9 @@ def _read(message: Message) -> _PrivateRequest:
 
 
 @lru_cache(maxsize=64)
-def _gaussian(deviation: float) -> Callable[[list[int]], list[int]]:
-    """Return OpenDP's mechanism that adds discrete Gaussian noise to integers."""
-    opendp = _opendp()
-    space = opendp.vector_domain(opendp.atom_domain(T="i64")), opendp.l2_distance(T="f64")
-    mechanism: Callable[[list[int]], list[int]] = opendp.m.make_gaussian(*space, scale=deviation)
-    return mechanism
-
-
-@lru_cache(maxsize=64)
 def _response(n_labels: int, honest: float) -> Callable[[int], int]:
     """Return OpenDP's randomized response."""
-    mechanism: Callable[[int], int] = _opendp().m.make_randomized_response(
+    mechanism: Callable[[int], int] = opendp_prelude().m.make_randomized_response(
         list(range(n_labels)), honest
     )
     return mechanism
-
-
-def _opendp() -> Any:
-    """Return OpenDP; imported late, since it is an extra and takes a third of a second."""
-    import opendp.prelude
-
-    opendp.prelude.enable_features("contrib")  # vetted, but not yet by all of its reviewers
-    return opendp.prelude
-
-
-@lru_cache(maxsize=64)
-def noise_multiplier(epsilon: float, delta: float, n_releases: int = 1) -> float:
-    """Return the standard deviation of noise per unit of sensitivity.
-
-    ``n_releases`` Gaussian releases with it are together (epsilon, delta)-differentially private,
-    and with less are not.
-
-    Parameters
-    ----------
-    epsilon, delta : float
-        The budget of all releases.
-    n_releases : int, default 1
-        Their number.
-    """
-
-    def excess(log_mu: float) -> float:
-        """Return how much log delta is too large, bounded below where rounding decides."""
-        mu = np.exp(log_mu)
-        first, second = log_ndtr(mu / 2 - epsilon / mu), log_ndtr(-mu / 2 - epsilon / mu)
-        ratio = min(float(epsilon + second - first), -1e-15)
-        return max(float(first + np.log(-np.expm1(ratio))), -1e6) - float(np.log(delta))
-
-    mu = np.exp(brentq(excess, np.log(epsilon) - 12, np.log(epsilon + 100) + 12, xtol=1e-12))
-    return float(np.sqrt(n_releases) / mu)

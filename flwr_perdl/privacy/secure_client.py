@@ -21,6 +21,8 @@ from flwr.app import (
 )
 
 from flwr_perdl.core.checks import LARGE, Matrix, brief_repr, check_count, check_real
+from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.noised_client import Promise, answer_noised, fewest, note_opened
 from flwr_perdl.protocol.compat import SECAGG, secagg_client
 from flwr_perdl.protocol.records import (
     CONFIG,
@@ -47,19 +49,34 @@ def in_secure_round(message: Message) -> bool:
     return trains and SECAGG in message.content
 
 
-def masked(message: Message, context: Context, call_next: Any, min_clients: int) -> Message:
-    """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked."""
+def masked(
+    message: Message, context: Context, call_next: Any, min_clients: int, own: Noise | None = None
+) -> Message:
+    """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked.
+
+    With a promise of noise, the request's or the client's ``own``, it has its share of that.
+    """
     secagg, asked = secagg_client(), message.content[SECAGG]
     if not isinstance(asked, ConfigRecord) or secagg.Key.STAGE not in asked:
         raise ValueError(
             f"{SECAGG!r} must be a ConfigRecord with a {secagg.Key.STAGE!r} of SecAgg+, got "
             f"{brief_repr(asked)}."
         )
-    own = context.state.config_records.get(secagg.state, ConfigRecord())
-    _check_step(asked, own, min_clients)
+    state = context.state.config_records.get(secagg.state, ConfigRecord())
+    stage, Stage = asked[secagg.Key.STAGE], secagg.Stage
+    required = 0
+    if stage in (Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK):
+        required = fewest(message, context, unmask=stage == Stage.UNMASK)
+    _check_step(asked, state, max(min_clients, required))
+    if stage == Stage.UNMASK:
+        note_opened(context)
 
     def summand(request: Message, context: Context) -> Message:
-        return _summand(request, call_next(request, context))
+        if own is None and not required:
+            return _summand(request, call_next(request, context))
+        _check_grid(Promise.read(request.content.config_records[CONFIG]), state)
+        reply = answer_noised(request, context, call_next, own, masked=True)
+        return _summand(request, reply, exact=True)
 
     answer: Message = secagg.mod(message, context, summand)
     return answer
@@ -120,10 +137,19 @@ def _nodes(asked: Mapping[str, Any], name: str) -> set[int]:
     return set(listed)
 
 
-def _summand(request: Message, reply: Message) -> Message:
+def _check_grid(promise: Promise, state: Mapping[str, Any]) -> None:
+    """Reject a secure round whose rounding, or clipping, would change a reply on a grid."""
+    wanted = {"target_range": 2 * promise.limit, "clipping_range": 1.0, "max_weight": 1.0}
+    given = {name: state.get(name) for name in wanted}
+    if given != wanted:
+        raise ValueError(f"the secure round must be one for noise, {wanted}, got {given}.")
+
+
+def _summand(request: Message, reply: Message, *, exact: bool = False) -> Message:
     """Return what Flower's mod masks: arrays of norm 1 at most, and the weight of the client.
 
-    The request's largest norm becomes 1, the range in which the mod counts.
+    The request's largest norm becomes 1, the range in which the mod counts. An ``exact`` reply is
+    of whole numbers up to it, which the mod, on the same grid, does not round.
     """
     if reply.has_error():
         raise ValueError(error_of(reply))
@@ -131,9 +157,10 @@ def _summand(request: Message, reply: Message) -> Message:
     config = request.content.config_records[CONFIG]
     most = check_count(MAX_WEIGHT, config.get(MAX_WEIGHT), 1, LARGEST_INT)
     norm = check_real(NORM, config.get(NORM), 0, LARGE, open_low=True)
+    arrays = [array / norm for array in arrays]
     # The records in which Flower's older interface sends a FitRes.
     content: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {
-        "fitres.parameters": to_record(_clipped([array / norm for array in arrays])),
+        "fitres.parameters": to_record(arrays if exact else _clipped(arrays)),
         "fitres.num_examples": MetricRecord({"num_examples": min(n_samples, most)}),
         "fitres.metrics": ConfigRecord({**metrics, NUM_EXAMPLES: n_samples}),
         "fitres.status": ConfigRecord({"code": 0, "message": ""}),

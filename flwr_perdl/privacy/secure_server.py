@@ -7,19 +7,20 @@ sum. Here the workflow asks a strategy's own requests, and what comes back is ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from logging import INFO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import LARGE, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.core.npy import view_file
-from flwr_perdl.privacy.secure_client import MAX_WEIGHT, NORM
+from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.protocol.compat import SECAGG, log, secagg_server
 from flwr_perdl.protocol.options import refuse_unknown
 from flwr_perdl.protocol.records import (
@@ -43,6 +44,8 @@ _MOST_SHARES = 51
 #: Bits of a masked sum, and the most of them that one client's number takes (Flower's 32 have a
 #: sign). A few clients count in far smaller steps than with Flower's own 22 bits for each.
 _BITS, _MOST_BITS = 32, 30
+#: How often a sum is asked for where too many clients fail on the way.
+_ATTEMPTS = 2
 _MASKED = 2  # the exchange in which the masked replies come
 
 
@@ -68,6 +71,9 @@ class SecureMean:
         Among how many clients each client's keys are shared: 3 or more. By default all, at most 51.
     reconstruction_threshold : float, optional
         The share of these that must answer to the end, above 0.5; by default two thirds.
+    min_clients : int, default 2
+        The fewest clients of which a sum is opened; the strategy's ``min_clients`` where that is
+        more.
 
     Raises
     ------
@@ -87,6 +93,7 @@ class SecureMean:
     max_weight: int = 1
     num_shares: float | None = None
     reconstruction_threshold: float | None = None
+    min_clients: int = 2
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -96,15 +103,28 @@ class SecureMean:
             check_count("sizes of shape in secure", size, 1)
         check_real("norm in secure", self.norm, 0, LARGE, open_low=True)
         check_count("max_weight in secure", self.max_weight, 1, LARGEST_INT)
+        check_count("min_clients in secure", self.min_clients, 2)
         if self.num_shares is not None:
             check_count("num_shares in secure", self.num_shares, 3)
         if self.reconstruction_threshold is not None:
             threshold = self.reconstruction_threshold
             check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
 
-    @property
-    def config(self) -> dict[str, Scalar]:
-        """What the clients are told."""
+    #: A run of secure sums ends with its rounds.
+    ended = ""
+
+    def begin(
+        self,
+        kept: dict[str, NDArray[Any]],
+        rounds: int | None,
+        min_clients: int,
+        save: Callable[[], None],
+    ) -> SecureMean:
+        """Return the channel of a run."""
+        return replace(self, min_clients=max(self.min_clients, min_clients))
+
+    def config(self, n_clients: int) -> dict[str, Scalar]:
+        """Return what the clients are told."""
         return {MAX_WEIGHT: self.max_weight, NORM: float(self.norm)}
 
     def gather(
@@ -124,10 +144,36 @@ class SecureMean:
             By partition: numbers of examples and metrics are the client's own, the array is the
             weighted mean over all clients here.
         lost : dict of int to Lost
-            Why the other clients are not in the mean. If too few are left, all are lost.
+            Why the other clients are not in the mean. If too few are left, the sum is not opened
+            but asked for once more, of those who answered; if that fails too, all are lost.
         """
+        asked, missing = list(sent), dict[int, Lost]()
+        for _ in range(_ATTEMPTS):
+            good, lost, failed = self._gather(grid, asked, len(sent), round_, limits, timeout)
+            if good or not failed:
+                break
+            log(WARNING, "Round %d: the secure sum was not opened, and is asked for again.", round_)
+            # Without those who failed, if that leaves enough: they may be gone for long.
+            rest = [one for one in asked if one[0] not in failed]
+            if len(rest) >= MIN_CLIENTS:
+                missing |= {partition: lost[partition] for partition in failed}
+                asked = rest
+        log(INFO, "secure sum: %d clients in it, %d not", len(good), len(sent) - len(good))
+        return good, missing | lost
+
+    def _gather(
+        self,
+        grid: Grid,
+        sent: Sequence[tuple[int, Message]],
+        n_clients: int,
+        round_: int,
+        limits: Limits,
+        timeout: float | None,
+    ) -> tuple[dict[int, Reply], dict[int, Lost], set[int]]:
+        """Return what `gather` does, and who made clients that were there lose their sum."""
         if len(sent) < 2:
-            return {}, {p: Lost(FAILED, "a sum over one client hides nothing") for p, _ in sent}
+            alone = Lost(FAILED, "a sum over one client hides nothing")
+            return {}, {partition: alone for partition, _ in sent}, set()
         secagg = secagg_server()
         shares: float = 1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES
         workflow = secagg.SecAggPlusWorkflow(
@@ -135,7 +181,7 @@ class SecureMean:
             _THRESHOLD if self.reconstruction_threshold is None else self.reconstruction_threshold,
             max_weight=float(self.max_weight),
             clipping_range=1.0,
-            quantization_range=2 ** min(_MOST_BITS, _BITS - len(sent).bit_length()),
+            quantization_range=largest_range(n_clients),
             modulus_range=2**_BITS,
             timeout=timeout,
         )
@@ -145,12 +191,13 @@ class SecureMean:
         results: list[tuple[Any, Any]] = []  # of Flower's FitRes
         reason = ""
         try:
-            finished = _run(workflow, exchanges, state, asked, round_, results)
+            finished = _run(workflow, exchanges, state, asked, round_, results, self.min_clients)
         except Exception as error:  # a client's keys or shares that Flower's code cannot read
             # Any of them can end the workflow; the round is lost then, and the run is not.
             finished, reason = False, f": {type(error).__name__}: {error}"
         good: dict[int, Reply] = {}
         lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
+        failed: set[int] = set()
         if finished:
             (file,) = results[0][1].parameters.tensors
             mean = encode(self.norm * view_file(file)[0]).data
@@ -164,12 +211,19 @@ class SecureMean:
                 else:
                     lost.pop(partition, None)  # it was silent after its masked reply had come
         else:
+            needed = max(state.threshold, self.min_clients) if state.threshold else 0
             there = f"{exchanges.answered} of {len(sent)} clients answered, and the shares of "
-            there += f"{state.threshold} are needed" if state.threshold else "more are needed"
+            there += f"{needed} are needed" if needed else "more are needed"
             why = brief(f"the secure sum was lost: {there}{reason}")
+            # All fail alike where they cannot take part; not once replies were masked.
+            failed = set(lost) if len(lost) < len(sent) or exchanges.masked else set()
             lost = {partition: lost.get(partition, Lost(FAILED, why)) for partition, _ in sent}
-        log(INFO, "secure sum: %d clients in it, %d not", len(good), len(lost))
-        return good, lost
+        return good, lost, failed
+
+
+def largest_range(n_clients: int) -> int:
+    """Return in how many steps a client's number is counted where so many are added up."""
+    return int(2 ** min(_MOST_BITS, _BITS - n_clients.bit_length()))
 
 
 def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:
@@ -196,6 +250,7 @@ def _run(
     asked: Mapping[int, tuple[int, Message]],
     round_: int,
     results: list[tuple[Any, Any]],
+    min_clients: int,
 ) -> bool:
     """Take the workflow's four steps, and return whether all went well; fill ``results``."""
 
@@ -233,6 +288,8 @@ def _run(
     }
     if not workflow.collect_masked_vectors_stage(grid, context, state):
         return False
+    if len(state.active_node_ids) < min_clients:
+        return False
     return bool(workflow.unmask_stage(grid, context, state))
 
 
@@ -251,6 +308,8 @@ class _Exchanges:
             {word.NODE_ID_LIST: list, word.SHARE_LIST: list},
         )
         self._number = 0
+        #: Whether masked replies were asked for.
+        self.masked = False
         #: Why nodes have not answered, or not well; and how many have in the last exchange.
         self.lost: dict[int, Lost] = {}
         self.answered = 0
@@ -260,6 +319,7 @@ class _Exchanges:
     ) -> list[Message]:
         """Return the good replies of one exchange, at most one per node."""
         asked = list(messages)
+        self.masked = self._number >= _MASKED
         replies = list(self._grid.send_and_receive(asked, timeout=timeout))
         nodes = {one.metadata.message_id: one.metadata.dst_node_id for one in asked}
         good: dict[int, Message] = {}

@@ -58,6 +58,8 @@ class Run:
         The server's own evaluations, by round.
     last : dict of int to (str, int, Reply)
         The step, the round and the reply of each client's last good one (`Request.remember`).
+    kept : dict of str to ndarray
+        What the requests' channel keeps, such as what is spent of a budget.
     """
 
     initial: list[str]
@@ -72,6 +74,7 @@ class Run:
     names: dict[int, str] = field(default_factory=dict)
     server_metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
+    kept: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -130,6 +133,7 @@ class Checkpoints:
             f"model/{run.array_names[i] if named else f'{i:04d}'}": array
             for i, array in enumerate(run.model)
         }
+        arrays |= {f"kept/{name}": array for name, array in run.kept.items()}
         last: dict[int, list[Any]] = {}
         for p, (step, when, reply) in run.last.items():
             arrays |= {f"last/{p}/{i:04d}": array for i, array in enumerate(reply.arrays)}
@@ -249,6 +253,7 @@ def _run_from(saved: files.Saved) -> Run:
         names={int(partition): str(name) for partition, name in meta.get("names", {}).items()},
         server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
         last=last,
+        kept=_part(arrays, "kept"),
     )
 
 

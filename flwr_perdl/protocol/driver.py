@@ -6,7 +6,7 @@ The adapters to Flower's two strategy interfaces only translate between their me
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import INFO, WARNING
 from pathlib import Path
@@ -44,6 +44,7 @@ from flwr_perdl.protocol.request import (
     REFUSED,
     REMEMBERED,
     Lost,
+    Promised,
     Protocol,
     Replies,
     Request,
@@ -97,6 +98,11 @@ class Conversation:
     check_evaluation : callable, optional
         ``(reply, model) -> None``: raises a ValueError that says what is wrong with a reply to an
         evaluation, which is then left out.
+    privacy : Promised, optional
+        What the run promises: it then asks for nothing but what a channel of its own adds up, and
+        for no evaluations.
+    rounds : int, optional
+        The run's rounds in all, where they are known.
     """
 
     def __init__(
@@ -111,8 +117,11 @@ class Conversation:
         labels: Collection[str] = (),
         evaluation_config: Mapping[str, Scalar] | None = None,
         check_evaluation: Callable[[Reply, list[Matrix]], None] = accept_evaluation,
+        privacy: Promised | None = None,
+        rounds: int | None = None,
     ) -> None:
         self.options = options
+        self._privacy, self._rounds = privacy, rounds
         self._check_evaluation = check_evaluation
         self._evaluation_config = dict(evaluation_config or {})
         self._flags, self._labels = flags, labels
@@ -123,7 +132,7 @@ class Conversation:
         self.run = Run(digests, list(names), initial)
         self._checkpoints: Checkpoints | None = None
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
-        self._clients_evaluate = True
+        self._clients_evaluate = privacy is None
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
@@ -138,6 +147,9 @@ class Conversation:
         # The checkpoint has the result: no generator is needed, and no client is asked.
         if self.run.finished:
             return
+        space = None if privacy is None else privacy.basis
+        if space is not None:
+            initial = [space.project(array) for array in initial]
         self._steps = protocol(initial, None if self._resumed is None else self.run.state)
         if not hasattr(self._steps, "send"):
             raise ValueError(
@@ -168,6 +180,12 @@ class Conversation:
         self._events.write(
             "begin", protocol=name, seed=seed, rounds=rounds, done=self.run.done, min_clients=least
         )
+        if self._privacy is not None:
+            log(
+                INFO,
+                "privacy: replies are sums with noise alone; the clients' evaluations, metrics and "
+                "numbers of examples are switched off.",
+            )
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that the run is over, and what stopped it; warn of evaluations without a reply."""
@@ -208,6 +226,11 @@ class Conversation:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
         if self._request is None or round_ <= self.run.done:
             return None
+        channel = self._request.secure
+        if channel is not None and channel.ended:
+            log(WARNING, "The run ends after round %d: %s.", self.run.done, channel.ended)
+            self._request = None
+            return None
         if len(partitions) < self.options.min_clients:
             raise TooFewReplies(
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
@@ -223,7 +246,7 @@ class Conversation:
             # The first thing that a state from another program would break.
             with self._going_on():
                 arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
-        secure = {} if request.secure is None else request.secure.config
+        secure = {} if request.secure is None else request.secure.config(len(chosen))
         return self._plan(round_, arrays, request.step, {**request.config, **secure})
 
     def conclude(
@@ -434,10 +457,24 @@ class Conversation:
 
     def _ask(self, request: object) -> None:
         """Take up what the protocol asks next."""
-        self._request = check_request(request)
-        model = self._request.model
-        self.run.model = list(self._request.arrays if model is None else model)
-        self.run.state = self._request.state
+        asked = check_request(request)
+        if asked.secure is not None:
+            least = self.options.min_clients
+            channel = asked.secure.begin(self.run.kept, self._rounds, least, self.save)
+            asked = asked._replace(secure=channel)
+        elif self._privacy is not None:
+            raise ValueError(
+                "initial_arrays must be given with privacy, public or random ones, so that every "
+                f"reply is a part of a sum, got none, and a step {asked.step!r} whose is not."
+            )
+        self._request = asked
+        self.run.model = self._lifted(asked.arrays if asked.model is None else asked.model)
+        self.run.state = asked.state
+
+    def _lifted(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return a model as evaluations and the result see it."""
+        space = None if self._privacy is None else self._privacy.basis
+        return list(model) if space is None else [space.lift(array) for array in model]
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -460,7 +497,7 @@ class Conversation:
                 "one."
             )
         self._request = None
-        self.run.model = check_arrays("what protocol returns", model)
+        self.run.model = self._lifted(check_arrays("what protocol returns", model))
         self.run.state, self.run.finished = {}, True
 
     def _report(

@@ -155,8 +155,34 @@ class Channel(typing.Protocol):
     """
 
     @property
-    def config(self) -> Mapping[str, Scalar]:
-        """What the clients are told besides."""
+    def ended(self) -> str:
+        """Why the run ends before its last round; empty if it goes on."""
+        ...
+
+    def begin(
+        self,
+        kept: dict[str, NDArray[Any]],
+        rounds: int | None,
+        min_clients: int,
+        save: Callable[[], None],
+    ) -> Channel:
+        """Return the channel of a run, or raise a ValueError that says why there is none.
+
+        Parameters
+        ----------
+        kept : dict of str to ndarray
+            What the channel keeps, in checkpoints too; empty at first.
+        rounds : int or None
+            The run's rounds in all, where they are known.
+        min_clients : int
+            The fewest good replies with which a round goes on.
+        save : callable
+            Writes a checkpoint, where the run has any.
+        """
+        ...
+
+    def config(self, n_clients: int) -> Mapping[str, Scalar]:
+        """Return what the clients are told besides, where so many are asked."""
         ...
 
     def gather(
@@ -183,6 +209,27 @@ class Channel(typing.Protocol):
         timeout : float or None
             Seconds to wait for each exchange.
         """
+        ...
+
+
+class Space(typing.Protocol):
+    """Where a model is learned, if not where the samples are."""
+
+    def project(self, X: Matrix) -> Matrix:
+        """Return rows in this space."""
+        ...
+
+    def lift(self, atoms: Matrix) -> Matrix:
+        """Return rows of this space as rows of the samples' own."""
+        ...
+
+
+class Promised(typing.Protocol):
+    """What a run promises of privacy: all requests are then such that a channel keeps it."""
+
+    @property
+    def basis(self) -> Space | None:
+        """Where the model is learned; None: where the samples are."""
         ...
 
 

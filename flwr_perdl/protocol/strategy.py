@@ -44,7 +44,15 @@ from flwr_perdl.protocol.records import (
     to_records,
 )
 from flwr_perdl.protocol.report import RoundReport
-from flwr_perdl.protocol.request import FAILED, REFUSED, Lost, Protocol, State, TooFewReplies
+from flwr_perdl.protocol.request import (
+    FAILED,
+    REFUSED,
+    Lost,
+    Promised,
+    Protocol,
+    State,
+    TooFewReplies,
+)
 from flwr_perdl.protocol.roster import Roster, settle
 
 T = TypeVar("T")
@@ -98,6 +106,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
     labels: ClassVar[tuple[str, ...]] = ()
+    #: What a run promises of privacy, for all of its sums; None: nothing.
+    privacy: Promised | None = None
     #: What is added to the config of all evaluations.
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
     #: The names of the arrays that a request has before the model's.
@@ -117,7 +127,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
-        #: A secure round's replies, as `_read` returns those of other rounds.
+        #: A secure round's replies, as `read_replies` returns those of other rounds.
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
@@ -193,6 +203,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             labels=self.labels,
             evaluation_config=self.evaluation_config,
             check_evaluation=self.check_evaluation,
+            privacy=self.privacy,
+            rounds=self._num_rounds,
         )
         return self._conversation
 
@@ -380,7 +392,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if self._sent is not None:
             names = conversation.run.array_names
             read = partial(read_reply, limits=conversation.limits, names=names)
-            good, lost = self._gathered or _read(self._sent, replies, read)
+            good, lost = self._gathered or read_replies(self._sent, replies, read)
             _log_received("aggregate_train", good, lost)
             report: RoundReport | None = conversation.conclude(
                 server_round, good, lost, self._roster
@@ -414,7 +426,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         conversation = self._running()
         if self._sent is not None:
             read = partial(read_reply, with_arrays=False, limits=conversation.limits)
-            good, lost = _read(self._sent, replies, read)
+            good, lost = read_replies(self._sent, replies, read)
             _log_received("aggregate_evaluate", good, lost)
             report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
         else:
@@ -489,7 +501,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if not _fixed(grid):
             log(INFO, "Asking %d %s node(s) who they are, %s.", len(nodes), kind, _within(patience))
         replies = grid.send_and_receive([message for _, message in questions], timeout=patience)
-        answers, lost = _read(questions, replies, _properties)
+        answers, lost = read_replies(questions, replies, _properties)
         for node in nodes:
             try:
                 if node in lost:
@@ -595,7 +607,7 @@ def _within(seconds: float | None) -> str:
     return "as long as it takes" if seconds is None else f"at most {seconds:g} s"
 
 
-def _read(
+def read_replies(
     sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[RecordDict], T]
 ) -> tuple[dict[int, T], dict[int, Lost]]:
     """Read the replies: return them by who was asked, and why others have no good reply.

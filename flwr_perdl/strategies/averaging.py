@@ -28,6 +28,8 @@ from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.dictionary import aggregate_atoms, average_dictionaries, common_start
+from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
@@ -70,6 +72,8 @@ class DictionaryAveraging(ProtocolStrategy):
     max_atoms : int, optional
         Maximum number of atoms in a client's first reply; by default ten times the median over the
         clients, and at most 4,096. A client with more is left out of round one and named.
+    privacy : Noise, optional
+        As in `PerMA`, with ``level="client"``; all clients then count alike.
     **options
         See `ServerOptions`.
 
@@ -109,6 +113,7 @@ class DictionaryAveraging(ProtocolStrategy):
     """
 
     flags = (ANEW, "orthogonal")
+    privacy: Noise | None
 
     def __init__(
         self,
@@ -118,9 +123,11 @@ class DictionaryAveraging(ProtocolStrategy):
         local_steps: int = 1,
         replace_unused: bool = True,
         max_atoms: int | None = None,
+        privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
+        self.privacy, self._secure = privacy, check_privacy(privacy)
         self.start_from = check_choice("start_from", start_from, STARTS)
         self.weighted = check_flag("weighted", weighted)
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
@@ -147,6 +154,9 @@ class DictionaryAveraging(ProtocolStrategy):
                 state,
                 partial(check_shape, (len(atoms) + 1, atoms.shape[1]), what=_PACKED),
                 max_weight=None,
+                secure=sum_channel(
+                    self._secure, self.privacy, [np.pad(atoms, ((0, 1), (0, 0)))], of="atoms"
+                ),
             )
             average = average_dictionaries(
                 np.stack([reply.arrays[0] for reply in replies.values()]),

@@ -69,6 +69,8 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.core.robust import EFFECTS, supported
+from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.combine import Combine, check_group, check_shapes, joined, sizes_of, split
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
@@ -176,6 +178,8 @@ class ClusteredFedAvg(ProtocolStrategy):
         decision.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
+    privacy : Noise, optional
+        As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then count alike.
     **options
         See `ServerOptions`.
 
@@ -220,6 +224,8 @@ class ClusteredFedAvg(ProtocolStrategy):
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
     _before_model = (LABELS,)
 
+    privacy: Noise | None
+
     def __init__(
         self,
         k: int | str,
@@ -233,10 +239,18 @@ class ClusteredFedAvg(ProtocolStrategy):
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
         max_clusters: int = 8,
+        privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
+        self.privacy, self._secure = privacy, check_privacy(privacy)
+        if privacy is not None and (self.k != 1 or robust):
+            raise ValueError(
+                "k must be 1 and robust False with privacy, since which cluster a client chooses "
+                "depends on its data, and noise is on sums, got "
+                f"k={k!r} and robust={robust!r}."
+            )
         self.start_from = check_choice("start", start, STARTS)
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
@@ -357,6 +371,13 @@ class ClusteredFedAvg(ProtocolStrategy):
                 model=stacks,
                 most=sum(map(prod, combine.shapes)),
                 combine=combine,
+                secure=sum_channel(
+                    self._secure,
+                    self.privacy,
+                    [np.asarray(stack[0]) for stack in stacks],
+                    of="changes",
+                    metrics={CLUSTER: 0.0},
+                ),
             )
             # An absent client keeps the cluster that it chose last, until the next choice.
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}

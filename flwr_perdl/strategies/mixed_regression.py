@@ -37,18 +37,20 @@ import numpy as np
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl.core.robust import EFFECTS
+from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, spelled
 from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.request import Protocol, Replies, Request
+from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import MomentDescent, OneShot, Refinement, TwoPhase, two_phases
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.moments import random_models
-from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
+from flwr_perdl.regression.phases import DESCENT, EXACT, REFINEMENT, reject_idle
 from flwr_perdl.strategies._models import check_robust
 from flwr_perdl.strategies.clustered import check_cluster
 
@@ -65,6 +67,8 @@ class _MixedRegression(ProtocolStrategy):
     labels = ("cluster",)
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
+    privacy: Noise | None = None
+    _secure: dict[str, float] | None = None
     #: Whether the run is over where Phase 2 would begin.
     _phase_1_only = False
     #: Whether models may be given as initial arrays.
@@ -109,7 +113,7 @@ class _MixedRegression(ProtocolStrategy):
             self._check_clusters(options.num_clients, f"num_clients={options.num_clients}")
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
-            replies = yield _request(ask.drawn(rng), count)
+            replies = yield _request(ask.drawn(rng), count)._replace(secure=self._channel(ask))
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
@@ -125,6 +129,12 @@ class _MixedRegression(ProtocolStrategy):
             if before.step == "describe":
                 self._note_steep(replies, ask.state)
         return [ask.state.centers]
+
+    def _channel(self, ask: Ask) -> Channel | None:
+        """Return how the sum of the updates is gathered where the server gets no more."""
+        if ask.step != "update":
+            return None
+        return sum_channel(self._secure, self.privacy, [ask.state.centers], of="updates")
 
     def _note_steep(self, replies: Replies, state: State) -> None:
         """Say in report and log which clients the models are learned without."""
@@ -256,6 +266,9 @@ class FedX(_MixedRegression):
     robust : bool or str, default False
         Whether to expect clients that lie: True stands for "filtered", the rule to take, False for
         "mean"; other rules: see `flwr_perdl.regression.TwoPhase`. `PerMA` has the same argument.
+    privacy : Noise, optional
+        As in `PerMA`, with ``level="client"``, of a single model (FedAvg, FedProx) that is given as
+        initial array, with a ``step_size``; all clients then count alike.
     **options
         See `ServerOptions`.
 
@@ -297,10 +310,19 @@ class FedX(_MixedRegression):
         phase_2: Refinement = REFINEMENT,
         max_clusters: int = 8,
         robust: str | bool = False,
+        privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         check_kind("phase_1", phase_1, MomentDescent, "a MomentDescent")
         super().__init__(n_clusters, phase_1, phase_2, max_clusters, robust, options)
+        self.privacy, self._secure = privacy, check_privacy(privacy)
+        asked = n_clusters, phase_2.step_size is not None, phase_2.local == EXACT, bool(robust)
+        if privacy is not None and asked != (1, True, False, False):
+            raise ValueError(
+                "n_clusters must be 1, the step_size of phase_2 given and robust False with "
+                "privacy, since all others depend on single clients' data, got "
+                f"n_clusters={n_clusters!r}, phase_2={phase_2!r} and robust={robust!r}."
+            )
         self.start_from = check_choice("start", start, STARTS)
         self._random = self.start_from == "random"
         if self._random:

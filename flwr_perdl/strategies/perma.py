@@ -40,7 +40,9 @@ What each party receives:
   every round: numbers of samples and atoms, mean errors ("auto": a few on samples held out), and
   whether the client had lost its state.
   Never: samples, codes, or, after round one, local atoms.
-  With ``secure=True`` the updates of later rounds reach it as a sum over clients only.
+  With ``secure=True`` the updates of later rounds reach it as a sum over clients only. With
+  ``privacy`` there is no round one, and the sums have noise: with ``trust="distributed"`` it sees
+  no others, and with "central" it adds the noise to all that leaves it. Nothing else reaches it.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
 - *Evaluations* return mean errors only.
 """
@@ -51,7 +53,7 @@ from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from logging import INFO, WARNING
 from math import nan
-from typing import Any, ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import numpy as np
 
@@ -78,11 +80,12 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
-from flwr_perdl.privacy.secure_server import SecureMean, check_secure
+from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._dictionaries import (
     alike,
@@ -155,6 +158,10 @@ class PerMA(ProtocolStrategy):
         keys are shared (by default all, at most 51), and ``reconstruction_threshold``, the share of
         these that must answer to the end (more than a half; by default two thirds). The clients
         need `client_app`; round one is in the clear.
+    privacy : Noise, optional
+        A promise of differential privacy for the whole run: the sum of every round has noise, and
+        nothing else leaves the clients (`flwr_perdl.privacy.Noise`). It takes initial arrays that
+        depend on no client's data, and "statistics", or "mean" with ``level="client"``.
     max_atoms : int, optional
         Maximum number of atoms in a client's dictionary; by default ten times the median over the
         clients, and at most 4,096. A client with more is left out of the matching round and named.
@@ -199,6 +206,7 @@ class PerMA(ProtocolStrategy):
     """
 
     flags = (ANEW, "orthogonal")
+    privacy: Noise | None
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {SENDS: ATOMS}  # whose evaluations they are
 
     def __init__(
@@ -212,6 +220,7 @@ class PerMA(ProtocolStrategy):
         remember: int = 0,
         robust: bool = False,
         secure: bool | Mapping[str, float] = False,
+        privacy: Noise | None = None,
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
@@ -231,23 +240,25 @@ class PerMA(ProtocolStrategy):
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
         self.max_atoms = check_max_atoms(max_atoms)
-        self.secure = check_secure(secure)
-        if self.secure is not None:
+        self.privacy, self.secure = privacy, check_privacy(privacy, secure)
+        if self._only_sums:
+            name = "secure" if privacy is None else "privacy"
+            sums = SUMS if privacy is None else SUMS[:2]
             if self.n_global == AUTO:
                 raise ValueError(
-                    'n_global must be a number or "agree" with secure, got "auto": its errors are '
+                    f'n_global must be a number or "agree" with {name}, got "auto": its errors are '
                     "single clients'."
                 )
             if self.n_global == 0:
-                raise ValueError("n_global must be at least 1 with secure, got 0: nothing to sum.")
-            if self.aggregation not in SUMS:
+                raise ValueError(f"n_global must be at least 1 with {name}, got 0: nothing to sum.")
+            if self.aggregation not in sums:
                 raise ValueError(
-                    f"secure must come with an aggregation that needs a sum only ({', '.join(SUMS)}"
+                    f"{name} must come with an aggregation that needs a sum only ({', '.join(sums)}"
                     f"), got aggregation={self.aggregation!r}."
                 )
             if self.remember:
                 raise ValueError(
-                    "secure must come with remember=0, since the server has no client's own "
+                    f"{name} must come with remember=0, since the server has no client's own "
                     f"contribution, got remember={self.remember}."
                 )
 
@@ -283,10 +294,10 @@ class PerMA(ProtocolStrategy):
                 partial(self._check, global_atoms, orthogonal),
                 most=global_atoms.size + len(global_atoms) ** 2,
                 max_weight=None,
-                secure=self._secure_mean(state, orthogonal),
+                secure=self._channel(state, orthogonal),
                 remember=self.remember,
             )
-            if self.secure is None:  # what is summed is of the kind that was known before
+            if not self._only_sums:  # what is summed is of the kind that was known before
                 kind = partial(is_orthogonal, atoms=global_atoms)
                 replies = alike(replies, kind, atoms_kind)
                 orthogonal = kind(next(iter(replies.values())))
@@ -365,25 +376,37 @@ class PerMA(ProtocolStrategy):
         """What a client sends of an update."""
         return STATISTICS if self.aggregation == "statistics" else ATOMS
 
-    def _secure_mean(self, state: State, orthogonal: bool) -> SecureMean | None:
-        """Return what a secure round asks for."""
-        if self.secure is None:
-            return None
-        shape = self._shape(state["global_atoms"], orthogonal)
-        if not shape[0]:
+    @property
+    def _only_sums(self) -> bool:
+        """Whether the server gets the sum of the clients' updates alone."""
+        return self.secure is not None or self.privacy is not None
+
+    def _channel(self, state: State, orthogonal: bool) -> Channel | None:
+        """Return how the sum of the updates is gathered where the server gets no more."""
+        atoms = state["global_atoms"]
+        shape = self._shape(atoms, orthogonal)
+        if self._only_sums and not shape[0]:
             raise ValueError(
                 'n_global must be a number with secure here: "agree" found no atom on which the '
                 "clients agree, so there is nothing to sum."
             )
+        statistics = self.aggregation == "statistics"
         # A client counts for as many samples as where the server sees it alone. All count alike for
         # the paper's mean, and in a first round from given atoms, where nothing is known.
         most = 1
         if self.aggregation != "mean" and "samples" in state:
             most = max(int(CAP * float(state["samples"])), 1)
-        # Statistics come at a scale at which 1 is their largest norm, atoms have norm 1 each.
-        norm = 1.0 if self.aggregation == "statistics" else shape[0] ** 0.5
-        options: dict[str, Any] = self.secure
-        return SecureMean(shape, norm, most, **options)
+        return sum_channel(
+            self.secure,
+            self.privacy,
+            [np.zeros(shape, atoms.dtype) if statistics else atoms],
+            # Statistics come at a scale at which 1 is their largest norm, atoms have norm 1 each.
+            1.0 if statistics else shape[0] ** 0.5,
+            most,
+            of="sums" if statistics else "atoms",
+            records=statistics,
+            moments=shape[1] - atoms.shape[1],
+        )
 
     def _check(self, atoms: Matrix, orthogonal: bool, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
@@ -392,7 +415,7 @@ class PerMA(ProtocolStrategy):
             what += "the updated atoms themselves)"
         else:
             what = "the updated global atoms"
-        if self.secure is None:
+        if not self._only_sums:
             orthogonal = is_orthogonal(reply, atoms)
         check_shape(self._shape(atoms, orthogonal), reply, what)
 
@@ -476,11 +499,11 @@ class PerMA(ProtocolStrategy):
     def _aggregate(self, replies: Replies, i: int, current: Matrix, orthogonal: bool) -> Matrix:
         """Return the new global atoms (line 13) from the replies' array ``i``."""
         stack = np.stack([reply.arrays[i] for reply in replies.values()])
-        if self.secure is not None:
+        if self._only_sums:
             stack = stack[:1]  # every reply holds the same mean
         if self.aggregation == "statistics":
             return _noted(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
-        if self.secure is not None:  # the mean's rows are shorter the less the clients agree
+        if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
         weights = np.array([float(reply.num_examples) for reply in replies.values()])

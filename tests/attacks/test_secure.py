@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
@@ -208,8 +211,17 @@ def old_objects_set_aside() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("old_objects_set_aside")
-@pytest.mark.parametrize("secure", [True, False])
-def test_the_servers_memory_holds_no_clients_statistics(secure: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({"secure": True}, True),
+        ({}, False),
+        ({"privacy": Noise(epsilon=100.0), "min_clients": 3}, True),
+    ],
+)
+def test_the_servers_memory_holds_no_clients_statistics(
+    options: dict[str, Any], hidden: bool
+) -> None:
     """After every exchange of messages, and where the server computes with what it has."""
     watch = Watch()
 
@@ -226,10 +238,11 @@ def test_the_servers_memory_holds_no_clients_statistics(secure: bool) -> None:
 
     parts, _ = digits()
     grid = make_grid(parts, adapt=watch.note, kind=Tap)
-    Watched(GLOBAL, secure=secure, fraction_evaluate=0.0).start(grid, num_rounds=2)
+    strategy = Watched(GLOBAL, fraction_evaluate=0.0, **options)
+    strategy.start(grid, ArrayRecord([START]), num_rounds=1)
     assert set(watch.statistics) == set(range(CLIENTS))
     assert watch.seen > CLIENTS, "arrays of that size are there: masked ones, and the sum"
-    assert watch.found == (set() if secure else set(range(CLIENTS)))
+    assert watch.found == (set() if hidden else set(range(CLIENTS)))
 
 
 def test_flowers_masks_come_from_seeds_of_32_bits() -> None:
@@ -250,6 +263,14 @@ class Lies(NamedTuple):
     sources: tuple[int, ...] = (1, 2)
     active: tuple[int, ...] = (0, 1, 2)
     dead: tuple[int, ...] = ()
+    #: The range of a promise of noise for three clients; None: there is no promise.
+    limit: int | None = None
+
+
+PROMISE = Promise(
+    **{"epsilon": 1.0, "delta": 1e-5, "trust": "distributed", "level": "client", "clip": 1.0},
+    **{"rounds": 1, "clients": 3, "limit": 2**21, "size": 3, "of": "sums"},
+)
 
 
 def play(lies: Lies, **options: Any) -> None:
@@ -263,7 +284,10 @@ def play(lies: Lies, **options: Any) -> None:
     contexts = [context_of(k) for k in range(3)]
 
     def ask(client: int, step: str, kind: str = "train", **config: Any) -> Any:
-        summand = {"perdl.max-weight": 1, "perdl.norm": 1.0}
+        summand: dict[str, Any] = {"perdl.max-weight": 1, "perdl.norm": 1.0}
+        if lies.limit is not None:
+            promise = replace(PROMISE, limit=lies.limit)
+            summand |= {"perdl.promise": promise.text, "perdl.norm": 2.0**21, "server-round": 1}
         records = {"arrays": ArrayRecord([START]), "config": ConfigRecord(summand)}
         content = RecordDict(
             {**records, RECORD_KEY_CONFIGS: ConfigRecord({"stage": step, **config})}
@@ -307,12 +331,19 @@ def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
         (Lies(active=(0, 1, 1)), "different nodes"),
         (Lies(dead=(0,)), "active or lost"),
         (Lies(kind="train.default"), "secure=True"),
+        (Lies(limit=2**20), "must be one for noise"),
     ],
 )
 def test_a_server_cannot_have_one_update_unmasked(lies: Lies, named: str) -> None:
     """Before: the first of these gave it the update."""
     with pytest.raises(ValueError, match=named):
         play(lies, secure=True)
+
+
+def test_a_sum_is_opened_of_as_many_as_its_noise_is_for() -> None:
+    play(Lies(limit=2**21), secure=True, min_clients=2)
+    with pytest.raises(ValueError, match="min_clients=3"):
+        play(Lies(active=(0, 1), dead=(2,), limit=2**21), secure=True, min_clients=2)
 
 
 def test_clients_take_part_in_sums_over_at_least_min_clients() -> None:
@@ -478,14 +509,20 @@ def test_two_of_four_that_fail_stop_the_run_after_the_last_good_round(tmp_path: 
 
 
 def test_the_threshold_is_an_option() -> None:
+    """With the shares of all, a sum without one is not opened but asked for again."""
     parts, _ = digits()
+    asked: list[int] = []
 
     def faults(partition: int, message: Message) -> str | None:
         late = stage(message) == Stage.COLLECT_MASKED_VECTORS
+        asked.extend([partition] * late)
         return "error" if partition == 3 and late else None
 
-    with pytest.raises(TooFewReplies, match="3 of 4 clients answered"):
-        learn(make_grid(parts, faults=faults), secure={"reconstruction_threshold": 1.0})
+    options: dict[str, Any] = {"secure": {"reconstruction_threshold": 1.0}, "initial": START}
+    _, strategy = learn(make_grid(parts, faults=faults), 1, **options)
+    assert sorted(asked) == [0, 0, 1, 1, 2, 2, 3]
+    assert [*strategy.history[0].metrics] == [0, 1, 2]
+    assert strategy.history[0].anomalies == {3: {"failed": 1.0}}
     five = digits((60,) * 5)[0]
     _, strategy = learn(make_grid(five), 2, secure={"num_shares": 3})
     assert [len(report.metrics) for report in strategy.history] == [5, 5]

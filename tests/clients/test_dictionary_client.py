@@ -17,6 +17,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     warm_start,
 )
+from flwr_perdl.privacy.noised_client import SAMPLE_BOUND
 from flwr_perdl.random import spawn
 from tests.grids import context_of
 
@@ -65,6 +66,32 @@ def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
     whole = np.vstack([G, align_to_global(D, G).local_atoms])
     C = LEARNER.code(X, whole)
     np.testing.assert_allclose(sent, C[:, :2].T @ (X - C[:, 2:] @ whole[2:]), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_sample_moves_bounded_statistics_by_no_more_than_the_bound(dtype: str) -> None:
+    G, X = np.eye(2, 5), 1000 * samples(400).astype(dtype)
+    config = asks("update", 2, **{"perdl.sends": "statistics", "perdl.bound": 2.0})
+    sent = []
+    token = SAMPLE_BOUND.set(1.0)  # which no request can
+    for part in (X, X[1:]):  # rounding to two digits must not come between
+        client = DictionaryClient(part, LEARNER, context_of(3), digits=2, min_support=0)
+        sent += client.fit([G.astype(dtype)], config)[0]
+    SAMPLE_BOUND.reset(token)
+    assert np.linalg.norm(sent[1] - sent[0]) == pytest.approx(1.0, abs=1e-7)
+
+
+def test_no_request_lifts_what_is_withheld() -> None:
+    config = asks("update", 2, **{"perdl.sends": "statistics"})
+    replies = [
+        DictionaryClient(samples(4), LEARNER, context_of(3), min_support=100).fit(
+            [np.eye(2, 5)], asked
+        )
+        for asked in (config, {**config, "perdl.bound": 1.0, "perdl.promise": "{}"})
+    ]
+    for (sent,), _, metrics in replies:
+        assert not sent.any()
+        assert "perdl.bound" not in metrics
 
 
 def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:

@@ -171,6 +171,7 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "LocalPrivacy": {"delta": lambda: 1e-5},
+    "PublicBasis": {"matrix": lambda: np.eye(2, D)},
     "average_dictionaries": {
         "stack": lambda: np.stack([np.eye(K + 1, D)] * 2),
         "weights": lambda: np.ones(2),

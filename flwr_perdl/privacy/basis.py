@@ -1,0 +1,97 @@
+"""A public space in which atoms are learned: it is chosen without the data, and costs no privacy.
+
+Noise has the same size in every direction, the data do not: of an image's pixels, few directions
+carry most. What is learned in those alone is hit by less noise, and loses what lies outside them.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from scipy.fft import idctn
+
+from flwr_perdl.core.checks import Matrix, check_array, check_count, check_list
+
+#: How far from orthonormal rows may be: float32's rounding.
+_ODD = 1e-4
+
+
+class PublicBasis:
+    """An orthonormal basis of the space in which atoms are learned.
+
+    Parameters
+    ----------
+    matrix : ndarray of shape (n, n_features)
+        Its vectors as rows; none may depend on the clients' data.
+
+    Raises
+    ------
+    ValueError
+        If the rows are not orthonormal within 1e-4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.privacy import PublicBasis
+    >>> basis = PublicBasis.dct((8, 8), 16)
+    >>> X = np.random.default_rng(0).standard_normal((5, 64))
+    >>> basis.project(X).shape, basis.lift(basis.project(X)).shape
+    ((5, 16), (5, 64))
+    """
+
+    def __init__(self, matrix: Matrix) -> None:
+        rows = check_array("matrix", matrix, min_rows=1).astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            odd = float(np.abs(rows @ rows.T - np.eye(len(rows))).max())
+        if not odd <= _ODD:
+            raise ValueError(
+                f"matrix must have orthonormal rows, got products that are off by {odd:.3g}."
+            )
+        rows.flags.writeable = False
+        #: The vectors of the basis, as rows; read-only.
+        self.matrix: Matrix = rows
+
+    def __repr__(self) -> str:
+        """Return the basis in one line."""
+        return f"PublicBasis(<{self.matrix.shape[0]} x {self.matrix.shape[1]}>)"
+
+    @classmethod
+    def dct(cls, shape: tuple[int, ...], n: int) -> PublicBasis:
+        """Return the ``n`` lowest frequencies of the discrete cosine transform.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Of a sample before it is a row: ``(height, width)`` of an image, ``(length,)`` of a
+            signal.
+        n : int
+            Their number; low is what has the least sum of squares of relative frequencies.
+
+        Returns
+        -------
+        PublicBasis
+        """
+        sizes = [check_count("sizes of shape", size, 1) for size in check_list("shape", shape)]
+        n_features = prod(sizes)
+        check_count("n", n, 1, n_features)
+        where = np.indices(sizes).reshape(len(sizes), -1)
+        height = ((where / np.array(sizes)[:, None]) ** 2).sum(axis=0)
+        lowest = np.argsort(height, kind="stable")[:n]
+        units = np.zeros((n, n_features))
+        units[np.arange(n), lowest] = 1
+        axes = tuple(range(1, 1 + len(sizes)))
+        waves = idctn(units.reshape(n, *sizes), axes=axes, norm="ortho")
+        return cls(waves.reshape(n, n_features))
+
+    def project(self, X: Matrix) -> Matrix:
+        """Return samples in the basis, of shape (n_samples, n)."""
+        X = check_array("X", X, columns=self.matrix.shape[1])
+        projected: Matrix = X @ self.matrix.T.astype(X.dtype)
+        return projected
+
+    def lift(self, atoms: Matrix) -> Matrix:
+        """Return atoms of the basis as atoms of the samples' own space; norms stay."""
+        atoms = check_array("atoms", atoms, columns=len(self.matrix))
+        lifted: Matrix = atoms @ self.matrix.astype(atoms.dtype)
+        return lifted

@@ -1,0 +1,310 @@
+"""A client's part in a noised sum: a promise is checked, spent, and kept, whatever the data are.
+
+The order of the work carries the promise. (1) The request's promise is checked by itself and
+against the client's own. (2) The budget is spent. (3) The client is called, and what it returns is
+clipped; a client that fails, for whatever reason, adds zero, and the reason goes to its own log.
+(4) With distributed trust the client adds its share of the noise. Nothing else leaves: no metrics,
+no number of examples, no evaluation.
+
+What is not covered: at record level, a single sample with which the client's own code fails, since
+the whole client then adds zero; budgets of several Flower runs, each of which begins a new count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from logging import WARNING
+from math import sqrt
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, MessageType
+
+from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count
+from flwr_perdl.privacy.noise import Noise, Release
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import (
+    ARRAYS,
+    CONFIG,
+    LARGEST_INT,
+    ROUND,
+    error_of,
+    read_reply,
+    read_request,
+    reply_to,
+)
+
+#: The config key of a request whose replies are summed with noise.
+PROMISE = "perdl.promise"
+#: The norm by which a sample may move the sum at hand at most. No request can set it: under it a
+#: client withholds nothing.
+SAMPLE_BOUND: ContextVar[float | None] = ContextVar("sample_bound", default=None)
+#: The metric by which a client says that none moves it by more.
+BOUND = "perdl.bound"
+
+#: What is summed: the replies; their changes from the request; those of atoms, of which a row of
+#: zeros is one that stays as it is; or what follows a loss and a cluster in each row.
+SUMS, CHANGES, ATOMS, UPDATES = "sums", "changes", "atoms", "updates"
+#: The number of columns before an update.
+HEAD = 2
+#: The record of a client's state with what it has spent.
+_SPENT = "perdl.noised"
+#: The weight of C'C in a sum of statistics: of the noise, C'X gets less.
+BALANCE = 7**-0.5
+#: Maximum number of values in a sum, and steps of the grid to a sensitivity per entry's rounding.
+_MOST, _FINE = 2**26, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What a request says of the noise on the sum that its replies become."""
+
+    epsilon: float
+    delta: float
+    trust: str
+    level: str
+    clip: float
+    #: The sums for which the budget is.
+    rounds: int
+    #: The fewest clients of which a sum is opened.
+    clients: int
+    #: The largest magnitude of a reply, in steps of the grid.
+    limit: int
+    #: The number of values in a sum.
+    size: int
+    #: What is summed.
+    of: str
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Promise:
+        """Return the promise in a request's config."""
+        given = config.get(PROMISE)
+        try:
+            promise = cls(**json.loads(str(given)))
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(f"{PROMISE} must be a promise, got {brief_repr(given)}.") from None
+        for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
+            check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
+        check_choice(f"of in {PROMISE}", promise.of, (SUMS, CHANGES, ATOMS, UPDATES))
+        return promise
+
+    @property
+    def text(self) -> str:
+        """The promise as a request carries it."""
+        return json.dumps(asdict(self))
+
+    @property
+    def noise(self) -> Noise:
+        """The promise without what one sum needs."""
+        names = ("epsilon", "delta", "trust", "level", "clip")
+        return Noise(**{name: getattr(self, name) for name in names})
+
+    @property
+    def release(self) -> Release:
+        """How each sum is noised; its grid makes noise larger by less than a hundredth."""
+        reach = self.limit * self.clip / (_FINE * sqrt(self.size))
+        if self.level == "client" and self.trust == "distributed":
+            reach = min(reach, self.clip)
+        while True:
+            try:
+                return self.noise.release(
+                    self.rounds,
+                    size=self.size,
+                    sensitivity=self.clip,
+                    reach=reach,
+                    n_required=self.clients if self.trust == "distributed" else 1,
+                    limit=self.limit,
+                )
+            except ValueError:
+                if reach <= self.clip:
+                    raise
+                reach /= 4  # little noise takes a finer grid
+
+
+def in_noised_round(message: Message) -> bool:
+    """Whether a request is one for a sum with noise."""
+    config = message.content.get(CONFIG)
+    trains = message.metadata.message_type == MessageType.TRAIN
+    return trains and isinstance(config, ConfigRecord) and PROMISE in config
+
+
+def answer_noised(
+    message: Message,
+    context: Context,
+    call_next: Callable[[Message, Context], Message],
+    own: Noise | None,
+    *,
+    masked: bool = False,
+) -> Message:
+    """Answer a request with what the client adds to a noised sum, and nothing else.
+
+    Its share of the noise is no protection by itself: with ``trust="distributed"`` the reply must
+    be ``masked``.
+    """
+    arrays, config = read_request(message)
+    promise = Promise.read(config)
+    _check_own(promise, own)
+    release, distributed = promise.release, promise.trust == "distributed"
+    if masked != distributed:
+        wanted = "distributed" if masked else "central"
+        raise ValueError(f"trust must be {wanted!r} in such a round, got {promise.trust!r}.")
+    _spend(context, promise, check_count(ROUND, config.get(ROUND), 1), again=not distributed)
+    spent = context.state[_SPENT]
+    values: Matrix = np.zeros(promise.size)
+    found, by_record = values, promise.level == "record"
+    bound: float | None = promise.clip
+    token = SAMPLE_BOUND.set(bound if by_record else None)
+    try:
+        reply = call_next(message, context)
+        if reply.has_error():
+            raise ValueError(error_of(reply))
+        given = message.content.array_records[ARRAYS]
+        names = [name for name in given if name in reply.content.array_records[ARRAYS]]
+        sent, _, metrics = read_reply(reply.content, names=names)
+        bound = metrics.get(BOUND)
+        found = _flat(promise, sent, arrays)
+        if found.shape == values.shape:
+            values = found if by_record else _clipped(found, promise.clip)
+    except KeyboardInterrupt:  # the operator's, not the data's
+        raise
+    # SystemExit and the panics of extension modules, which are no Exception, may depend on the
+    # data as any error may.
+    except BaseException as error:
+        log(WARNING, "This client failed, and adds nothing to the sum: %r", error)
+    finally:
+        SAMPLE_BOUND.reset(token)
+    context.state[_SPENT] = spent  # the client may have put another state in its place
+    # What is rejected here is so whatever the data are.
+    if found.size != promise.size:
+        raise ValueError(
+            f"a reply must have {promise.size} values for this sum, got {found.size} (orthonormal "
+            "initial_arrays are for clients with an OrthogonalLearner)."
+        )
+    if by_record and bound != promise.clip:
+        raise ValueError(
+            'level must be "client" for clients that do not bound what each sample adds '
+            '(DictionaryClient with aggregation="statistics" does), got "record".'
+        )
+    if distributed:
+        values = release.noised(values, None if own is None or own.rng is None else own.rng())
+    return reply_to(message, [values], 1, {})
+
+
+def fewest(message: Message, context: Context, *, unmask: bool) -> int:
+    """Return the fewest clients of which the sum at hand may be opened; 0 without a promise."""
+    if not unmask:
+        promised = in_noised_round(message)
+        return Promise.read(message.content.config_records[CONFIG]).clients if promised else 0
+    return int(_spent(context).get("clients", 0))
+
+
+def note_opened(context: Context) -> None:
+    """Note that the client helps to open a sum: it is in no other one of that round."""
+    record = _spent(context)
+    if record.get("clients"):
+        context.state[_SPENT] = ConfigRecord({**record, "opened": record["round"], "clients": 0})
+
+
+def _spent(context: Context) -> dict[str, Any]:
+    """Return what the client has spent."""
+    record = context.state.get(_SPENT)
+    return dict(record) if isinstance(record, ConfigRecord) else {}
+
+
+def _check_own(promise: Promise, own: Noise | None) -> None:
+    """Reject a promise that is weaker than the client's own."""
+    if own is None:
+        return
+    for name in ("epsilon", "delta"):
+        if getattr(promise, name) > getattr(own, name):
+            raise ValueError(
+                f"{name} must be at most this client's own, {getattr(own, name):g}, got "
+                f"{getattr(promise, name):g}."
+            )
+    for name, strong in (("trust", "distributed"), ("level", "client")):
+        if getattr(own, name) == strong != getattr(promise, name):
+            raise ValueError(
+                f"{name} must be this client's own, {strong!r}, got {getattr(promise, name)!r}."
+            )
+
+
+def _spend(context: Context, promise: Promise, round_: int, *, again: bool) -> None:
+    """Spend the budget's share for a sum, once for a round.
+
+    A round may be asked again where its sum was not opened; where the server is trusted
+    (``again``), in any case.
+    """
+    names = ("epsilon", "delta", "trust", "level", "rounds")
+    terms = json.dumps([getattr(promise, name) for name in names])
+    kept = _spent(context)
+    last, count = kept.get("round", 0), kept.get("count", 0)
+    if kept.get("terms", terms) != terms:
+        raise ValueError(
+            f"{PROMISE} must be the same in all requests of a run, got {terms} after "
+            f"{kept['terms']}."
+        )
+    if round_ < last or (round_ == last == kept.get("opened") and not again):
+        raise ValueError(f"{ROUND} must be more than the last one, {last}, got {round_}.")
+    count += round_ > last
+    if count > promise.rounds:
+        raise ValueError(
+            f"rounds must be more to go on: the budget is for {promise.rounds}, which are spent."
+        )
+    new = {"terms": terms, "round": round_, "count": count, "clients": promise.clients}
+    context.state[_SPENT] = ConfigRecord({**new, "opened": kept.get("opened", 0)})
+
+
+def bounded_statistics(X: Matrix, C: Matrix, bound: float, *, orthogonal: bool) -> Matrix:
+    """Return the statistics of samples, each of which adds ``bound`` at most to their norm.
+
+    Parameters
+    ----------
+    X, C : ndarray
+        Samples, and their codes with the global atoms alone.
+    bound : float
+        The largest norm of a sample's term; a longer one is scaled down.
+    orthogonal : bool
+        Whether the atoms are orthonormal.
+
+    Returns
+    -------
+    ndarray of shape (n_global, n_features) or (n_global, n_global + n_features)
+        ``C.T @ X``; unless orthogonal, `BALANCE` times ``C.T @ C`` comes before it.
+    """
+    rows = X if orthogonal else np.hstack([BALANCE * C, X])
+    norms = np.linalg.norm(C, axis=1) * np.linalg.norm(rows, axis=1)
+    statistics: Matrix = (C * (bound / np.maximum(norms, bound))[:, None]).T @ rows
+    return statistics
+
+
+def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> Matrix:
+    """Return what a client adds to the sum, as one vector in float64."""
+    if promise.of == SUMS:
+        return flat(sent)
+    if promise.of == UPDATES:
+        return flat([array[:, HEAD:] for array in sent])
+    changes: list[Matrix] = []
+    for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
+        change = np.zeros(new.shape)
+        change[: len(old)] = new[: len(old)].astype(np.float64) - old
+        if promise.of == ATOMS:  # what is below them is no atom
+            change *= new.any(axis=1, keepdims=True)
+        changes.append(change)
+    return flat(changes)
+
+
+def flat(arrays: Sequence[Matrix]) -> Matrix:
+    """Return arrays as one vector in float64."""
+    return np.concatenate([np.asarray(array, dtype=np.float64).ravel() for array in arrays])
+
+
+def _clipped(values: Matrix, clip: float) -> Matrix:
+    """Return a vector that is scaled down to norm ``clip`` if it has a larger one."""
+    peak = float(np.abs(values).max(initial=0))
+    if not peak:
+        return values
+    unit = values / peak  # a square must not overflow
+    return unit * min(peak, clip / float(np.linalg.norm(unit)))
