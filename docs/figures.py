@@ -31,18 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "benchmarks" / "README.md",
     ROOT / "docs" / "perma.md",
-    ROOT / "docs" / "regression.md",
     ROOT / "docs" / "faults.md",
-    ROOT / "docs" / "topologies.md",
-    ROOT / "docs" / "inference.md",
-    ROOT / "docs" / "biclustering-and-denoising.md",
-    ROOT / "docs" / "data-diffusion.md",
     ROOT / "docs" / "decentralized-learning.md",
+    ROOT / "docs" / "model-diffusion.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "security-tests.md",
     ROOT / "docs" / "speed.md",
     ROOT / "docs" / "use-in-your-project.md",
-    ROOT / "docs" / "add-a-protocol.md",
     ROOT / "docs" / "clustered-learning.md",
     ROOT / "docs" / "keep-a-part-private.md",
 )
@@ -57,8 +52,6 @@ class Comparison(NamedTuple):
 
     settings: Mapping[str, Mapping[str, str | int | float]]
     metrics: Mapping[str, str]
-    experiment: str = ""
-    """By default called as the comparison is."""
 
 
 COMPARISONS = {
@@ -83,35 +76,6 @@ COMPARISONS = {
         {aggregation: {"aggregation": aggregation} for aggregation in AGGREGATIONS},
         {f"mse_global_{k}": f"MSE {k}" for k in (5, 10, 20)},
     ),
-    "learners": Comparison(
-        {
-            name: {"learner": name, "n_atoms": 48, "n_global": 48}
-            for name in ("orthogonal", "gradient", "mod")
-        },
-        {
-            f"mse_{key}_{k}": f"{words} {k}"
-            for key, words in {"global": "PerMA", "sklearn": "scikit-learn"}.items()
-            for k in (10, 20)
-        },
-        "digits",
-    ),
-    "biclustering": Comparison(
-        {
-            f"{genes} genes, noise {noise}, {rule}": {
-                "informative": genes,
-                "noise": noise,
-                "thresholds": rule,
-            }
-            for genes, noise in ((160, 1.3), (160, 1.8), (80, 1.35))
-            for rule in ("sure", "bic")
-        },
-        {
-            "ari_svd": "plain SVD",
-            "ari_ssvd": "Algorithm 3",
-            "ari_diffusion": "Algorithm 4",
-            "genes_per_layer": "genes per layer",
-        },
-    ),
 }
 
 
@@ -124,10 +88,10 @@ def content(source: str) -> str:
         stored = json.loads((ROOT / "docs" / "gallery" / "results.json").read_text())[name]
         return shown(next(iter(stored.values()))["tables"])
     if kind == "comparisons":
-        settings, metrics, experiment = COMPARISONS[name]
+        settings, metrics = COMPARISONS[name]
         rows = []
         for words, options in settings.items():
-            measured = run_experiment(experiment or name, options=options)["metrics"]
+            measured = run_experiment(name, options=options)["metrics"]
             rows.append([words, *(f"{measured[metric]:.3g}" for metric in metrics)])
         return markdown(["", *metrics.values()], rows)
     if kind == "topologies":

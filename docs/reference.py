@@ -1,12 +1,14 @@
 """The API reference: a page for every public name, made from its docstring while MkDocs builds.
 
 `mkdocs.yml` names this file twice: as a hook that writes the pages and links names to them, and as
-an extension of Griffe that turns docstrings into Markdown. Nothing of the library is imported.
+an extension of Griffe that turns docstrings into Markdown. Of the library only the experiments are
+imported, for their options.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -165,7 +167,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         navigation.append({title: pages})
         overview.append(f"| [`{package}`]({package}/index.md) | {_summary(module)} |")
     _add(files, config, f"{FOLDER}/index.md", "\n".join(overview))
-    _fill(config.nav, [f"{FOLDER}/index.md", *navigation])
+    _add(files, config, f"{FOLDER}/options.md", _options())
+    _fill(config.nav, [f"{FOLDER}/index.md", *navigation, f"{FOLDER}/options.md"])
     return files
 
 
@@ -226,6 +229,21 @@ def _index(
     if constants:
         lines += ["## Constants and types", ""]
         lines += [f"::: {one.path}\n    options:\n      heading_level: 3\n" for one in constants]
+    return "\n".join(lines)
+
+
+def _options() -> str:
+    """Return the page of the experiments: what each is, its options, its data and its metrics."""
+    sys.path.insert(0, str(ROOT))
+    from perdl_experiments.studies import EXPERIMENTS
+
+    lines = ["# Options of the experiments", "", "Each is given as `-o key=value`."]
+    for name, one in EXPERIMENTS.items():
+        lines += ["", f"## {name}", "", f"{one.about}.", ""]
+        lines += ["| option | default | |", "|---|---|---|"]
+        for key, option in one.options.items():
+            lines.append(f"| `{key}` | `{option.default}` | {_cell(option.help)} |")
+        lines += ["", to_markdown(one.code.__doc__ or "")]
     return "\n".join(lines)
 
 

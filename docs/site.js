@@ -1,15 +1,25 @@
-// What scrolls can be scrolled by keyboard: tables that are wider than the page.
-function reachTables() {
+// On a small screen a table that is wider becomes cards, a row each (docs/site.css).
+for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
+  const names = [...table.querySelectorAll("thead th")].map((th) => th.innerText.trim());
+  for (const row of table.querySelectorAll("tbody tr")) {
+    [...row.cells].forEach((cell, i) => names[i] && (cell.dataset.label = names[i]));
+  }
+}
+// What still scrolls can be scrolled by keyboard.
+function fitTables() {
   for (const table of document.querySelectorAll(".md-typeset__scrollwrap")) {
+    const inner = table.querySelector("table");
+    delete inner.dataset.cards;
     if (table.scrollWidth > table.clientWidth) {
+      inner.dataset.cards = "";
       table.tabIndex = 0;
       table.setAttribute("role", "region");
       table.setAttribute("aria-label", "Table that scrolls");
     }
   }
 }
-window.addEventListener("load", reachTables);
-window.addEventListener("resize", reachTables);
+window.addEventListener("load", fitTables);
+window.addEventListener("resize", fitTables);
 
 // A list of versions beside the name, as Material for MkDocs draws it. `versions.js` calls this; it
 // lies above the folder of this version, so that an older version shows those that came later.

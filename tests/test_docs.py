@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from perdl_experiments.studies import EXPERIMENTS
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -57,14 +53,3 @@ def test_every_test_that_the_security_page_names_is_there() -> None:
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {test}"
     assert page.count("::") == len(named)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_the_manual_has_every_option_and_its_default(name: str) -> None:
-    manual = (ROOT / "docs" / "cli.md").read_text()
-    section = re.split(r"^##+ ", manual.partition(f"### {name}\n")[2], flags=re.MULTILINE)[0]
-    listed = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, re.MULTILINE))
-    options = dict(EXPERIMENTS[name].defaults)
-    for common in ("clients", "rounds", "seed", "data"):
-        options.pop(common, None)
-    assert listed == {option: str(default) for option, default in options.items()}

@@ -44,7 +44,7 @@ looks = pytest.mark.skipif(
 )
 
 PAGES = (
-    *("index.html", "quickstart.html", "which-algorithm.html", "security.html"),
+    *("index.html", "which-algorithm.html", "security.html", "decentralized-learning.html"),
     *("gallery/index.html", "gallery/synthetic.html", "tutorials/personal-dictionaries.html"),
     *("reference/index.html", "reference/flwr_perdl.strategies/PerMA.html"),
     "reference/flwr_perdl.dictionary/index.html",

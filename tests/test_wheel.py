@@ -268,7 +268,7 @@ def test_the_sdist_has_what_a_developer_needs(dist: Path) -> None:
         files = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", ".ci/run"}
     assert wanted <= files
-    assert {"flwr_perdl/py.typed", "tests/test_wheel.py", "docs/conventions.md"} <= files
+    assert {"flwr_perdl/py.typed", "tests/test_wheel.py", "docs/faq.md"} <= files
     assert not {name for name in files if name.startswith((".venv", "runs/"))}
 
 

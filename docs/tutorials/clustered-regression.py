@@ -111,6 +111,6 @@ print(f"from three known days: {np.sqrt(np.mean((predicted[3:] - sales[3:]) ** 2
 # %% [markdown]
 # ## Next
 #
-# - The strategy behind it, for Flower projects: [FedMD and FedX](../regression.md).
+# - The strategy behind it, for Flower projects: [FedMD and FedX](../clustered-learning.md).
 # - Models that are not linear: [clustered learning of any model](own-model.md).
-# - How different must models be? [when it works](../regression.md).
+# - How different must models be? [where it fails](../clustered-learning.md#where-it-fails).

@@ -115,5 +115,5 @@ axes.legend(loc="lower right")
 #
 # - Methods, lost messages, sleeping nodes, graphs that change, on Flower:
 #   [decentralized learning](../decentralized-learning.md).
-# - Who hears whom, and with which weight: [topologies](../topologies.md).
-# - One *dictionary* instead of a classifier: [data distributed](../data-diffusion.md).
+# - Graphs and weights: [choose the graph](../decentralized-learning.md#choose-the-graph).
+# - One *dictionary* instead of a classifier: [dictionaries over networks](../model-diffusion.md).

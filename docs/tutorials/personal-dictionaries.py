@@ -116,4 +116,4 @@ print("values sent up per site and round:", int(floats[0]))
 #
 # - The same over Flower, with the data at the sites: [in your project](../use-in-your-project.md).
 # - All parameters: `PersonalizedDictionaryLearning`.
-# - How many atoms to share: [estimators](../estimators.md#how-many-atoms-how-many-shared).
+# - How many atoms to share: [choosing both numbers](../perma.md#how-many-atoms-how-many-shared).

@@ -10,16 +10,20 @@ local atoms stay in the client's private state, and only the global ones leave.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.clients._handlers import Evaluate, Evaluated, Fit, Fitted, floats
+from flwr_perdl.clients._handlers import Evaluate, Evaluated, Fit, Fitted, NoEvaluateError, floats
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
+    CHOOSE,
     DICTIONARY,
+    HELD_OUT,
+    HOLD_OUT,
     REFINE_STEPS,
     SENDS,
     START,
@@ -31,14 +35,21 @@ from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.protocol.records import ANEW, ROUND, RUN, STEP, Scalar
 
 #: What the client's own functions do not see of the config.
-_OURS = (STEP, SENDS, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT)
+_OURS = (STEP, SENDS, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT, HOLD_OUT)
 
 
 def fit_perma(
-    fit: Fit, parameters: list[Matrix], config: Mapping[str, Scalar], context: Context
+    fit: Fit,
+    evaluate: Evaluate,
+    parameters: list[Matrix],
+    config: Mapping[str, Scalar],
+    context: Context,
 ) -> Fitted:
-    """Start, or update the global atoms and the client's own (Algorithm 1, lines 3, 10 and 11)."""
-    step = check_choice(STEP, config.get(STEP), (START, UPDATE))
+    """Start, or update the global atoms and the client's own (Algorithm 1, lines 3, 10 and 11).
+
+    To choose among numbers of global atoms each is updated, and measured by ``evaluate``.
+    """
+    step = check_choice(STEP, config.get(STEP), (START, CHOOSE, UPDATE))
     if config[SENDS] != ATOMS:
         raise ValueError(
             'aggregation must be "mean", or another one that takes atoms, for a client with fit '
@@ -55,15 +66,31 @@ def fit_perma(
         D, n, metrics = _started(fit, own)
         state.save(round_, {DICTIONARY: D})
         return [D], n, {**metrics, "n_atoms": len(D)}
-    G = check_array("global atoms", parameters[0])
-    local_atoms, anew = _local_atoms(fit, own, G, state.before(round_))
-    D = np.vstack([G, local_atoms])
+    sent, keep, errors, saved = [], {}, {}, state.before(round_)
+    for given in parameters:
+        G = check_array("global atoms", given)
+        local_atoms, anew = _local_atoms(fit, own, G, saved)
+        D, n, metrics = _trained(fit, np.vstack([G, local_atoms]), config)
+        aligned = align_to_global(D, G)
+        sent.append(aligned.global_atoms)
+        name = LOCAL_ATOMS if step == UPDATE else f"{LOCAL_ATOMS}_{len(G)}"
+        keep[name] = aligned.local_atoms
+        if step == CHOOSE:
+            whole = np.vstack([aligned.global_atoms, aligned.local_atoms])
+            with suppress(NoEvaluateError):
+                errors[f"{HELD_OUT}{len(G)}"] = float(evaluate([whole], dict(own))[0])
+    state.save(round_, keep)
+    return sent, n, {**metrics, **errors, "n_atoms": len(D), ANEW: int(anew)}
+
+
+def _trained(
+    fit: Fit, D: Matrix, config: Mapping[str, Scalar]
+) -> tuple[Matrix, int, dict[str, Scalar]]:
+    """Return the dictionary after the local steps, and what ``fit`` says of it."""
     for _ in range(check_count(LOCAL_STEPS, config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)):
-        trained, n, metrics = fit([D], dict(own))
+        trained, n, metrics = fit([D], _own(config))
         D = _dictionary(trained, D.shape)
-    aligned = align_to_global(D, G)
-    state.save(round_, {LOCAL_ATOMS: aligned.local_atoms})
-    return [aligned.global_atoms], n, {**metrics, "n_atoms": len(D), ANEW: int(anew)}
+    return D, n, metrics
 
 
 def evaluate_perma(
@@ -105,8 +132,9 @@ def _local_atoms(
     fit: Fit, config: Mapping[str, Scalar], G: Matrix, saved: PrivateArrays | None
 ) -> tuple[Matrix, bool]:
     """Return the client's own atoms, and whether they are made anew, as without a saved state."""
-    if saved is not None and LOCAL_ATOMS in saved:
-        return saved[LOCAL_ATOMS], False
+    for name in (LOCAL_ATOMS, f"{LOCAL_ATOMS}_{len(G)}"):
+        if saved is not None and name in saved:
+            return saved[name], False
     D = _started(fit, config)[0] if saved is None else saved[DICTIONARY]
     return align_to_global(D, G).local_atoms, saved is None
 

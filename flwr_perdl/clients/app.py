@@ -18,6 +18,7 @@ from flwr_perdl.clients._clusters import (
     in_clustered_round,
 )
 from flwr_perdl.clients._handlers import (
+    Evaluate,
     Evaluated,
     Fit,
     Fitted,
@@ -234,7 +235,8 @@ class AnyClient(NumPyClient):
             return fit_clustered(self._client.fit, evaluation_of(self._client), parameters, config)
         if isinstance(self._client, Member):
             return self._client.fit(parameters, config)
-        return _own_fit(self._client.fit, parameters, config, self._context)
+        evaluate = evaluation_of(self._client)
+        return _own_fit(self._client.fit, evaluate, parameters, config, self._context)
 
     def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
         """Evaluate as the client does."""
@@ -349,11 +351,15 @@ class OtherApp(AnsweringApp):
         if measures:
             measured = evaluate_perma(app.fit, app.evaluate, arrays, config, context)
             return evaluation_reply(message, *measured)
-        return reply_to(message, *_own_fit(app.fit, arrays, config, context))
+        return reply_to(message, *_own_fit(app.fit, app.evaluate, arrays, config, context))
 
 
 def _own_fit(
-    fit: Fit, parameters: list[Matrix], config: dict[str, Scalar], context: Context
+    fit: Fit,
+    evaluate: Evaluate,
+    parameters: list[Matrix],
+    config: dict[str, Scalar],
+    context: Context,
 ) -> Fitted:
     """Train by the own ``fit`` of a client that is made for no protocol."""
     if LINEAR in config:
@@ -361,7 +367,7 @@ def _own_fit(
     if SEALED in config:
         raise ValueError(f"the client must be another one: {ONLY_DIFFUSION}.")
     if SENDS in config:
-        return fit_perma(fit, parameters, config, context)
+        return fit_perma(fit, evaluate, parameters, config, context)
     return fit(parameters, config)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import nan
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Any, ClassVar, Protocol, TypedDict
 
 import numpy as np
 from flwr.app import Context
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_members
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
-from flwr_perdl.dictionary.learners import LEARNERS
+from flwr_perdl.dictionary.learners import LEARNERS, check_samples
 from flwr_perdl.privacy import may_send
 from flwr_perdl.protocol.records import ANEW, EVALUATE, Scalar
 from flwr_perdl.random import spawn
@@ -107,6 +108,9 @@ class LearnerClient(ProtocolClient):
     True
     """
 
+    #: Whether NaN in samples is a missing entry; else it is an error.
+    accepts_missing: ClassVar[bool] = False
+
     def __init__(
         self,
         X: Matrix,
@@ -123,17 +127,17 @@ class LearnerClient(ProtocolClient):
     ) -> None:
         algorithm = f"dictionary, {type(learner).__name__}"
         super().__init__(context, algorithm=algorithm, state_dir=state_dir)
-        self.X = check_array("X", X, min_rows=1, squares=True)
         check_members("learner", learner, "Learner", "code", "update")
         check_members("learner", learner, "Learner", "n_atoms", "orthogonal")
+        self.learner = learner
+        self.X = self._samples("X", X, min_rows=1, squares=True)
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
         if extra_metrics is not None and not callable(extra_metrics):
             raise TypeError(f"extra_metrics must be a function or None, got {extra_metrics!r}.")
         check_kind("evaluation", evaluation, (type(None), Mapping), "a mapping or None")
-        self.learner = learner
         self.evaluation = {
-            name: check_array(f"evaluation[{name!r}]", samples, columns=self.X.shape[1])
+            name: self._samples(f"evaluation[{name!r}]", samples, columns=self.X.shape[1])
             for name, samples in (evaluation or {}).items()
         } or {"": self.X}
         self.start = start
@@ -145,6 +149,19 @@ class LearnerClient(ProtocolClient):
         self.min_support = check_count("min_support", min_support)
         self.max_runs = check_count("max_runs", max_runs, 1)
         self.max_requests = check_count("max_requests", max_requests, 1)
+
+    def _samples(self, name: str, value: object, **rules: Any) -> Matrix:
+        """Return checked samples; with NaN, missing entries, only where the protocol has them."""
+        X = check_samples(name, value, self.learner, **{"squares": False, **rules})
+        if has_missing(X) and not self.accepts_missing:
+            raise ValueError(
+                f"{name} must have no NaN for {type(self).__name__}, got {np.isnan(X).sum()}: "
+                "PerMA with aggregation='statistics' learns from the other entries."
+            )
+        if X.size and np.isnan(X).all():
+            raise ValueError(f"{name} must have an entry that is not NaN, got none.")
+        # A sample of which nothing is known must not count where samples are counted.
+        return X[~np.isnan(X).all(axis=1)] if has_missing(X) else X
 
     # What every step needs --------------------------------------------------------------------
 
@@ -170,10 +187,10 @@ class LearnerClient(ProtocolClient):
         G = check_array("global atoms", request.arrays[0], columns=self.X.shape[1])
         return check_atoms(G, most=self.learner.n_atoms)
 
-    def first_dictionary(self, request: StepRequest) -> Matrix:
-        """Return the dictionary that the client learns from its samples alone."""
+    def first_dictionary(self, request: StepRequest, X: Matrix | None = None) -> Matrix:
+        """Return the dictionary that the client learns from its samples alone, or from these."""
         rng = spawn(request.seed, self.partition)
-        return self.start(self.X, self.learner, rng=rng).dictionary
+        return self.start(self.X if X is None else X, self.learner, rng=rng).dictionary
 
     def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
         """Return the client's own atoms, and whether they are made anew, without a kept state."""
@@ -212,7 +229,7 @@ class LearnerClient(ProtocolClient):
         ``extra_metrics`` adds where all sets have as many, and ``"anew": 1`` where there was no
         private state to measure with.
         """
-        counts = _counts(str(request.config.get(N_NONZERO, "")))
+        counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         G = self.global_atoms(request)
         local_atoms, anew = self.own_atoms(G, request)
         metrics: dict[str, Scalar] = {ANEW: 1} if anew else {}
@@ -246,12 +263,20 @@ def read_local_steps(request: StepRequest) -> int:
     return check_count(LOCAL_STEPS, request.config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)
 
 
+def doubts(X: Matrix, n_atoms: int) -> list[str]:
+    """Return what is odd about the samples of a client with so many atoms, and what to do then."""
+    n = int(np.count_nonzero(observed(X).any(axis=1)))
+    zeros = "mostly samples of zeros: leave them out"
+    few = "fewer samples than atoms, which may become copies of these: lower n_atoms or add samples"
+    return [zeros] * (2 * n < len(X)) + [few] * (n < max(n_atoms, 2))
+
+
 def mean_square(errors: Matrix) -> float:
-    """Return the mean of the squares."""
-    return float(np.mean(errors**2))
+    """Return the mean of the squares, without those of missing entries."""
+    return float(np.mean(errors[~np.isnan(errors)] ** 2 if has_missing(errors) else errors**2))
 
 
-def _counts(wanted: str) -> list[str]:
+def atom_counts(wanted: str) -> list[str]:
     """Return the numbers of atoms per sample that an evaluation asks for, as texts."""
     counts = [part.strip() for part in wanted.split(",")]
     for count in counts if wanted else ():

@@ -72,7 +72,7 @@ class DiffusionClient(Member):
     does its work for the next round, and sends its own message, which the server delivers.
 
     **What leaves the node**: its messages to its neighbors, which the server can read unless they
-    are sealed (docs/diffusion-on-flower.md); their size, and whose messages were left out;
+    are sealed (docs/decentralized-learning.md); their size, and whose messages were left out;
     after every round, in the clear, what the program's ``report`` returns, if it has one; at the
     end what ``shows`` says. The docstring of the algorithm says what its messages reveal to
     neighbors that follow the protocol. A neighbor that does not, or a server that can write

@@ -9,6 +9,7 @@ paper                                    here
 D_i^(0), local initialization (line 3)   `DictionaryClient.initialize`
 D^g,(t)                                  ``G``, which comes with ``"update"``
 D_i^l,(t)                                ``L``, in the client's private state
+r^g, of several, the best                `DictionaryClient.choose`; not in the paper
 local refinement (Algorithm 6)           `flwr_perdl.dictionary.refine_local`
 local_update (Algorithm 3)               `DictionaryClient.update`
 =======================================  =======================================================
@@ -19,40 +20,60 @@ of its replies that few of its samples make up (`flwr_perdl.privacy.may_send`).
 
 from __future__ import annotations
 
-from typing import Unpack
+from logging import WARNING
+from typing import ClassVar, Unpack
 
 import numpy as np
 from flwr.app import Context
+from numpy.typing import NDArray
 
-from flwr_perdl.clients._requests import check_products
+from flwr_perdl.clients._requests import check_products, rounded
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
     MOST_STEPS,
+    N_NONZERO,
     LearnerClient,
     LearnerOptions,
+    atom_counts,
+    doubts,
     mean_square,
     read_local_steps,
 )
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import Matrix, check_choice, check_count
 from flwr_perdl.dictionary import (
     Learner,
     align_to_global,
     local_statistics,
+    normalize_atoms,
     reconstruct,
     refine_local,
     update_weights,
 )
+from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statistics
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
+from flwr_perdl.privacy.withholding import may_send_entries
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.random import spawn
 
 START = "start"
+#: One update of each of several numbers of global atoms, measured on samples held out.
+CHOOSE = "choose"
 UPDATE = "update"
 #: What an update sends of the global atoms: the updated atoms, or the statistics of the update.
 SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
 REFINE_STEPS = "perdl.refine-steps"
+#: Start: whether samples are held out for the choice; and the names of its errors in a reply.
+HOLD_OUT = "perdl.hold-out"
+HELD_OUT = "mse_held_out_"
+#: One sample in so many is held out, drawn as in a round that no run has.
+_HELD, _DRAW = 3, 2**32 - 1
+#: Errors below this share of the mean square are rounding, by which nothing is chosen.
+_ROUNDING = 1e-12
 
 #: The name of the first dictionary in a client's private state, before it knows its local atoms.
 DICTIONARY = "dictionary"
@@ -74,7 +95,10 @@ class DictionaryClient(LearnerClient):
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        The client's samples, float64 or float32.
+        The client's samples, float64 or float32. NaN is a missing entry, which `MODLearner` and
+        `LassoLearner` accept, where the strategy's ``aggregation`` is "statistics": the sums are of
+        samples completed by their own reconstruction, and `may_send` holds for each of their
+        entries. Errors are those of the observed entries.
     learner : Learner
         The local algorithm A_i (P0, Algorithm 4 or 5, or any other).
     context : Context
@@ -110,6 +134,10 @@ class DictionaryClient(LearnerClient):
     (3, 6)
     """
 
+    accepts_missing = True
+    #: Whether the log names what is odd about the samples.
+    warns: ClassVar[bool] = True
+
     def __init__(
         self,
         X: Matrix,
@@ -127,22 +155,71 @@ class DictionaryClient(LearnerClient):
         """Local initialization (Algorithm 1, lines 2-5): send the dictionary of own samples."""
         if request.arrays:
             raise ValueError(f"parameters must be none, got {len(request.arrays)} arrays.")
-        D = self.first_dictionary(request)
-        C = self.learner.code(self.X, D)
-        error = mean_square(self.X - reconstruct(C, D))
-        return self.result(D[self.may_send(C, self.X)], error, len(D), {DICTIONARY: D})
+        X = self.X[~self._held_out(request)] if request.config.get(HOLD_OUT) else self.X
+        D = self.first_dictionary(request, X)
+        C = self.learner.code(X, D)
+        error = mean_square(X - reconstruct(C, D))
+        if self.warns and (odd := doubts(self.X, len(D))):
+            log(WARNING, "This client has %s.", "; and ".join(odd))
+        allowed = self.may_send(C, observed(X))
+        sent = D[allowed]
+        if has_missing(X):
+            entries = may_send_entries(C, X, self.min_support)
+            sent = np.where(entries, D, 0)[allowed]
+            sent = normalize_atoms(sent[sent.any(axis=1)])
+        return self.result(sent, error, len(D), {DICTIONARY: D})
+
+    @step(CHOOSE)
+    def choose(self, request: StepRequest) -> StepResult:
+        """Update each of several numbers of global atoms, and measure them on samples held out."""
+        candidates = [self.global_atoms(request._replace(arrays=[G])) for G in request.arrays]
+        counts = atom_counts(str(request.config.get(N_NONZERO, "")))
+        held, anew = self._held_out(request), request.kept is None
+        if request.kept is None:
+            D = self.first_dictionary(request, self.X[~held])
+            request = request._replace(kept={DICTIONARY: D})
+        sent, errors, keep, metrics = [], [], {}, {}
+        for G in candidates:
+            L, _ = self.own_atoms(G, request)
+            own, error, D = self._updated(request, self.X[~held], G, L)
+            sent.append(own)
+            errors.append(error)
+            keep[f"{LOCAL_ATOMS}_{len(G)}"] = D[len(G) :]
+            if held.any():
+                found = float(np.mean([self._error(self.X[held], D, k) for k in counts]))
+                exact = found <= _ROUNDING * mean_square(self.X[held])
+                metrics[f"{HELD_OUT}{len(G)}"] = 0.0 if exact else rounded(found)
+        result = self.result(sent[0], min(errors), len(D), keep, anew=anew)
+        return result._replace(arrays=sent, metrics={**result.metrics, **metrics})
 
     @step(UPDATE)
     def update(self, request: StepRequest) -> StepResult:
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
+        G = self.global_atoms(request)
+        L, anew = self.own_atoms(G, request)
+        sent, error, D = self._updated(request, self.X, G, L)
+        result = self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, anew=anew)
+        bound = SAMPLE_BOUND.get()
+        if bound is None or request.config.get(SENDS) != STATISTICS:
+            return result
+        return result._replace(metrics={**result.metrics, BOUND: bound})
+
+    def _updated(
+        self, request: StepRequest, X: Matrix, G: Matrix, L: Matrix
+    ) -> tuple[Matrix, float, Matrix]:
+        """Return what is sent of an update, the error before it, and the dictionary after it."""
         # A request is checked before anything is computed from samples: atoms that are not unit, or
         # too much alike, would have a reply show more than a sum.
-        config, G, X, learner = request.config, self.global_atoms(request), self.X, self.learner
+        config, learner = request.config, self.learner
         statistics = check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS)) != ATOMS
         refine_steps = check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, MOST_STEPS)
         check_products(G, orthogonal=statistics and learner.orthogonal)
+        if has_missing(X) and not statistics:
+            raise ValueError(
+                'aggregation must be "statistics" where X has NaN, got one of the atoms themselves.'
+            )
         n_steps, r = read_local_steps(request), len(G)
-        L, anew = self.own_atoms(G, request)
+        bound = SAMPLE_BOUND.get() if statistics else None
         if refine_steps:
             L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
         errors, after = [], np.vstack([G, L])
@@ -152,27 +229,28 @@ class DictionaryClient(LearnerClient):
             # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
-        bound = SAMPLE_BOUND.get() if statistics else None
-        bounded = {} if bound is None else {BOUND: bound}
         if bound is not None:
             # Each sample's term depends on that sample and on G alone: it is coded by itself, and
-            # without the local atoms, which all samples have made.
+            # without the local atoms, which all samples have made. It is in float64, whose rounding
+            # errors are no part of a bound, and not rounded in a unit that all samples have made.
             codes = np.vstack([learner.code(x[None], G) for x in X])
-            exact = X.astype(np.float64)  # float32's rounding errors are no small part of a bound
-            sent = bounded_statistics(exact, codes, bound, orthogonal=learner.orthogonal)
-        elif statistics:
+            full = completed(X.astype(np.float64), codes, G)
+            sent = bounded_statistics(full, codes, bound, orthogonal=learner.orthogonal)
+            return sent, errors[0], after
+        if statistics:
+            full = completed(X, C, D)
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
-            shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
-            sent = local_statistics(X, C, D, shared, orthogonal=learner.orthogonal)
+            shared = self.may_send(C[:, :r], full - reconstruct(C[:, r:], D[r:]))
+            sent = local_statistics(full, C, D, shared, orthogonal=learner.orthogonal)
+            if has_missing(X):  # a withheld entry's sum is that of a reconstruction
+                entries = may_send_entries(C[:, :r], X, self.min_support)
+                sent[:, r:] = np.where(entries, sent[:, r:], sent[:, :r] @ D[:r])
             if MAX_WEIGHT in config:  # of a secure sum
-                sent = _scaled(X, sent)
+                sent = _scaled(full, sent)
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
-        if bound is None:  # else rounding, in a unit of all samples, would move a sum by more
-            sent = _rounded(sent, self.digits)
-        result = self.result(sent, errors[0], len(after), {LOCAL_ATOMS: after[r:]}, anew=anew)
-        return result._replace(metrics={**result.metrics, **bounded})
+        return _rounded(sent, self.digits), errors[0], after
 
     def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
         """Return the local atoms, and whether they had to be made anew.
@@ -181,12 +259,21 @@ class DictionaryClient(LearnerClient):
         late, or has lost its state, makes its own start and aligns it in the same way.
         """
         kept = request.kept
-        if kept is not None and LOCAL_ATOMS in kept:
-            return kept[LOCAL_ATOMS], False
+        for name in (LOCAL_ATOMS, f"{LOCAL_ATOMS}_{len(G)}"):  # the latter until the choice is made
+            if kept is not None and name in kept:
+                return kept[name], False
         if len(G) == self.learner.n_atoms:  # the start, which takes long, would leave none
             return G[:0], kept is None
         D = self.first_dictionary(request) if kept is None else kept[DICTIONARY]
         return align_to_global(D, G).local_atoms, kept is None
+
+    def _held_out(self, request: StepRequest) -> NDArray[np.bool_]:
+        """Return which samples are held out, (n_samples,): none where these are too few."""
+        held = np.zeros(len(self.X), dtype=bool)
+        if (n_held := len(self.X) // _HELD) >= max(self.min_support, 1):
+            rng = spawn(request.seed, self.partition, _DRAW)
+            held[rng.permutation(len(self.X))[:n_held]] = True
+        return held
 
 
 def _rounded(sent: Matrix, digits: int | None) -> Matrix:

@@ -1,7 +1,8 @@
-"""Sums of squares and inner products, by BLAS."""
+"""Sums of squares and inner products, by BLAS, and what is observed where NaN is missing."""
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -24,3 +25,13 @@ def row_products(A: Array, B: Array) -> Array:
 def row_norms(A: Array) -> Array:
     """Return the Euclidean norms over the last axis."""
     return np.sqrt(row_products(A, A))
+
+
+def has_missing(A: Array) -> bool:
+    """Return whether an array without infinite values has NaN, which stands for a missing entry."""
+    return isnan(squared_norm(A))
+
+
+def observed(A: Array) -> Array:
+    """Return an array with zeros in place of missing entries."""
+    return np.where(np.isnan(A), A.dtype.type(0), A) if has_missing(A) else A

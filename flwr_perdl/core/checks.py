@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.arrays import squared_norm
+from flwr_perdl.core.arrays import observed, squared_norm
 
 __all__ = ["Matrix", "check_array", "check_choice", "check_count", "check_real"]
 
@@ -40,6 +40,7 @@ def check_array(
     rows: int | None = None,
     columns: int | None = None,
     squares: bool = False,
+    missing: bool = False,
 ) -> Matrix:
     """Return ``value`` as a C-contiguous float array, or say which rule it breaks.
 
@@ -56,6 +57,8 @@ def check_array(
     squares : bool
         Whether the sum of the squares must be within the dtype's range too, with the room that
         sums of products need. Zeros alone are.
+    missing : bool
+        Whether NaN is allowed, as a missing entry.
 
     Returns
     -------
@@ -88,15 +91,18 @@ def check_array(
         raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
     checked: Matrix = np.ascontiguousarray(array)
     energy = squared_norm(checked)
-    if not isfinite(energy) and not np.isfinite(checked).all():
-        bad = np.count_nonzero(~np.isfinite(checked))
-        raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
+    if not isfinite(energy):
+        wrong = np.isinf(checked) if missing else ~np.isfinite(checked)
+        if bad := np.count_nonzero(wrong):
+            rule, found = ("finite or NaN", "") if missing else ("finite", "NaN or ")
+            raise ValueError(f"{name} must be {rule}, got {bad} {found}infinite value(s).")
+        energy = squared_norm(observed(checked))
     if squares:
         least = _least_square(checked.dtype)
-        if not least <= energy <= 1 / least and checked.any():
+        if not least <= energy <= 1 / least and observed(checked).any():
             raise ValueError(
                 f"{name} must be rescaled, as the squares of its values leave the range of "
-                f"{checked.dtype}, got values up to {np.abs(checked).max():.3g}."
+                f"{checked.dtype}, got values up to {np.abs(observed(checked)).max():.3g}."
             )
     return checked
 

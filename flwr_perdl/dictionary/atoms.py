@@ -36,7 +36,7 @@ _ORTHOGONAL = 1e-6
 #: Squared norms this near to 1 are those of unit atoms.
 _UNIT = 1e-5
 #: Atoms with a larger cosine than this are copies of each other; clients refuse those above .99.
-_COPY = 0.98
+COPY = 0.98
 
 
 class AtomMatch(NamedTuple):
@@ -222,7 +222,7 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
     atoms a sample uses would be decided by rounding. No rule looks at a sample.
     """
     cosines = D @ D.T
-    copies = np.any(np.triu(np.abs(cosines) > _COPY, 1), axis=0)  # of two the first stays
+    copies = np.any(np.triu(np.abs(cosines) > COPY, 1), axis=0)  # of two the first stays
     good = ~copies & (np.diagonal(gram) > 0)
     if good.all():
         return D
@@ -238,7 +238,7 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
             continue
         merged = D[i] + signs[i, j] * D[j]  # longer than 0: neither is a copy of the other
         merged /= np.sqrt(np.sum(merged * merged))
-        if np.abs(atoms[good] @ merged).max() <= _COPY:
+        if np.abs(atoms[good] @ merged).max() <= COPY:
             atoms[spare[0]], good[spare.pop(0)] = merged, True
             free[[i, j]] = False
     if left := [j for j in spare if copies[j]]:

@@ -16,13 +16,13 @@ squares (:func:`nonnegative_from_gram`), which has no penalty at all, are not in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from flwr_perdl.core.arrays import row_norms, squared_norm
+from flwr_perdl.core.arrays import has_missing, observed, row_norms, squared_norm
 from flwr_perdl.core.checks import (
     Matrix,
     check_array,
@@ -33,6 +33,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.threads import in_threads, n_kernel_threads
 from flwr_perdl.dictionary.atoms import unit_atoms
 
+Result = TypeVar("Result")
 #: How :func:`omp` chooses an atom.
 Selection = Literal["correlation", "residual"]
 
@@ -120,6 +121,7 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correla
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
+        NaN is a missing entry: a sample is coded as if it had only the others, and so the atoms.
     D : ndarray of shape (n_atoms, n_features)
         Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
     n_nonzero : int
@@ -141,7 +143,7 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correla
     array([[3., 0.]])
     """
     check_choice("selection", selection, get_args(Selection))
-    X = check_array("X", X)
+    X = check_array("X", X, missing=True)
     D = check_array("D", D, columns=X.shape[1], squares=True)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
     return by_direction(lambda unit: pursue(X, unit, k, selection=selection), D)
@@ -155,7 +157,7 @@ def pursue(
     A sample takes no atom whose product with what is left of it is below ``level``: for orthonormal
     atoms these are the codes of :func:`hard_threshold`, of as many atoms as it leaves.
     """
-    n, r = len(X), len(D)
+    (n, d), r = X.shape, len(D)
     dtype, by_residual = np.result_type(X, D), selection == "residual"
     eps = float(np.finfo(dtype).eps)
     # What an atom leaves of the sample is a ratio: both of its terms need digits.
@@ -164,23 +166,56 @@ def pursue(
     C: Matrix = np.zeros((n, r), dtype=dtype)
     if not k or not n:
         return C
-    gram = D @ D.T
     from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
-    def code(rows: slice) -> None:
-        peaks = np.maximum(X[rows].max(axis=1), -X[rows].min(axis=1))
-        _kernels.pursue(X[rows] @ D.T, peaks, gram, k, level, by_residual, tiny, least, C[rows])
+    def code(X: Matrix, D: Matrix, C: Matrix) -> None:
+        lengths = None
+        if D.shape[1] < d:  # parts of unit atoms
+            lengths = row_norms(D)[:, None]
+            lengths[lengths == 0] = 1
+            D = D / lengths
+        gram, most = D @ D.T, min(k, D.shape[1])
 
-    _in_threads(code, n, r)
+        def block(rows: slice) -> None:
+            peaks = np.maximum(X[rows].max(axis=1, initial=0), -X[rows].min(axis=1, initial=0))
+            given = X[rows] @ D.T, peaks, gram, most, level, by_residual, tiny, least
+            _kernels.pursue(*given, C[rows])
+
+        _in_threads(block, len(X), r)
+        if lengths is not None:
+            C /= lengths.T
+
+    _each_observed(code, X, D, C)
     return C
+
+
+def _each_observed(
+    code: Callable[[Matrix, Matrix, Matrix], Result], X: Matrix, D: Matrix, C: Matrix
+) -> list[Result]:
+    """Have ``code(X, D, C)`` write codes to ``C``, for all samples, and return what it returns.
+
+    Those with missing entries are coded together with all that miss the same, by what is left of
+    samples and atoms without these.
+    """
+    if not has_missing(X):
+        return [code(X, D, C)]
+    found = []
+    for seen, rows in _alike(~np.isnan(X)):
+        own = C[rows]
+        found.append(code(X[rows].take(seen, axis=1), D.take(seen, axis=1), own))
+        C[rows] = own
+    return found
 
 
 def _in_threads(code: Callable[[slice], None], n: int, r: int) -> None:
     """Code all samples in blocks; which one a thread takes changes no bit of the codes."""
     size = max(1, _BLOCK // max(1, r))
     blocks = [slice(at, min(at + size, n)) for at in range(0, n, size)]
-    for _ in in_threads(code, blocks, n=n_kernel_threads()):
-        pass
+    if len(blocks) == 1:
+        code(blocks[0])
+    else:
+        for _ in in_threads(code, blocks, n=n_kernel_threads()):
+            pass
 
 
 def lasso(
@@ -199,6 +234,7 @@ def lasso(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
+        NaN is a missing entry, which does not count in ``||x - c @ D||``.
     D : ndarray of shape (n_atoms, n_features)
     alpha : float
         Weight of the penalty, positive: ``n_features`` times that of scikit-learn's ``Lasso``.
@@ -221,7 +257,7 @@ def lasso(
     >>> lasso(np.array([[3.0, 1.0]]), np.eye(2), 2.0).codes
     array([[1., 0.]])
     """
-    X = check_array("X", X, squares=True)
+    X = check_array("X", X, squares=True, missing=True)
     D = check_array("D", D, columns=X.shape[1], squares=True)
     alpha = check_real("alpha", alpha, 0, open_low=True)
     tol = max(check_real("tol", tol, 0), 100 * float(np.finfo(np.float64).eps))
@@ -233,19 +269,23 @@ def lasso(
     n, r = len(X), len(D)
     dtype, wide = np.result_type(X, D), D.astype(np.float64, copy=False)
     C = np.zeros((n, r), dtype) if start is None else np.array(start, dtype)
-    X, gram = X.astype(dtype, copy=False), wide @ wide.T
-    sweeps, gaps = np.zeros(n, np.intp), np.zeros(n)
 
-    def code(rows: slice) -> None:
-        squares = np.einsum("ij,ij->i", X[rows], X[rows], dtype=np.float64)
-        # In single precision the gap would be wrong.
-        products = X[rows].astype(np.float64, copy=False) @ wide.T
-        given = products, squares, gram, alpha, tol, max_iter
-        _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
+    def code(X: Matrix, D: Matrix, C: Matrix) -> tuple[int, float]:
+        gram, sweeps, gaps = D @ D.T, np.zeros(len(X), np.intp), np.zeros(len(X))
 
-    _in_threads(code, n, r)
-    gap = float(gaps.max(initial=0))
-    return Lasso(C, int(sweeps.max(initial=0)), gap, gap <= tol)
+        def block(rows: slice) -> None:
+            squares = np.einsum("ij,ij->i", X[rows], X[rows], dtype=np.float64)
+            # In single precision the gap would be wrong.
+            products = X[rows].astype(np.float64, copy=False) @ D.T
+            given = products, squares, gram, alpha, tol, max_iter
+            _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
+
+        _in_threads(block, len(X), r)
+        return int(sweeps.max(initial=0)), float(gaps.max(initial=0))
+
+    found = _each_observed(code, X.astype(dtype, copy=False), wide, C)
+    n_iter, gap = (max(values) for values in zip((0, 0.0), *found, strict=True))
+    return Lasso(C, n_iter, gap, gap <= tol)
 
 
 def focuss(
@@ -369,9 +409,10 @@ def _exchange(C: Matrix, products: Matrix, gram: Matrix) -> NDArray[np.intp]:
 
 def _alike(sets: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
     """Yield every different row, as indices, with the numbers of the rows that are the same."""
-    different, of = np.unique(sets, axis=0, return_inverse=True)
-    for number, members in enumerate(different):
-        yield np.flatnonzero(members), np.flatnonzero(of.ravel() == number)
+    different, of, counts = np.unique(sets, axis=0, return_inverse=True, return_counts=True)
+    rows = np.split(np.argsort(of.ravel(), kind="stable"), np.cumsum(counts)[:-1])
+    for members, own in zip(different, rows, strict=True):
+        yield np.flatnonzero(members), own
 
 
 def sparse_code(
@@ -387,6 +428,8 @@ def sparse_code(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
+        NaN is a missing entry, which codes do not see; no ``threshold`` then. A sample of which
+        nothing is observed has a code of zeros.
     D : ndarray of shape (n_atoms, n_features)
         Atoms; only to the lasso their lengths matter.
     n_nonzero : int, optional
@@ -421,10 +464,23 @@ def sparse_code(
         return omp(X, D, n_nonzero)
     if alpha is not None:
         return lasso(X, D, alpha).codes
-    X = check_array("X", X)
+    X = check_array("X", X, missing=True)
+    if has_missing(X):
+        raise ValueError(
+            f"X must have no NaN for threshold, got {np.isnan(X).sum()}: give n_nonzero or alpha."
+        )
     D = check_array("D", D, columns=X.shape[1], squares=True)
     least = check_real("threshold", threshold, 0)
     return by_direction(lambda unit: hard_threshold(X @ unit.T, least), D)
+
+
+def completed(X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+    """Return samples whose missing entries, NaN, are those of their reconstruction ``C @ D``.
+
+    ``||X - C @ D'||^2`` of completed samples is, for every dictionary ``D'``, at least that of the
+    observed entries, and equal to it for ``D``: an update that lowers it lowers both.
+    """
+    return np.where(np.isnan(X), C @ D, X) if has_missing(X) else X
 
 
 def remainder(X: Matrix, fitted: Matrix) -> Matrix:
@@ -435,8 +491,10 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
     """
     rest, limits = X - fitted, np.finfo(X.dtype)
     rounding = min(X.shape[1] * float(limits.eps), _FEW)
-    rest[row_norms(rest) <= rounding * row_norms(X)] = 0
-    if squared_norm(rest) < limits.smallest_normal / limits.eps:  # too small to learn from
+    rest[row_norms(observed(rest)) <= rounding * row_norms(observed(X))] = 0
+    if (
+        squared_norm(observed(rest)) < limits.smallest_normal / limits.eps
+    ):  # too small to learn from
         rest[:] = 0
     return rest
 

@@ -22,6 +22,9 @@ that stops at the threshold. MOD, approximate K-SVD and online dictionary learni
 No start and no update puts a raw sample into a dictionary: starts are random rotations of the
 data's principal directions, and where each atom has an update of its own, it moves only if at
 least two samples stand behind it (:func:`atom_support`).
+
+NaN in the samples of :class:`MODLearner` and :class:`LassoLearner` is a missing entry: codes see
+the others alone, and an update completes each sample by its own reconstruction.
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from flwr_perdl.core.arrays import row_norms, squared_norm
+from flwr_perdl.core.arrays import has_missing, observed, row_norms, squared_norm
 from flwr_perdl.core.checks import (
     Matrix,
+    brief_repr,
     check_array,
     check_choice,
     check_count,
@@ -52,7 +56,14 @@ from flwr_perdl.dictionary.atoms import (
     symmetric_inverse,
     unit_atoms,
 )
-from flwr_perdl.dictionary.coding import by_direction, hard_threshold, lasso, omp, pursue
+from flwr_perdl.dictionary.coding import (
+    by_direction,
+    completed,
+    hard_threshold,
+    lasso,
+    omp,
+    pursue,
+)
 from flwr_perdl.dictionary.polar import polar_factor, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
@@ -69,6 +80,8 @@ _WHOLE = 1e-9
 
 class Learner(Protocol):
     """What PerMA asks of a local learner; `D` may have any number of atoms.
+
+    ``X`` has no NaN, a missing entry, unless the learner has ``accepts_missing = True``.
 
     Examples
     --------
@@ -157,7 +170,7 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
            [ 0.5, -0.5]])
     """
     check_members("learner", learner, "Learner", "code", "update")
-    X, C, D = _checked(X, C, D)
+    X, C, D = _checked(learner, X, C, D)
     own = getattr(learner, "weights", None)
     return C if own is None else np.asarray(own(X, C, D))
 
@@ -175,14 +188,19 @@ class AlternatingLearner(ABC):
         own_numbers(self)
         check_count("n_atoms", self.n_atoms, 1)
 
+    @property
+    def accepts_missing(self) -> bool:
+        """Whether NaN in samples is a missing entry; else it is an error."""
+        return False
+
     def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
         """Return a random rotation of the data's principal directions.
 
         It is completed by random directions where the data has too few, and, beyond ``n_features``
-        orthonormal atoms, by random unit vectors.
+        orthonormal atoms, by random unit vectors. Where no sample has a feature atoms are zero.
         """
-        X = check_array("X", X, min_rows=1, squares=True)
-        d = X.shape[1]
+        X = check_samples("X", X, self, min_rows=1)
+        seen, X, d = ~np.isnan(X).all(axis=0), observed(X), X.shape[1]
         check_count("n_atoms", self.n_atoms, 1, d if self.orthogonal else None)
         k = min(self.n_atoms, d)
         spanned = principal_directions(X, k)
@@ -191,7 +209,8 @@ class AlternatingLearner(ABC):
         # Principal directions themselves are no good start: codes of all samples are dense in them.
         rotation = np.linalg.qr(rng.standard_normal((k, k)))[0]
         more = normalize_atoms(rng.standard_normal((self.n_atoms - k, k)))
-        return np.vstack([rotation, more]).astype(X.dtype) @ basis.astype(X.dtype)
+        D: Matrix = np.vstack([rotation, more]).astype(X.dtype) @ basis.astype(X.dtype)
+        return D if seen.all() else normalize_atoms(np.where(seen, D, 0), D)
 
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return the codes of ``X``, ``C`` with ``X ≈ C @ D``.
@@ -199,7 +218,7 @@ class AlternatingLearner(ABC):
         The atoms' lengths do not matter: codes are those of unit atoms divided by them. ``scale``
         multiplies the threshold or penalty (or divides ``n_nonzero``).
         """
-        X = check_array("X", X, squares=True)
+        X = check_samples("X", X, self)
         D = check_array("D", D, columns=X.shape[1], squares=True)
         check_real("scale", scale, 0, open_low=True)
         return by_direction(lambda unit: self._code(X, unit, scale), D)
@@ -210,7 +229,7 @@ class AlternatingLearner(ABC):
 
     def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the next dictionary, unit atoms; what the codes leave open stays as in ``D``."""
-        return self._update(*_checked(X, C, D))
+        return self._update(*_checked(self, X, C, D))
 
     @abstractmethod
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -218,7 +237,7 @@ class AlternatingLearner(ABC):
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
-        X = check_array("X", X, squares=True)
+        X = check_samples("X", X, self)
         D = check_array("D", D, columns=X.shape[1])
         return self.steps(X, unit_atoms(D)[0], [1.0])
 
@@ -230,7 +249,7 @@ class AlternatingLearner(ABC):
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return the objective that the iterations bring down, as the learner's class states it."""
-        return self._loss(*_checked(X, C, D))
+        return self._loss(*_checked(self, X, C, D))
 
     @abstractmethod
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
@@ -258,7 +277,7 @@ class ThresholdLearner(AlternatingLearner):
     def level(self, X: Matrix) -> float:
         """Return the threshold that applies to ``X``."""
         if self.threshold == "auto":
-            return float(AUTO_THRESHOLD * np.sqrt(squared_norm(X) / max(len(X), 1)))
+            return float(AUTO_THRESHOLD * np.sqrt(squared_norm(observed(X)) / max(len(X), 1)))
         return float(self.threshold)
 
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
@@ -267,7 +286,7 @@ class ThresholdLearner(AlternatingLearner):
         return hard_threshold(X @ D.T, scale * self.level(X))
 
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        error = float(np.sum((X - C @ D) ** 2))
+        error = float(np.nansum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
             return error
         return error + self.level(X) ** 2 * int(np.count_nonzero(C))
@@ -392,6 +411,11 @@ class MODLearner(GeneralLearner):
     (8, 6)
     """
 
+    @property
+    def accepts_missing(self) -> bool:
+        """Whether NaN in samples is a missing entry: where orthogonal matching pursuit codes."""
+        return self.n_nonzero is not None or self.coding == "pursuit"
+
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         kept, rest = _well_supported(X, C, D)
         return least_squares_atoms(kept.T @ kept, kept.T @ rest, D)
@@ -475,6 +499,11 @@ class LassoLearner(AlternatingLearner):
         if not is_auto("alpha", self.alpha):
             check_real("alpha", self.alpha, 0, 1e150, open_low=True)
 
+    @property
+    def accepts_missing(self) -> bool:
+        """NaN in samples is a missing entry."""
+        return True
+
     def steps(self, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
         """Return the dictionary after the iterations; each starts from the codes of the last."""
         C = None
@@ -488,7 +517,7 @@ class LassoLearner(AlternatingLearner):
     ) -> Matrix:
         if self.alpha != "auto":
             return lasso(X, D, scale * self.alpha, start=start).codes
-        norms = row_norms(X)[:, None]
+        norms = row_norms(observed(X))[:, None]
         lengths = np.where(norms > 0, norms, 1)
         start = None if start is None else start / lengths
         return lasso(X / lengths, D, scale * AUTO_PENALTY, start=start).codes * norms
@@ -498,21 +527,35 @@ class LassoLearner(AlternatingLearner):
         return descended_atoms(kept.T @ kept, kept.T @ rest, D)
 
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        penalties = AUTO_PENALTY * row_norms(X) if self.alpha == "auto" else self.alpha
+        penalties = AUTO_PENALTY * row_norms(observed(X)) if self.alpha == "auto" else self.alpha
         penalty = (penalties * np.abs(C).sum(axis=1)).sum()
-        return float(0.5 * np.sum((X - C @ D) ** 2) + penalty)
+        return float(0.5 * np.nansum((X - C @ D) ** 2) + penalty)
 
 
-def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+def check_samples(name: str, value: object, learner: Learner, **rules: Any) -> Matrix:
+    """Return samples; they may have NaN, missing entries, if the learner codes without these.
+
+    ``rules`` are those of `check_array`.
+    """
+    X = check_array(name, value, missing=True, **{"squares": True, **rules})
+    if has_missing(X) and not getattr(learner, "accepts_missing", False):
+        raise ValueError(
+            f"{name} must have no NaN for {brief_repr(learner)}, got {np.isnan(X).sum()}: "
+            "LassoLearner and MODLearner with coding='pursuit' learn from the other entries."
+        )
+    return X
+
+
+def _checked(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     """Return samples, codes and dictionary, if they fit."""
     D = check_array("D", D, squares=True)
-    X = check_array("X", X, columns=D.shape[1], squares=True)
+    X = check_samples("X", X, learner, columns=D.shape[1])
     return X, check_array("C", C, rows=len(X), columns=len(D), squares=True), D
 
 
 def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
     """Codes of the atoms that at least two samples stand behind, and what the others leave of X."""
-    weak = atom_support(C) < _LEAST_SUPPORT
+    weak, X = atom_support(C) < _LEAST_SUPPORT, completed(X, C, D)
     if not weak.any():
         return C, X
     return np.where(weak, 0, C), X - C[:, weak] @ D[weak]

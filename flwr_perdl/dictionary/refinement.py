@@ -20,7 +20,7 @@ import numpy as np
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_members
 from flwr_perdl.dictionary.atoms import unit_atoms
 from flwr_perdl.dictionary.coding import remainder
-from flwr_perdl.dictionary.learners import Learner
+from flwr_perdl.dictionary.learners import Learner, check_samples
 
 
 def refine_local(
@@ -55,7 +55,7 @@ def refine_local(
            [0., 0.]])
     """
     check_members("learner", learner, "Learner", "orthogonal", "step")
-    X = check_array("X", X, squares=True)
+    X = check_samples("X", X, learner)
     D, _ = unit_atoms(check_array("D", D, columns=X.shape[1]))
     check_count("n_global", n_global, 0, len(D))
     check_count("n_iter", n_iter)

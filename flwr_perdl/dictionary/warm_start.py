@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flwr_perdl.core.arrays import has_missing
 from flwr_perdl.core.checks import (
     Matrix,
     check_array,
@@ -30,7 +31,13 @@ from flwr_perdl.core.checks import (
     check_real,
     check_rng,
 )
-from flwr_perdl.dictionary.learners import LEARNERS, AlternatingLearner, LassoLearner, Learner
+from flwr_perdl.dictionary.learners import (
+    LEARNERS,
+    AlternatingLearner,
+    LassoLearner,
+    Learner,
+    check_samples,
+)
 
 _OURS = AlternatingLearner.code, AlternatingLearner.update
 
@@ -97,7 +104,7 @@ def warm_start(
     """
     check_members("learner", learner, "Learner", "start", "code", "update", "loss")
     check_rng(rng)
-    X = check_array("X", X, min_rows=1, squares=True)
+    X = check_samples("X", X, learner, min_rows=1)
     check_count("n_iter", n_iter)
     check_count("restarts", restarts, 1)
     check_real("boost", boost, 1)
@@ -151,7 +158,7 @@ def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> 
     (4, 4)
     """
     check_members("learner", learner, "Learner", "code", "update")
-    X = check_array("X", X, squares=True)
+    X = check_samples("X", X, learner)
     D = check_array("D", D, columns=X.shape[1], squares=True)
     scales = [
         check_real("scales", scale, 0, open_low=True) for scale in check_list("scales", scales)
@@ -171,7 +178,11 @@ def _row_space(X: Matrix, learner: Learner, n_iter: int) -> Matrix | None:
     To this library's learners all orthonormal coordinates are the same.
     """
     n, d = map(int, X.shape)
-    if type(learner) not in LEARNERS or n_iter * learner.n_atoms * (d - n) <= 2 * d * n:
+    if (
+        type(learner) not in LEARNERS
+        or has_missing(X)
+        or n_iter * learner.n_atoms * (d - n) <= 2 * d * n
+    ):
         return None
     return np.linalg.qr(X.T)[0].T
 

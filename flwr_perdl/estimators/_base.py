@@ -59,6 +59,8 @@ class Estimator:
 
     #: "transformer" or "regressor": for scikit-learn.
     _estimator_type = "transformer"
+    #: Whether NaN is a missing entry: for scikit-learn.
+    _allow_nan = False
 
     @classmethod
     def _parameters(cls) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class Estimator:
             target_tags=utils.TargetTags(required=regressor),
             transformer_tags=None if regressor else utils.TransformerTags(["float64", "float32"]),
             regressor_tags=utils.RegressorTags() if regressor else None,
-            input_tags=utils.InputTags(),
+            input_tags=utils.InputTags(allow_nan=self._allow_nan),
         )
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -117,7 +119,7 @@ class Estimator:
             kind = type("NotFittedError", (NotFittedError, theirs), {})
         raise kind(f"{type(self).__name__} must be fitted first: call fit.")
 
-    def _read_sites(self, X: Any, *, min_columns: int = 1) -> list[Matrix]:
+    def _read_sites(self, X: Any, *, min_columns: int = 1, missing: bool = False) -> list[Matrix]:
         """Return the sites' tables of a call of ``fit``."""
         if isinstance(X, np.ndarray) and X.ndim == 3:
             X = list(X)
@@ -133,8 +135,9 @@ class Estimator:
                     f"X[{i}] must have the columns of X[0] in the same order, but it "
                     f"{difference(feature_names(table), first)}."
                 )
-            site = as_matrix(f"X[{i}]", table, min_rows=1, min_columns=min_columns)
-            sites.append(check_array(f"X[{i}]", site, columns=sites[0].shape[1] if sites else None))
+            name, columns = f"X[{i}]", sites[0].shape[1] if sites else None
+            site = as_matrix(name, table, min_rows=1, min_columns=min_columns, missing=missing)
+            sites.append(check_array(name, site, columns=columns, missing=missing))
         kind = np.result_type(*sites)
         return [site.astype(kind, copy=False) for site in sites]
 
@@ -150,7 +153,7 @@ class Estimator:
             self.feature_names_in_ = np.array(names, dtype=object)
         return self
 
-    def _read_rows(self, X: Any) -> Matrix:
+    def _read_rows(self, X: Any, *, missing: bool = False) -> Matrix:
         """Return the rows of a call after ``fit``, with the columns that ``fit`` saw."""
         self._check_fitted()
         names, known = feature_names(X), getattr(self, "feature_names_in_", None)
@@ -159,7 +162,7 @@ class Estimator:
                 "X must have the columns of fit in the same order, but it "
                 f"{difference(names, list(known))}."
             )
-        rows = as_matrix("X", X)
+        rows = as_matrix("X", X, missing=missing)
         if rows.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting "
@@ -180,13 +183,14 @@ class Federated(Estimator):
         make_client: Callable[[Context], NumPyClient],
         n_sites: int,
         n_rounds: int,
+        **start: Any,
     ) -> tuple[Matrix, InProcessGrid]:
         """Run the strategy, and return what it learned, and the grid; set the history."""
         if self.grid is not None and not callable(self.grid):
             raise TypeError(f"grid must be a function (app, n_sites) or None, got {self.grid!r}.")
         grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
         verbose = "bar" if self.verbose else "quiet"
-        result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose)
+        result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose, **start)
         self.history_ = strategy.history
         self.n_iter_ = len(self.history_)
         (learned,) = result.arrays.to_numpy_ndarrays()
@@ -250,9 +254,9 @@ def data_frame(rows: Any, **how: Any) -> Any:
 
 
 def explained(X: Matrix, approximation: Matrix) -> float:
-    """Return the share of the energy of ``X`` that an approximation explains; 1 of zeros."""
-    energy = float(np.sum(X**2))
-    return 1 - float(np.sum((X - approximation) ** 2)) / energy if energy else 1.0
+    """Return the share of the observed energy of ``X`` that is explained; 1 of zeros."""
+    energy = float(np.nansum(X**2))
+    return 1 - float(np.nansum((X - approximation) ** 2)) / energy if energy else 1.0
 
 
 def rebuilt(codes: Any, D: Matrix) -> Matrix:
@@ -279,7 +283,13 @@ def difference(names: list[str] | None, known: list[str] | None) -> str:
 
 
 def as_matrix(
-    name: str, table: Any, *, min_rows: int = 0, min_columns: int = 1, ndim: int = 2
+    name: str,
+    table: Any,
+    *,
+    min_rows: int = 0,
+    min_columns: int = 1,
+    ndim: int = 2,
+    missing: bool = False,
 ) -> Matrix:
     """Return a table as a float array: numbers of other kinds become float64.
 
@@ -293,6 +303,8 @@ def as_matrix(
         raise ValueError(f"Complex data not supported: {name} must be real, got {array.dtype}.")
     if array.dtype not in FLOATS:
         try:
+            if array.dtype == object and hasattr(table, "to_numpy"):  # pandas' NA is no float
+                array = table.to_numpy(dtype=float, na_value=np.nan)
             array = array.astype(float)
         except ValueError as error:
             raise ValueError(f"{name} must be numbers, got others: {error}.") from error
@@ -307,4 +319,4 @@ def as_matrix(
                     f"{name} must have rows and columns, got {array.shape[axis]} {found}(s) "
                     f"(shape={array.shape}) while a minimum of {least} is required."
                 )
-    return check_array(name, array, ndim=ndim, squares=True)
+    return check_array(name, array, ndim=ndim, squares=True, missing=missing)

@@ -6,17 +6,18 @@ NeurIPS 2023: `flwr_perdl.strategies.PerMA` has its symbols, and what each party
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import Start
-from flwr_perdl.core.checks import Matrix, check_count, is_auto
+from flwr_perdl.clients.dictionary import N_NONZERO, Start, doubts
+from flwr_perdl.core.checks import Matrix, check_choice, check_count
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
@@ -25,10 +26,13 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.atoms import COPY
+from flwr_perdl.dictionary.learners import check_samples
 from flwr_perdl.estimators._base import Federated, MakeGrid, SiteTransformer, explained, rebuilt
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import spawn
 from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies.perma import NAMED
 
 #: How a site learns its first dictionary where no learner is given. With a third of the iterations
 #: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
@@ -47,9 +51,10 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     ----------
     n_atoms : int
         Atoms of a site, the global ones included.
-    n_global : int or "auto", default "auto"
-        How many of them are global. "auto" finds on how many the sites agree, which on images may
-        be none though sharing pays (docs/perma.md): then give a number.
+    n_global : int, "auto" or "agree", default "auto"
+        How many of them are global. "auto" tries none, a quarter, a half, three quarters and all
+        in the first rounds, and takes what has the least error on samples that the sites hold out
+        for these; "agree" finds on how many the sites agree (P0, B.2): see `PerMA`.
     learner : callable, optional
         ``n_atoms -> Learner``: what a site learns with, such as `OrthogonalLearner` or
         ``partial(MODLearner, n_nonzero=5)``; by default `LassoLearner`, which does best without
@@ -93,6 +98,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     TooFewReplies
         By ``fit``: if a site's client fails. The error names the reason.
 
+    Warns
+    -----
+    UserWarning
+        By ``fit``: if a table has fewer samples than atoms or mostly samples of zeros, or if atoms
+        are copies of others or of no use to any sample.
+
     See Also
     --------
     flwr_perdl.strategies.PerMA : the protocol, for Flower projects.
@@ -115,10 +126,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     (100, 4)
     """
 
+    _allow_nan = True
+
     def __init__(
         self,
         n_atoms: int,
-        n_global: int | Literal["auto"] = "auto",
+        n_global: int | Literal["auto", "agree"] = "auto",
         *,
         learner: Callable[[int], Learner] | None = None,
         alpha: float | Literal["auto"] = "auto",
@@ -147,14 +160,20 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def fit(self, X: Sequence[Any], y: Any = None) -> Self:
         """Learn from the sites' tables, a list with (n_samples_i, n_features) of each site.
 
-        Rows are samples; the columns are the same everywhere. ``y`` is ignored.
+        Rows are samples; the columns are the same everywhere. NaN is a missing entry, with the
+        default `LassoLearner` or a `MODLearner`, and ``aggregation="statistics"``: codes, errors
+        and `score` see the others alone, and `reconstruct` fills it in. A site may lack a column
+        that another one has; a sample of which nothing is observed has codes of zeros. ``y`` is
+        ignored.
         """
         learner = self._learner()
-        if not is_auto("n_global", self.n_global):
-            check_count("n_global", self.n_global, 1, self.n_atoms)
-        n_rounds = check_count("rounds", self.rounds, 2)
+        n_rounds, n_global = check_count("rounds", self.rounds, 2), self.n_global
+        if not (isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)):
+            check_count("n_global", n_global, 1, self.n_atoms)
         check_count("min_support", self.min_support)
-        sites = self._read_sites(X, min_columns=2)  # of one column there is one atom
+        # of one column there is one atom
+        sites = self._read_sites(X, min_columns=2, missing=True)
+        self._check_missing(sites, learner)
         most = max(map(len, sites))
         if most < self.min_support:
             raise ValueError(
@@ -172,7 +191,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         )
 
         def make_client(context: Context) -> DictionaryClient:
-            return DictionaryClient(
+            return _SiteClient(
                 sites[int(context.node_config[PARTITION_ID])],
                 learner,
                 context,
@@ -180,8 +199,14 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
                 min_support=self.min_support,
             )
 
-        learned, grid = self._federate(strategy, make_client, len(sites), n_rounds)
+        errors_of = ConfigRecord(
+            {} if self.n_nonzero is None else {N_NONZERO: str(min(self.n_nonzero, self.n_atoms))}
+        )
+        learned, grid = self._federate(
+            strategy, make_client, len(sites), n_rounds, evaluate_config=errors_of
+        )
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
+        self._warn(sites, learner)
         return self._fitted(sites[0].shape[1], X[0])
 
     def add_site(self, X: Any) -> int:
@@ -202,7 +227,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         (3, (50, 5))
         """
         G, learner, number = self.atoms(), self._learner(), len(self.local_atoms_)
-        rows = self._read_rows(X).astype(G.dtype, copy=False)
+        rows = self._read_rows(X, missing=True).astype(G.dtype, copy=False)
         if not len(rows):
             raise ValueError("X must have at least one sample, got n_samples=0.")
         alone = _start(learner)(rows, learner, rng=spawn(self.seed, number)).dictionary
@@ -227,7 +252,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         ndarray or DataFrame of shape (n_samples, n_global + n_local)
             See `set_output`; the columns of a frame are "global0", …, "local0", ….
         """
-        rows, D = self._read_rows(X), self.atoms(client)
+        rows, D = self._read_rows(X, missing=True), self.atoms(client)
         rows = rows.astype(D.dtype, copy=False)
         if self.n_nonzero is None:
             codes = self._learner().code(rows, D)
@@ -252,7 +277,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
 
     def score(self, X: Any, y: Any = None, *, client: int | None = None) -> float:
         """Return the share of energy explained, ``1 - ||X - reconstruct(X)||^2 / ||X||^2``."""
-        rows = self._read_rows(X)
+        rows = self._read_rows(X, missing=True)
         return explained(rows, self.reconstruct(rows, client))
 
     def atoms(self, client: int | None = None) -> Matrix:
@@ -266,6 +291,41 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         i = check_count("client", client, 0, len(self.local_atoms_) - 1)
         return np.vstack([self.global_atoms_, self.local_atoms_[i]])
 
+    def _check_missing(self, sites: list[Matrix], learner: Learner) -> None:
+        """Raise a ValueError if the tables have NaN that cannot be a missing entry."""
+        missing = [np.isnan(check_samples(f"X[{i}]", S, learner)) for i, S in enumerate(sites)]
+        if self.aggregation != "statistics" and any(map(np.any, missing)):
+            raise ValueError(
+                f'aggregation must be "statistics" where X has NaN, got {self.aggregation!r}.'
+            )
+        for i, site in enumerate(missing):
+            if site.all():
+                raise ValueError(f"X[{i}] must have an entry that is not NaN, got none.")
+        if (never := np.all([site.all(axis=0) for site in missing], axis=0)).any():
+            raise ValueError(
+                "X must have an entry that is not NaN in every column, at one site or more, got "
+                f"none in column {never.argmax()}: leave it out."
+            )
+
+    def _warn(self, sites: list[Matrix], learner: Learner) -> None:
+        """Warn once of what is odd about tables and atoms."""
+        dictionaries = [np.vstack([self.global_atoms_, L]) for L in self.local_atoms_]
+        given = list(zip(sites, dictionaries, strict=True))
+        used, r = [np.any(learner.code(X, D), axis=0) for X, D in given], len(self.global_atoms_)
+        shared = np.any([own[:r] for own in used], axis=0)
+        odd: dict[str, list[str]] = {}
+        for i, (X, D) in enumerate(given):
+            found = doubts(X, len(D))
+            if not (shared.all() and used[i][r:].all()):
+                found.append("atoms that no sample uses: lower n_atoms")
+            if (np.triu(np.abs(D @ D.T), 1) > COPY).any():
+                found.append("atoms that are copies of others: lower n_atoms")
+            for what in found:
+                odd.setdefault(what, []).append(f"X[{i}]")
+        for what, where in odd.items():
+            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+            warnings.warn(f"{where[0]}{more}: {what}.", UserWarning, stacklevel=3)
+
     def _learner(self) -> Learner:
         """Return what a site learns with."""
         n_atoms = check_count("n_atoms", self.n_atoms, 1)
@@ -278,6 +338,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         if not callable(self.learner):
             raise TypeError(f"learner must be a function of n_atoms, got {self.learner!r}.")
         return self.learner(n_atoms)
+
+
+class _SiteClient(DictionaryClient):
+    """A client of `fit`, which itself warns of what is odd."""
+
+    warns = False
 
 
 def _start(learner: Learner) -> Start:

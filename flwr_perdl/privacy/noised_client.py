@@ -253,15 +253,8 @@ def _spend(context: Context, promise: Promise, round_: int, *, again: bool) -> N
         raise ValueError(
             f"rounds must be more to go on: the budget is for {promise.rounds}, which are spent."
         )
-    context.state[_SPENT] = ConfigRecord(
-        {
-            "terms": terms,
-            "round": round_,
-            "count": count,
-            "opened": kept.get("opened", 0),
-            "clients": promise.clients,
-        }
-    )
+    new = {"terms": terms, "round": round_, "count": count, "clients": promise.clients}
+    context.state[_SPENT] = ConfigRecord({**new, "opened": kept.get("opened", 0)})
 
 
 def bounded_statistics(X: Matrix, C: Matrix, bound: float, *, orthogonal: bool) -> Matrix:

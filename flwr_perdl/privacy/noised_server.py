@@ -35,6 +35,10 @@ _EARLIER = 0.5
 _SPENT, _ROUNDS, _SUM = "spent", "rounds", "sum"
 
 
+#: Partitions and the requests to them.
+Sent = Sequence[tuple[int, Message]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoisedSum:
     """What the server gets of a round under a promise: one sum with noise, as a mean.
@@ -135,7 +139,7 @@ class NoisedSum:
     def gather(
         self,
         grid: Grid,
-        sent: Sequence[tuple[int, Message]],
+        sent: Sent,
         round_: int,
         *,
         limits: Limits,
@@ -164,12 +168,7 @@ class NoisedSum:
             self.save()
 
     def _masked(
-        self,
-        grid: Grid,
-        sent: Sequence[tuple[int, Message]],
-        round_: int,
-        limits: Limits,
-        timeout: float | None,
+        self, grid: Grid, sent: Sent, round_: int, limits: Limits, timeout: float | None
     ) -> tuple[Matrix, list[int], dict[int, Lost]]:
         """Return the sum of the clients' noised replies, who is in it, and why others are not."""
         release, options = self._release(len(sent)), cast(Any, self.secure)
@@ -179,12 +178,7 @@ class NoisedSum:
         return release.read(len(good) * means[0]) if good else np.zeros(0), list(good), lost
 
     def _plain(
-        self,
-        grid: Grid,
-        sent: Sequence[tuple[int, Message]],
-        round_: int,
-        limits: Limits,
-        timeout: float | None,
+        self, grid: Grid, sent: Sent, round_: int, limits: Limits, timeout: float | None
     ) -> tuple[Matrix, list[int], dict[int, Lost]]:
         """Return the clients' sum with the server's noise, who is in it, and why others are not."""
         replies = grid.send_and_receive([message for _, message in sent], timeout=timeout)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.arrays import observed
 from flwr_perdl.core.checks import Matrix, check_array, check_count
 
 #: The largest share of a row's squared terms that one sample may have. A plain count of samples
@@ -54,10 +55,26 @@ def may_send(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
     X = check_array("X", X, squares=True)
     weights = check_array("weights", weights)
     check_count("rows of weights", len(weights), len(X), len(X))
-    if not check_count("min_support", min_support):
-        return np.ones(weights.shape[1], dtype=bool)
+    check_count("min_support", min_support)
+    return _enough(np.abs(weights) * np.linalg.norm(X, axis=1)[:, None], min_support)
+
+
+def may_send_entries(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
+    """Return which entries of the sums ``weights.T @ X`` may leave, (n_rows, n_features).
+
+    The rule of `may_send` for each entry: its terms are those of the samples that have the feature,
+    which is NaN in the others.
+    """
+    seen, lengths = ~np.isnan(X), np.linalg.norm(observed(X), axis=1)
+    terms = (np.abs(weights) * lengths[:, None]).T
+    return np.stack([_enough(row[:, None] * seen, min_support) for row in terms])
+
+
+def _enough(terms: Matrix, min_support: int) -> NDArray[np.bool_]:
+    """Return for which columns the terms' lengths, (n_samples, n_columns), allow a sum."""
+    if not min_support:
+        return np.ones(terms.shape[1], dtype=bool)
     # Relative to the longest term of each row: squares of very small or large terms are no numbers.
-    terms = np.abs(weights) * np.linalg.norm(X, axis=1)[:, None]
     longest = terms.max(axis=0, initial=0)
     shares = (terms / np.where(longest > 0, longest, 1)) ** 2
     enough = np.count_nonzero(terms, axis=0) >= min_support

@@ -48,7 +48,7 @@ def with_enough(
     ValueError
         If these are half of the clients or more.
     """
-    sizes = {partition: _n_atoms(reply) for partition, reply in replies.items()}
+    sizes = {partition: atoms_of(reply) for partition, reply in replies.items()}
     few = {partition: n_atoms for partition, n_atoms in sizes.items() if n_atoms < n_global}
     for partition, n_atoms in few.items():
         if 2 * len(few) >= len(sizes):
@@ -60,7 +60,7 @@ def with_enough(
     return replies.leave_out({p: f"it has {n_atoms} {what} only" for p, n_atoms in few.items()})
 
 
-def _n_atoms(reply: Reply) -> int:
+def atoms_of(reply: Reply) -> int:
     """Return how many atoms a client has, whether it sends them or not."""
     return int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
 
@@ -114,7 +114,7 @@ def within_bounds(replies: Replies, max_atoms: int | None) -> Replies:
     if max_atoms is not None:
         return replies
     sizes = {partition: len(reply.arrays[0]) for partition, reply in replies.items()}
-    have = [_n_atoms(reply) for reply in replies.values()]  # withheld atoms are not sent
+    have = [atoms_of(reply) for reply in replies.values()]  # withheld atoms are not sent
     most = ATOMS_FACTOR * max(float(np.median(have)), 1.0)
     return replies.leave_out(
         {

@@ -109,7 +109,7 @@ class NeighborRelay(ProtocolStrategy):
         not replied receives its neighbors' last ones with the next request. The nodes'
         ``max_delay`` must allow it.
     sealed : bool, default False
-        Whether messages are sealed: encrypted end to end (docs/diffusion-on-flower.md).
+        Whether messages are sealed: encrypted end to end (docs/decentralized-learning.md).
     **options
         See `ServerOptions`; ``num_clients`` is by default the number of nodes.
 

@@ -13,7 +13,7 @@ D^g,(t)                        ``global_atoms`` (n_global, n_features), request 
 D_i^l,(t)                      the client's private local atoms
 local_update (Alg. 3)          the client's reply to ``"update"``
 1/N sum_i D_i^g,(t+1)          ``aggregation="mean"``
-r^g                            ``n_global``
+r^g                            ``n_global``; "agree": B.2's rule
 =============================  ==================================================================
 
 Deviations from the paper, and why:
@@ -27,6 +27,8 @@ Deviations from the paper, and why:
   of averaging its result; ``"mean"`` is the paper's.
 - ``matching="consensus"`` (the default) has an error that does not grow with the number of
   clients; ``"paths"`` is the paper's.
+- ``n_global="auto"`` is not in the paper: a few numbers are tried side by side for some rounds, and
+  the one with the least error on samples that the clients hold out is taken.
 - The client withholds atoms that too few of its samples make up (`flwr_perdl.privacy.may_send`),
   in every round.
 
@@ -35,7 +37,8 @@ What each party receives:
 - *The server*, in round one: every client's dictionary, without withheld atoms. Later: per client
   and global atom, the updated atom, or (statistics) the row of C_g' (X - C_l D_l), a sum over the
   samples that use the atom; for learners that are not orthogonal also the row of C_g' C_g. In
-  every round: numbers of samples and atoms, mean errors, and whether the client had lost its state.
+  every round: numbers of samples and atoms, mean errors ("auto": a few on samples held out), and
+  whether the client had lost its state.
   Never: samples, codes, or, after round one, local atoms.
   With ``secure=True`` the updates of later rounds reach it as a sum over clients only. With
   ``privacy`` there is no round one, and the sums have noise: with ``trust="distributed"`` it sees
@@ -46,16 +49,27 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
-from logging import WARNING
+from logging import INFO, WARNING
+from math import nan
 from typing import ClassVar, Literal, Unpack
 
 import numpy as np
 
-from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
-from flwr_perdl.clients.perma import ATOMS, REFINE_STEPS, SENDS, START, STATISTICS, UPDATE
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, is_auto
+from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
+from flwr_perdl.clients.perma import (
+    ATOMS,
+    CHOOSE,
+    HELD_OUT,
+    HOLD_OUT,
+    REFINE_STEPS,
+    SENDS,
+    START,
+    STATISTICS,
+    UPDATE,
+)
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.core.robust import CAP
 from flwr_perdl.dictionary import (
     Aggregation,
@@ -70,13 +84,14 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Reply, Scalar
+from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
 from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._dictionaries import (
     alike,
     are_orthonormal,
     atoms_kind,
+    atoms_of,
     check_dictionary,
     check_max_atoms,
     check_shape,
@@ -90,6 +105,14 @@ AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
 SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
+#: `PerMA.n_global` by name: the best on samples held out; on how many the clients agree.
+AUTO, AGREE = NAMED = "auto", "agree"
+#: Which shares of a client's atoms "auto" tries, in how many rounds at most, and how the state
+#: calls them.
+SHARES, MOST_ROUNDS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 8, "candidate_"
+#: Errors below this share of a client's largest one are rounding; a round's errors count for so
+#: much of the next one's.
+ROUNDING, FADES = 1e-12, 0.5
 #: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
 
@@ -99,12 +122,19 @@ class PerMA(ProtocolStrategy):
 
     Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
     counts both. Started with ``[global atoms]`` as initial arrays it skips the matching round.
+    With "auto" the rounds after the first one, eight at most, choose the number of global atoms.
 
     Parameters
     ----------
-    n_global : int or "auto", default "auto"
-        Number of global atoms; "auto" finds in the matching round on how many the clients agree
-        (P0, B.2). On images these may be none, though sharing pays: then give a number.
+    n_global : int, "auto" or "agree", default "auto"
+        Number of global atoms. "auto" updates none, a quarter, a half, three quarters and all of
+        the atoms side by side, and goes on with what has the least error on a third of each
+        client's samples, held out for these rounds; errors are those of evaluations
+        (``"perdl.n-nonzero"`` of ``evaluate_config``). A client's own app measures by its
+        ``evaluate``. Such a round takes about three times the floats of an update of all atoms, and
+        five times its work. "agree" finds in the matching round on how many atoms the clients agree
+        (P0, B.2): planted atoms are counted right, on images it finds few or none. "auto" tries
+        that number too.
     matching : {"consensus", "paths"}, default "consensus"
         How the server finds the global atoms among the clients' dictionaries.
     aggregation : str, default "statistics"
@@ -181,7 +211,7 @@ class PerMA(ProtocolStrategy):
 
     def __init__(
         self,
-        n_global: int | Literal["auto"] = "auto",
+        n_global: int | Literal["auto", "agree"] = "auto",
         *,
         matching: str = "consensus",
         aggregation: str = "statistics",
@@ -195,8 +225,8 @@ class PerMA(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        auto = is_auto("n_global", n_global)
-        self.n_global = n_global if auto else check_count("n_global", n_global)
+        named = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
+        self.n_global = n_global if named else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
         if check_flag("robust", robust):
@@ -214,6 +244,11 @@ class PerMA(ProtocolStrategy):
         if self._only_sums:
             name = "secure" if privacy is None else "privacy"
             sums = SUMS if privacy is None else SUMS[:2]
+            if self.n_global == AUTO:
+                raise ValueError(
+                    f'n_global must be a number or "agree" with {name}, got "auto": its errors are '
+                    "single clients'."
+                )
             if self.n_global == 0:
                 raise ValueError(f"n_global must be at least 1 with {name}, got 0: nothing to sum.")
             if self.aggregation not in sums:
@@ -238,8 +273,13 @@ class PerMA(ProtocolStrategy):
             )
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
-            replies = yield Request(START, (), {SENDS: self._sends}, None, check, max_weight=None)
+            config: dict[str, Scalar] = {SENDS: self._sends}
+            if self.n_global == AUTO:
+                config[HOLD_OUT] = True
+            replies = yield Request(START, (), config, None, check, max_weight=None)
             state = self._match(replies)
+        if "rounds_left" in state:
+            state = yield from self._choose(state)
         while True:
             global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
             replies = yield Request(
@@ -261,15 +301,75 @@ class PerMA(ProtocolStrategy):
                 kind = partial(is_orthogonal, atoms=global_atoms)
                 replies = alike(replies, kind, atoms_kind)
                 orthogonal = kind(next(iter(replies.values())))
-            found = self._aggregate(replies, global_atoms, orthogonal)
-            for deed, shares in found.odd.items():
-                replies.note(deed, dict(zip(replies, shares, strict=False)))
             state = {
                 **state,
-                "global_atoms": found.global_atoms,
+                "global_atoms": self._aggregate(replies, 0, global_atoms, orthogonal),
                 "orthogonal": np.array(orthogonal),
                 "samples": median_samples(replies),
             }
+
+    def _choose(self, state: State) -> Generator[Request, Replies, State]:
+        """Update the candidates side by side, and return the state of the best; "auto" only."""
+        config: dict[str, Scalar] = {SENDS: self._sends, LOCAL_STEPS: self.local_steps}
+        config[REFINE_STEPS] = self.refine_steps
+        if self._evaluate_config is not None:
+            config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
+        for left in range(int(state["rounds_left"]), 0, -1):
+            candidates = [state[name] for name in sorted(state) if name.startswith(CANDIDATE)]
+            orthogonal = bool(state["orthogonal"])
+            replies = yield Request(
+                CHOOSE,
+                candidates,
+                config,
+                {**state, "rounds_left": np.array(left)},
+                partial(self._check_each, candidates),
+                model=[candidates[_best(candidates, state)]],
+                most=sum(G.size + len(G) ** 2 for G in candidates),
+                max_weight=None,
+            )
+            replies = alike(replies, partial(is_orthogonal, atoms=candidates[-1]), atoms_kind)
+            errors = FADES * state["errors"] + self._errors(candidates, replies)
+            candidates = [
+                self._aggregate(replies, i, G, orthogonal) for i, G in enumerate(candidates)
+            ]
+            state = {**state, **named_candidates(candidates), "errors": errors}
+        best = _best(candidates, state)
+        log(INFO, "n_global is %d: see the errors on samples held out.", len(candidates[best]))
+        return {
+            "global_atoms": candidates[best],
+            "orthogonal": state["orthogonal"],
+            "samples": median_samples(replies),
+        }
+
+    def _check_each(self, candidates: Sequence[Matrix], reply: Reply) -> None:
+        """Accept an update of each candidate."""
+        if len(reply.arrays) != len(candidates):
+            raise ValueError(
+                f"wrong number of arrays: {len(candidates)} are asked for, got {len(reply.arrays)}"
+            )
+        for G, array in zip(candidates, reply.arrays, strict=True):
+            self._check(G, False, reply._replace(arrays=[array]))
+
+    def _errors(self, candidates: Sequence[Matrix], replies: Replies) -> Matrix:
+        """Return the clients' errors on samples held out, of every candidate."""
+        names = [f"{HELD_OUT}{len(G)}" for G in candidates]
+        rows = [[reply.metrics.get(name, nan) for name in names] for reply in replies.values()]
+        errors = np.array(rows)[np.isfinite(rows).all(axis=1)]
+        if not len(errors):
+            raise ValueError(
+                'n_global must be a number or "agree" where no client can measure an error on '
+                'samples held out, got "auto".'
+            )
+        errors[errors <= ROUNDING * errors.max(axis=1, keepdims=True)] = 0
+        # Relative to the client's own mean, so that no client decides for all by its scale.
+        errors = errors / np.maximum(errors.mean(axis=1, keepdims=True), 1e-300)
+        robust = self.aggregation in (ROBUST, "median", "trimmed")
+        error: Matrix = (np.median if robust else np.mean)(errors, axis=0)
+        return error
+
+    def _least_rounds(self) -> int:
+        """Return after how many rounds there is a result: a choice needs one, and one after it."""
+        return 3 if self.n_global == AUTO else 1
 
     @property
     def _sends(self) -> str:
@@ -287,7 +387,7 @@ class PerMA(ProtocolStrategy):
         shape = self._shape(atoms, orthogonal)
         if self._only_sums and not shape[0]:
             raise ValueError(
-                'n_global must be a number with secure here: "auto" found no atom on which the '
+                'n_global must be a number with secure here: "agree" found no atom on which the '
                 "clients agree, so there is nothing to sum."
             )
         statistics = self.aggregation == "statistics"
@@ -327,7 +427,7 @@ class PerMA(ProtocolStrategy):
     def _given(self, initial: list[Matrix]) -> State:
         """Return the user's global atoms, with which there is no matching round."""
         atoms = given_atoms(initial)
-        if self.n_global not in ("auto", len(atoms)):
+        if self.n_global not in (*NAMED, len(atoms)):
             raise ValueError(
                 f"initial_arrays must have n_global={self.n_global} atoms, got {len(atoms)}."
             )
@@ -339,8 +439,8 @@ class PerMA(ProtocolStrategy):
         replies = alike(replies, is_orthogonal, atoms_kind)
         replies = within_bounds(replies, self.max_atoms)
         orthogonal = is_orthogonal(next(iter(replies.values())))
-        if self.n_global != "auto":
-            replies = with_enough(replies, self.n_global, self.client_names)
+        numbers = [] if self.n_global == AGREE else self._numbers(replies)
+        replies = with_enough(replies, max(numbers, default=0), self.client_names)
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
@@ -348,52 +448,90 @@ class PerMA(ProtocolStrategy):
                 "be used by that many samples, so clients need more samples, or a learner with a "
                 "smaller penalty or threshold."
             )
-        n_global, lengths = self.n_global, [len(D) for D in dictionaries]
+        state = {"orthogonal": np.array(orthogonal), "samples": median_samples(replies)}
+        found = [self._matched(dictionaries, number, orthogonal) for number in numbers]
+        if self.n_global in NAMED:
+            found.append(self._matched(dictionaries, "auto", orthogonal))
+        if self.n_global != AUTO:
+            if not len(found[0]) and self.n_global == AGREE:
+                log(
+                    WARNING,
+                    'n_global="agree" found no atom on which the clients agree: nothing is shared. '
+                    '"auto" tries several numbers.',
+                )
+            return {**state, "global_atoms": found[0]}
+        rounds = MOST_ROUNDS if self._num_rounds is None else self._num_rounds - 2
+        state["rounds_left"] = np.array(min(max(rounds, 1), MOST_ROUNDS))
+        by_number = {len(atoms): atoms for atoms in found}
+        state |= {"agreed": np.array(len(found[-1])), "errors": np.zeros(len(by_number))}
+        return state | named_candidates([by_number[number] for number in sorted(by_number)])
+
+    def _numbers(self, replies: Replies) -> list[int]:
+        """Return the numbers of global atoms to find."""
+        if isinstance(self.n_global, int):
+            return [self.n_global]
+        sizes = np.array([atoms_of(reply) for reply in replies.values()])
+        least = int(sizes[2 * sizes >= np.median(sizes)].min())  # the others are left out
+        return [round(share * least) for share in SHARES]
+
+    def _matched(
+        self, dictionaries: list[Matrix], n_global: int | Literal["auto"], orthogonal: bool
+    ) -> Matrix:
+        """Return the global atoms (line 6)."""
+        lengths = [len(D) for D in dictionaries]
         most = sum(lengths) if self.matching == "consensus" else max(lengths)
         if n_global != "auto" and n_global > most:
             log(
                 WARNING,
-                "n_global is %d, since the clients sent no more atoms to match: those that fewer "
-                "than min_support samples use stay at the clients.",
+                "n_global is at most %d, since the clients sent no more atoms to match: those that "
+                "fewer than min_support samples use stay at the clients.",
                 most,
             )
             n_global = most
-        matching = global_matching(dictionaries, n_global, method=self.matching)
-        atoms = matching.global_atoms
-        if n_global == "auto" and not len(atoms):
-            log(
-                WARNING,
-                'n_global="auto" found no atom on which the clients agree: nothing is shared. '
-                "Give a number to share directions that are only alike.",
-            )
+        atoms = global_matching(dictionaries, n_global, method=self.matching).global_atoms
         # The mean of matched orthonormal atoms is not orthonormal, and learners need that it is.
         if orthogonal and len(atoms):
-            atoms = polar_factor(atoms, atoms)
-        elif len(atoms) >= np.median(lengths):  # no atoms of their own, which matching sets apart
-            atoms = pooled_start(dictionaries, atoms)
-        return {
-            "global_atoms": atoms,
-            "orthogonal": np.array(orthogonal),
-            "path_lengths": matching.path_lengths,
-            "samples": median_samples(replies),
-        }
+            return polar_factor(atoms, atoms)
+        if len(atoms) >= np.median(lengths):  # no atoms of their own, which matching sets apart
+            return pooled_start(dictionaries, atoms)
+        return atoms
 
-    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Aggregation:
-        """Return the new global atoms (line 13)."""
-        stack = np.stack([reply.arrays[0] for reply in replies.values()])
+    def _aggregate(self, replies: Replies, i: int, current: Matrix, orthogonal: bool) -> Matrix:
+        """Return the new global atoms (line 13) from the replies' array ``i``."""
+        stack = np.stack([reply.arrays[i] for reply in replies.values()])
         if self._only_sums:
             stack = stack[:1]  # every reply holds the same mean
         if self.aggregation == "statistics":
-            return aggregate_statistics(stack, current, orthogonal=orthogonal)
+            return _noted(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
-            atoms = finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
-            return Aggregation(atoms, np.ones(1, dtype=bool), {})
+            return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
         weights = np.array([float(reply.num_examples) for reply in replies.values()])
-        method = self.aggregation
-        return aggregate_atoms(
-            stack, current, method=method, weights=weights, orthogonal=orthogonal
+        found = aggregate_atoms(
+            stack, current, method=self.aggregation, weights=weights, orthogonal=orthogonal
         )
+        return _noted(replies, found)
+
+
+def _noted(replies: Replies, found: Aggregation) -> Matrix:
+    """Return the new atoms, and note what the aggregation did to the replies."""
+    for effect, shares in found.odd.items():
+        replies.note(effect, dict(zip(replies, shares, strict=False)))
+    return found.global_atoms
+
+
+def _best(candidates: Sequence[Matrix], state: State) -> int:
+    """Return whose error is least; of equals the one on which the clients agree."""
+    errors, sizes = state["errors"], [len(G) for G in candidates]
+    agreed = sizes.index(int(state["agreed"]))
+    if sizes[agreed] and errors[agreed] == errors.min():
+        return agreed
+    return int(errors.argmin())
+
+
+def named_candidates(candidates: Sequence[Matrix]) -> dict[str, Matrix]:
+    """Return the candidates under the names that they have in the state."""
+    return {f"{CANDIDATE}{i}": atoms for i, atoms in enumerate(candidates)}
 
 
 def median_samples(replies: Replies) -> Matrix:

@@ -203,7 +203,7 @@ class PermaConfig(ClientConfig):
     matching: str
     local_steps: int = 1
 
-    def strategy(self, n_global: int | Auto, **options: Any) -> PerMA:
+    def strategy(self, n_global: int | Literal["auto", "agree"], **options: Any) -> PerMA:
         """Return PerMA as the options describe it, with the server's own ``options``."""
         return PerMA(
             n_global,

@@ -4,6 +4,13 @@ P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TS
 one gene's expression over all subjects. Algorithm 3 finds sparse rank-one layers of the whole
 matrix; Algorithm 4 sees every gene once, with one agent per atom. The atoms tell the subjects
 apart: k-means clusters them, without labels, and the adjusted Rand index compares with labels.
+
+``--data FILE.npz`` with ``X`` (subjects, genes) and, if known, ``y`` (subjects,); without it,
+planted types.
+
+``--rounds`` (1) counts passes over the genes. Metrics: ``ari_ssvd``, ``ari_diffusion``, ``ari_svd``
+(adjusted Rand indices, means over seeds), ``ari_*_rows`` (k-means on the atoms' bare rows),
+``genes_per_layer``, ``k``; without labels ``ari_between`` in place of ``ari_*``.
 """
 
 from __future__ import annotations

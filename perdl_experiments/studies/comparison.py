@@ -9,6 +9,13 @@ Every method has as many communication rounds and local iterations, the same lea
 starts, and is tuned over as many values of one parameter, on a seed of its own, at the middle of
 the figure: PerPCA over its step, all others over the learner's threshold. The methods are those of
 `perdl_experiments.studies._methods`; averaging and pooled data have as many atoms as one client.
+
+Metrics, with d = 6, ``--clients`` (10) and a density of 20, for METHOD ``perma``, ``averaging``,
+``naive``, ``perpca``, ``local``, ``pooled``: ``error_METHOD`` (d₁,₂ of a client's planted atoms to
+what it ends with, mean over clients and seeds), ``error_shared_METHOD`` and ``error_own_METHOD``
+(of the planted global atoms alone, and of the planted local ones), ``seconds_METHOD``, and
+``error_weak_METHOD``, ``error_shared_weak_METHOD``, ``error_own_weak_METHOD``,
+``seconds_weak_METHOD`` of the second half.
 """
 
 from __future__ import annotations

@@ -8,6 +8,14 @@ same images, can be asked for, and networks that change from round to round.
 
 A network has reached FedAvg from the round on in which its *worst* node stays within a hundredth of
 FedAvg's accuracy after the last round.
+
+Metrics, medians over the seeds, for GRAPH ``ring``, ``torus``, ``exponential``, ``erdos-renyi``,
+``complete`` (with ``changing`` also ``random-pairs`` and ``one-peer``, which have no spectral gap):
+``accuracy_worst_GRAPH`` of the worst node after the last round, ``rounds_to_fedavg_GRAPH`` (from
+which on the worst node stays within .01 of FedAvg's last accuracy; -1: never),
+``spectral_gap_GRAPH``, ``bytes_sent_GRAPH`` (by a node, in all rounds);
+``rounds_to_fedavg_fedavg``, ``accuracy_fedavg``, ``accuracy_alone``. Those of the larger networks
+end in ``_larger``.
 """
 
 from __future__ import annotations

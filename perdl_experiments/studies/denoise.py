@@ -8,6 +8,13 @@ coded, and every pixel is the mean of the patches that cover it.
 With ``connectivity = 1`` inference is computed in one place (``method="exact"``): its result is
 what the agents of any connected network agree on in the end. Below 1, the agents find it by
 messages between the neighbors of a random network, in far more time.
+
+``--data FILE.npz`` with ``X`` (n, h, w), or one image (h, w), or, with ``y`` in the file, rows that
+are square images; without it, scikit-image's camera. ``--rounds`` (400) counts batches of 64
+patches.
+
+Metrics: ``psnr_noisy``, ``psnr_denoised``, ``psnr_sklearn`` (the same coder),
+``psnr_sklearn_lasso``, ``ssim_`` and ``seconds_`` of the same.
 """
 
 from __future__ import annotations

@@ -21,6 +21,11 @@ method          what it is
 ``alone``       clients alone from the same starts, with as many iterations; their mean, and in the
                 last panel the weak ones'
 ==============  =================================================================================
+
+``--clients`` (20) is their number where it is not on the axis. Metrics, for METHOD ``consensus``,
+``paths``, ``paper``, ``alone``, and AXIS_VALUE such as ``clients_1000``, ``failing_50``,
+``weak_size_10``: ``error_AXIS_VALUE_METHOD`` (median over seeds), ``error_max_AXIS_VALUE_METHOD``,
+``recovered_AXIS_VALUE_METHOD`` (share of seeds below 1e-3).
 """
 
 from __future__ import annotations

@@ -5,6 +5,28 @@ are the owners with the most images. The error is measured on held-out images of
 labels, coded by orthogonal matching pursuit with k atoms of each dictionary. With ``methods="all"``
 Table 1 is added: the baselines' strategies beside PerMA, each tuned by the same budget, which
 `perdl_experiments.studies._methods` states.
+
+``--data FILE.npz`` with ``X`` (n, h, w) or (n, n_features), real numbers, brought to [0, 1], and
+``y`` (n,), integer labels; ``names``, a text for each label from 0 on, is optional. The experiment
+makes the imbalanced clients and holds out a test part itself, by seed. With ``client`` (n,),
+integers that say whose an image is, as in ``flwr-perdl fetch femnist``, the ``--clients`` with the
+most images take part with their own, a tenth of which is held out; "own" is then what is theirs.
+
+Metrics, of held-out images coded by k atoms each ({k}: 5, 10, 20): ``mse_global_{k}``,
+``psnr_global_{k}``, ``ssim_global_{k}`` (the global atoms alone), ``mse_full_{k}`` (with the local
+ones, mean over clients), ``mse_local_{k}`` (each client's dictionary learned alone),
+``mse_average_{k}`` (their plain average), ``mse_pooled_{k}`` (one dictionary of n_global atoms of
+all data, five times the iterations), ``mse_sklearn_{k}`` (scikit-learn's
+MiniBatchDictionaryLearning of all data); ``mse_own_global_{k}``, ``mse_own_full_{k}`` and
+``mse_own_local_{k}`` on images of the client's own label; ``perma_seconds`` (the federation alone).
+
+With ``methods=all``, for METHOD ``perma``, ``half`` (half the rounds), ``orthogonal`` and
+``papers`` (the orthogonal learner, by the defaults and as in the paper), ``averaging``, ``naive``,
+``gkillas``, ``huang``, ``perpca``, ``local``, ``pooled``, ``sklearn``: ``mse_tuned_METHOD_{k}``,
+``psnr_tuned_METHOD_{k}``, ``ssim_tuned_METHOD_{k}`` (with the local atoms
+``mse_tuned_perma_full_{k}`` and so on), ``seconds_tuned_METHOD``, ``rounds_tuned_METHOD``,
+``floats_up_tuned_METHOD``, ``floats_down_tuned_METHOD``, ``setting_tuned_METHOD``. A setting that
+fails takes no part; a method of which all settings fail has the word "failed" in its row.
 """
 
 from __future__ import annotations

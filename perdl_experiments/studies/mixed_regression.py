@@ -9,6 +9,18 @@ The paper gives s but no eta. Here ``s * eta`` is 3 over the largest curvature o
 s = 5, and eta stays what it is where s is another. All run batched (`Clients`), which gives the
 Strategies' results; where there is one federation only (one setting, one seed), the headline's two
 phases run through Flower's messages.
+
+Metrics, over all settings and, where there are several, per setting (``_C1``, …):
+``share_within_5pct_of_oracle`` (from round 100 on at the latest, with k = 3),
+``error_over_oracle_max``, ``rounds_median`` and ``rounds_max`` (-1: never), ``share_k_unknown``,
+``share_paper`` (at the end), where the oracle is least squares with the true labels;
+``share_paper_own_oracle`` (at the end, where the oracle is the paper's: the same Phase 2 from the
+true models); ``error_oracle`` (least squares), ``error_truth`` (the paper's oracle), ``error_ours``
+(the two phases), ``error_paper``, and with the paper's Phase 2 ``error_ifca``, ``error_oneshot``,
+``error_fedavg``, ``error_ours_phase_1``, ``error_s_1``, ``error_s_10``, ``error_fedprox``; with
+this library's ``error_ifca_same``, ``error_oneshot_same``, ``error_fedavg_same``,
+``error_truth_same`` (medians); ``share_ifca_same`` and ``rounds_ifca_same`` (one random start, this
+library's Phase 2).
 """
 
 from __future__ import annotations

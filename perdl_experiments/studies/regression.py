@@ -9,6 +9,17 @@ are paired; their intervals count that splits overlap (Nadeau and Bengio, "Infer
 generalization error", Machine Learning 2003).
 
 The bundled data are real, their clients are made: each has patients of one kind.
+
+``--data FILE.npz`` with ``X`` (n, n_features), ``y`` (n,) and ``client`` (n,), integers or texts;
+without it, patients that come with scikit-learn. A quarter of every client's points is held out;
+the number of models is chosen on the rest.
+
+Metrics: ``ev_clustered``, ``ev_fedx`` (FedMD and FedX given as many models), ``ev_fedavg`` and
+``ev_pooled`` (one model, by FedAvg and by least squares), ``ev_ridge`` (one ridge model),
+``ev_intercepts`` (one ridge model and an intercept per client), ``ev_local`` (a ridge regression
+per client): held-out explained variance, means over splits; ``k``; ``gain_over_METHOD``, by how
+much the clustered models are ahead on the same splits, and with two splits or more
+``gain_low_over_METHOD`` and ``gain_high_over_METHOD``, the 95 % interval of that mean.
 """
 
 from __future__ import annotations

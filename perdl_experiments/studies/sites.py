@@ -2,35 +2,52 @@
 
 A node reads the file that its node config names (``data``); in process, and under Ray, client i
 reads the i-th file of a folder. A tenth of each file is held out, by seed, and measured at its
-node: nothing is compared with pooled data, which nobody has.
+node: nothing is compared with pooled data, which nobody has. Did federating pay? Each node also
+measures what it learns alone, in five times the iterations; and where the number of shared atoms
+is chosen, what each number came to, none and all among them.
+
+``--data FOLDER`` holds a file per client; in a deployment a node's config names its own file.
+A tenth of each file is held out.
+
+Metrics: ``mse_alone``, ``mse_global``, ``mse_full`` (held-out samples coded by the client's
+learner with what it learned alone, with the global atoms alone, and with its local ones besides;
+means over samples), ``n_global``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.base import identify
+from flwr_perdl.clients.perma import HELD_OUT
 from flwr_perdl.core.checks import Matrix, check_array
+from flwr_perdl.dictionary import reconstruct
 from flwr_perdl.protocol.records import EVALUATE, NUM_EXAMPLES, PARTITION_ID
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.baselines import learn
 from perdl_experiments.data import cached_by_file, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Auto, Federate, Keep, LearnerConfig
+from perdl_experiments.studies._experiment import Federate, Keep, LearnerConfig
+
+#: So many nodes that lost are named.
+_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(LearnerConfig):
     """The options of sites.toml."""
 
-    n_global: int | Auto
+    n_global: int | Literal["auto"]
 
 
 def files(folder: str | Path) -> list[str]:
@@ -54,8 +71,23 @@ def client(context: Context, config: Config) -> DictionaryClient:
     path = str(own) if own else files(config.data)[partition]
     train, held_out = _load(path, partition, config.seed)
     return DictionaryClient(
-        train, config.make_learner(), context, evaluation={"": held_out}, **config.private
+        train,
+        config.make_learner(),
+        context,
+        evaluation={"": held_out},
+        extra_metrics=partial(_alone, train, held_out, partition, config),
+        **config.private,
     )
+
+
+def _alone(
+    train: Matrix, held_out: Matrix, partition: int, config: Config, *atoms: Matrix
+) -> dict[str, float]:
+    """Return the error of what the node learns alone."""
+    learner = config.make_learner()
+    D = learn(train, learner, spawn(config.seed, partition), config.rounds)
+    rest = held_out - reconstruct(learner.code(held_out, D), D)
+    return {"mse_alone": float(np.mean(rest**2))}
 
 
 def strategy(config: Config, **options: Any) -> PerMA:
@@ -85,10 +117,16 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         if report.step == EVALUATE and report.round == federated.rounds
         for partition, found in report.metrics.items()
     }
-    weights = [found[NUM_EXAMPLES] for found in measured.values()]
-    errors = {
-        name: [found[name] for found in measured.values()] for name in ("mse_global", "mse_full")
+    tried = {
+        (federated.names[partition], int(name.removeprefix(HELD_OUT))): error
+        for report in federated.history  # the last round counts
+        for partition, found in report.metrics.items()
+        for name, error in found.items()
+        if name.startswith(HELD_OUT)
     }
+    weights = [found[NUM_EXAMPLES] for found in measured.values()]
+    names = ("mse_alone", "mse_global", "mse_full")
+    errors = {name: [found[name] for found in measured.values()] for name in names}
     return Outcome(
         records=[
             Record("n_global", len(atoms)),
@@ -101,13 +139,34 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
                 for who, found in measured.items()
                 for name in (NUM_EXAMPLES, *errors)
             ),
+            *(
+                Record("tried", error, parameters={"node": who, "shared": n})
+                for (who, n), error in tried.items()
+            ),
         ],
         curves={"mse_training": training},
         arrays={"global_atoms": atoms},
         figures=_figures(training),
         **federated.cost,
-        facts={"n_nodes": len(measured), "found": len(atoms), "n_features": atoms.shape[1]},
+        facts={
+            "n_nodes": len(measured),
+            "found": len(atoms),
+            "n_features": atoms.shape[1],
+            "paid": _paid(measured),
+        },
     )
+
+
+def _paid(measured: Mapping[str, Mapping[str, float]]) -> str:
+    """Return for whom federating paid, in words."""
+    lost = [who for who, found in measured.items() if found["mse_full"] >= found["mse_alone"]]
+    if not lost:
+        return "Federating paid for every node"
+    named = ", ".join(lost[:_NAMED]) + (f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED))
+    if len(lost) == len(measured):
+        return f"Federating paid for no node ({named}): each did better alone"
+    won = len(measured) - len(lost)
+    return f"Federating paid for {won} of {len(measured)} nodes, not for {named}"
 
 
 @cached_by_file(maxsize=64)

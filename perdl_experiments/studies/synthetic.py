@@ -1,4 +1,9 @@
-"""Planted dictionaries: Appendix A.1 and Fig. 2, independent against collaborative clients."""
+"""Planted dictionaries: Appendix A.1 and Fig. 2, independent against collaborative clients.
+
+Metrics: ``error_global_median``, ``error_global_max``, ``share_below_1e_2``, ``share_below_1e_3``,
+``share_below_1e_6`` (shares of seeds), ``error_start_median`` and ``error_start_max`` (before the
+first update), ``error_local_max``, ``error_independent_mean``.
+"""
 
 from __future__ import annotations
 

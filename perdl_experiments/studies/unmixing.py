@@ -5,6 +5,16 @@ The image is cut into tiles, each a node with its own pixels; its neighbors are 
 and the three with the most similar mean spectrum. Every node finds materials in its own tile
 (vertex component analysis), hears what the others have found, and learns with its neighbors. The
 spectral angle to the true spectra says how well.
+
+``--data FILE.npz`` with ``X`` (pixels row by row, bands), ``shape`` (2,) and, if known,
+``endmembers`` (p, bands) and ``abundances`` (pixels, p); without it, a scene that the experiment
+draws.
+
+Metrics: spectral angles in radians: ``sad_mean``, ``sad_worst`` (the worst node), ``sad_isolated``,
+``sad_isolated_worst`` (nodes without cooperation), ``sad_own_start``, ``sad_own_start_worst`` (each
+tile from its own spectra), ``sad_central``, ``sad_nmf``, ``sad_vca`` (all pixels in one place);
+``error``, ``error_isolated`` (share of energy left), ``disagreement``. Without ``endmembers`` in
+the file the last three only.
 """
 
 from __future__ import annotations

@@ -25,6 +25,20 @@ of what the global atoms leave of it, and Algorithm 6 refines them; refined befo
 
 Where something covers a pixel in most of the frames, neither this nor the temporal median sees what
 is behind it. Nothing of a frame is private here: its first atom is the frame itself, made small.
+
+Without ``--data`` it draws a street: houses, noise, light that drifts, cars. It takes a video file,
+a GIF, a folder of frames, or ``FILE.npz`` with ``X`` (frames, h, w[, 3]) and, if known, ``mask``
+(frames, h, w), not zero where an object is. Videos are read by imageio, which scikit-image brings;
+for most formats ``pip install 'imageio[pyav]'``. Of a clip of more than 60 frames, 60 are taken,
+evenly spread; ``--clients`` takes so many.
+
+Metrics, the suffixes ``_perma_mean`` (PerMA with the mean), ``_perpca`` and ``_perpca_median``
+(PerPCA with the mean and with the median), ``_pcp`` (robust PCA of the frames, in one place) and
+``_median`` (of the frames, in one place) standing for the methods beside the one that the options
+describe: ``psnr_background`` (dB, all frames' backgrounds together), ``auc_objects`` and
+``f1_objects`` (pixels, where a mask is known); ``psnr_raw`` (the frames as they are),
+``perma_seconds``. Where the true background is not known, it is the median over the frames in which
+no object covers a pixel, brought to every frame's light. Besides figures there is ``video.gif``.
 """
 
 from __future__ import annotations

@@ -573,6 +573,8 @@ def test_a_masked_reply_that_is_none_is_left_out(wrong: dict[str, Any], reason: 
 def test_what_a_sum_cannot_give_is_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         PerMA(GLOBAL, **{"secure": True, **options})
+    with pytest.raises(ValueError, match="n_global must"):  # errors of single clients
+        PerMA("auto", secure=True)
 
 
 def test_a_client_may_insist_on_masks() -> None:

@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.dictionary import OrthogonalLearner, align_to_global, warm_start
+from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, PerPCAClient
+from flwr_perdl.dictionary import (
+    LassoLearner,
+    OrthogonalLearner,
+    align_to_global,
+    normalize_atoms,
+    warm_start,
+)
 from flwr_perdl.privacy.noised_client import SAMPLE_BOUND
+from flwr_perdl.random import spawn
 from tests.grids import context_of
 
 LEARNER = OrthogonalLearner(4)
@@ -28,8 +35,6 @@ def asks(step: str, round_: int, **more: Any) -> dict[str, Any]:
 
 
 def test_the_start_is_the_warm_start_of_seed_and_partition() -> None:
-    from flwr_perdl.random import spawn
-
     X = samples()
     (sent,), n, metrics = DictionaryClient(X, LEARNER, context_of(3)).fit([], asks("start", 1))
     expected = warm_start(X, LEARNER, rng=spawn(0, 3)).dictionary
@@ -146,3 +151,69 @@ def test_a_client_must_know_who_it_is() -> None:
         properties()
     assert properties(name="north")["name"] == "north"
     assert properties(name="north") == properties(name="north")
+
+
+def gaps() -> np.ndarray:
+    """Samples with missing entries: two have feature 1, and feature 4 is in none."""
+    X = samples(60)
+    X[np.random.default_rng(1).random(X.shape) < 0.2] = np.nan
+    X[2:, 1], X[:2, 1], X[:, 4] = np.nan, 1.0, np.nan
+    return X
+
+
+def test_sums_of_samples_with_missing_entries_are_those_of_completed_ones() -> None:
+    """An entry in which fewer than three observed values have a part says nothing of them."""
+    learner, X = LassoLearner(4), gaps()
+    client = DictionaryClient(X, learner, context_of(3))
+    (D,), _, _ = client.fit([], asks("start", 1))
+    assert not D[:, [1, 4]].any()
+    G = normalize_atoms(np.random.default_rng(0).standard_normal((3, 5)))
+    config = asks("update", 2, **{"perdl.sends": "statistics"})
+    (sent,), _, metrics = client.fit([G], config)
+    whole = np.vstack([G, align_to_global(warm_start(X, learner, rng=spawn(0, 3))[0], G)[1]])
+    C = learner.code(X, whole)
+    own, full = C[:, :3], np.where(np.isnan(X), C @ whole, X)
+    np.testing.assert_allclose(sent[:, :3], own.T @ own)
+    sums, neutral = own.T @ (full - C[:, 3:] @ whole[3:]), own.T @ own @ G
+    lengths, n_sums = np.sqrt(np.nansum(X**2, axis=1)), 0
+    for j, f in np.ndindex(3, 5):
+        terms = (own[:, j] * lengths)[~np.isnan(X[:, f])] ** 2
+        enough = np.count_nonzero(terms) >= 3 and terms.max() < 2 / 3 * terms.sum()
+        n_sums += enough
+        assert sent[j, 3 + f] == pytest.approx((sums if enough else neutral)[j, f])
+    assert 6 < n_sums < 10  # none of two features
+    assert metrics["mse"] == pytest.approx(np.nanmean((X - C @ whole) ** 2), rel=1e-5)
+    loss, _, _ = client.evaluate([G], asks("evaluate", 3))
+    assert np.isfinite(loss)
+
+
+def test_samples_with_missing_entries_that_do_not_serve_are_named() -> None:
+    X, learner = gaps(), LassoLearner(4)
+    for kind in (PerPCAClient, DictionaryAveragingClient):
+        with pytest.raises(ValueError, match=r"^X must .*PerMA"):
+            kind(X, learner, context_of(3))
+    for given in ({"X": X * np.nan}, {"evaluation": {"new": X * np.nan}}):
+        with pytest.raises(ValueError, match=r"^(X|evaluation\['new'\]) must"):
+            DictionaryClient(given.pop("X", X), learner, context_of(3), **given)
+    client = DictionaryClient(X, learner, context_of(3))
+    client.fit([], asks("start", 1))
+    with pytest.raises(ValueError, match=r"^aggregation must"):
+        client.fit([np.eye(5)[:2]], asks("update", 2, **{"perdl.sends": "atoms"}))
+
+
+@pytest.mark.parametrize(
+    ("X", "n_logged"),
+    [
+        (samples(), 0),
+        (samples(1), 1),
+        (samples(3), 1),
+        (np.vstack([samples(20), np.zeros((21, 5))]), 1),
+    ],
+)
+def test_odd_samples_are_logged_once(
+    X: np.ndarray, n_logged: int, warned: pytest.LogCaptureFixture
+) -> None:
+    client = DictionaryClient(X, LEARNER, context_of(3), min_support=0)
+    (D,), _, _ = client.fit([], asks("start", 1))
+    client.fit([D[:2]], asks("update", 2))
+    assert len(warned.records) == n_logged

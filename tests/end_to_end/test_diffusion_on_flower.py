@@ -1,4 +1,4 @@
-"""A diffusion on Flower: who learns what (docs/diffusion-on-flower.md), and attacks."""
+"""A diffusion on Flower: who learns what, and attacks."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.datasets import load_digits
 from sklearn.decomposition import MiniBatchDictionaryLearning
@@ -78,7 +79,7 @@ def test_by_default_planted_factors_that_are_not_orthogonal_are_found(seed: int)
         codes = rng.standard_normal((200, 4)) * (rng.random((200, 4)) < 0.3)
         noise = 0.01 * rng.standard_normal((200, 20))
         sites.append(codes @ np.vstack([factors[:2], mine]) + noise)
-    model = PersonalizedDictionaryLearning(4, "auto").fit(sites)
+    model = PersonalizedDictionaryLearning(4, "agree").fit(sites)
     assert len(model.global_atoms_) == 2
     assert np.abs(factors[:2] @ model.global_atoms_.T).max(axis=1).min() > 0.98
     for mine, found in zip(own, model.local_atoms_, strict=True):
@@ -165,7 +166,8 @@ def test_a_site_that_fails_stops_the_fit_with_its_reason() -> None:
 def test_a_site_of_two_samples_has_atoms_of_its_own_and_sends_none() -> None:
     sites = [*planted(40), planted(40)[0][:2]]
     model = PersonalizedDictionaryLearning(5, 3, learner=partial(MODLearner, n_nonzero=1), rounds=3)
-    assert [len(atoms) for atoms in model.fit(sites).local_atoms_] == [2] * 5
+    with pytest.warns(UserWarning, match=r"X\[4\].*n_atoms"):
+        assert [len(atoms) for atoms in model.fit(sites).local_atoms_] == [2] * 5
     assert not model.history_[-1].dropped
 
 
@@ -215,3 +217,118 @@ def test_a_site_that_joins_late_has_local_atoms_as_good_as_the_others(learner: A
     late, there = model.score(held_out, client=number), whole.score(held_out, client=4)
     assert late > there - 0.02
     assert late > model.score(held_out) + 0.2
+
+
+def test_tables_with_missing_entries_are_learned_from_and_filled_in() -> None:
+    """Hidden entries of new samples are rebuilt as well as with a model of whole tables."""
+    whole, errors = np.stack(planted(600)), []
+    hidden = np.random.default_rng(9).random(whole.shape) < 0.3
+    tables = np.where(hidden, np.nan, whole)
+    for seen in (whole, tables):
+        model = PersonalizedDictionaryLearning(5, 3, rounds=8).fit(list(seen[:, :400]))
+        filled = [model.reconstruct(table, i) for i, table in enumerate(tables[:, 400:])]
+        errors.append(np.mean((filled - whole[:, 400:])[hidden[:, 400:]] ** 2))
+    assert errors[1] < 1.08 * errors[0]
+    assert dictionary_distance(SHARED, model.global_atoms_) < 0.05
+    new = tables[3, 400:450]
+    rest, seen = model.reconstruct(new, 3) - new, ~np.isnan(new)
+    explained = 1 - np.sum(rest[seen] ** 2) / np.sum(new[seen] ** 2)
+    assert model.score(new, client=3) == pytest.approx(explained)
+    assert np.isfinite(model.transform(new, model.add_site(new))).all()
+    frame = pd.DataFrame(new).convert_dtypes()  # its missing entries are pandas' NA
+    np.testing.assert_array_equal(model.transform(frame, 3), model.transform(new, 3))
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "name"),
+    [
+        ((0, 1), {"aggregation": "mean"}, "aggregation must"),
+        ((0, 1), {"learner": OrthogonalLearner}, r"X\[0\] must .*LassoLearner"),
+        ((0, 12), {}, r"X\[0\] must"),
+    ],
+)
+def test_missing_entries_that_nothing_can_be_made_of_are_named(
+    columns: tuple[int, int], options: dict[str, Any], name: str
+) -> None:
+    sites = planted(20)
+    sites[0][:, slice(*columns)] = np.nan
+    with pytest.raises(ValueError, match=f"^{name}"):
+        PersonalizedDictionaryLearning(5, 3, rounds=2, **options).fit(sites)
+
+
+def test_a_column_may_be_missing_at_one_site_but_not_at_all() -> None:
+    sites = planted(60)
+    column = sites[0][:, 2].copy()
+    sites[0][:, 2] = np.nan
+    model = PersonalizedDictionaryLearning(5, 3, rounds=3).fit(sites)
+    filled = model.reconstruct(sites[0], 0)[:, 2]
+    assert np.sum((filled - column) ** 2) < 0.7 * np.sum(column**2)
+    for site in sites:
+        site[:, 2] = np.nan
+    with pytest.raises(ValueError, match=r"^X must .*column 2"):
+        PersonalizedDictionaryLearning(5, 3, rounds=2).fit(sites)
+
+
+@pytest.mark.parametrize(
+    ("change", "n_atoms", "names"),
+    [
+        (lambda X: X, 5, []),
+        (lambda X: X[:3], 5, ["X[0]"]),
+        (lambda X: np.vstack([X, np.zeros((31, 12))]), 5, ["X[0]"]),
+        (lambda X: X, 20, ["X[0]"]),
+    ],
+    ids=["well", "few", "zeros", "atoms"],
+)
+def test_what_is_odd_is_named_once(
+    change: Any, n_atoms: int, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    sites = [change(planted(30)[0]), *planted(30)[1:]]
+    model = PersonalizedDictionaryLearning(n_atoms, 3, rounds=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(sites)
+    assert [str(w.message)[:4] for w in caught] == names
+    assert not caplog.records
+
+
+class Stuck(MODLearner):
+    """Its last two atoms stay copies."""
+
+    def start(self, X: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return BASIS[[0, 1, 2, 3, 3]]
+
+    def _update(self, X: np.ndarray, C: np.ndarray, D: np.ndarray) -> np.ndarray:
+        return D
+
+
+def test_copies_among_atoms_are_named() -> None:
+    sites = [table + 1e-3 * BASIS[3] for table in planted(40)]
+    model = PersonalizedDictionaryLearning(5, 3, learner=Stuck, rounds=2, aggregation="mean")
+    with pytest.warns(UserWarning, match="n_atoms") as caught:
+        model.fit(sites)
+    assert any("copies" in str(w.message) for w in caught)
+
+
+def cameras(n_images: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Four sites with digits of the usual view and of their own camera; and as many for a test."""
+    images = np.random.default_rng(seed).permutation(load_digits().images / 16)
+    views = [np.flipud, np.fliplr, np.rot90, np.transpose]
+    sites, tests = [], []
+    for i, turn in enumerate(views):
+        rows = images[4 * i * n_images : 4 * (i + 1) * n_images]
+        usual, own = rows[::2], np.stack([turn(image) for image in rows[1::2]])
+        for half, into in ((slice(None, None, 2), sites), (slice(1, None, 2), tests)):
+            into.append(np.concatenate([usual[half], own[half]]).reshape(2 * n_images, -1))
+    return sites, tests
+
+
+def test_the_chosen_number_of_shared_atoms_is_as_good_as_the_best() -> None:
+    sites, tests = cameras(30, seed=0)
+
+    def error(n_global: int | str) -> float:
+        model = PersonalizedDictionaryLearning(16, n_global, n_nonzero=3, rounds=8).fit(sites)
+        rebuilt = [model.reconstruct(X, client=i) for i, X in enumerate(tests)]
+        return float(np.mean((np.stack(tests) - np.stack(rebuilt)) ** 2))
+
+    best, worst = (f(error(n) for n in (4, 8, 12, 16)) for f in (min, max))
+    assert error("auto") <= 1.03 * best < worst

@@ -73,7 +73,7 @@ class OneGroup(MixedRegression):
         return super().predict(X, one_group(X))
 
 
-#: The checks that do not hold, and why: said in docs/estimators.md too.
+#: The checks that do not hold, and why: docs/clustered-learning.md has them too.
 EXCLUDED: dict[str, dict[str, str]] = {
     "OneSite": {},
     "OneNode": {},
@@ -82,6 +82,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Estimator .* does not inherit from:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* lower n_atoms:UserWarning")  # tables of two columns
 @pytest.mark.parametrize("kind", [OneSite, OneNode, OneGroup])
 def test_scikit_learns_checks(kind: type[Any]) -> None:
     excluded = EXCLUDED[kind.__name__]

@@ -82,8 +82,8 @@ def learn(
     privacy: Noise | None, grid: Tapped | None = None, rounds: int = ROUNDS, **options: Any
 ) -> tuple[np.ndarray, PerMA]:
     """Return what PerMA learns, and the strategy."""
-    initial = options.pop("initial", START)
-    strategy = PerMA(ATOMS, privacy=privacy, **{"min_clients": 3, **options})
+    initial, n_global = options.pop("initial", START), options.pop("n_global", ATOMS)
+    strategy = PerMA(n_global, privacy=privacy, **{"min_clients": 3, **options})
     given = None if initial is None else ArrayRecord([initial])
     result = strategy.start(grid or grid_of(), given, num_rounds=rounds)
     return result.arrays.to_numpy_ndarrays()[0], strategy
@@ -327,6 +327,7 @@ class OwnFit(Member):
         ({}, {"aggregation": "weighted"}, "privacy must"),
         ({}, {"robust": True}, "privacy must"),
         ({}, {"remember": 1}, "privacy must"),
+        ({}, {"n_global": "auto"}, "n_global must be a number"),
         ({}, {"min_clients": 2}, "min_clients must"),
         ({"trust": "central"}, {"secure": True}, "secure must"),
         ({"basis": PublicBasis.dct((9,), 5)}, {}, "X must"),

@@ -118,6 +118,7 @@ VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
         strategy=lambda **o: PerMA(2, aggregation="mean", **SOME, **o)
     ),
+    "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries(DictionaryClient), 10),
     "averaging, some": CASES["averaging"]._replace(
         strategy=lambda **o: DictionaryAveraging(**SOME, **o)
     ),

@@ -114,6 +114,16 @@ def test_what_such_a_client_cannot_do_is_named(
         strategy.start(InProcessGrid(client_app(Odd), CLIENTS), num_rounds=2)
 
 
+@pytest.mark.parametrize("app", [Ordinary, messages()], ids=["NumPyClient", "ClientApp"])
+def test_numbers_of_shared_atoms_are_measured_by_the_clients_own_evaluate(app: Any) -> None:
+    strategy = PerMA("auto", aggregation="mean")
+    grid = InProcessGrid(client_app(app), CLIENTS)
+    (atoms,) = strategy.start(grid, num_rounds=4).arrays.to_numpy_ndarrays()
+    assert dictionary_distance(SHARED, atoms) < 1e-6
+    tried = next(r for r in reversed(strategy.history) if r.step == "choose").aggregate
+    assert tried["mse_held_out_3"] < 1e-10 < tried["mse_held_out_12"]
+
+
 def test_local_atoms_survive_on_disk_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     def grid() -> InProcessGrid:
         own = {"state-dir": str(tmp_path / "state")}

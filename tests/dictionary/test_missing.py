@@ -1,0 +1,124 @@
+"""NaN in the samples: entries that are not observed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
+    LassoLearner,
+    MODLearner,
+    OrthogonalLearner,
+    lasso,
+    omp,
+    refine_local,
+    sparse_code,
+    warm_start,
+)
+
+CODERS = {
+    "omp": lambda X, D: omp(X, D, 2),
+    "residual": lambda X, D: omp(X, D, 2, selection="residual"),
+    "lasso": lambda X, D: lasso(X, D, 0.1, start=np.ones((len(X), len(D)))).codes,
+    "n_nonzero": lambda X, D: sparse_code(X, D, n_nonzero=2),
+    "alpha": lambda X, D: sparse_code(X, D, alpha=0.1),
+}
+LEARNERS = [LassoLearner(6, alpha=0.1), MODLearner(6, n_nonzero=2), MODLearner(6)]
+
+
+def with_nan(X: np.ndarray, share: float = 0.3) -> np.ndarray:
+    return np.where(np.random.default_rng(5).random(X.shape) < share, np.nan, X)
+
+
+@pytest.mark.parametrize("name", CODERS)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_codes_are_those_of_the_observed_columns(rng, unit, name, dtype):
+    X, D = with_nan(rng.standard_normal((30, 8))).astype(dtype), unit(6, 8).astype(dtype)
+    X[3:5], X[7] = X[2], np.nan  # the same entries are missing, and all are
+    X[4] *= 2
+    kept = X.copy()
+    C = CODERS[name](X, D)
+    assert C.dtype == dtype
+    assert not C[7].any()
+    np.testing.assert_array_equal(X, kept)
+    for x, c in zip(X, C, strict=True):
+        seen = ~np.isnan(x)
+        if seen.any():
+            alone = CODERS[name](x[None, seen], D[:, seen])[0]
+            np.testing.assert_allclose(c, alone, rtol=0, atol=1e-5)
+
+
+def test_pursuit_is_least_squares_on_the_observed_entries(rng, unit):
+    X, D = with_nan(rng.standard_normal((20, 8)), 0.2), unit(6, 8)
+    for x, found in zip(X, omp(X, D, 2), strict=True):
+        seen = ~np.isnan(x)
+        A, x, own, c = D[:, seen], x[seen], [], np.zeros(0)
+        for _ in range(2):
+            products = A / np.linalg.norm(A, axis=1, keepdims=True) @ (x - c @ A[own])
+            own.append(int(np.abs(products).argmax()))
+            c = np.linalg.lstsq(A[own].T, x)[0]
+        np.testing.assert_allclose(found[own], c, atol=1e-10)
+        assert np.count_nonzero(found) == 2
+
+
+@pytest.mark.parametrize("learner", LEARNERS, ids=repr)
+def test_an_update_is_that_of_samples_completed_by_their_reconstruction(rng, unit, learner):
+    full, D = rng.standard_normal((60, 8)), unit(6, 8)
+    X = with_nan(full)
+    C = learner.code(X, D)
+    by_hand = learner.update(np.where(np.isnan(X), C @ D, X), C, D)
+    np.testing.assert_array_equal(learner.update(X, C, D), by_hand)
+    np.testing.assert_array_equal(learner.step(X, D), by_hand)
+    losses = [learner.loss(X, C, E) for E in (D, by_hand)]
+    assert losses[1] < losses[0]
+    rest = np.nansum((X - C @ by_hand) ** 2) - np.nansum((X - C @ D) ** 2)
+    half = 0.5 if isinstance(learner, LassoLearner) else 1
+    assert losses[1] - losses[0] == pytest.approx(half * rest)
+    assert np.isfinite(refine_local(X, D, 2, learner)).all()
+
+
+@pytest.mark.parametrize("learner", LEARNERS, ids=repr)
+def test_what_no_sample_has_stays_zero(rng, learner):
+    X = rng.standard_normal((40, 8)) @ np.diag([3, 1, 1, 1, 1, 1, 1, 1])
+    X[:, 5], X[9] = np.nan, np.nan
+    D = warm_start(X, learner, rng=rng, n_iter=5).dictionary
+    assert not D[:, 5].any()
+    np.testing.assert_allclose(np.linalg.norm(D, axis=1), 1)
+
+
+def test_a_dictionary_from_images_with_30_percent_missing_is_nearly_that_of_whole_ones():
+    rng = np.random.default_rng(1)
+    images = rng.permutation(load_digits().data / 16)
+    hidden = rng.random(images.shape) < 0.3
+    X, learner = np.where(hidden, np.nan, images), LassoLearner(32)
+    errors = []
+    for known in (images, X):
+        start = {"rng": np.random.default_rng(1), "n_iter": 20, "boost": 4, "decay": 0.85}
+        D = warm_start(known[:1400], learner, **start).dictionary
+        rest = images - learner.code(X, D) @ D
+        errors.append(np.mean(rest[1400:][hidden[1400:]] ** 2))
+    assert errors[1] < 1.08 * errors[0] < 0.03
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [OrthogonalLearner(3), GradientLearner(3), KSVDLearner(3), MODLearner(3, coding="threshold")],
+    ids=repr,
+)
+def test_other_learners_reject_it(rng, unit, learner):
+    X, D = with_nan(rng.standard_normal((20, 8))), unit(3, 8)
+    for call in (lambda: learner.code(X, D), lambda: warm_start(X, learner, rng=rng)):
+        with pytest.raises(ValueError, match=r"^X must .*LassoLearner"):
+            call()
+
+
+def test_what_else_is_rejected(rng, unit):
+    X, D = with_nan(rng.standard_normal((20, 8))), unit(3, 8)
+    with pytest.raises(ValueError, match=r"^X must .*n_nonzero"):
+        sparse_code(X, D, threshold=0.1)
+    X[0, 0] = np.inf
+    with pytest.raises(ValueError, match=r"^X must"):
+        omp(X, D, 2)
