@@ -35,6 +35,7 @@ PAGES = (
     ROOT / "docs" / "decentralized-learning.md",
     ROOT / "docs" / "model-diffusion.md",
     ROOT / "docs" / "security.md",
+    ROOT / "docs" / "security-tests.md",
     ROOT / "docs" / "speed.md",
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "clustered-learning.md",

@@ -42,7 +42,8 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 class Federation(Protocol):
     """What an engine needs of an experiment (a module with these two functions).
 
-    A module may have a third, ``initial(config)``: the arrays that the strategy starts from.
+    A module may have two more: ``initial(config)``, the arrays that the strategy starts from, and
+    ``privacy(config)``, the clients' own promise in process.
     """
 
     def client(self, context: Context, config: Any) -> Any:
@@ -128,10 +129,13 @@ def federate(
     if isinstance(engine, Grid):
         return run(engine)
     check_engine(engine)
-    app = client_app(partial(experiment.client, config=config))
+    make_client = partial(experiment.client, config=config)
     if engine == "in-process":
+        promise = getattr(experiment, "privacy", lambda config: None)(config)
+        app = client_app(make_client, privacy=promise)
         return run(InProcessGrid(app, config.clients, state_dir=state_dir))
-    return on_ray(run, app, config.clients)
+    # Ray's processes would each draw the same noise from a seed: there it is the system's.
+    return on_ray(run, client_app(make_client), config.clients)
 
 
 def arranged(options: Mapping[str, Any]) -> dict[str, Any]:

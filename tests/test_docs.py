@@ -47,7 +47,7 @@ def test_the_diff_of_the_readme_is_that_of_its_example() -> None:
 
 
 def test_every_test_that_the_security_page_names_is_there() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "security-tests.md").read_text()
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
     assert len(named) > 30
     for file, test in named:

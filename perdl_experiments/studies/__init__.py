@@ -37,6 +37,7 @@ _FILES = (
     "regression",
     "rotated_digits",
     "personal",
+    "private",
     "inference",
     "novel_documents",
     "biclustering",

@@ -1,0 +1,86 @@
+"""Noise against an active server, and a run's own result against an audit.
+
+The server of benchmarks/active.py reads samples off replies and off secure sums alike, and none off
+sums with noise. The audit is that of Steinke, Nasr and Jagielski, "Privacy Auditing with One (1)
+Training Run", 2023: of many canary records each is in the data or not, by a coin; whoever sees the
+result guesses which are, and guesses that are right more often than epsilon allows show that the
+promise is broken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context
+from scipy.stats import binom
+
+from benchmarks.active import SAMPLES, read
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noise import noise_multiplier, spent
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_active_server_reads_samples_off_replies_and_off_secure_sums(secure: bool) -> None:
+    assert read(8, secure=secure) > SAMPLES / 8
+
+
+@pytest.mark.parametrize("trust", ["distributed", "central"])
+def test_it_reads_none_where_sums_have_noise(trust: str) -> None:
+    assert read(8, privacy=seeded(8.0, trust=trust)) == 0
+
+
+def seeded(epsilon: float, **more: Any) -> Noise:
+    """Return noise that is the same in every run of a test."""
+    rng = np.random.default_rng(7)
+    return Noise(epsilon=epsilon, rng=lambda: rng, **more)
+
+
+# The audit of a run ------------------------------------------------------------------------------
+
+CANARIES, GUESSES, ROUNDS, DELTA = 2000, 200, 3, 1e-7
+
+
+def right_guesses(epsilon: float) -> int:
+    """Return how many of 200 guesses about 2,000 canaries are right, after a run of three rounds.
+
+    Every canary has a feature of its own, besides the one that all share and the atom begins with.
+    In the atom at the end its entry is large if it is in the data.
+    """
+    there = np.random.default_rng(0).random(CANARIES) < 0.5
+    X = np.hstack([np.full((CANARIES, 1), 1.0), 10 * np.eye(CANARIES)])[there]
+    parts = np.array_split(X, 3)
+
+    def make_client(context: Context) -> DictionaryClient:
+        own = parts[int(context.node_config["partition-id"])]
+        return DictionaryClient(own, OrthogonalLearner(1, n_nonzero=1), context)
+
+    noise = seeded(epsilon, delta=DELTA, trust="central")
+    strategy = PerMA(1, privacy=noise)
+    start = ArrayRecord([np.eye(1, CANARIES + 1)])
+    grid = InProcessGrid(client_app(make_client), 3)
+    result = strategy.start(grid, start, num_rounds=ROUNDS, verbose="quiet")
+    atom = result.arrays.to_numpy_ndarrays()[0][0]
+    order = np.argsort(atom[1:] * np.sign(atom[0]))
+    guessed_in, guessed_out = order[-GUESSES // 2 :], order[: GUESSES // 2]
+    return int(there[guessed_in].sum() + (~there[guessed_out]).sum())
+
+
+def broken(right: int, epsilon: float) -> bool:
+    """Tell whether so many right guesses refute epsilon, at 95 % (Theorem 3.1, alpha at most 1)."""
+    by_chance = binom.sf(right - 1, GUESSES, 1 / (1 + np.exp(-epsilon)))
+    return bool(by_chance + 2 * CANARIES * DELTA < 0.05)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 2.0])
+def test_an_audit_of_a_run_keeps_below_its_epsilon_and_finds_noise_that_is_too_small(
+    epsilon: float,
+) -> None:
+    multiplier = noise_multiplier(epsilon, DELTA, ROUNDS)
+    assert not broken(right_guesses(epsilon), epsilon)
+    assert broken(right_guesses(spent(multiplier / 4, DELTA, ROUNDS)), epsilon)
