@@ -65,6 +65,22 @@ def test_any_learner_works_with_any_aggregation(
     assert dictionary_distance(atoms, planted.planted.global_atoms) < 0.2
 
 
+def test_samples_that_differ_mostly_in_brightness_can_be_learned_from() -> None:
+    rng = np.random.default_rng(2)
+    light = [
+        0.3 * rng.standard_normal((60, 1)) + 0.06 * rng.standard_normal((60, 9)) for _ in "four"
+    ]
+
+    def make_client(context: Context) -> DictionaryClient:
+        X = 1 + light[int(context.node_config["partition-id"])]
+        return DictionaryClient(X, LassoLearner(12), context)
+
+    strategy = PerMA(8, seed=0)  # means of different atoms may be one direction
+    strategy.start(InProcessGrid(client_app(make_client), 4), num_rounds=3, verbose="quiet")
+    assert not any(report.dropped for report in strategy.history)
+    assert strategy.history[-1].aggregate["mse_full"] < 0.02
+
+
 def test_float32_stays_float32(federation: MakeFederation) -> None:
     planted = federation()
     samples = [X.astype(np.float32) for X in planted.planted.samples]
