@@ -164,7 +164,8 @@ class Entry(NamedTuple):
 
     def data_of(self, run: str) -> str:
         """Return the name of the file of the papers' data that a run needs, if any."""
-        return str(self.runs[run].get("data", self.needs))
+        given = str(self.runs[run].get("data", ""))
+        return given if given.endswith(".npz") else self.needs
 
     @property
     def files(self) -> list[str]:

@@ -283,7 +283,10 @@ def compare(config: Config, seed: int) -> Arrays:
     found = {"perma": curve[n_global]._replace(setting=n_global)}
     found |= {"alone": these.penalized("local"), "shared": shared}
     found["finetuned"] = these.finetuned(shared)
-    rivals = {"averaging": partial(these.penalized, "averaging"), "perpca": these.perpca}
+    rivals: dict[str, Callable[[], Try]] = {
+        "averaging": partial(these.penalized, "averaging"),
+        "perpca": these.perpca,
+    }
     failed = {}
     for name, learn in rivals.items():
         try:
