@@ -9,7 +9,7 @@ NEWEST := $(shell cat .ci/flwr-newest)
 FLWR   ?= $(NEWEST)
 RAY    ?= 1
 TORCH  ?= 2.13.0
-OUT    ?= runs/digits
+OUT    ?= runs/cameras
 SECONDS ?= 600
 
 empty :=
@@ -33,7 +33,7 @@ help:  # this list
 	    awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
 
 run: .venv/.installed  # an experiment on handwritten digits, and its report
-	.venv/bin/flwr-perdl run digits --out $(OUT) $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
+	.venv/bin/flwr-perdl run cameras --out $(OUT) $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 # What computes in the tests' own process within a few seconds, and one run each on Ray and on a
 # SuperLink (`tour`).

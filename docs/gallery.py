@@ -60,7 +60,7 @@ STUDIES = "../../perdl_experiments/studies"  # from a page
 REPEATS, PROCESSES = 5, 2
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BEATEN, MATCHED, NOT_REACHED = "beaten", "matched", "not reached"
-NOT_COMPARABLE, NEW = "not comparable", "new"
+NOT_COMPARABLE, HOLDS, FAILS = "not comparable", "holds", "does not hold"
 #: The rules, as the index page shows them.
 MEANING = {
     BEATEN: "Even our worst run is better than the paper's number by more than the tolerance.",
@@ -68,7 +68,8 @@ MEANING = {
     "no number, and its claim holds of our medians.",
     NOT_REACHED: "Neither is so, or one of the paper's claims does not hold of our medians.",
     NOT_COMPARABLE: "Our data stand in for the paper's. The page says how to run it on those.",
-    NEW: "No paper shows it.",
+    HOLDS: "No paper shows it. The page's own rules, written before the runs, hold of our medians.",
+    FAILS: "No paper shows it. One of the page's rules does not hold of our medians.",
 }
 RULES = (
     "Each figure beside a number of a paper has a verdict. The tolerance is 5 % of the paper's "
@@ -161,6 +162,16 @@ class Entry(NamedTuple):
         step = getattr(options, "splits", options.seeds)
         return [repeat * step for repeat in range(self.repeats)]
 
+    def data_of(self, run: str) -> str:
+        """Return the name of the file of the papers' data that a run needs, if any."""
+        given = str(self.runs[run].get("data", ""))
+        return given if given.endswith(".npz") else self.needs
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files that its runs need."""
+        return sorted({name for run in self.runs if (name := self.data_of(run))})
+
     def folder(self, run: str, seed: int) -> Path:
         """Return where the run of a seed goes."""
         return RUNS / self.name / run / f"seed-{seed}"
@@ -189,7 +200,8 @@ class Job(NamedTuple):
     @property
     def file(self) -> Path | None:
         """The file of the papers' data that it needs, if any."""
-        return self.data / self.entry.needs if self.data and self.entry.needs else None
+        name = self.entry.data_of(self.run)
+        return self.data / name if self.data and name else None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -241,8 +253,9 @@ def runnable(chosen: Sequence[Entry], data: Path | None) -> list[Entry]:
     """Return the entries whose files are there; print the others."""
     there = []
     for entry in chosen:
-        if entry.needs and (data is None or not (data / entry.needs).is_file()):
-            print(f"{entry.name}: the stored figures stay, as it needs DATA/{entry.needs}")
+        missing = [name for name in entry.files if data is None or not (data / name).is_file()]
+        if missing:
+            print(f"{entry.name}: the stored figures stay, as it needs DATA/{missing[0]}")
         else:
             there.append(entry)
     return there
@@ -452,7 +465,7 @@ def holds(claim: Claim, found: Found) -> bool:
 def verdict(entry: Entry, found: Found) -> str:
     """Return the page's verdict."""
     if not entry.shows:
-        return NEW
+        return HOLDS if all(holds(claim, found) for claim in entry.claims) else FAILS
     if entry.stand_in:
         return NOT_COMPARABLE
     figures = [verdict_of(figure, entry, found) for figure in entry.figures if figure.counts]
@@ -666,10 +679,11 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
             yield f"{markdown_text(table['caption'])}\n"
     yield "## Notes\n"
     yield from (f"- {markdown_text(note)}" for note in first["notes"])
-    if "data" in first:
+    measured = [one["data"] for one in found.runs.values() if "data" in one]
+    for file, checksum in {one["file"]: one["sha256"] for one in measured}.items():
         yield (
-            f"- Measured on `{first['data']['file']}`, SHA-256 `{first['data']['sha256']}`; "
-            "`flwr-perdl fetch` without a name lists where it can be had."
+            f"- Measured on `{file}`, SHA-256 `{checksum}`; `flwr-perdl fetch` without a name "
+            "lists where it can be had."
         )
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     yield f"- {versions}.\n"
@@ -745,13 +759,15 @@ def _with_interval(metric: str, found: Found) -> str:
 
 def _command(entry: Entry) -> str:
     """Return the commands of the first seed's runs, and that of all."""
-    folder = " DATA=FOLDER" if entry.needs else ""
+    folder = " DATA=FOLDER" if entry.files else ""
     lines = [f"make gallery ARGS={entry.name}{folder}   # all runs of this page; or one of them:"]
     for run, options in entry.runs.items():
         seed = entry.seeds(run)[0]
         out = entry.folder(run, seed).relative_to(ROOT)
-        given = f" --data FOLDER/{entry.needs}" if entry.needs else ""
-        given += f" {_options(options)}" if options else ""
+        name = entry.data_of(run)
+        given = f" --data FOLDER/{name}" if name else ""
+        named = _options({n: v for n, v in options.items() if n != "data"})
+        given += f" {named}" if named else ""
         lines.append(f"flwr-perdl run {entry.experiment} --seed {seed} --out {out}{given}")
     return "\n".join(lines)
 

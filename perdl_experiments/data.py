@@ -123,7 +123,7 @@ def digest(path: str) -> str:
 
 
 @cached_by_file(maxsize=2)
-def load_images(path: str) -> Images:
+def load_images(path: str, labeled: bool = True) -> Images:
     """Load labeled images and bring them to [0, 1].
 
     Bytes are divided by 255; other values outside [0, 1] are divided by the greatest one, after a
@@ -136,6 +136,8 @@ def load_images(path: str) -> Images:
         number, ``y`` (n,) integer labels, ``names`` (n_labels,) where labels from 0 on have names,
         and ``client`` (n,) integers where clients are natural; ``""`` for scikit-learn's
         handwritten digits.
+    labeled : bool, default True
+        Whether the file must have ``y``; if not, it and ``names`` are not read, and labels are 0.
 
     Returns
     -------
@@ -152,8 +154,9 @@ def load_images(path: str) -> Images:
             f"data must be an .npz file of images, got {path!r}, which is a folder: "
             f"`flwr-perdl fetch imagefolder --folder {shlex.quote(path)}` makes one of it."
         )
-    X, y = _bundled_digits() if not path else read_arrays(path, "X", "y")
-    more = read_npz(path, "client", "names") if path else {}
+    X, *given = _bundled_digits() if not path else read_arrays(path, *("X", "y")[: 1 + labeled])
+    y = given[0] if given else np.zeros(X.shape[:1], np.intp)
+    more = read_npz(path, "client", "names") if path and labeled else {}
     client, names = more.get("client"), more.get("names")
     if X.ndim not in (2, 3) or not len(X):
         raise ValueError(f"X in {path} must be (n, h, w) or (n, n_features), got shape {X.shape}.")

@@ -25,7 +25,10 @@ from perdl_experiments.plots import (
     _draw,
     _figure,
     _plain,
+    _scaled,
+    _sheet,
     _show,
+    name_lines,
     panel_grid,
     share_legend,
 )
@@ -52,6 +55,82 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
             if not row:
                 named = fill(title, _LETTERS // len(columns))
                 axes.set_title(named, fontsize=SMALL - 1, loc="left")
+    return figure
+
+
+def shared_and_own(shared: Matrix, own: Mapping[str, Matrix], shape: tuple[int, int]) -> Figure:
+    """Draw shared atoms, and below them those of several clients side by side.
+
+    Parameters
+    ----------
+    shared : ndarray of shape (n_global, height * width)
+        Each atom to its own scale, zero in the middle gray.
+    own : mapping of str to ndarray of shape (n_local, height * width)
+        Title -> a client's atoms; without atoms only the shared ones are drawn.
+    shape : tuple of int
+        Height and width of an atom.
+    """
+    wide, across = 4 * len(own), 4
+    top = _sheet(_scaled(shared), shape, wide)
+    below = {title: _sheet(_scaled(D), shape, across) for title, D in own.items() if len(D)}
+    heights = [len(top), *{len(sheet) for sheet in below.values()}]
+    figure = _figure(WIDTH, WIDTH * sum(heights) / top.shape[1] + 0.4 * len(heights))
+    grid = figure.add_gridspec(len(heights), max(len(below), 1), height_ratios=heights)
+    _show(figure.add_subplot(grid[0, :]), top, "shared by all")
+    for i, (title, sheet) in enumerate(below.items()):
+        _show(figure.add_subplot(grid[1, i]), sheet, title)
+    return figure
+
+
+def bars(panels: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw a bar with its number for every name, in panels side by side; the least is dark.
+
+    Parameters
+    ----------
+    panels : mapping of str to mapping of str to float
+        Title -> name -> value; names in the same order in all panels.
+    """
+    names = list(next(iter(panels.values())))
+    figure = _figure(WIDTH, 0.42 * len(names) + 0.5)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, values) in zip(grid, panels.items(), strict=True):
+        least, most = min(values.values()), max(values.values())
+        for at, value in enumerate(values.values()):
+            axes.barh(at, value, 0.7, color=COLORS[0] if value == least else "#b9c6d3")
+            axes.text(value + 0.04 * most, at, f"{value:#.3g}", va="center", fontsize=SMALL)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set(xlim=(0, 1.5 * most), xticks=[])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    grid[0].set_yticks(range(len(names)), [fill(name, 16) for name in names], fontsize=SMALL)
+    grid[0].invert_yaxis()
+    return figure
+
+
+def chosen(
+    at: Sequence[float], curves: Mapping[str, Matrix], choice: float, *, x: str, y: str
+) -> Figure:
+    """Draw curves over the values of an option, with a ring where one was chosen.
+
+    Parameters
+    ----------
+    at : sequence of float
+        The values.
+    curves : mapping of str to ndarray of shape (n_seeds, n_values)
+        Label -> what is drawn: the median, and the range shaded.
+    choice : float
+        The value that was chosen.
+    x, y : str
+        What the axes show.
+    """
+    figure = _figure(WIDTH, 3.4)
+    axes, where = _plain(figure.add_subplot()), list(at).index(choice)
+    for index, (label, values) in enumerate(curves.items()):
+        _draw(axes, at, values, label, index, -np.inf, marker="o")
+        height = float(np.median(values, axis=0)[where])
+        axes.plot(choice, height, "o", ms=11, mfc="none", mec=COLORS[index], mew=1.5)
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_xticks(at, [f"{value:g}" for value in at])
+    name_lines(axes)
     return figure
 
 

@@ -79,6 +79,7 @@ from flwr_perdl.dictionary import (
     polar_factor,
 )
 from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
+from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
@@ -494,7 +495,8 @@ class PerMA(ProtocolStrategy):
             return polar_factor(atoms, atoms)
         if len(atoms) >= np.median(lengths):  # no atoms of their own, which matching sets apart
             return pooled_start(dictionaries, atoms)
-        return atoms
+        # The means of different atoms may be one atom, which clients do not take twice.
+        return merged_atoms(np.eye(len(atoms), dtype=atoms.dtype), atoms)
 
     def _aggregate(self, replies: Replies, i: int, current: Matrix, orthogonal: bool) -> Matrix:
         """Return the new global atoms (line 13) from the replies' array ``i``."""

@@ -26,6 +26,7 @@ __all__ = [
 COMMON = ("clients", "rounds", "seed", "data")
 
 _FILES = (
+    "cameras",
     "digits",
     "images",
     "sites",

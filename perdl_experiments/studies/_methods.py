@@ -36,9 +36,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context
@@ -66,10 +66,13 @@ from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
 from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
 from perdl_experiments.engine import arranged, federate
-from perdl_experiments.studies._experiment import GENERAL, GENERAL_N_NONZERO, reason, words
-
-if TYPE_CHECKING:
-    from perdl_experiments.studies.images import Config
+from perdl_experiments.studies._experiment import (
+    GENERAL,
+    GENERAL_N_NONZERO,
+    LearnerConfig,
+    reason,
+    words,
+)
 
 #: Methods without a server that see all clients' images; with as many atoms as a client.
 POOLED, POOLED_FULL = ("pooled", "sklearn"), ("pooled_full", "sklearn_full")
@@ -91,6 +94,13 @@ TRIES = len(_FACTORS)
 #: Atoms per image by which settings are compared.
 CODED = 10
 _PENALTIES = (0.1, *PENALTIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LearnerConfig):
+    """What the methods need of an experiment: its options, and how many atoms are shared."""
+
+    n_global: int
 
 
 class Learned(NamedTuple):
@@ -139,7 +149,7 @@ def learn_tuned(
     samples : sequence of ndarray of shape (n_samples, n_features)
         Each client's images.
     config : Config
-        Of the experiment `images` or `digits`.
+        Of the experiment.
     start : callable
         The clients' warm start.
 
@@ -153,7 +163,7 @@ def learn_tuned(
     tried, failures = [], []
     for setting in settings(method, samples, config):
         try:
-            learned = _learn(method, setting, samples, config, start)
+            learned = learn(method, setting, samples, config, start)
             tried.append((_error(learned, samples), learned))
         except Exception as error:  # whatever stops one rival must not stop the run
             failures.append(
@@ -192,9 +202,10 @@ def _error(learned: Learned, samples: Sequence[Matrix]) -> float:
     return float(np.sum(errors))
 
 
-def _learn(
+def learn(
     method: str, setting: float, samples: Sequence[Matrix], config: Config, start: Start
 ) -> Learned:
+    """Learn with one setting of a method; the parameters are those of `learn_tuned`."""
     if method not in ALONE:
         return _Federation(method, setting, samples, config, start).learn()
     seed, rounds = config.seed, config.rounds
@@ -205,10 +216,10 @@ def _learn(
     if method.startswith("sklearn"):
         shared = [sklearn_dictionary(X, n_shared, seed, (setting,))]
     elif method.startswith("pooled"):
-        learner, rng = _learner(config, n_shared, setting), spawn(seed, SERVER, 1)
+        learner, rng = make_learner(config, n_shared, setting), spawn(seed, SERVER, 1)
         shared = learn_each([X], [learner], [rng], rounds, start)
     else:
-        learners = [_learner(config, config.n_atoms, setting)] * len(samples)
+        learners = [make_learner(config, config.n_atoms, setting)] * len(samples)
         rngs = [spawn(seed, i) for i in range(len(samples))]
         full = learn_each(samples, learners, rngs, rounds, start)
     seconds = time.perf_counter() - started
@@ -216,7 +227,8 @@ def _learn(
     return Learned(shared, full, setting, seconds, 0, floats_up, 0.0)
 
 
-def _learner(config: Config, n_atoms: int, setting: float) -> Learner:
+def make_learner(config: Config, n_atoms: int, setting: float) -> Learner:
+    """Return the run's learner with so many atoms, and a method's setting."""
     if config.learner == "lasso":
         return LassoLearner(n_atoms, setting)
     general = GENERAL.get(config.learner)
@@ -250,7 +262,7 @@ class _Federation:
         if self.method in AVERAGED:
             learner = AVERAGED[self.method](config.n_atoms, n_nonzero=round(self.setting))
         elif self.method != "perpca":  # PerPCA's setting is the step of its strategy
-            learner = _learner(config, config.n_atoms, self.setting)
+            learner = make_learner(config, config.n_atoms, self.setting)
         X = self.samples[int(context.node_config[PARTITION_ID])]
         client = CLIENTS.get(self.method, DictionaryAveragingClient)
         noted = partial(self._note, int(context.node_config[PARTITION_ID]))

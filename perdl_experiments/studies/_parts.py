@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -60,8 +61,15 @@ class _InOrder:
     def _elsewhere(self, names: list[str]) -> Iterator[tuple[str, Arrays]]:
         from joblib import Parallel, delayed, parallel_config  # comes with scikit-learn, an extra
 
+        level = logging.getLogger("flwr").level
         with parallel_config(backend="loky", inner_max_num_threads=1):
             found = Parallel(n_threads(), return_as="generator")(
-                delayed(self._parts[name])() for name in names
+                delayed(_logged)(self._parts[name], level) for name in names
             )
         yield from zip(names, found, strict=True)
+
+
+def _logged(part: Part, level: int) -> Arrays:
+    """Return what a part comes to, in a process that logs as the one that started it."""
+    logging.getLogger("flwr").setLevel(level)
+    return part()

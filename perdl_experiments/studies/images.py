@@ -105,11 +105,10 @@ ROWS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LearnerConfig):
+class Config(_methods.Config):
     """The options of images.toml."""
 
     samples_per_client: int
-    n_global: int
     methods: str
 
     def check(self) -> None:

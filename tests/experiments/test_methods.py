@@ -73,7 +73,7 @@ def test_settings_are_judged_by_the_clients_own_images_alone() -> None:
 
 def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> None:
     task = config().task
-    learned = _methods._learn("perpca", 1.0, task.clients, config(), images.START)
+    learned = _methods.learn("perpca", 1.0, task.clients, config(), images.START)
     expected = personalized_pca(task.clients, 6, 6, n_rounds=5)
     (shared,), U = learned.shared, expected.global_components
     np.testing.assert_allclose(shared.T @ shared, U.T @ U, atol=1e-12)
@@ -112,14 +112,14 @@ SMALL: dict[str, Any] = {
 def test_a_method_that_fails_costs_its_row_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    learn = _methods._learn
+    learn = _methods.learn
 
     def failing(method: str, setting: float, *given: Any) -> _methods.Learned:
         if method == "naive" or (method == "perpca" and setting == 0.5):
             raise RuntimeError("too few replies.")
         return learn(method, setting, *given)
 
-    monkeypatch.setattr(_methods, "_learn", failing)
+    monkeypatch.setattr(_methods, "learn", failing)
     results = run_experiment("digits", out=tmp_path, **SMALL)
     for table in results["tables"][-2:]:
         (row,) = [row for row in table["rows"] if row[0] == "Naive average"]

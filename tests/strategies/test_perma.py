@@ -17,6 +17,7 @@ from flwr_perdl.dictionary import (
     LassoLearner,
     MODLearner,
     OrthogonalLearner,
+    WarmStart,
     dictionary_distance,
     normalize_atoms,
 )
@@ -63,6 +64,23 @@ def test_any_learner_works_with_any_aggregation(
     atoms = planted.learn(PerMA(3, aggregation=aggregation, local_steps=2, refine_steps=1), 6)
     np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1, rtol=1e-12)
     assert dictionary_distance(atoms, planted.planted.global_atoms) < 0.2
+
+
+def test_different_atoms_whose_means_are_one_direction_do_not_end_a_run() -> None:
+    rng = np.random.default_rng(0)
+    light = np.ones(9) / 3  # what most samples are, as patches of photos
+    starts = [normalize_atoms(light + 0.06 * rng.standard_normal((6, 9))) for _ in range(20)]
+
+    def make_client(context: Context) -> DictionaryClient:
+        i = int(context.node_config["partition-id"])
+        own = WarmStart(starts[i], 0.0, (0.0,))
+        X = starts[i].repeat(3, axis=0)
+        options: Any = {"start": lambda X, learner, rng: own, "min_support": 0}
+        return DictionaryClient(X, LassoLearner(6), context, **options)
+
+    strategy = PerMA(4, seed=0)
+    strategy.start(InProcessGrid(client_app(make_client), 20), num_rounds=3, verbose="quiet")
+    assert not any(report.dropped for report in strategy.history)
 
 
 def test_float32_stays_float32(federation: MakeFederation) -> None:

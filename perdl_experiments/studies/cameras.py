@@ -1,0 +1,432 @@
+"""Where personalization pays: sites that share a usual view, and have a camera of their own each.
+
+Every site has images as all sites see them, and others as its own camera shows them: mirrored,
+upside down, turned or shifted. Each method ends with a dictionary per site, and is measured on
+images that no site trained with, in the usual view and in that of the site's camera.
+
+=============  ===================================================================================
+method         what it is
+=============  ===================================================================================
+``perma``      `PerMA`: some atoms shared, the others each site's own
+``alone``      each site alone, five times the iterations
+``shared``     `PerMA` with all atoms shared: the dictionary of all sites' images
+``finetuned``  ``shared``, trained further by each site
+``averaging``  `DictionaryAveraging` from a common start
+``perpca``     `PerPCA`: shared and own orthonormal components
+=============  ===================================================================================
+
+What a method leaves open is chosen on other images that no site trained with: the penalty of
+``alone``, ``shared`` and ``averaging`` of three each, the steps of ``finetuned`` at each site, the
+shared components of ``perpca``, and those of ``perma``, which has the penalty of ``shared``.
+`ClusteredFedAvg` of dictionaries has no row: no two sites have a camera in common.
+
+The learners, the start and the rivals are those of `images` (`_methods`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
+from statistics import mode
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.dictionary import iterate, reconstruct, sparse_code
+from flwr_perdl.random import DATA, spawn
+from perdl_experiments.data import load_images
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import FAILED, Record
+from perdl_experiments.studies import _methods
+from perdl_experiments.studies._experiment import Arrays, Auto, Keep, reason, words
+from perdl_experiments.studies._experiment import Config as Common
+from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.studies.images import start
+
+#: How a camera is held, and where it looks: steps of a quarter of the image, down and right.
+TURNS: dict[str, Callable[[Matrix], Matrix]] = {
+    "mirrored": lambda stack: stack[:, :, ::-1],
+    "upside down": lambda stack: stack[:, ::-1, ::-1],
+    "turned left": partial(np.rot90, axes=(1, 2)),
+    "turned right": partial(np.rot90, k=-1, axes=(1, 2)),
+}
+SHIFTS = {"moved up": (-1, 0), "moved down": (1, 0), "moved left": (0, -1), "moved right": (0, 1)}
+#: Shares of a site's atoms that PerMA and PerPCA are tried with, beside all of them, and steps of
+#: fine-tuning.
+SHARES, STEPS = (0.25, 0.5, 0.625, 0.75, 0.875), (0, 1, 3, 10, 30, 100)
+#: The most images of a view to choose by, and as many to measure; those of the data to train with.
+MOST, TRAIN = 200, 0.8
+#: By default a site has half as many atoms as pixels, and at most so many; of these an image is
+#: rebuilt from one in so many.
+ATOMS, SPARSITY = 60, 8
+#: Local atoms of so many sites are drawn, and images of each view.
+DRAWN, SHOWN = 3, 4
+VIEWS, METHODS = words("cameras", "view"), words("cameras")
+RIVALS = ("alone", "shared", "finetuned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of cameras.toml."""
+
+    sites: int
+    common: int
+    own: int
+    n_atoms: int
+    n_global: int | Auto
+    n_nonzero: int
+    learner: str
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        self.check_nodes(self.sites, "site")
+        if self.n_atoms and self.n_global != "auto" and self.n_global > self.n_atoms:
+            raise ValueError(
+                f"n_global must be at most n_atoms={self.n_atoms}, got {self.n_global}."
+            )
+
+    @property
+    def sized(self) -> Config:
+        """The same, with the numbers of atoms that follow from the images' size."""
+        n_atoms = self.n_atoms or min(ATOMS, load_images(self.data, labeled=False).X.shape[1] // 2)
+        n_nonzero = self.n_nonzero or max(n_atoms // SPARSITY, 1)
+        return replace(self, n_atoms=n_atoms, n_nonzero=n_nonzero)
+
+    @property
+    def tried(self) -> list[int]:
+        """The numbers of shared atoms on the curve; the last is all."""
+        given = set() if self.n_global == "auto" else {self.n_global}
+        parts = {max(int(share * self.n_atoms), 1) for share in SHARES}
+        return sorted(parts | given | {self.n_atoms})
+
+    def sharing(self, n_global: int, seed: int) -> _methods.Config:
+        """Return what a method learns with."""
+        return _methods.Config(
+            clients=self.sites,
+            rounds=self.rounds,
+            seed=seed,
+            learner=self.learner,
+            n_atoms=self.n_atoms,
+            n_global=n_global,
+            aggregation="statistics",
+            matching="consensus",
+            min_support=3,
+        )
+
+
+class Site(NamedTuple):
+    """A site's images: for training, and in both views to choose by and to measure."""
+
+    camera: str
+    train: Matrix
+    choose: Sequence[Matrix]
+    test: Sequence[Matrix]
+
+
+# The sites -----------------------------------------------------------------------------------
+
+
+def cameras(shape: tuple[int, int]) -> list[str]:
+    """Return the cameras that images of a shape can have, the simplest first."""
+    turns = [turn for turn in TURNS if shape[0] == shape[1] or not turn.startswith("turned")]
+    return [*turns, *SHIFTS, *map(", ".join, product(turns, SHIFTS))]
+
+
+def seen(X: Matrix, shape: tuple[int, int], camera: str) -> Matrix:
+    """Return images as a camera shows them.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_images, height * width)
+        As usual.
+    shape : tuple of int
+        Height and width.
+    camera : str
+        One of `cameras`.
+    """
+    stack = X.reshape(-1, *shape)
+    for part in camera.split(", "):
+        if part in TURNS:
+            stack = TURNS[part](stack)
+        else:
+            steps = [way * max(n // 4, 1) for way, n in zip(SHIFTS[part], shape, strict=True)]
+            stack = np.roll(stack, steps, axis=(1, 2))
+    return stack.reshape(len(X), -1)
+
+
+def load_sites(config: Config, seed: int) -> tuple[list[Site], tuple[int, int], tuple[int, int]]:
+    """Return all sites, the images' shape, and how many of each view a site trains with.
+
+    Where the data have fewer images than asked for, both numbers shrink alike.
+    """
+    images, n = load_images(config.data, labeled=False), config.sites
+    named = cameras(images.shape)
+    if n > len(named):
+        raise ValueError(f"sites must be at most {len(named)}, one per camera, got {n}.")
+    share = min(1.0, TRAIN * len(images.X) / (n * (config.common + config.own)))
+    common, own = int(share * config.common), int(share * config.own)
+    X = images.X[spawn(seed, DATA).permutation(len(images.X))]
+    train, rest = np.split(X, [n * (common + own)])
+    m = min(MOST, len(rest) // 4)
+    if min(common, own, m) < 1:
+        raise ValueError(
+            f"data must have more images for {n} sites of {config.common} + {config.own}, got "
+            f"{len(X)}."
+        )
+    held_out, found = rest[: 4 * m].reshape(4, m, -1), []
+    for camera, mine in zip(named, train.reshape(n, common + own, -1), strict=False):
+        view = partial(seen, shape=images.shape, camera=camera)
+        usual, choose, test = mine[:common], held_out[:2], held_out[2:]
+        trained = np.vstack([usual, view(mine[common:])])
+        sets = [[kept[0], view(kept[1])] for kept in (choose, test)]
+        found.append(Site(camera, trained, *sets))
+    return found, images.shape, (common, own)
+
+
+# The methods ---------------------------------------------------------------------------------
+
+
+class Try(NamedTuple):
+    """Every site's dictionary by a method, with what is left open set in one way.
+
+    Errors are of shape (n_sites, n_views), of the images to choose by and those to measure.
+    """
+
+    dictionaries: Sequence[Matrix]
+    choose: Matrix
+    test: Matrix
+    setting: float
+    floats: tuple[float, float] = (0.0, 0.0)
+
+
+def best(tries: Sequence[Try]) -> Try:
+    """Return the one that is best on the images to choose by."""
+    return min(tries, key=lambda one: float(one.choose.mean()))
+
+
+class Comparison:
+    """All methods on one split of the images."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.sites, self.shape, _ = load_sites(config, seed)
+        self.samples = [site.train for site in self.sites]
+        self.all_shared = config.sharing(config.n_atoms, seed)
+
+    def rebuilt(self, X: Matrix, D: Matrix) -> Matrix:
+        """Return images rebuilt from ``n_nonzero`` atoms each."""
+        return reconstruct(sparse_code(X, D, n_nonzero=min(self.config.n_nonzero, len(D))), D)
+
+    def judged(self, dictionaries: Sequence[Matrix], setting: float, **more: Any) -> Try:
+        """Return dictionaries with their errors."""
+
+        def errors(name: str) -> Matrix:
+            pairs = [(getattr(s, name), D) for s, D in zip(self.sites, dictionaries, strict=True)]
+            return np.array(
+                [[np.mean((X - self.rebuilt(X, D)) ** 2) for X in sets] for sets, D in pairs]
+            )
+
+        return Try(dictionaries, errors("choose"), errors("test"), setting, **more)
+
+    def learn(self, method: str, n_global: int, setting: float) -> Try:
+        """Return what a method of `_methods` learns."""
+        config = self.config.sharing(n_global, self.seed)
+        if method == "perpca":  # no more directions than pixels
+            most = self.samples[0].shape[1]
+            few = min(config.n_atoms, most), min(n_global, most)
+            config = replace(config, n_atoms=few[0], n_global=few[1])
+        found = _methods.learn(method, setting, self.samples, config, start(config))
+        dictionaries = found.full or found.shared * len(self.samples)
+        return self.judged(dictionaries, setting, floats=(found.floats_up, found.floats_down))
+
+    def penalized(self, method: str) -> Try:
+        """Return a method that parts no atoms, with its best penalty."""
+        settings = _methods.settings(method, self.samples, self.all_shared)
+        return best([self.learn(method, self.config.n_atoms, one) for one in settings])
+
+    def finetuned(self, shared: Try) -> Try:
+        """Return a shared dictionary, trained further at each site for its best number of steps."""
+        learner = _methods.make_learner(self.all_shared, self.config.n_atoms, shared.setting)
+        tries = [shared]
+        for before, after in pairwise(STEPS):
+            more, pairs = [1.0] * (after - before), zip(self.samples, tries[-1][0], strict=True)
+            tries.append(self.judged([iterate(learner, X, D, more) for X, D in pairs], after))
+        at = np.argmin([one.choose.mean(axis=1) for one in tries], axis=0)
+        each = [[tries[j][part][i] for i, j in enumerate(at)] for part in range(3)]
+        steps = float(np.median([STEPS[j] for j in at]))
+        return Try(each[0], np.array(each[1]), np.array(each[2]), steps)
+
+    def perpca(self) -> Try:
+        """Return PerPCA with its best number of shared components, at the library's step."""
+        return best([self.learn("perpca", n, 1.0)._replace(setting=n) for n in self.config.tried])
+
+
+def compare(config: Config, seed: int) -> Arrays:
+    """Return every site's errors by every method, the curve of shared atoms, and the pictures.
+
+    Parameters
+    ----------
+    config : Config
+        The study's options.
+    seed : int
+        Which images the sites have, and the methods' draws.
+    """
+    config = config.sized
+    these, tried = Comparison(config, seed), config.tried
+    shared = these.penalized("perma")
+    curve = {n: these.learn("perma", n, shared.setting) for n in tried[:-1]} | {tried[-1]: shared}
+    given = list(curve) if config.n_global == "auto" else [config.n_global]
+    n_global = min(given, key=lambda n: float(curve[n].choose.mean()))
+    found = {"perma": curve[n_global]._replace(setting=n_global)}
+    found |= {"alone": these.penalized("local"), "shared": shared}
+    found["finetuned"] = these.finetuned(shared)
+    rivals: dict[str, Callable[[], Try]] = {
+        "averaging": partial(these.penalized, "averaging"),
+        "perpca": these.perpca,
+    }
+    failed = {}
+    for name, learn in rivals.items():
+        try:
+            found[name] = learn()
+        except Exception as error:  # whatever stops one rival must not stop the run
+            failed[f"{FAILED}_{name}"] = np.array(reason(error))
+    at = min(1, config.sites - 1)
+    shown = np.vstack([X[:SHOWN] for X in these.sites[at].test])
+    return failed | {
+        **{f"error_{name}": one.test for name, one in found.items()},
+        **{f"setting_{name}": np.array(one.setting) for name, one in found.items()},
+        "curve": np.array([one.test.mean(axis=0) for one in curve.values()]),
+        "floats": np.array(curve[n_global].floats),
+        "atoms": np.array(curve[n_global].dictionaries),
+        "original": shown,
+        **{f"rebuilt_{n}": these.rebuilt(shown, one.dictionaries[at]) for n, one in found.items()},
+    }
+
+
+# The run -------------------------------------------------------------------------------------
+
+
+def run(config: Config, keep: Keep) -> Outcome:
+    """Compare all methods with every seed."""
+    parts = {f"seed-{seed}": partial(compare, config, seed) for seed in config.each_seed}
+    config = config.sized
+    kept, tried = keep_all(keep, parts), config.tried
+    sites, shape, (common, own) = load_sites(config, config.seed)
+    first, n_global = kept[0], mode(int(one["setting_perma"]) for one in kept)
+    errors = {  # (n_seeds, n_sites, n_views)
+        name: np.array([one[f"error_{name}"] for one in kept])
+        for name in METHODS
+        if all(f"error_{name}" in one for one in kept)
+    }
+    curve = np.array([one["curve"] for one in kept])  # (n_seeds, n_tried, n_views)
+    views = {"": slice(None), **{view: slice(i, i + 1) for i, view in enumerate(VIEWS)}}
+    order = sorted(errors, key=lambda name: float(np.median(errors[name].mean(axis=(1, 2)))))
+    records = [
+        *(
+            Record("error", errors[name][:, :, part].mean(axis=(1, 2)), name, {"view": view})
+            for name in order
+            for view, part in views.items()
+        ),
+        *(Record("setting", np.array([o[f"setting_{n}"] for o in kept]), n) for n in order),
+        *(Record(FAILED, str(first[f"{FAILED}_{n}"]), n) for n in METHODS if n not in errors),
+        *_gains(sites, errors),
+        *(
+            Record("curve", curve[:, i, part].mean(axis=1), "", {"shared": n, "view": view})
+            for i, n in enumerate(tried)
+            for view, part in views.items()
+        ),
+        Record("n_global", n_global),
+    ]
+    medians = np.median(curve, axis=0)
+    below = (medians < np.median(errors["shared"].mean(axis=1), axis=0)).all(axis=1)
+    return Outcome(
+        records=records,
+        curves={
+            "n_global": tried,
+            "curve": medians.mean(axis=1).tolist(),
+            **{f"curve_{view}": medians[:, i].tolist() for i, view in enumerate(VIEWS)},
+        },
+        arrays={
+            "global_atoms": first["atoms"][0][: int(first["setting_perma"])],
+            "local_atoms": first["atoms"][:, int(first["setting_perma"]) :],
+            "image_shape": np.array(shape),
+            **{f"error_{name}": values for name, values in errors.items()},
+        },
+        figures=_figures(
+            config, first, sites, shape, {n: errors[n] for n in order}, curve, n_global
+        ),
+        rounds=config.rounds,
+        floats_up=float(first["floats"][0]),
+        floats_down=float(first["floats"][1]),
+        facts={
+            "n_atoms": config.n_atoms,
+            "n_nonzero": config.n_nonzero,
+            "usual": common,
+            "held": own,
+            "fewer": common < config.common,
+            "n_test": len(sites[0].test[0]),
+            "below": ", ".join(str(n) for n, is_below in zip(tried, below, strict=True) if is_below)
+            or "none",
+            "shown_camera": sites[min(1, len(sites) - 1)].camera,
+        },
+    )
+
+
+def _gains(sites: Sequence[Site], errors: Mapping[str, Matrix]) -> Iterator[Record]:
+    """Yield every site's errors, and by how much PerMA's is below the least of the rivals'."""
+    each = {name: np.median(errors[name].mean(axis=2), axis=0) for name in ("perma", *RIVALS)}
+    for i, site in enumerate(sites):
+        at = {"site": f"{i + 1}: {site.camera}"}
+        for name, values in each.items():
+            yield Record("site_error", float(values[i]), name, at)
+        least = min(RIVALS, key=lambda name: float(each[name][i]))
+        gain = 1 - each["perma"][i] / each[least][i]
+        yield Record("gain", float(gain), "", at)
+        yield Record("least", METHODS[least], "", at)
+
+
+def _figures(
+    config: Config,
+    first: Mapping[str, Any],
+    sites: Sequence[Site],
+    shape: tuple[int, int],
+    errors: Mapping[str, Matrix],
+    curve: Matrix,
+    n_global: int,
+) -> dict[str, Any]:
+    from perdl_experiments import pictures, plots  # an extra: clients must not need it
+
+    n = int(first["setting_perma"])
+    local = zip(sites[:DRAWN], first["atoms"][:DRAWN, n:], strict=True)
+    medians = {name: np.median(values.mean(axis=1), axis=0) for name, values in errors.items()}
+    bars = {
+        **{
+            f"{view} images": {METHODS[m]: float(medians[m][i]) for m in errors}
+            for i, view in enumerate(VIEWS.values())
+        },
+        "both": {METHODS[m]: float(medians[m].mean()) for m in errors},
+    }
+    rows = {"original": first["original"]}
+    rows |= {METHODS[m]: first[f"rebuilt_{m}"] for m in ("perma", *RIVALS)}
+    alone, drawn = medians["alone"], {"both": curve.mean(axis=2)}
+    drawn |= {view: curve[:, :, i] for i, view in enumerate(VIEWS.values())}
+    ends = {"both": alone.mean(), **dict(zip(VIEWS.values(), alone, strict=True))}
+    return {
+        "atoms": pictures.shared_and_own(
+            first["atoms"][0, :n], {f"own: {s.camera}": D for s, D in local}, shape
+        ),
+        "reconstructions": plots.images(
+            {name: np.insert(X, SHOWN, np.nan, axis=0) for name, X in rows.items()}, shape
+        ),
+        "errors": pictures.bars(bars),
+        "curve": pictures.chosen(
+            [0, *config.tried],
+            {k: np.insert(v, 0, ends[k], axis=1) for k, v in drawn.items()},
+            n_global,
+            x=f"atoms that are shared, of {config.n_atoms}",
+            y="mean squared error",
+        ),
+    }

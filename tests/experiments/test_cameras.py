@@ -1,0 +1,75 @@
+"""The experiment cameras: its sites, and what it measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from perdl_experiments.studies import cameras
+from tests.studies import Ran, config_of, run_study, save
+
+SMALL = {"sites": 2, "common": 16, "own": 8, "n_atoms": 4, "n_nonzero": 2, "rounds": 2}
+#: Which camera undoes another; all others undo themselves.
+BACK = {f"turned {a}": f"turned {b}" for a, b in (("left", "right"), ("right", "left"))}
+BACK |= {f"moved {a}": f"moved {b}" for a, b in (("left", "right"), ("right", "left"))}
+BACK |= {"moved up": "moved down", "moved down": "moved up"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Ran:
+    return run_study("cameras", seeds=1, **SMALL)
+
+
+def test_every_method_is_measured_on_both_views_and_on_each(small: Ran) -> None:
+    for method in cameras.METHODS:
+        usual, own = (small.metrics[f"error_{view}_{method}"] for view in ("common", "own"))
+        assert small.metrics[f"error_{method}"] == pytest.approx((usual + own) / 2)
+        assert 0 < usual < 0.1
+    assert len(small.arrays["global_atoms"]) == small.metrics["n_global"]
+    assert small.curves["curve"][-1] == pytest.approx(small.metrics["error_shared"])
+    assert small.figures == ["atoms.png", "errors.png", "curve.png", "reconstructions.png"]
+
+
+def test_a_given_number_of_shared_atoms_is_that_of_perma() -> None:
+    given = run_study("cameras", seeds=1, n_global=3, **SMALL)
+    assert given.metrics["n_global"] == 3
+    at = given.curves["n_global"].index(3)
+    assert given.curves["curve"][at] == pytest.approx(given.metrics["error_perma"])
+    assert given.arrays["local_atoms"].shape == (2, 1, 64)
+    with pytest.raises(ValueError, match="n_global"):
+        config_of("cameras", n_atoms=4, n_global=5)
+
+
+def test_no_image_to_choose_by_or_to_measure_is_one_that_a_site_trained_with() -> None:
+    sites, shape, _ = cameras.load_sites(config_of("cameras"), 0)
+    everything = {row.tobytes() for row in load_digits().data / 16}
+    trained, held_out = set(), [set(), set()]
+    for site in sites:
+        back = BACK.get(site.camera, site.camera)
+        usual = [site.train[:60], cameras.seen(site.train[60:], shape, back)]
+        trained |= {np.ascontiguousarray(row).tobytes() for X in usual for row in X}
+        for known, (seen, own) in zip(held_out, (site.choose, site.test), strict=True):
+            for X in (seen, cameras.seen(own, shape, back)):
+                known |= {np.ascontiguousarray(row).tobytes() for row in X}
+    assert len(trained) == 8 * 90
+    assert trained | held_out[0] | held_out[1] <= everything
+    assert not trained & (held_out[0] | held_out[1])
+    assert not held_out[0] & held_out[1]
+
+
+def test_images_need_no_labels_may_be_few_and_of_any_shape(tmp_path: Path) -> None:
+    X = np.random.default_rng(0).random((60, 6, 9))
+    config = config_of("cameras", data=save(tmp_path, X=X), sites=4, common=20, own=10)
+    sites, shape, (common, own) = cameras.load_sites(config, 0)
+    assert shape == (6, 9)
+    assert (common, own) == (8, 4)
+    assert len({site.camera for site in sites}) == 4
+    assert not any("turned" in site.camera for site in sites)
+    assert config.sized.n_atoms == 27
+    with pytest.raises(ValueError, match="data must have more images"):
+        cameras.load_sites(config_of("cameras", data=config.data, sites=14, own=1), 0)
+    with pytest.raises(ValueError, match="sites must be at most 14"):
+        cameras.load_sites(config_of("cameras", data=config.data, sites=15), 0)
