@@ -68,7 +68,7 @@ MEANING = {
     "no number, and its claim holds of our medians.",
     NOT_REACHED: "Neither is so, or one of the paper's claims does not hold of our medians.",
     NOT_COMPARABLE: "Our data stand in for the paper's. The page says how to run it on those.",
-    HOLDS: "No paper shows it. The page's own rules, written before the runs, hold of our medians.",
+    HOLDS: "No paper shows it. The page's own rules hold of our medians.",
     FAILS: "No paper shows it. One of the page's rules does not hold of our medians.",
 }
 RULES = (
