@@ -87,6 +87,8 @@ class Option:
     def read(self, given: Value) -> Value:
         """Return what a user gave, as the type of the default."""
         kind = type(self.default)
+        if given == "auto" and self.type.endswith("or auto"):
+            return given
         try:
             if kind is int and isinstance(given, float):
                 raise ValueError

@@ -69,6 +69,7 @@ from perdl_experiments.engine import arranged, federate
 from perdl_experiments.studies._experiment import (
     GENERAL,
     GENERAL_N_NONZERO,
+    Auto,
     LearnerConfig,
     reason,
     words,
@@ -100,7 +101,12 @@ _PENALTIES = (0.1, *PENALTIES)
 class Config(LearnerConfig):
     """What the methods need of an experiment: its options, and how many atoms are shared."""
 
-    n_global: int
+    n_global: int | Auto
+
+    @property
+    def n_shared(self) -> int:
+        """The number of shared atoms, once it is known."""
+        return int(self.n_global)
 
 
 class Learned(NamedTuple):
@@ -175,7 +181,7 @@ def learn_tuned(
 
 def compared(config: Config) -> tuple[str, ...]:
     """Return the methods that differ: with all atoms shared, pooled data have one size only."""
-    return tuple(m for m in METHODS if m not in POOLED_FULL or config.n_global < config.n_atoms)
+    return tuple(m for m in METHODS if m not in POOLED_FULL or config.n_shared < config.n_atoms)
 
 
 def settings(method: str, samples: Sequence[Matrix], config: Config) -> tuple[float, ...]:
@@ -209,7 +215,7 @@ def learn(
     if method not in ALONE:
         return _Federation(method, setting, samples, config, start).learn()
     seed, rounds = config.seed, config.rounds
-    n_shared = config.n_atoms if method in POOLED_FULL else config.n_global
+    n_shared = config.n_atoms if method in POOLED_FULL else config.n_shared
     X, started = np.vstack(samples), time.perf_counter()
     shared: list[Matrix] = []
     full: list[Matrix] = []
@@ -278,9 +284,9 @@ class _Federation:
         """Return the method's strategy."""
         given = {"evaluate_every": config.rounds, **options}
         if self.method == "perma":
-            return config.strategy(config.n_global, **given)
+            return config.strategy(config.n_shared, **given)
         given["local_steps"] = config.local_steps
-        return rival(self.method, config.n_global, self.setting, **given)
+        return rival(self.method, config.n_shared, self.setting, **given)
 
     def learn(self) -> Learned:
         """Run the federation."""

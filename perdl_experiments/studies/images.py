@@ -43,12 +43,13 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.clients.perma import CHOOSE, HELD_OUT
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, RoundReport
 from perdl_experiments.baselines import (
     GENEROSITY,
     PENALTIES,
@@ -113,7 +114,8 @@ class Config(_methods.Config):
 
     def check(self) -> None:
         """Reject options that do not fit together."""
-        check_count("n_global", self.n_global, 1, self.n_atoms)
+        if self.n_global != "auto":
+            check_count("n_global", self.n_global, 1, self.n_atoms)
 
     @property
     def task(self) -> Task:
@@ -198,9 +200,10 @@ def _reported(field: str, kind: str, k: int) -> str:
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run the federation, and what it is compared with, and measure all of them alike."""
     task, clients = config.task, range(len(config.task.clients))
-    seed, n_global = config.seed, config.n_global
     federated = federate(config, evaluate_fn=_on_held_out(task))
-    global_atoms = federated.arrays[0]
+    global_atoms, tried = federated.arrays[0], _tried(federated.history)
+    seed, n_global = config.seed, max(len(global_atoms), 1)
+    config = replace(config, n_global=n_global)
     pooled, *alone = learn_each(
         [np.vstack(task.clients), *task.clients],
         [config.make_learner(n_global)] + [config.make_learner()] * len(clients),
@@ -259,10 +262,29 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "alone_atoms": np.stack(alone),
             "image_shape": np.array(task.shape),
         },
-        figures=_figures(task, global_atoms, alone[0], pooled, curve, levels),
-        facts=_facts(config, task, tuned),
+        figures=_figures(task, global_atoms, alone[0], pooled, curve, levels)
+        | _choice(tried, n_global),
+        facts={**_facts(config, task, tuned), "n_global": n_global},
         **federated.cost,
     )
+
+
+def _tried(history: Sequence[RoundReport]) -> dict[int, float]:
+    """Return the clients' mean error with every number of global atoms that "auto" tried last."""
+    rounds = [report.aggregate for report in history if report.step == CHOOSE]
+    last = rounds[-1] if rounds else {}
+    found = {int(n[len(HELD_OUT) :]): e for n, e in last.items() if n.startswith(HELD_OUT)}
+    return dict(sorted(found.items()))
+
+
+def _choice(tried: Mapping[int, float], n_global: int) -> dict[str, Any]:
+    from perdl_experiments import pictures  # an extra: clients must not need it
+
+    if n_global not in tried:
+        return {}
+    curve = {"held out": np.array([list(tried.values())])}
+    labels = {"x": "global atoms", "y": "mean squared error"}
+    return {"choice": pictures.chosen(list(tried), curve, n_global, **labels)}
 
 
 # Table 1 -------------------------------------------------------------------------------------
@@ -278,7 +300,7 @@ def _tuned(method: str, task: Task, config: Config) -> Arrays:
     """Return what a method's best setting comes to on the held-out images, and what it costs."""
     if method in ORTHONORMAL:  # no more directions than pixels
         most = task.test.shape[1]
-        few = min(config.n_atoms, most), min(config.n_global, most)
+        few = min(config.n_atoms, most), min(config.n_shared, most)
         config = replace(config, n_atoms=few[0], n_global=few[1])
     if method in VARIANTS:
         method, config = "perma", _variant(method, config)

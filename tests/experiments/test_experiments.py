@@ -105,6 +105,14 @@ def test_images_takes_any_size_and_says_when_there_are_few(tmp_path):
         np.testing.assert_array_equal(arrays["image_shape"], [9, 7])
 
 
+def test_a_number_of_shared_atoms_is_chosen_and_drawn(tmp_path):
+    options = {**SMALL, "n_global": "auto"}
+    found = run_experiment("digits", clients=3, rounds=4, out=tmp_path, options=options)
+    assert "choice.png" in [figure["file"] for figure in found["figures"]]
+    with np.load(tmp_path / "arrays.npz") as arrays:
+        assert f"{len(arrays['global_atoms'])} global atoms" in found["finding"]
+
+
 def test_synthetic_good_start_is_exact_for_all_clients():
     options = {"seeds": 2, "atoms": "5,6,7", "start": "good"}
     results = run_experiment("synthetic", options=options, rounds=5)
