@@ -38,6 +38,8 @@ from perdl_experiments.runner import (
     run_experiment,
 )
 from perdl_experiments.studies import COMMON, EXPERIMENTS, find, sites
+from perdl_experiments.sweep import compare as compare_runs
+from perdl_experiments.sweep import run_sweep
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.watch import watch as watch_run
 from perdl_experiments.words import plural
@@ -65,6 +67,14 @@ Options = Annotated[
     typer.Option(
         "--option", "-o", help="key=value; may be repeated. See `flwr-perdl options EXPERIMENT`."
     ),
+]
+Clients = Annotated[int | None, typer.Option(help="Number of clients.")]
+Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
+Seed = Annotated[int, typer.Option(help="The run's one seed.")]
+Data = Annotated[Path | None, typer.Option(help="Your own data; see docs/cli.md.")]
+Metrics = Annotated[
+    list[str] | None,
+    typer.Option("--metric", help="A metric to compare; by default the report's first ones."),
 ]
 
 
@@ -139,10 +149,10 @@ def options(experiment: Named) -> None:
 def run(
     experiment: Named,
     engine: Annotated[str, typer.Option(help="in-process or ray.")] = "in-process",
-    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
-    data: Annotated[Path | None, typer.Option(help="Your own data; see docs/cli.md.")] = None,
+    clients: Clients = None,
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    data: Data = None,
     out: Out = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -175,6 +185,57 @@ def run(
             keep_local=keep_local,
         )
     _show(shown, results, folder)
+
+
+@app.command()
+def sweep(
+    experiment: Named,
+    clients: Clients = None,
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    data: Data = None,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    metric: Metrics = None,
+    option: Options = None,
+) -> None:
+    """Run an experiment with all combinations of options, as -o n_global=8,16 -o alpha=0.1,0.2.
+
+    A value that has commas itself, of a list such as sizes=5,10, is one value: repeat -o.
+    """
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    plain_logs()
+    folder = out or Path("runs") / f"{experiment}-sweep"
+    given: dict[str, Any] = {"clients": clients, "rounds": rounds, "seed": seed}
+    given |= {"data": data and str(data), "resume": resume, "overwrite": overwrite}
+    with _errors_in_a_sentence(folder), _bar(console()) as progress:
+        pairs = [_pair(text) for text in option or []]
+        found, failed = run_sweep(
+            experiment, pairs, out=folder, metrics=metric or (), progress=progress, **given
+        )
+        found.write(folder, "sweep")
+    console().print(found.table)
+    for place, sentence in failed.items():
+        _tell(f"{place}: {sentence}")
+    if failed:
+        raise typer.Exit(2)
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for table and picture.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace them.")] = False,
+    metric: Metrics = None,
+) -> None:
+    """Compare finished runs: one table and one picture, compare.csv and compare.png."""
+    with _errors_in_a_sentence():
+        target = (out or Path("runs")) / "compare.csv"
+        check_target(target, overwrite=overwrite, suffix=".csv")
+        found = compare_runs(folders, metric or ())
+        found.write(target.parent, "compare")
+    console().print(found.table)
 
 
 @app.command(
@@ -310,8 +371,8 @@ def up(
     tls: Annotated[
         bool, typer.Option("--tls", help="Encrypt, and admit registered SuperNodes only.")
     ] = False,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
+    rounds: Rounds = None,
+    seed: Seed = 0,
     data: Annotated[
         Path | None, typer.Option(help="Your own data: a file, or a folder with one per node.")
     ] = None,
@@ -382,13 +443,19 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     """Return the options that ``key=value`` texts give."""
     pairs = {}
     for text in texts or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise ValueError(f"option must be key=value, got {text!r}.")
+        name, value = _pair(text)
         if name in pairs:
             raise ValueError(f"option {name} must be given once, got {text!r} too.")
         pairs[name] = value
     return pairs
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Return name and value of an option."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"option must be key=value, got {text!r}.")
+    return name, value
 
 
 @contextmanager

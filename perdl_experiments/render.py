@@ -60,7 +60,8 @@ _STATISTICS: dict[str, Callable[[Any], Any]] = {
     "count": np.size,
 }
 _SHARES: dict[str, Callable[[Any, float], Any]] = {"below": np.less, "from": np.greater_equal}
-_PLACE = re.compile(r"\{([^}]+)\}")
+#: A metric's place in a sentence.
+PLACE = re.compile(r"\{([^}]+)\}")
 
 
 class Record(NamedTuple):
@@ -146,13 +147,13 @@ def fill(template: str, get: Callable[[str], Any]) -> str:
         value = get(place[1])
         return value if isinstance(value, str) else number(value)
 
-    return _PLACE.sub(filled, " ".join(template.split()))
+    return PLACE.sub(filled, " ".join(template.split()))
 
 
 def first_sentence(templates: str | Sequence[str], metrics: Mapping[str, Any]) -> str | None:
     """Return the first template whose metrics are all there; None if there is none."""
     listed = [templates] if isinstance(templates, str) else templates
-    return next((one for one in listed if all(n in metrics for n in _PLACE.findall(one))), None)
+    return next((one for one in listed if all(n in metrics for n in PLACE.findall(one))), None)
 
 
 # Claims --------------------------------------------------------------------------------------

@@ -120,6 +120,7 @@ _FORMS: dict[str, Any] = {
     **dict.fromkeys(("experiment", "about", "source", "engine", "finding"), str),
     **dict.fromkeys(("rounds", "floats_up", "floats_down", "seconds"), is_number),
     **dict.fromkeys(("config", "versions"), dict),
+    "metrics": {"*": is_number},
     "notes": [str],
     "tables": [{"title": str, "caption": str, "columns": [str], "rows": [[str]]}],
     "figures": [{"title": str, "caption": str, "file": _is_figure}],

@@ -208,9 +208,35 @@ def check_deployed(
     session.check(node_config)
 
 
+def check_run(name: str, *, how: Mapping[str, Any], **given: Any) -> None:
+    """Reject what `run_experiment` would reject in process, before anything runs.
+
+    Parameters
+    ----------
+    name : str
+        The experiment.
+    how : mapping
+        ``out``, ``resume`` and ``overwrite`` of `run_experiment`.
+    **given
+        Further arguments of `configure`.
+
+    Raises
+    ------
+    ValueError
+        As in `run_experiment`.
+    """
+    experiment, config, folder = _prepared(name, "in-process", how, **given)
+    _Session(experiment, config, "in-process", folder, how["resume"], None).check()
+
+
 def resumable(folder: Path) -> bool:
-    """Return whether a folder has a run that ``resume`` continues."""
-    return "unfinished" in {_state(folder), _state(folder / NEXT)}
+    """Return whether a folder has a run, or some of a sweep, that ``resume`` continues."""
+    return run_state(folder) == "unfinished" or any(map(run_state, folder.glob("*=*")))
+
+
+def run_state(folder: Path) -> str:
+    """Return "unfinished" for a folder with a run that ``resume`` continues, "finished", or ""."""
+    return "unfinished" if _state(folder / NEXT) == "unfinished" else _state(folder)
 
 
 def _prepared(

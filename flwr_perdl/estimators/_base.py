@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import signature
 from typing import Any, Self
@@ -19,7 +19,15 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr, check_array, check_choice
+from flwr_perdl.core.checks import (
+    FLOATS,
+    Matrix,
+    brief_repr,
+    check_array,
+    check_choice,
+    check_count,
+    check_list,
+)
 from flwr_perdl.dictionary import reconstruct
 from flwr_perdl.protocol.compat import NumPyClient
 from flwr_perdl.simulations import InProcessGrid
@@ -57,10 +65,14 @@ class Estimator:
         Their names, where ``fit`` was given data frames.
     """
 
+    seed: int
+    random_state: int | None
     #: "transformer" or "regressor": for scikit-learn.
     _estimator_type = "transformer"
     #: Whether NaN is a missing entry: for scikit-learn.
     _allow_nan = False
+    #: Methods, each with an argument that scikit-learn's metadata routing passes on to it.
+    _metadata: Sequence[tuple[str, str]] = ()
 
     @classmethod
     def _parameters(cls) -> dict[str, Any]:
@@ -105,6 +117,24 @@ class Estimator:
             input_tags=utils.InputTags(allow_nan=self._allow_nan),
         )
 
+    def get_metadata_routing(self) -> Any:
+        """Return what scikit-learn passes on to which method; scikit-learn alone calls this."""
+        routing: Any = sys.modules["sklearn.utils.metadata_routing"]
+        request = routing.MetadataRequest(owner=type(self).__name__)
+        for method, argument in self._metadata:
+            getattr(request, method).add_request(param=argument, alias=True)
+        return request
+
+    def _one_seed(self) -> int:
+        """Return ``random_state`` where it is given, else ``seed``."""
+        if self.random_state is None:
+            return self.seed
+        if self.seed != 0:
+            raise ValueError(
+                f"seed must be left out where random_state is given, got {self.seed!r}."
+            )
+        return check_count("random_state", self.random_state)
+
     def __sklearn_is_fitted__(self) -> bool:
         """Return whether ``fit`` has been called; scikit-learn's ``check_is_fitted`` asks."""
         return hasattr(self, "n_features_in_")
@@ -121,15 +151,10 @@ class Estimator:
 
     def _read_sites(self, X: Any, *, min_columns: int = 1, missing: bool = False) -> list[Matrix]:
         """Return the sites' tables of a call of ``fit``."""
-        if isinstance(X, np.ndarray) and X.ndim == 3:
-            X = list(X)
-        if not isinstance(X, Sequence) or isinstance(X, str):
-            raise TypeError(f"X must be a list of tables, one per site, got {brief_repr(X)}.")
-        if not len(X):
-            raise ValueError("X must have at least one site, got none.")
-        first = feature_names(X[0])
+        tables = tables_of(X)
+        first = feature_names(next(iter(tables.values())))
         sites: list[Matrix] = []
-        for i, table in enumerate(X):
+        for i, table in tables.items():
             if feature_names(table) != first:
                 raise ValueError(
                     f"X[{i}] must have the columns of X[0] in the same order, but it "
@@ -200,12 +225,15 @@ class Federated(Estimator):
 class SiteTransformer(Estimator):
     """An estimator that codes tables, each with the dictionary of one of ``fit``'s sites."""
 
+    #: The argument that says whose dictionary.
+    _whose = "client"
+
     @abstractmethod
-    def fit(self, X: Sequence[Any], y: Any = None) -> Self:
+    def fit(self, X: Any, y: Any = None) -> Self:
         """Learn from the sites' tables."""
 
     @abstractmethod
-    def transform(self, X: Any, site: int | None = None, /) -> Any:
+    def transform(self, X: Any, site: Any = None, /) -> Any:
         """Return the codes of samples with a site's dictionary."""
 
     @abstractmethod
@@ -236,10 +264,44 @@ class SiteTransformer(Estimator):
             return codes
         return data_frame(codes, columns=list(names), index=getattr(X, "index", None))
 
-    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Any]:
-        """Learn from the sites' tables, and return each table's codes: see `fit`, `transform`."""
-        self.fit(X)
-        return [self.transform(table, i) for i, table in enumerate(X)]
+    def fit_transform(self, X: Any, y: Any = None) -> Any:
+        """Learn from the sites' tables, and return each table's codes with its own dictionary."""
+        return self.fit(X).transform(X, range(len(X)))
+
+    def _fitted_sites(self, n_features: int, X: Any) -> Self:
+        """Set the sites' names, where ``X`` is a mapping, and what `_fitted` sets."""
+        vars(self).pop("site_names_", None)
+        if isinstance(X, Mapping):
+            self.site_names_ = list(X)
+        return self._fitted(n_features, next(iter(tables_of(X).values())))
+
+    def _place(self, who: Any, n_sites: int) -> int:
+        """Return a site's place in ``fit``, of its number or name."""
+        names: list[str] = getattr(self, "site_names_", [])
+        if names and isinstance(who, str):
+            return names.index(check_choice(self._whose, who, names))
+        return check_count(self._whose, who, 0, n_sites - 1)
+
+    def _pairs(self, X: Any, who: Any) -> list[tuple[Any, Any]]:
+        """Return the tables of ``X``, each with its site; one table is alone."""
+        if not has_sites(X):
+            return [(X, who)]
+        tables = list(tables_of(X).values())
+        if who is None:
+            return [(table, None) for table in tables]
+        if len(check_list(self._whose, who)) != len(tables):
+            raise ValueError(
+                f"{self._whose} must have a site for each of the {len(tables)} tables of X, got "
+                f"{len(who)}."
+            )
+        return list(zip(tables, who, strict=True))
+
+    def _each(self, call: Callable[[Any, Any], Any], X: Any, who: Any) -> Any:
+        """Return ``call(table, site)`` of one table, or of each of a list or mapping."""
+        found = [call(table, site) for table, site in self._pairs(X, who)]
+        if isinstance(X, Mapping):
+            return dict(zip(X, found, strict=True))
+        return found if has_sites(X) else found[0]
 
 
 def data_frame(rows: Any, **how: Any) -> Any:
@@ -251,6 +313,30 @@ def data_frame(rows: Any, **how: Any) -> Any:
             "pandas must be installed for data frames: pip install pandas."
         ) from error
     return pandas.DataFrame(rows, **how)
+
+
+def has_sites(X: Any) -> bool:
+    """Return whether ``X`` is a list or mapping of tables, and no table itself."""
+    if isinstance(X, Mapping) or not isinstance(X, Sequence) or isinstance(X, str):
+        return isinstance(X, Mapping) or getattr(X, "ndim", 2) == 3
+    try:
+        return len(X) > 0 and np.ndim(X[0]) == 2
+    except ValueError:  # rows of several lengths
+        return False
+
+
+def tables_of(X: Any) -> dict[str, Any]:
+    """Return the tables of a list or mapping, by the number or name that errors have."""
+    if isinstance(X, np.ndarray) and X.ndim == 3:
+        X = list(X)
+    named = isinstance(X, Mapping)
+    if not (named or isinstance(X, Sequence)) or isinstance(X, str):
+        raise TypeError(f"X must be a list of tables, one per site, got {brief_repr(X)}.")
+    if named and not all(isinstance(name, str) for name in X):
+        raise TypeError(f"X must have a name (str) for each table, got {brief_repr(list(X))}.")
+    if not len(X):
+        raise ValueError("X must have at least one site, got none.")
+    return {repr(key): table for key, table in (X.items() if named else enumerate(X))}
 
 
 def explained(X: Matrix, approximation: Matrix) -> float:

@@ -7,7 +7,7 @@ NeurIPS 2023: `flwr_perdl.strategies.PerMA` has its symbols, and what each party
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -72,6 +72,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         Samples that must stand behind each atom that a site sends: see `DictionaryClient`.
     seed : int, default 0
         Seed of all draws.
+    random_state : int, optional
+        The same by scikit-learn's name; one of the two.
     grid : callable, optional
         ``(app, n_sites) -> InProcessGrid``, such as ``partial(InProcessGrid, state_dir="kept")``;
         by default `InProcessGrid`.
@@ -127,6 +129,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     """
 
     _allow_nan = True
+    _metadata = (("score", "client"),)
 
     def __init__(
         self,
@@ -141,6 +144,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         matching: str = "consensus",
         min_support: int = 3,
         seed: int = 0,
+        random_state: int | None = None,
         grid: MakeGrid | None = None,
         verbose: bool = False,
     ) -> None:
@@ -154,12 +158,14 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         self.matching = matching
         self.min_support = min_support
         self.seed = seed
+        self.random_state = random_state
         self.grid = grid
         self.verbose = verbose
 
-    def fit(self, X: Sequence[Any], y: Any = None) -> Self:
-        """Learn from the sites' tables, a list with (n_samples_i, n_features) of each site.
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Learn from the sites' tables, (n_samples_i, n_features) of each site.
 
+        ``X`` is a list of them, or a mapping of the sites' names to them.
         Rows are samples; the columns are the same everywhere. NaN is a missing entry, with the
         default `LassoLearner` or a `MODLearner`, and ``aggregation="statistics"``: codes, errors
         and `score` see the others alone, and `reconstruct` fills it in. A site may lack a column
@@ -184,7 +190,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             self.n_global,
             aggregation=self.aggregation,
             matching=self.matching,
-            seed=self.seed,
+            seed=self._one_seed(),
             num_clients=len(sites),
             min_clients=len(sites),
             fraction_evaluate=0.0,
@@ -207,7 +213,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         )
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
         self._warn(sites, learner)
-        return self._fitted(sites[0].shape[1], X[0])
+        return self._fitted_sites(sites[0].shape[1], X)
 
     def add_site(self, X: Any) -> int:
         """Learn the local atoms of a site that ``fit`` did not see; the global atoms stay.
@@ -230,65 +236,106 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         rows = self._read_rows(X, missing=True).astype(G.dtype, copy=False)
         if not len(rows):
             raise ValueError("X must have at least one sample, got n_samples=0.")
-        alone = _start(learner)(rows, learner, rng=spawn(self.seed, number)).dictionary
+        alone = _start(learner)(rows, learner, rng=spawn(self._one_seed(), number)).dictionary
         own = align_to_global(alone, G).local_atoms
         # Its local atoms were learned beside atoms of its own; the global ones leave other rests.
         refined = refine_local(rows, np.vstack([G, own]), len(G), learner)
         self.local_atoms_ = [*self.local_atoms_, refined[len(G) :]]
         return number
 
-    def transform(self, X: Any, client: int | None = None) -> Any:
+    def transform(self, X: Any, client: Any = None) -> Any:
         """Return the codes of samples.
 
         Parameters
         ----------
-        X : array_like of shape (n_samples, n_features)
-        client : int, optional
-            Whose atoms: the global ones, then those of this site. Without it the global ones alone,
-            which is what a site that was not there can do.
+        X : array_like of shape (n_samples, n_features), or a list or mapping of them
+            One table, or those of several sites.
+        client : int or str, or a sequence of them, optional
+            Whose atoms: the global ones, then those of this site of ``fit``; of a list or mapping,
+            the site of each table. Without it the global ones alone, which is what a site that was
+            not there can do.
 
         Returns
         -------
         ndarray or DataFrame of shape (n_samples, n_global + n_local)
-            See `set_output`; the columns of a frame are "global0", …, "local0", ….
+            See `set_output`; the columns of a frame are "global0", …, "local0", …. Of a list or
+            mapping, a list or mapping of them.
         """
+        return self._each(self._transform, X, client)
+
+    def _transform(self, X: Any, client: Any) -> Any:
+        """Return the codes of one table."""
         rows, D = self._read_rows(X, missing=True), self.atoms(client)
         rows = rows.astype(D.dtype, copy=False)
         if self.n_nonzero is None:
             codes = self._learner().code(rows, D)
         else:
             codes = sparse_code(rows, D, n_nonzero=min(self.n_nonzero, len(D)))
-        n_local = len(D) - len(self.global_atoms_)
-        names = [*self.get_feature_names_out(), *(f"local{i}" for i in range(n_local))]
-        return self._framed(codes, X, names)
+        names = PersonalizedDictionaryLearning.get_feature_names_out(self, client=client)
+        return self._framed(codes, X, names.tolist())
 
-    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
-        """Return the global atoms' names: "global0", "global1", …."""
-        self._check_fitted()
-        return np.array([f"global{i}" for i in range(len(self.global_atoms_))], dtype=object)
+    def get_feature_names_out(
+        self, input_features: Any = None, *, client: int | str | None = None
+    ) -> NDArray[Any]:
+        """Return the global atoms' names, "global0", …, and a site's own ones', "local0", …."""
+        r, n_atoms = len(self.atoms()), len(self.atoms(client))
+        names = [f"global{i}" for i in range(r)] + [f"local{i}" for i in range(n_atoms - r)]
+        return np.array(names, dtype=object)
 
-    def inverse_transform(self, codes: Any, client: int | None = None) -> Matrix:
+    def inverse_transform(self, codes: Any, client: Any = None) -> Any:
         """Return the samples that have these codes, which `transform` returns for this client."""
-        return rebuilt(codes, self.atoms(client))
+        return self._each(lambda C, site: rebuilt(C, self.atoms(site)), codes, client)
 
-    def reconstruct(self, X: Any, client: int | None = None) -> Matrix:
+    def reconstruct(self, X: Any, client: Any = None) -> Any:
         """Return what the atoms make of samples: ``inverse_transform(transform(X))``."""
         return self.inverse_transform(self.transform(X, client), client)
 
-    def score(self, X: Any, y: Any = None, *, client: int | None = None) -> float:
-        """Return the share of energy explained, ``1 - ||X - reconstruct(X)||^2 / ||X||^2``."""
-        rows = self._read_rows(X, missing=True)
-        return explained(rows, self.reconstruct(rows, client))
+    def score(self, X: Any, y: Any = None, *, client: Any = None) -> float:
+        """Return the share of energy explained, ``1 - ||X - reconstruct(X)||^2 / ||X||^2``.
 
-    def atoms(self, client: int | None = None) -> Matrix:
+        Of a list or mapping of tables, the share of all their samples; see `transform`. So
+        ``cross_val_score(model, sites)`` says how well global atoms serve sites that were not in
+        ``fit``. For samples of the same sites that were held out, ``client`` says whose each table
+        is: scikit-learn's metadata routing passes it on.
+
+        Examples
+        --------
+        How many atoms should be global? Each of four sites holds out its last samples.
+
+        >>> import numpy as np
+        >>> import sklearn
+        >>> from sklearn.model_selection import GridSearchCV
+        >>> from flwr_perdl.dictionary import OrthogonalLearner
+        >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
+        >>> rng = np.random.default_rng(0)
+        >>> basis = np.linalg.qr(rng.standard_normal((10, 10)))[0]
+        >>> own = [np.vstack([basis[:2], basis[2 + 2 * i : 4 + 2 * i]]) for i in range(4)]
+        >>> sites = [rng.choice([-1, 0, 1], (100, 4), p=[0.2, 0.6, 0.2]) @ D for D in own]
+        >>> tables = [X[:70] for X in sites] + [X[70:] for X in sites]
+        >>> model = PersonalizedDictionaryLearning(4, learner=OrthogonalLearner, rounds=5)
+        >>> split = [(range(4), range(4, 8))]  # learn from the first four tables, score the others
+        >>> with sklearn.config_context(enable_metadata_routing=True):
+        ...     search = GridSearchCV(model, {"n_global": [2, 3, 4]}, cv=split, refit=False)
+        ...     search = search.fit(tables, client=[0, 1, 2, 3] * 2)
+        >>> search.best_params_
+        {'n_global': 2}
+        """
+        pairs = [
+            (self._read_rows(table, missing=True), site) for table, site in self._pairs(X, client)
+        ]
+        approximations = [self.reconstruct(rows, site) for rows, site in pairs]
+        return explained(np.vstack([rows for rows, _ in pairs]), np.vstack(approximations))
+
+    def atoms(self, client: int | str | None = None) -> Matrix:
         """Return a site's whole dictionary: the global atoms, then its local ones.
 
-        ``client`` is its place in the list of ``fit``; without it the global atoms are returned.
+        ``client`` is its place in the list of ``fit``, or its name in the mapping; without it the
+        global atoms are returned.
         """
         self._check_fitted()
         if client is None:
             return self.global_atoms_
-        i = check_count("client", client, 0, len(self.local_atoms_) - 1)
+        i = self._place(client, len(self.local_atoms_))
         return np.vstack([self.global_atoms_, self.local_atoms_[i]])
 
     def _check_missing(self, sites: list[Matrix], learner: Learner) -> None:

@@ -6,13 +6,12 @@ Chainais and Richard, "A diffusion strategy for distributed dictionary learning"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology
 from flwr_perdl.estimators._base import SiteTransformer, explained, rebuilt
@@ -44,6 +43,8 @@ class NetworkDictionaryLearning(SiteTransformer):
         Communication rounds.
     seed : int, default 0
         Seed of all draws.
+    random_state : int, optional
+        The same by scikit-learn's name; one of the two.
 
     Attributes
     ----------
@@ -89,6 +90,9 @@ class NetworkDictionaryLearning(SiteTransformer):
     (150, 12)
     """
 
+    _whose = "node"
+    _metadata = (("score", "node"),)
+
     def __init__(
         self,
         topology: Topology | CombinationMatrix,
@@ -101,6 +105,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         nonnegative: bool = False,
         rounds: int = 100,
         seed: int = 0,
+        random_state: int | None = None,
     ) -> None:
         self.topology = topology
         self.n_atoms = n_atoms
@@ -111,14 +116,16 @@ class NetworkDictionaryLearning(SiteTransformer):
         self.nonnegative = nonnegative
         self.rounds = rounds
         self.seed = seed
+        self.random_state = random_state
 
-    def fit(self, X: Sequence[Any], y: Any = None) -> Self:
+    def fit(self, X: Any, y: Any = None) -> Self:
         """Learn from the nodes' tables.
 
         Parameters
         ----------
-        X : list of array_like of shape (n_samples_i, n_features)
-            One table per node, rows are samples; the columns are the same everywhere.
+        X : list or mapping of array_like of shape (n_samples_i, n_features)
+            One table per node, rows are samples; the columns are the same everywhere. The keys of a
+            mapping are the nodes' names.
         y : ignored
             For scikit-learn.
         """
@@ -126,7 +133,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         wanted = "a Topology or a CombinationMatrix"
         network = check_kind("topology", self.topology, (Topology, CombinationMatrix), wanted)
         tables = self._read_sites(X)
-        learned = learner.fit(tables, network, self.rounds, seed=self.seed)
+        learned = learner.fit(tables, network, self.rounds, seed=self._one_seed())
         self.node_components_ = learned.dictionaries
         self.components_ = normalize_atoms(
             learned.dictionaries.mean(axis=0), learned.dictionaries[0]
@@ -134,23 +141,29 @@ class NetworkDictionaryLearning(SiteTransformer):
         apart = np.linalg.norm(learned.dictionaries - self.components_, axis=2)
         self.disagreement_ = apart.max(axis=1)
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
-        return self._fitted(tables[0].shape[1], X[0])
+        return self._fitted_sites(tables[0].shape[1], X)
 
-    def transform(self, X: Any, node: int | None = None) -> Any:
+    def transform(self, X: Any, node: Any = None) -> Any:
         """Return the codes of samples.
 
         Parameters
         ----------
-        X : array_like of shape (n_samples, n_features)
+        X : array_like of shape (n_samples, n_features), or a list or mapping of them
             Samples.
-        node : int, optional
-            With whose dictionary; by default ``components_``.
+        node : int or str, or a sequence of them, optional
+            With whose dictionary; of a list or mapping, the node of each table. By default
+            ``components_``.
 
         Returns
         -------
         ndarray or DataFrame of shape (n_samples, n_atoms)
-            See `set_output`; the columns of a frame are "atom0", "atom1", ….
+            See `set_output`; the columns of a frame are "atom0", "atom1", …. Of a list or mapping,
+            a list or mapping of them.
         """
+        return self._each(self._transform, X, node)
+
+    def _transform(self, X: Any, node: Any) -> Any:
+        """Return the codes of one table."""
         rows, D = self._read_rows(X), self._dictionary(node)
         codes = self._learner().code(rows.astype(D.dtype, copy=False), D)
         return self._framed(codes, X, self.get_feature_names_out().tolist())
@@ -166,7 +179,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         self._check_fitted()
         return np.array([f"atom{i}" for i in range(len(self.components_))], dtype=object)
 
-    def inverse_transform(self, codes: Any, node: int | None = None) -> Matrix:
+    def inverse_transform(self, codes: Any, node: Any = None) -> Any:
         """Return the samples that have these codes.
 
         Parameters
@@ -180,30 +193,31 @@ class NetworkDictionaryLearning(SiteTransformer):
         -------
         ndarray of shape (n_samples, n_features)
         """
-        return rebuilt(codes, self._dictionary(node))
+        return self._each(lambda C, one: rebuilt(C, self._dictionary(one)), codes, node)
 
-    def score(self, X: Any, y: Any = None, *, node: int | None = None) -> float:
+    def score(self, X: Any, y: Any = None, *, node: Any = None) -> float:
         """Return the share of the samples' energy that their codes explain, at most 1.
 
         Parameters
         ----------
-        X : array_like of shape (n_samples, n_features)
+        X : array_like of shape (n_samples, n_features), or a list or mapping of them
             Samples.
         y : ignored
             For scikit-learn.
-        node : int, optional
+        node : int or str, or a sequence of them, optional
             See `transform`.
         """
-        rows = self._read_rows(X)
-        return explained(rows, self.inverse_transform(self.transform(rows, node), node))
+        pairs = [(self._read_rows(table), one) for table, one in self._pairs(X, node)]
+        made = [self.inverse_transform(self.transform(rows, one), one) for rows, one in pairs]
+        return explained(np.vstack([rows for rows, _ in pairs]), np.vstack(made))
 
-    def _dictionary(self, node: int | None) -> Matrix:
+    def _dictionary(self, node: int | str | None) -> Matrix:
         """Return a node's dictionary, or that of all."""
         self._check_fitted()
         if node is None:
             return self.components_
         nodes: Matrix = self.node_components_
-        chosen: Matrix = nodes[check_count("node", node, 0, len(nodes) - 1)]
+        chosen: Matrix = nodes[self._place(node, len(nodes))]
         return chosen
 
     def _learner(self) -> DataDiffusion:

@@ -43,6 +43,8 @@ class MixedRegression(Federated):
         Groups with fewer points take no part in ``fit``; they still have a label.
     seed : int, default 0
         Seed of all draws.
+    random_state : int, optional
+        The same by scikit-learn's name; one of the two.
     fit_intercept : bool, default True
         Whether the models have intercepts. Then ``fit`` also standardizes columns and responses by
         the means and standard deviations of all points (sums over groups, as clients of a
@@ -101,6 +103,10 @@ class MixedRegression(Federated):
     """
 
     _estimator_type = "regressor"
+    _metadata = (
+        *(("fit", "groups"), ("predict", "groups"), ("score", "groups")),
+        *(("predict", "y_own"), ("score", "y_own")),
+    )
 
     def __init__(
         self,
@@ -110,6 +116,7 @@ class MixedRegression(Federated):
         rounds: int = 50,
         min_support: int = 3,
         seed: int = 0,
+        random_state: int | None = None,
         fit_intercept: bool = True,
         grid: MakeGrid | None = None,
         verbose: bool = False,
@@ -119,6 +126,7 @@ class MixedRegression(Federated):
         self.rounds = rounds
         self.min_support = min_support
         self.seed = seed
+        self.random_state = random_state
         self.fit_intercept = fit_intercept
         self.grid = grid
         self.verbose = verbose
@@ -160,7 +168,7 @@ class MixedRegression(Federated):
         strategy = FedX(
             self.k,
             max_clusters=self.max_clusters,
-            seed=self.seed,
+            seed=self._one_seed(),
             num_clients=len(own),
             min_clients=len(own),
             fraction_evaluate=0.0,
@@ -265,6 +273,26 @@ class MixedRegression(Federated):
             Responses.
         groups, y_own : array_like, optional
             See `predict`.
+
+        Examples
+        --------
+        How many models? In a search over groups scikit-learn's metadata routing passes on
+        ``groups``, and ``y_own``: the responses by which a group that was held out finds its model.
+
+        >>> import numpy as np
+        >>> import sklearn
+        >>> from sklearn.model_selection import GridSearchCV, GroupKFold
+        >>> from flwr_perdl.estimators import MixedRegression
+        >>> rng = np.random.default_rng(0)
+        >>> groups = np.repeat(np.arange(24), 15)
+        >>> X = rng.standard_normal((360, 2))
+        >>> y = X[:, 0] * np.where(groups % 2, 3, -1) + 0.1 * rng.standard_normal(360)
+        >>> known = np.where(np.arange(360) % 15 < 5, y, np.nan)
+        >>> with sklearn.config_context(enable_metadata_routing=True):
+        ...     search = GridSearchCV(MixedRegression(rounds=10), {"k": [1, 2]}, cv=GroupKFold(2))
+        ...     search = search.fit(X, y, groups=groups, y_own=known)
+        >>> search.best_params_
+        {'k': 2}
         """
         predictions = self.predict(X, groups, y_own)
         truth = as_column("y", y, len(predictions))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from flwr_perdl.core.threads import n_threads
 from perdl_experiments.studies._experiment import Arrays, Keep
@@ -14,6 +15,7 @@ from perdl_experiments.studies._experiment import Arrays, Keep
 LONG = 2.0
 
 Part = Callable[[], Arrays]
+Result = TypeVar("Result")
 
 
 def keep_all(keep: Keep, parts: Mapping[str, Part]) -> list[Arrays]:
@@ -59,17 +61,23 @@ class _InOrder:
         return arrays
 
     def _elsewhere(self, names: list[str]) -> Iterator[tuple[str, Arrays]]:
-        from joblib import Parallel, delayed, parallel_config  # comes with scikit-learn, an extra
-
-        level = logging.getLogger("flwr").level
-        with parallel_config(backend="loky", inner_max_num_threads=1):
-            found = Parallel(n_threads(), return_as="generator")(
-                delayed(_logged)(self._parts[name], level) for name in names
-            )
+        found = in_processes([self._parts[name] for name in names])
         yield from zip(names, found, strict=True)
 
 
-def _logged(part: Part, level: int) -> Arrays:
-    """Return what a part comes to, in a process that logs as the one that started it."""
+def in_processes(calls: Sequence[Callable[[], Result]]) -> Iterator[Result]:
+    """Return what each call returns, in order, from `n_threads` processes with one thread each."""
+    from joblib import Parallel, delayed, parallel_config  # comes with scikit-learn, an extra
+
+    level = logging.getLogger("flwr").level
+    with parallel_config(backend="loky", inner_max_num_threads=1):
+        found: Iterator[Result] = Parallel(n_threads(), return_as="generator")(
+            delayed(_logged)(call, level) for call in calls
+        )
+    return found
+
+
+def _logged(call: Callable[[], Result], level: int) -> Result:
+    """Return what a call does, in a process that logs as the one that started it."""
     logging.getLogger("flwr").setLevel(level)
-    return part()
+    return call()

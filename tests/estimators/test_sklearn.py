@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import pickle
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ import pandas
 import pytest
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError as TheirError
+from sklearn.model_selection import cross_val_score
 from sklearn.utils.estimator_checks import check_estimator
 from sklearn.utils.validation import check_is_fitted
 
@@ -38,9 +40,8 @@ class OneSite(PersonalizedDictionaryLearning):
     def transform(self, X: Any, client: int | None = 0) -> Any:
         return super().transform(X, client)
 
-    def get_feature_names_out(self, input_features: Any = None) -> Any:
-        names = super().get_feature_names_out().tolist()
-        return [*names, *(f"local{i}" for i in range(self.n_atoms - len(names)))]
+    def get_feature_names_out(self, input_features: Any = None, *, client: Any = 0) -> Any:
+        return super().get_feature_names_out(client=client)
 
     def score(self, X: Any, y: Any = None, *, client: int | None = 0) -> float:
         return super().score(X, client=client)
@@ -156,3 +157,85 @@ def test_data_frames_come_out_where_they_are_asked_for() -> None:
     assert list(clone(model).fit(tables).transform(tables[1]).columns) == ["global0", "global1"]
     with pytest.raises(ValueError, match="transform must"):
         model.set_output(transform="list")
+
+
+SITES = list(np.random.default_rng(5).standard_normal((4, 20, 5)))
+SITE_ESTIMATORS = [
+    (PersonalizedDictionaryLearning(4, 2, rounds=2), "client"),
+    (NetworkDictionaryLearning(Topology.ring(4), n_atoms=4, rounds=2), "node"),
+]
+
+
+@pytest.mark.parametrize(("estimator", "whose"), SITE_ESTIMATORS)
+def test_lists_and_mappings_of_sites_are_as_their_tables_one_by_one(
+    estimator: Any, whose: str
+) -> None:
+    names = ["north", "east", "south", "west"]
+    model = clone(estimator).fit(dict(zip(names, SITES, strict=True)))
+    assert model.site_names_ == names
+    two = {"west": SITES[3][:7], "north": SITES[0]}
+    for own, places in (({}, [None, None]), ({whose: list(two)}, [3, 0])):
+        each = [model.transform(X, i) for X, i in zip(two.values(), places, strict=True)]
+        codes = model.transform(two, **own)
+        assert list(codes) == list(two)
+        back = model.inverse_transform(codes, **own)
+        for name, i, one in zip(two, places, each, strict=True):
+            np.testing.assert_array_equal(codes[name], one)
+            np.testing.assert_array_equal(back[name], model.inverse_transform(one, i))
+        for one, found in zip(each, model.transform(list(two.values()), **own), strict=True):
+            np.testing.assert_array_equal(found, one)
+        X = np.vstack(list(two.values()))
+        rest = np.sum((X - np.vstack(list(back.values()))) ** 2)
+        assert model.score(two, **own) == pytest.approx(1 - rest / np.sum(X**2))
+        assert model.score(list(two.values()), **own) == model.score(two, **own)
+    for codes, X, i in zip(model.fit_transform(SITES), SITES, range(4), strict=True):
+        np.testing.assert_array_equal(codes, model.transform(X, i))
+    assert not hasattr(model, "site_names_")
+    np.testing.assert_array_equal(model.transform(np.array(SITES))[2], model.transform(SITES[2]))
+    for wrong, said in (
+        ({whose: [0]}, whose),
+        ({whose: 0}, whose),
+        ({whose: ["north"] * 4}, whose),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"{said} must"):
+            model.transform(SITES, **wrong)
+    for sites in ({}, {1: SITES[0]}):
+        with pytest.raises((TypeError, ValueError), match="X must"):
+            model.fit(sites)
+
+
+@pytest.mark.parametrize("one", [PersonalizedDictionaryLearning, MixedRegression])
+def test_a_search_over_sites_or_groups_finds_what_is_planted(one: Any) -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(one.score, globs={})
+    assert example.examples[-1].source.startswith("search.best_params_")
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(example, out=said.append)
+    assert not said, "".join(said)
+
+
+def test_cross_validation_scores_sites_that_were_not_in_fit_by_the_global_atoms() -> None:
+    model = PersonalizedDictionaryLearning(4, 3, rounds=2)
+    scores = cross_val_score(model, SITES, cv=2)
+    assert scores[0] == clone(model).fit(SITES[2:]).score(np.vstack(SITES[:2]))
+
+
+@pytest.mark.parametrize("estimator", ALL, ids=lambda one: type(one).__name__)
+def test_random_state_is_the_seed_by_scikit_learns_name(estimator: Any) -> None:
+    by_name, by_seed = (
+        fitted(clone(estimator).set_params(**{name: 3})) for name in ("random_state", "seed")
+    )
+    for name, value in vars(by_seed).items():
+        if name.endswith("atoms_") or name.endswith("components_") or name == "coef_":
+            np.testing.assert_array_equal(getattr(by_name, name), value)
+    for wrong in ({"seed": 1, "random_state": 2}, {"random_state": "a"}):
+        with pytest.raises(ValueError, match=r"seed must|random_state must"):
+            fitted(clone(estimator).set_params(**wrong))
+
+
+def test_the_names_of_columns_are_those_of_a_site() -> None:
+    model = PersonalizedDictionaryLearning(3, 2, rounds=2).fit({"a": SITES[0], "b": SITES[1]})
+    assert model.get_feature_names_out().tolist() == ["global0", "global1"]
+    names = ["global0", "global1", "local0"]
+    assert model.get_feature_names_out(client="b").tolist() == names
+    with pytest.raises(ValueError, match="client must"):
+        model.atoms("c")

@@ -54,6 +54,14 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
         (["report", "nowhere"], "must be the folder of a finished run"),
         (["fetch", "mnist", "--out", "four/0.npz"], "out must"),
         (["bench"], "benchmarks must"),
+        (["sweep", "digits", "-o", "n_atoms=8"], "option must"),
+        (["sweep", "comparison", "-o", "sizes=5,10"], "option must"),  # one list
+        (["sweep", "digits", "-o", "n_atoms=8,8"], "n_atoms must"),
+        (["sweep", "digits", "-o", "n_atoms=8,x"], "n_atoms must"),
+        (["sweep", "digits", "-o", "n_atoms=8,9", "--metric", "auc_1"], "metric must"),
+        (["sweep", "images", "-o", "n_global=1,2", "--data", "none.npz"], "data must"),
+        (["sweep", "digits", "-o", "n_atoms=8,9", "--resume", "--overwrite"], "given together"),
+        (["compare", "nowhere"], "must be the folder of a finished run"),
     ],
 )
 def test_mistakes_get_one_sentence_and_status_2(tmp_path, monkeypatch, arguments, message):
