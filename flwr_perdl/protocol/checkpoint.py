@@ -76,6 +76,13 @@ class Run:
     last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
     kept: dict[str, NDArray[Any]] = field(default_factory=dict)
 
+    @property
+    def named_model(self) -> dict[str, Matrix]:
+        """The model's arrays by name, or by number where they have no names."""
+        named = len(self.array_names) == len(self.model)
+        names = self.array_names if named else [f"{i:04d}" for i in range(len(self.model))]
+        return dict(zip(names, self.model, strict=True))
+
 
 class Checkpoints:
     """The folder of a run's checkpoints.
@@ -128,11 +135,7 @@ class Checkpoints:
             log(WARNING, "This run cannot be resumed: its protocol yields a Request without state.")
         state = run.state or {}
         arrays = {f"state/{name}": np.asarray(a) for name, a in state.items()}
-        named = len(run.array_names) == len(run.model)
-        arrays |= {
-            f"model/{run.array_names[i] if named else f'{i:04d}'}": array
-            for i, array in enumerate(run.model)
-        }
+        arrays |= {f"model/{name}": array for name, array in run.named_model.items()}
         arrays |= {f"kept/{name}": array for name, array in run.kept.items()}
         last: dict[int, list[Any]] = {}
         for p, (step, when, reply) in run.last.items():
