@@ -89,7 +89,7 @@ class Tracker(ABC):
     ...     def begin(self, options):
     ...         print(options["strategy"], options["n_global"])
     ...     def __call__(self, report):
-    ...         print(report.round, sorted(round_metrics(report))[0])
+    ...         print(report.round, round_metrics(report)["start/clients"])
     ...     def end(self, result):
     ...         print([array.shape for array in result.values()])
     >>> X = np.random.default_rng(0).standard_normal((2, 50, 6))
@@ -99,7 +99,7 @@ class Tracker(ABC):
     >>> strategy = PerMA(n_global=2, fraction_evaluate=0.0, on_round=Printed())
     >>> result = strategy.start(InProcessGrid(client_app(make_client), 2), num_rounds=1)
     PerMA 2
-    1 start/clients
+    1 2.0
     [(2, 6)]
     """
 

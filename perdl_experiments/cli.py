@@ -183,7 +183,7 @@ def run(
             options=_pairs(option),
             progress=progress,
             keep_local=keep_local,
-            on_round=_trackers(track),
+            on_round=_trackers(track) or None,
         )
     _show(shown, results, folder)
 

@@ -27,13 +27,13 @@ _EVERY = 0.3
 
 def observers(on_round: OnRound) -> list[Any]:
     """Return the callables of ``on_round``; a TypeError if there is anything else in it."""
+    if on_round is None:
+        return []
     given = list(on_round) if isinstance(on_round, list | tuple) else [on_round]
-    for one in given if on_round is not None else []:
-        if not callable(one):
-            raise TypeError(
-                f"on_round must be a function, several, or None, got {brief_repr(one)}."
-            )
-    return [] if on_round is None else given
+    if not given or not all(map(callable, given)):
+        wrong = brief_repr(on_round)
+        raise TypeError(f"on_round must be a function, a list of some, or None, got {wrong}.")
+    return given
 
 
 class Observers:
