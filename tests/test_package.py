@@ -29,7 +29,7 @@ APPS = [file.parent for file in (ROOT / "pyproject.toml", *ROOT.glob("examples/*
 # An import only ever points down: what each package may import of the others.
 ROOMS = [
     *("core", "dictionary", "regression", "diffusion", "network", "protocol", "privacy"),
-    *("clients", "strategies", "simulations", "estimators", "trackers"),
+    *("clients", "strategies", "simulations", "estimators", "trackers", "export"),
 ]
 FLOORS = {
     **{room: set(ROOMS[:position]) for position, room in enumerate(ROOMS)},
@@ -38,6 +38,7 @@ FLOORS = {
     "diffusion": {"core", "dictionary"},
     "network": {"core", "diffusion", "strategies"},  # FlowerNetwork, when it is asked for
     "protocol": {"core", "regression"},  # the rules of `aggregate`
+    "export": {"core", "protocol"},
     "trackers": {"core", "protocol", "clients"},  # of clients, the name of a metric
 }
 

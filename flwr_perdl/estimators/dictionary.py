@@ -6,21 +6,25 @@ NeurIPS 2023: `flwr_perdl.strategies.PerMA` has its symbols, and what each party
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self
+from zipfile import BadZipFile
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients import DictionaryClient, kept_local_atoms
 from flwr_perdl.clients.dictionary import N_NONZERO, Start, doubts
-from flwr_perdl.core.checks import Matrix, check_choice, check_count
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
+    OrthogonalLearner,
     align_to_global,
     refine_local,
     sparse_code,
@@ -88,6 +92,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         What happened in every round: errors by site, who was left out, floats sent.
     n_iter_ : int
         Rounds that were run.
+    client_ : int or None
+        Whose atoms are used where no client is given: the ``client`` of `from_run`.
     n_features_in_, feature_names_in_
         The columns, as in scikit-learn.
 
@@ -126,6 +132,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     (100, 4)
     """
 
+    client_: int | None = None
     _allow_nan = True
 
     def __init__(
@@ -206,8 +213,66 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             strategy, make_client, len(sites), n_rounds, evaluate_config=errors_of
         )
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
+        self.client_ = None
         self._warn(sites, learner)
         return self._fitted(sites[0].shape[1], X[0])
+
+    @classmethod
+    def from_run(
+        cls, folder: str | Path, *, client: int | str | None = None, **parameters: Any
+    ) -> Self:
+        """Return an estimator with the atoms of a finished run of PerMA.
+
+        Parameters
+        ----------
+        folder : str or Path
+            That of ``flwr-perdl run EXPERIMENT --out FOLDER``, on the machine that has the clients'
+            states.
+        client : int or str, optional
+            Whose atoms all methods use where they are given no client: its partition, or its name.
+            Without it these are the global ones alone.
+        **parameters
+            Parameters of the estimator. The others are the run's options of the same names;
+            ``learner`` must be given where the run's is neither "orthogonal" nor "lasso".
+
+        Raises
+        ------
+        ValueError
+            If the folder is not that of such a run, or has no such client.
+
+        Examples
+        --------
+        >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
+        >>> folder = "runs/digits"  # flwr-perdl run digits --out runs/digits
+        >>> model = PersonalizedDictionaryLearning.from_run(folder, client=3)  # doctest: +SKIP
+        >>> codes = model.transform(X)  # doctest: +SKIP
+        """
+        path = Path(check_kind("folder", folder, (str, Path), "a path"))
+        try:
+            config = json.loads((path / "results.json").read_text())["config"]
+            with np.load(path / "arrays.npz") as arrays:
+                global_atoms = arrays["global_atoms"]
+            kept = kept_local_atoms(path / "state")
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+            why = str(error).rstrip(".")
+            raise ValueError(
+                f"folder must be that of a finished run of PerMA, got {str(path)!r}: {why}."
+            ) from error
+        names = sorted(kept, key=lambda name: (int(name) if name.isdecimal() else 0, name))
+        if client is not None and str(client) not in kept:
+            raise ValueError(f"client must be of {', '.join(names)}, got {client!r}.")
+        given = {name: config[name] for name in cls._parameters() if name in config}
+        known = {"orthogonal": OrthogonalLearner, "lasso": None}
+        learner = given.pop("learner", None)
+        if learner in known:
+            given["learner"] = known[learner]
+        elif "learner" not in parameters:
+            raise ValueError(f"learner must be given for this run, whose own is {learner!r}.")
+        n_local = max(len(own) for own in kept.values())
+        model = cls(**{"n_atoms": len(global_atoms) + n_local, **given, **parameters})
+        model.global_atoms_, model.local_atoms_ = global_atoms, [kept[name] for name in names]
+        model.client_ = None if client is None else names.index(str(client))
+        return model._fitted(global_atoms.shape[1], None)
 
     def add_site(self, X: Any) -> int:
         """Learn the local atoms of a site that ``fit`` did not see; the global atoms stay.
@@ -226,7 +291,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         >>> number, model.transform(sites[3], client=number).shape
         (3, (50, 5))
         """
-        G, learner, number = self.atoms(), self._learner(), len(self.local_atoms_)
+        self._check_fitted()
+        G, learner, number = self.global_atoms_, self._learner(), len(self.local_atoms_)
         rows = self._read_rows(X, missing=True).astype(G.dtype, copy=False)
         if not len(rows):
             raise ValueError("X must have at least one sample, got n_samples=0.")
@@ -245,7 +311,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         X : array_like of shape (n_samples, n_features)
         client : int, optional
             Whose atoms: the global ones, then those of this site. Without it the global ones alone,
-            which is what a site that was not there can do.
+            which is what a site that was not there can do, or those of ``client_``.
 
         Returns
         -------
@@ -258,14 +324,17 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             codes = self._learner().code(rows, D)
         else:
             codes = sparse_code(rows, D, n_nonzero=min(self.n_nonzero, len(D)))
-        n_local = len(D) - len(self.global_atoms_)
-        names = [*self.get_feature_names_out(), *(f"local{i}" for i in range(n_local))]
-        return self._framed(codes, X, names)
+        return self._framed(codes, X, self._names(len(D)))
 
     def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
-        """Return the global atoms' names: "global0", "global1", …."""
-        self._check_fitted()
-        return np.array([f"global{i}" for i in range(len(self.global_atoms_))], dtype=object)
+        """Return the names of `transform`'s columns without a client: "global0", "global1", …."""
+        return np.array(self._names(len(self.atoms())), dtype=object)
+
+    def _names(self, n_atoms: int) -> list[str]:
+        """Return the names of a dictionary's atoms."""
+        n_global = len(self.global_atoms_)
+        own = [f"local{i}" for i in range(n_atoms - n_global)]
+        return [*(f"global{i}" for i in range(n_global)), *own]
 
     def inverse_transform(self, codes: Any, client: int | None = None) -> Matrix:
         """Return the samples that have these codes, which `transform` returns for this client."""
@@ -283,9 +352,11 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def atoms(self, client: int | None = None) -> Matrix:
         """Return a site's whole dictionary: the global atoms, then its local ones.
 
-        ``client`` is its place in the list of ``fit``; without it the global atoms are returned.
+        ``client`` is its place in the list of ``fit``; without it the global atoms are returned, or
+        the dictionary of ``client_``.
         """
         self._check_fitted()
+        client = self.client_ if client is None else client
         if client is None:
             return self.global_atoms_
         i = check_count("client", client, 0, len(self.local_atoms_) - 1)

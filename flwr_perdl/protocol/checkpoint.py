@@ -237,17 +237,17 @@ def _run_from(saved: files.Saved) -> Run:
     array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none
     if len(set(array_names)) < len(array_names):
         raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
-    state: dict[str, Any] = _part(arrays, "state")
+    state: dict[str, Any] = part(arrays, "state")
     state |= {name: state[name].item() for name in meta.get("numbers", [])}
     last = {}
     for p, (step, when, num_examples, metrics) in meta.get("last", {}).items():
-        own = list(_part(arrays, f"last/{p}").values())
+        own = list(part(arrays, f"last/{p}").values())
         last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
     meta["identity"]  # a file without one is no checkpoint
     return Run(
         meta.get("initial", []),
         array_names,
-        list(_part(arrays, "model").values()),
+        list(part(arrays, "model").values()),
         state if meta.get("resumable", True) else None,
         bool(meta["finished"]),
         token,
@@ -256,7 +256,7 @@ def _run_from(saved: files.Saved) -> Run:
         names={int(partition): str(name) for partition, name in meta.get("names", {}).items()},
         server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
         last=last,
-        kept=_part(arrays, "kept"),
+        kept=part(arrays, "kept"),
     )
 
 
@@ -327,7 +327,7 @@ def _check_writable(folder: Path) -> None:
         )
 
 
-def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
+def part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
     """Return the arrays saved under ``kind/``."""
     start = f"{kind}/"
     return {name.removeprefix(start): a for name, a in arrays.items() if name.startswith(start)}
