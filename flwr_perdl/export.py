@@ -100,4 +100,4 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _library() -> Any:
-    return load_extra("safetensors.numpy", "safetensors files", "'flwr-perdl[safetensors]'")
+    return load_extra("safetensors.numpy", "safetensors files", "safetensors")

@@ -141,7 +141,7 @@ class MLflowTracker(Tracker):
     """
 
     def __init__(self, uri: str | None = None, *, experiment: str = _PROJECT) -> None:
-        self._mlflow = load_extra("mlflow", "MLflowTracker", "'flwr-perdl[mlflow]'")
+        self._mlflow = load_extra("mlflow", "MLflowTracker", "mlflow")
         self.uri, self.experiment = uri, experiment
 
     def begin(self, options: Mapping[str, Any]) -> None:
@@ -217,9 +217,7 @@ class TensorBoardTracker(Tracker):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._library = load_extra(
-            "tensorboardX", "TensorBoardTracker", "'flwr-perdl[tensorboard]'"
-        )
+        self._library = load_extra("tensorboardX", "TensorBoardTracker", "tensorboard")
         self.folder = Path(folder)
 
     def begin(self, options: Mapping[str, Any]) -> None:
@@ -240,7 +238,9 @@ class TensorBoardTracker(Tracker):
             for path in files:
                 shutil.copy(path, self.folder)
                 if path.suffix == ".png":
-                    picture = load_extra("PIL.Image", "figures", "pillow").open(path).convert("RGB")
+                    picture = (
+                        load_extra("PIL.Image", "figures", "experiments").open(path).convert("RGB")
+                    )
                     self._writer.add_image(path.stem, np.asarray(picture), dataformats="HWC")
         self._writer.close()
 
@@ -269,7 +269,7 @@ class WandbTracker(Tracker):
     """
 
     def __init__(self, folder: str | Path, *, project: str = _PROJECT) -> None:
-        self._wandb = load_extra("wandb", "WandbTracker", "'flwr-perdl[wandb]'")
+        self._wandb = load_extra("wandb", "WandbTracker", "wandb")
         self.folder, self.project = Path(folder), project
 
     def begin(self, options: Mapping[str, Any]) -> None:

@@ -481,7 +481,11 @@ class _Session:
         self._kept = 0
         self._ran = 0
         self._events = EventLog(None if folder is None else folder.work / EVENTS)
-        self._about = {"experiment": experiment.name, "config": config.options, "resumed": resume}
+        self._about: dict[str, Any] = {
+            "experiment": experiment.name,
+            "config": config.options,
+            "resumed": resume,
+        }
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []

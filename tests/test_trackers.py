@@ -18,6 +18,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, PerMA, RoundReport, TooFewReplies
 from flwr_perdl.trackers import MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
+from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
 from perdl_experiments.deployment import free_port
 from tests.grids import partition_of
@@ -154,7 +155,7 @@ def test_a_tools_own_reader_finds_every_rounds_metrics(tool: str, tmp_path: Path
 
 
 def test_a_run_of_the_command_line_is_tracked_with_its_figures(tool: str, tmp_path: Path) -> None:
-    """Rounds are counted over both federations; the clients' own atoms are not among the files."""
+    """The clients' own atoms are not among the files."""
     own, out = tmp_path / "own", tmp_path / "out"
     own.mkdir()
     where = uri_of(own) if tool == "mlflow" else own
@@ -247,6 +248,15 @@ def test_a_tracker_gets_that_a_run_has_failed() -> None:
     assert tracker.seen == ["begin", "end"]
 
 
+def test_rounds_are_counted_over_all_federations_of_an_experiment() -> None:
+    seen, tracker = list[int](), Failing("")
+    few: dict[str, Any] = {"clients": 2, "rounds": 2, "options": {"seeds": 2}}
+    observers = [lambda report: seen.append(report.round), tracker]
+    run_experiment("synthetic", **few, on_round=observers)
+    assert sorted(set(seen)) == [1, 2, 3, 4]
+    assert tracker.seen == ["begin", *["report"] * len(seen), "end with []"]
+
+
 @pytest.mark.parametrize("on_round", [3, [], [print, "mlflow"], {"a": print}])
 def test_on_round_is_callable(on_round: Any) -> None:
     with pytest.raises(TypeError, match="on_round must"):
@@ -269,5 +279,5 @@ def test_a_tracker_that_is_not_installed_is_a_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, TOOLS[tool][0], None)
     done = invoke("--out", tmp_path / "out", "--track", f"{tool}={tmp_path}")
-    assert (done.exit_code, f"flwr-perdl[{tool}]" in done.stderr) == (2, True)
+    assert (done.exit_code, f"'.[{tool}]'" in done.stderr) == (2, True)
     assert not (tmp_path / "out").exists()

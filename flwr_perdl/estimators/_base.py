@@ -244,7 +244,7 @@ class SiteTransformer(Estimator):
 
 def data_frame(rows: Any, **how: Any) -> Any:
     """Return a pandas DataFrame, or raise an ImportError that says what to install."""
-    return load_extra("pandas", "data frames", "pandas").DataFrame(rows, **how)
+    return load_extra("pandas", "data frames").DataFrame(rows, **how)
 
 
 def explained(X: Matrix, approximation: Matrix) -> float:
