@@ -22,7 +22,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
 from tests.grids import failing
 
