@@ -21,7 +21,6 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.regression import Clients, Refinement, TwoPhase, model_error, simulate
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ServerSettings
 from flwr_perdl.strategies.mixed_regression import FedX
 from perdl_experiments.mixed_regression_data import (
     SETTINGS,
@@ -238,7 +237,7 @@ def messages(
         strategy = FedX(
             **vars(settings),
             fraction_evaluate=0.0,
-            server=ServerSettings(on_round=lambda report: ends.append(time.process_time())),
+            on_round=lambda report: ends.append(time.process_time()),
         )
         grid = InProcessGrid(client_app(make_client, train_mods=mods), len(data.X))
         result = strategy.start(grid, ArrayRecord([start]), num_rounds=n_rounds)

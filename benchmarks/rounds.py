@@ -25,7 +25,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings
+from flwr_perdl.strategies import PerMA
 
 CLIENTS = 1000
 #: Features, atoms, samples of a client.
@@ -92,7 +92,7 @@ def perma() -> list[dict[str, Any]]:
             grid, ends = InProcessGrid(client_app(make), CLIENTS), list[float]()
             strategy = PerMA(
                 fraction_evaluate=0.0,
-                server=ServerSettings(on_round=lambda report: ends.append(time.process_time())),
+                on_round=lambda report: ends.append(time.process_time()),
             )
             strategy.start(grid, ArrayRecord([G]), num_rounds=ROUNDS_TIMED + 1)
             return float(np.median(np.diff(ends)))

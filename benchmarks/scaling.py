@@ -44,7 +44,7 @@ from flwr_perdl.diffusion import (
     infer,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings
+from flwr_perdl.strategies import PerMA
 from perdl_experiments.plots import COLORS
 
 #: Features, atoms, global atoms and samples of a client, where they are not what is varied.
@@ -136,9 +136,7 @@ def perma(
         times.append((process_time(), grid.clients_seconds))
         held.append(most_memory())
 
-    strategy = PerMA(
-        r // 2, fraction_train=fraction, fraction_evaluate=0.0, server=ServerSettings(on_round=note)
-    )
+    strategy = PerMA(r // 2, fraction_train=fraction, fraction_evaluate=0.0, on_round=note)
     strategy.start(grid, num_rounds=1 + UPDATES)
     whole, clients = np.diff(np.array(times), axis=0).T
     server = whole - clients

@@ -35,7 +35,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings
+from flwr_perdl.strategies import PerMA
 
 SEEDS = 1
 GLOBAL, ATOMS = 20, 32
@@ -98,7 +98,7 @@ def learn(
     strategy = PerMA(
         GLOBAL,
         fraction_evaluate=0.0,
-        server=ServerSettings(on_round=lambda report: ends.append(time.perf_counter())),
+        on_round=lambda report: ends.append(time.perf_counter()),
         **options,
     )
     result = strategy.start(InProcessGrid(client_app(make_client), len(parts)), num_rounds=rounds)

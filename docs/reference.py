@@ -28,6 +28,8 @@ PACKAGES = {
     "flwr_perdl.strategies": "Strategies",
     "flwr_perdl.clients": "Clients",
     "flwr_perdl.simulations": "Simulations",
+    "flwr_perdl.trackers": "Trackers",
+    "flwr_perdl.export": "Export",
     "flwr_perdl.network": "Networks",
     "flwr_perdl.dictionary": "Dictionary learning",
     "flwr_perdl.regression": "Mixed regression",

@@ -24,7 +24,8 @@ from rich.text import Text
 
 from flwr_perdl import __version__
 from flwr_perdl.clients import kept_local_atoms
-from flwr_perdl.core.checks import check_count
+from flwr_perdl.core.checks import check_choice, check_count
+from flwr_perdl.trackers import MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
 from perdl_experiments.deployment import MOST_NODES, Deployment
 from perdl_experiments.diagnose import diagnose_app, picture
 from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
@@ -46,6 +47,11 @@ from perdl_experiments.words import plural
 
 #: Seconds that everything has to end after a signal.
 _GRACE = 30.0
+_TRACKERS: dict[str, Callable[[str], Tracker]] = {
+    "mlflow": MLflowTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+}
 _SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
 
 app = typer.Typer(
@@ -163,6 +169,10 @@ def run(
             help="Also write local-atoms.npz: clients' own atoms, which show what data they have.",
         ),
     ] = False,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(help="mlflow=URI, tensorboard=DIR or wandb=DIR; may be repeated."),
+    ] = None,
     option: Options = None,
 ) -> None:
     """Run an experiment; write results.json, arrays.npz, figures and report.html."""
@@ -183,6 +193,7 @@ def run(
             options=_pairs(option),
             progress=progress,
             keep_local=keep_local,
+            on_round=_trackers(track) or None,
         )
     _show(shown, results, folder)
 
@@ -439,22 +450,31 @@ def _files(folder: Path, nodes: int) -> list[str]:
     return files
 
 
-def _pairs(texts: list[str] | None) -> dict[str, str]:
+def _trackers(texts: list[str] | None) -> list[Tracker]:
+    """Return the trackers that ``--track`` asks for."""
+    chosen = _pairs(texts, "track")
+    return [
+        _TRACKERS[check_choice("track", name, tuple(_TRACKERS))](where)
+        for name, where in chosen.items()
+    ]
+
+
+def _pairs(texts: list[str] | None, what: str = "option") -> dict[str, str]:
     """Return the options that ``key=value`` texts give."""
     pairs = {}
     for text in texts or []:
-        name, value = _pair(text)
+        name, value = _pair(text, what)
         if name in pairs:
-            raise ValueError(f"option {name} must be given once, got {text!r} too.")
+            raise ValueError(f"{what} {name} must be given once, got {text!r} too.")
         pairs[name] = value
     return pairs
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str, what: str = "option") -> tuple[str, str]:
     """Return name and value of an option."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ValueError(f"option must be key=value, got {text!r}.")
+        raise ValueError(f"{what} must be key=value, got {text!r}.")
     return name, value
 
 
@@ -467,7 +487,7 @@ def _errors_in_a_sentence(folder: Path | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
         _tell(str(error) or type(error).__name__)
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:

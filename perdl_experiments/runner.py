@@ -23,6 +23,7 @@ from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.events import EVENTS, EventLog
+from flwr_perdl.protocol.progress import Observers, OnRound
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.strategies import RoundReport, client_report
 from perdl_experiments.data import digest
@@ -83,6 +84,7 @@ def run_experiment(
     options: Mapping[str, Value] | None = None,
     progress: Callable[[Progress], None] | None = None,
     keep_local: bool = False,
+    on_round: OnRound = None,
 ) -> dict[str, Any]:
     """Run an experiment and write what it found.
 
@@ -112,6 +114,9 @@ def run_experiment(
     keep_local : bool, default False
         Write the clients' own atoms to local-atoms.npz in ``out``, an array per client. They are
         what PerMA keeps from the server: the file is for whoever may see all clients' data.
+    on_round : callable, or sequence of callables, optional
+        As a strategy's; rounds are counted over all federations of the run. One of
+        `flwr_perdl.trackers` gets the options, and the results and figures in ``out``.
 
     Returns
     -------
@@ -136,7 +141,7 @@ def run_experiment(
         data=None if data is None else str(data),
         options=options,
     )
-    session = _Session(experiment, config, engine, folder, resume, progress)
+    session = _Session(experiment, config, engine, folder, resume, progress, on_round)
     if keep_local:
         session.check_keeps_local()
     session.check()
@@ -168,7 +173,13 @@ def run_experiment(
                 save(folder.work / LOCAL_ATOMS, kept_local_atoms(folder.work / _STATE))
     if folder is not None:
         folder.finish()
+    session.observers.end([] if folder is None else _outcome(folder.path))
     return results
+
+
+def _outcome(path: Path) -> list[Path]:
+    """Return the files of a run that are for its readers; its clients' own atoms are not."""
+    return [path / name for name in (RESULTS, ARRAYS, REPORT, *_own_figures(path))]
 
 
 def check_deployed(
@@ -480,7 +491,9 @@ class _Session:
         folder: _Folder | None,
         resume: bool,
         progress: Callable[[Progress], None] | None,
+        on_round: OnRound = None,
     ) -> None:
+        self.observers = Observers(on_round)
         self._federations: list[Config] = []
         if experiment.federated:
             self._federations = experiment.federated.federations(config)
@@ -494,7 +507,11 @@ class _Session:
         self._kept = 0
         self._ran = 0
         self._events = EventLog(None if folder is None else folder.work / EVENTS)
-        self._about = {"experiment": experiment.name, "config": config.options, "resumed": resume}
+        self._about: dict[str, Any] = {
+            "experiment": experiment.name,
+            "config": config.options,
+            "resumed": resume,
+        }
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []
@@ -512,9 +529,11 @@ class _Session:
         if self._folder is not None and self._folder.begun:  # resumed
             self._tell_run()
         started = time.perf_counter()
+        self.observers.begin({"strategy": self._experiment.name, **self._about["config"]})
         try:
             yield
         except BaseException as error:
+            self.observers.end(None)
             self._done(started, str(error) or type(error).__name__)
             if self._folder is not None and self._folder.begun and not self._folder.resumable:
                 self._folder.abandon()
@@ -670,6 +689,7 @@ class _Session:
         self._note(report.aggregate)
         if self._progress is not None:
             self._progress(Progress(before + report.round, self._total, self._error))
+        self.observers(report._replace(round=before + report.round))
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
         if self._shown in metrics:

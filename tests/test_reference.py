@@ -17,7 +17,7 @@ import pytest
 PACKAGES = (
     *("estimators", "strategies", "clients", "simulations", "network", "dictionary"),
     *("regression", "diffusion", "privacy", "core.checks", "core.files", "random"),
-    *("protocol.events", "protocol.records", "core.threads"),
+    *("protocol.events", "protocol.records", "core.threads", "trackers", "export"),
 )
 
 

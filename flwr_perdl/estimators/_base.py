@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from inspect import signature
 from typing import Any, Self
 
@@ -28,6 +27,7 @@ from flwr_perdl.core.checks import (
     check_count,
     check_list,
 )
+from flwr_perdl.core.extras import load_extra
 from flwr_perdl.dictionary import reconstruct
 from flwr_perdl.protocol.compat import NumPyClient
 from flwr_perdl.simulations import InProcessGrid
@@ -306,13 +306,7 @@ class SiteTransformer(Estimator):
 
 def data_frame(rows: Any, **how: Any) -> Any:
     """Return a pandas DataFrame, or raise an ImportError that says what to install."""
-    try:
-        pandas = import_module("pandas")
-    except ImportError as error:
-        raise ImportError(
-            "pandas must be installed for data frames: pip install pandas."
-        ) from error
-    return pandas.DataFrame(rows, **how)
+    return load_extra("pandas", "data frames").DataFrame(rows, **how)
 
 
 def has_sites(X: Any) -> bool:

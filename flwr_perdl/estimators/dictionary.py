@@ -6,21 +6,25 @@ NeurIPS 2023: `flwr_perdl.strategies.PerMA` has its symbols, and what each party
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self
+from zipfile import BadZipFile
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients import DictionaryClient, kept_local_atoms
 from flwr_perdl.clients.dictionary import N_NONZERO, Start, doubts
-from flwr_perdl.core.checks import Matrix, check_choice, check_count
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
+    OrthogonalLearner,
     align_to_global,
     refine_local,
     sparse_code,
@@ -90,6 +94,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         What happened in every round: errors by site, who was left out, floats sent.
     n_iter_ : int
         Rounds that were run.
+    client_ : int or None
+        Whose atoms are used where no client is given: the ``client`` of `from_run`.
     n_features_in_, feature_names_in_
         The columns, as in scikit-learn.
 
@@ -128,6 +134,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     (100, 4)
     """
 
+    client_: int | None = None
     _allow_nan = True
     _metadata = (("score", "client"),)
 
@@ -212,8 +219,66 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             strategy, make_client, len(sites), n_rounds, evaluate_config=errors_of
         )
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
+        self.client_ = None
         self._warn(sites, learner)
         return self._fitted_sites(sites[0].shape[1], X)
+
+    @classmethod
+    def from_run(
+        cls, folder: str | Path, *, client: int | str | None = None, **parameters: Any
+    ) -> Self:
+        """Return an estimator with the atoms of a finished run of PerMA.
+
+        Parameters
+        ----------
+        folder : str or Path
+            That of ``flwr-perdl run EXPERIMENT --out FOLDER``, on the machine that has the clients'
+            states.
+        client : int or str, optional
+            Whose atoms all methods use where they are given no client: its partition, or its name.
+            Without it these are the global ones alone.
+        **parameters
+            Parameters of the estimator. The others are the run's options of the same names;
+            ``learner`` must be given where the run's is neither "orthogonal" nor "lasso".
+
+        Raises
+        ------
+        ValueError
+            If the folder is not that of such a run, or has no such client.
+
+        Examples
+        --------
+        >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
+        >>> folder = "runs/digits"  # flwr-perdl run digits --out runs/digits
+        >>> model = PersonalizedDictionaryLearning.from_run(folder, client=3)  # doctest: +SKIP
+        >>> codes = model.transform(X)  # doctest: +SKIP
+        """
+        path = Path(check_kind("folder", folder, (str, Path), "a path"))
+        try:
+            config = json.loads((path / "results.json").read_text())["config"]
+            with np.load(path / "arrays.npz") as arrays:
+                global_atoms = arrays["global_atoms"]
+            kept = kept_local_atoms(path / "state")
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+            why = str(error).rstrip(".")
+            raise ValueError(
+                f"folder must be that of a finished run of PerMA, got {str(path)!r}: {why}."
+            ) from error
+        names = sorted(kept, key=lambda name: (int(name) if name.isdecimal() else 0, name))
+        if client is not None and str(client) not in kept:
+            raise ValueError(f"client must be of {', '.join(names)}, got {client!r}.")
+        given = {name: config[name] for name in cls._parameters() if name in config}
+        known = {"orthogonal": OrthogonalLearner, "lasso": None}
+        learner = given.pop("learner", None)
+        if learner in known:
+            given["learner"] = known[learner]
+        elif "learner" not in parameters:
+            raise ValueError(f"learner must be given for this run, whose own is {learner!r}.")
+        n_local = max(len(own) for own in kept.values())
+        model = cls(**{"n_atoms": len(global_atoms) + n_local, **given, **parameters})
+        model.global_atoms_, model.local_atoms_ = global_atoms, [kept[name] for name in names]
+        model.client_ = None if client is None else names.index(str(client))
+        return model._fitted(global_atoms.shape[1], None)
 
     def add_site(self, X: Any) -> int:
         """Learn the local atoms of a site that ``fit`` did not see; the global atoms stay.
@@ -232,7 +297,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         >>> number, model.transform(sites[3], client=number).shape
         (3, (50, 5))
         """
-        G, learner, number = self.atoms(), self._learner(), len(self.local_atoms_)
+        self._check_fitted()
+        G, learner, number = self.global_atoms_, self._learner(), len(self.local_atoms_)
         rows = self._read_rows(X, missing=True).astype(G.dtype, copy=False)
         if not len(rows):
             raise ValueError("X must have at least one sample, got n_samples=0.")
@@ -253,7 +319,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         client : int or str, or a sequence of them, optional
             Whose atoms: the global ones, then those of this site of ``fit``; of a list or mapping,
             the site of each table. Without it the global ones alone, which is what a site that was
-            not there can do.
+            not there can do, or those of ``client_``.
 
         Returns
         -------
@@ -278,7 +344,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         self, input_features: Any = None, *, client: int | str | None = None
     ) -> NDArray[Any]:
         """Return the global atoms' names, "global0", …, and a site's own ones', "local0", …."""
-        r, n_atoms = len(self.atoms()), len(self.atoms(client))
+        n_atoms, r = len(self.atoms(client)), len(self.global_atoms_)
         names = [f"global{i}" for i in range(r)] + [f"local{i}" for i in range(n_atoms - r)]
         return np.array(names, dtype=object)
 
@@ -330,9 +396,10 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         """Return a site's whole dictionary: the global atoms, then its local ones.
 
         ``client`` is its place in the list of ``fit``, or its name in the mapping; without it the
-        global atoms are returned.
+        global atoms are returned, or the dictionary of ``client_``.
         """
         self._check_fitted()
+        client = self.client_ if client is None else client
         if client is None:
             return self.global_atoms_
         i = self._place(client, len(self.local_atoms_))

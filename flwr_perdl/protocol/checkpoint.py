@@ -76,6 +76,13 @@ class Run:
     last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
     kept: dict[str, NDArray[Any]] = field(default_factory=dict)
 
+    @property
+    def named_model(self) -> dict[str, Matrix]:
+        """The model's arrays by name, or by number where they have no names."""
+        named = len(self.array_names) == len(self.model)
+        names = self.array_names if named else [f"{i:04d}" for i in range(len(self.model))]
+        return dict(zip(names, self.model, strict=True))
+
 
 class Checkpoints:
     """The folder of a run's checkpoints.
@@ -128,11 +135,7 @@ class Checkpoints:
             log(WARNING, "This run cannot be resumed: its protocol yields a Request without state.")
         state = run.state or {}
         arrays = {f"state/{name}": np.asarray(a) for name, a in state.items()}
-        named = len(run.array_names) == len(run.model)
-        arrays |= {
-            f"model/{run.array_names[i] if named else f'{i:04d}'}": array
-            for i, array in enumerate(run.model)
-        }
+        arrays |= {f"model/{name}": array for name, array in run.named_model.items()}
         arrays |= {f"kept/{name}": array for name, array in run.kept.items()}
         last: dict[int, list[Any]] = {}
         for p, (step, when, reply) in run.last.items():
@@ -234,17 +237,17 @@ def _run_from(saved: files.Saved) -> Run:
     array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none
     if len(set(array_names)) < len(array_names):
         raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
-    state: dict[str, Any] = _part(arrays, "state")
+    state: dict[str, Any] = part(arrays, "state")
     state |= {name: state[name].item() for name in meta.get("numbers", [])}
     last = {}
     for p, (step, when, num_examples, metrics) in meta.get("last", {}).items():
-        own = list(_part(arrays, f"last/{p}").values())
+        own = list(part(arrays, f"last/{p}").values())
         last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
     meta["identity"]  # a file without one is no checkpoint
     return Run(
         meta.get("initial", []),
         array_names,
-        list(_part(arrays, "model").values()),
+        list(part(arrays, "model").values()),
         state if meta.get("resumable", True) else None,
         bool(meta["finished"]),
         token,
@@ -253,7 +256,7 @@ def _run_from(saved: files.Saved) -> Run:
         names={int(partition): str(name) for partition, name in meta.get("names", {}).items()},
         server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
         last=last,
-        kept=_part(arrays, "kept"),
+        kept=part(arrays, "kept"),
     )
 
 
@@ -324,7 +327,7 @@ def _check_writable(folder: Path) -> None:
         )
 
 
-def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
+def part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
     """Return the arrays saved under ``kind/``."""
     start = f"{kind}/"
     return {name.removeprefix(start): a for name, a in arrays.items() if name.startswith(start)}

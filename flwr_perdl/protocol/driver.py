@@ -20,6 +20,7 @@ from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canon
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.options import Options
+from flwr_perdl.protocol.progress import Observers
 from flwr_perdl.protocol.records import (
     AFTER,
     ANEW,
@@ -141,7 +142,7 @@ class Conversation:
             folder, resume = options.checkpoint_dir, options.resume
             self._checkpoints = Checkpoints(folder, identity, resume=resume)
         self._events = EventLog(options.events)
-        self._name = identity.get("protocol")
+        self._identity, self._observers = identity, Observers(options.on_round)
         if self._checkpoints is not None and options.resume:
             self._resumed = self._checkpoints.load(self.run)
         # The checkpoint has the result: no generator is needed, and no client is asked.
@@ -175,10 +176,15 @@ class Conversation:
 
     def begin(self, rounds: int | None) -> None:
         """Note that the run begins or goes on; ``rounds`` of it in all, None where not known."""
-        name, seed = self._name, self.options.seed
-        least = self.options.min_clients
+        options, identity = self.options, self._identity
+        name, least = identity.get("protocol"), options.min_clients
         self._events.write(
-            "begin", protocol=name, seed=seed, rounds=rounds, done=self.run.done, min_clients=least
+            "begin",
+            protocol=name,
+            seed=options.seed,
+            rounds=rounds,
+            done=self.run.done,
+            min_clients=least,
         )
         if self._privacy is not None:
             log(
@@ -186,6 +192,9 @@ class Conversation:
                 "privacy: replies are sums with noise alone; the clients' evaluations, metrics and "
                 "numbers of examples are switched off.",
             )
+        own = {"strategy": name, **identity.get("settings", {}), "num_rounds": rounds}
+        direct = ("seed", "min_clients", "num_clients", "fraction_train", "fraction_evaluate")
+        self._observers.begin({**own, **{each: getattr(options, each) for each in direct}})
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that the run is over, and what stopped it; warn of evaluations without a reply."""
@@ -193,6 +202,7 @@ class Conversation:
         if isinstance(error, SystemExit):  # its text would be a number
             stopped = f"the program was ended from outside, with exit code {error.code}"
         self._events.write("end", done=self.run.done, stopped=stopped)
+        self._observers.end(None if error is not None else self.run.named_model)
         evaluations = [report for report in self.run.history if report.step == EVALUATE]
         failed = [report for report in evaluations if not report.metrics]
         if failed and error is None:
@@ -547,8 +557,7 @@ class Conversation:
         self.run.history.append(report)
         self._tell(report)
         self.save()
-        if self.options.on_round is not None:
-            self.options.on_round(report)
+        self._observers(report)
 
     def _tell(self, report: RoundReport) -> None:
         """Write an exchange's event."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict
 
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_real, own_numbers
+from flwr_perdl.protocol.progress import OnRound, observers
 from flwr_perdl.protocol.records import LARGEST_INT
-from flwr_perdl.protocol.report import RoundReport
 
 _METRICS = "strategy.history has every client's metrics, by round"
 _FIXED = "it is always"
@@ -56,8 +56,6 @@ class ServerSettings:
         not all have come in time; otherwise it stops with `TooFewReplies`.
     node_timeout : float, default 60.0
         Seconds to wait for them.
-    on_round : callable, optional
-        Called with each `RoundReport`.
     events : str or Path, optional
         File to which every event of the run is appended as a line of JSON (docs/faults.md).
     max_reply_bytes : int, default 2**28
@@ -78,7 +76,7 @@ class ServerSettings:
     Examples
     --------
     >>> from flwr_perdl.strategies import PerMA, ServerSettings
-    >>> settings = ServerSettings(evaluate_every=5, on_round=lambda report: print(report.round))
+    >>> settings = ServerSettings(evaluate_every=5, node_timeout=300)
     >>> strategy = PerMA(n_global=2, server=settings)
     >>> strategy.options.evaluate_every
     5
@@ -88,7 +86,6 @@ class ServerSettings:
     evaluate_every: int = 1
     allow_fewer: bool = False
     node_timeout: float = 60.0
-    on_round: Callable[[RoundReport], None] | None = None
     events: str | Path | None = None
     max_reply_bytes: int = 2**28
     max_magnitude: float = 1e100
@@ -101,8 +98,6 @@ class ServerSettings:
         check_count("evaluate_every", self.evaluate_every, 1)
         check_flag("allow_fewer", self.allow_fewer)
         check_real("node_timeout", self.node_timeout, 0)
-        if self.on_round is not None and not callable(self.on_round):
-            raise TypeError(f"on_round must be a function or None, got {self.on_round!r}.")
         check_kind("events", self.events, (str, Path, type(None)), "a path or None")
         check_count("max_reply_bytes", self.max_reply_bytes, 1)
         check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
@@ -132,8 +127,11 @@ class ServerOptions(TypedDict, total=False):
     checkpoint_dir : str, Path or None, default None
         Folder for a checkpoint after every round; one that holds a run is refused without
         ``resume``.
+    on_round : callable, or sequence of callables, optional
+        Called with each `RoundReport` while the run goes on, such as `print` or one of
+        `flwr_perdl.trackers`. An error in one is logged once, and the run goes on.
     server : ServerSettings
-        Everything else: ``resume``, ``on_round``, ``events``, ``clients_by_node``, …
+        Everything else: ``resume``, ``events``, ``clients_by_node``, …
 
     Examples
     --------
@@ -149,6 +147,7 @@ class ServerOptions(TypedDict, total=False):
     num_clients: int | None
     seed: int
     checkpoint_dir: str | Path | None
+    on_round: OnRound
     server: ServerSettings
 
 
@@ -170,6 +169,7 @@ class Options(ServerSettings):
     num_clients: int | None = None
     seed: int = 0
     checkpoint_dir: str | Path | None = None
+    on_round: OnRound = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -192,6 +192,7 @@ class Options(ServerSettings):
         check_count("seed", self.seed, 0, LARGEST_INT)
         path = self.checkpoint_dir
         check_kind("checkpoint_dir", path, (str, Path, type(None)), "a path or None")
+        observers(self.on_round)
         if self.resume and path is None:
             raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
 

@@ -1,22 +1,79 @@
-"""What a run shows while it goes on: Flower's log, a progress bar, or nothing."""
+"""What a run shows, and whom it tells, while it goes on: a log, a bar, the user's functions."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from logging import WARNING
 from types import ModuleType
 from typing import Any
 
+from flwr_perdl.core.checks import brief_repr
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import brief
 from flwr_perdl.protocol.report import RoundReport
 
+#: What is called with each report.
+OnRound = Callable[[RoundReport], object] | Sequence[Callable[[RoundReport], object]] | None
 #: How much a run shows.
 VERBOSE = ("log", "bar", "quiet")
 #: Seconds between two drawings of a bar within a round.
 _EVERY = 0.3
+
+
+def observers(on_round: OnRound) -> list[Any]:
+    """Return the callables of ``on_round``; a TypeError if there is anything else in it."""
+    if on_round is None:
+        return []
+    given = list(on_round) if isinstance(on_round, list | tuple) else [on_round]
+    if not given or not all(map(callable, given)):
+        wrong = brief_repr(on_round)
+        raise TypeError(f"on_round must be a function, a list of some, or None, got {wrong}.")
+    return given
+
+
+class Observers:
+    """Tells observers of a run; an error in one is logged once, and the run goes on.
+
+    All are called with each report. Those with the methods of a `flwr_perdl.trackers.Tracker` are
+    told of the begin and the end, too; after an error they are left out, since each further try
+    may wait for a server that is gone.
+    """
+
+    def __init__(self, on_round: OnRound) -> None:
+        self._all = observers(on_round)
+        self._failed: set[int] = set()
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Tell that the run begins, with these options."""
+        self._tell("begin", options)
+
+    def __call__(self, report: RoundReport) -> None:
+        """Tell what happened in an exchange."""
+        self._tell("__call__", report)
+
+    def end(self, result: Any) -> None:
+        """Tell that the run is over: arrays by name, the folder with its files, None: it failed."""
+        self._tell("end", result)
+
+    def _tell(self, method: str, what: Any) -> None:
+        for i, one in enumerate(self._all):
+            call, tracks = getattr(one, method, None), hasattr(one, "begin")
+            if call is None or (tracks and i in self._failed):
+                continue
+            try:
+                call(what)
+            except Exception as error:
+                if i not in self._failed:
+                    without = " without it" if tracks else ""
+                    name = getattr(one, "__name__", type(one).__name__)
+                    why = brief(f"{type(error).__name__}: {error}").rstrip(".")
+                    log(WARNING, "%s failed: %s. The run goes on%s.", name, why, without)
+                self._failed.add(i)
 
 
 class Show:

@@ -45,7 +45,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from logging import WARNING
 from typing import Any, NamedTuple, Unpack
@@ -77,7 +76,8 @@ from flwr_perdl.network.exchange import Plan, spread
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import ServerOptions, ServerSettings
+from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.progress import observers
 from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
@@ -415,23 +415,26 @@ class FlowerNetwork:
             if given is not None:
                 raise ValueError(f"{name} must be None on Flower, where nodes keep their states.")
         options = self._options.copy()
-        server = options.get("server", ServerSettings())
+        failed: list[Exception] = []
 
         def tell(report: RoundReport) -> None:
-            if server.on_round is not None:
-                server.on_round(report)
             over = relay.round_of(report)
-            if over > 0 and callback is not None:
-                callback(over, None)
-            if over > 0 and on_report is not None:
-                on_report(over, relay.reports_of(report))
+            try:
+                if over > 0 and callback is not None:
+                    callback(over, None)
+                if over > 0 and on_report is not None:
+                    on_report(over, relay.reports_of(report))
+            except Exception as error:  # of the caller, whom it ends, as on other networks
+                failed.append(error)
 
-        options["server"] = replace(server, on_round=tell)
+        options["on_round"] = [*observers(options.get("on_round")), tell]
         relay = self._relay(n_rounds, **options)
         try:
-            relay.start(self._grid, timeout=self._timeout)
+            relay.start(self._grid, timeout=self._timeout, should_stop=lambda *_: bool(failed))
         finally:
             self.history = relay.history
+        if failed:
+            raise failed[0]
         return relay.outcome
 
 

@@ -369,9 +369,8 @@ def run_with(grid: Hospitals, events: dict[int, Callable[[], Any]], **settings: 
     strategy = PerMA(
         3,
         fraction_evaluate=0.0,
-        server=ServerSettings(
-            on_round=lambda report: events.get(report.round, lambda: None)(), **settings
-        ),
+        on_round=lambda report: events.get(report.round, lambda: None)(),
+        server=ServerSettings(**settings),
     )
     strategy.start(grid, num_rounds=4)
     return strategy

@@ -442,8 +442,9 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
 
     grid = Tap(client_app(make_client), N)
     reports: list[dict[int, dict[str, float]]] = []
-    settings = ServerSettings(on_round=lambda report: reports.append(report.metrics))
-    network = FlowerNetwork(grid, RING, sealed=sealed, server=settings)
+    network = FlowerNetwork(
+        grid, RING, sealed=sealed, on_round=lambda report: reports.append(report.metrics)
+    )
     learned = learner.fit(None, network, 3)
     crossed = b"".join(grid.seen)
     assert len(models) == 3 * N

@@ -197,7 +197,7 @@ class Ended(NamedTuple):
     grid: ChaoticGrid
 
 
-def strategy(out: Path, **settings: Any) -> PerMA:
+def strategy(out: Path, on_round: Any = None, **settings: Any) -> PerMA:
     """Return the server of a run in ``out``."""
     return PerMA(
         3,
@@ -206,6 +206,7 @@ def strategy(out: Path, **settings: Any) -> PerMA:
         fraction_evaluate=0.0,
         remember=REMEMBER,
         checkpoint_dir=out / "checkpoints",
+        on_round=on_round,
         server=ServerSettings(events=out / "events.jsonl", **settings),
     )
 

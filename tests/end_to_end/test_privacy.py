@@ -32,7 +32,6 @@ from flwr_perdl.strategies import (
     PerMA,
     PerPCA,
     ProtocolStrategy,
-    ServerSettings,
 )
 from tests.grids import Tapped, grid_of, partition_of
 
@@ -105,7 +104,7 @@ def run(
             else:
                 codes.append(learner.code(own[partition], kept["dictionary"].numpy()))
 
-    make(server=ServerSettings(on_round=note)).start(grid, num_rounds=4)
+    make(on_round=note).start(grid, num_rounds=4)
     return (
         sent_rows(grid),
         np.vstack(own),

@@ -81,10 +81,9 @@ def serve_ring(grid, on_round=None):
     """Return the nodes' own models after three rounds."""
     largest, names = [], ["trained", "body"]
     watched(grid, largest)
-    settings = ServerSettings(on_round=on_round, node_timeout=20.0)
-    strategy = DiffusionAveraging(
-        Topology.ring(3), method="atc", metrics=names, evaluate_every=3, server=settings
-    )
+    settings = ServerSettings(node_timeout=20.0)
+    own = {"metrics": names, "evaluate_every": 3, "on_round": on_round, "server": settings}
+    strategy = DiffusionAveraging(Topology.ring(3), method="atc", **own)
     strategy.start(grid, start, num_rounds=3)
     curves = strategy.result.curves
     found = {name: curves[f"evaluate-{name}"][-1].tolist() for name in names}
@@ -95,8 +94,8 @@ def serve_ring(grid, on_round=None):
 def serve(grid, on_round=None, both=True):
     largest, found = [], {}
     watched(grid, largest)
-    settings = ServerSettings(on_round=on_round, evaluate_every=3, node_timeout=20.0)
-    strategy = PersonalizedFedAvg(["head.*"], num_clients=2, server=settings)
+    settings = ServerSettings(evaluate_every=3, node_timeout=20.0)
+    strategy = PersonalizedFedAvg(["head.*"], num_clients=2, on_round=on_round, server=settings)
     strategies = {"ours": strategy, **({"FedAvg": FedAvg()} if both else {})}
     for name, one in strategies.items():
         arrays = one.start(grid, start, num_rounds=3).arrays

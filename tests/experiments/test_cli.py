@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flwr_perdl import __version__
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from perdl_experiments.cli import app
 from perdl_experiments.terminal import Rows, console
 
@@ -154,5 +157,27 @@ def test_local_atoms_of_a_run_are_written_where_they_are_asked_for(tmp_path):
         assert all(np.array_equal(read[name], atoms[name]) for name in atoms)
     again = invoke("local-atoms", out, "--out", file)
     assert again.exit_code == 2
+    check_estimator_of(out, atoms["2"])
     invoke("run", "synthetic", "--out", out, "--overwrite", *given)
     assert not (out / "local-atoms.npz").exists()
+
+
+def check_estimator_of(out, atoms):
+    """Check that a finished run gives an estimator with the dictionary of client 2."""
+    read = partial(PersonalizedDictionaryLearning.from_run, out, learner=OrthogonalLearner)
+    alone, shared = read(client=2), read(n_nonzero=2)
+    with np.load(out / "arrays.npz") as arrays:
+        learned = arrays["global_atoms"]
+    np.testing.assert_array_equal(alone.atoms(), np.vstack([learned, atoms]))
+    X = np.random.default_rng(0).standard_normal((30, learned.shape[1]))
+    np.testing.assert_array_equal(alone.transform(X), alone.transform(X, client=2))
+    assert list(alone.get_feature_names_out())[len(learned)] == "local0"
+    assert shared.transform(X).shape == (30, len(learned))
+    assert (shared.rounds, shared.n_nonzero) == (2, 2)
+    assert alone.add_site(X) == 3
+    with pytest.raises(ValueError, match="client must"):
+        read(client=3)
+    with pytest.raises(ValueError, match="learner must"):
+        PersonalizedDictionaryLearning.from_run(out)
+    with pytest.raises(ValueError, match="folder must"):
+        PersonalizedDictionaryLearning.from_run(out / "state")

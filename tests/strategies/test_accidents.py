@@ -129,7 +129,7 @@ def test_two_runs_in_one_folder_do_not_overwrite_each_other(tmp_path: Path) -> N
     first, both = tmp_path / "first", tmp_path / "both"
     clustered(1, checkpoint_dir=first)
     with pytest.raises(ValueError, match="checkpoint_dir must"):
-        clustered(1, 4, checkpoint_dir=both, server=ServerSettings(on_round=other))
+        clustered(1, 4, checkpoint_dir=both, on_round=other)
 
 
 def test_a_resumed_run_has_no_fewer_rounds_than_were_done(tmp_path: Path) -> None:

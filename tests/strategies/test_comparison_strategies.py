@@ -33,7 +33,6 @@ from flwr_perdl.strategies import (
     PerMA,
     PerPCA,
     ProtocolStrategy,
-    ServerSettings,
 )
 from perdl_experiments.engine import arranged, federate
 from tests.grids import failing
@@ -162,7 +161,7 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation, name: s
         if report.round == 2:
             grid.contexts[late.node_id] = late
 
-    strategy = STRATEGIES[name](server=ServerSettings(on_round=join))
+    strategy = STRATEGIES[name](on_round=join)
     strategy.start(grid, num_rounds=4)
     assert 0 not in strategy.history[0].metrics
     assert strategy.history[-1].metrics[0]["mse_full"] < (1e-12 if name == "perma" else 1)

@@ -104,7 +104,7 @@ def test_a_client_with_a_new_node_id_and_no_state_carries_on(federation: MakeFed
             context.state.clear()
             grid.contexts[4711] = context
 
-    strategy = PerMA(3, server=ServerSettings(on_round=replace))
+    strategy = PerMA(3, on_round=replace)
     result = strategy.start(grid, num_rounds=5)
     atoms = result.arrays.to_numpy_ndarrays()[0]
     assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
