@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: help run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site site-version fuzz fuzz-properties dist clean
+.PHONY: help run test test-all coverage test-kernels torch trackers lint bench bench-check docs-figures gallery tutorials site site-version fuzz fuzz-properties dist clean
 .DEFAULT_GOAL := help
 
 help:  # this list
@@ -54,13 +54,17 @@ KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
     tests/regression/test_answers.py tests/regression/test_clustering.py \
     tests/regression/test_moments.py tests/diffusion/test_local_costs.py \
     tests/diffusion/test_topology.py $(addprefix tests/dictionary/test_, rounding.py \
-    aggregation.py atoms.py averaging.py coding.py learners.py matching.py perpca.py)
+    aggregation.py atoms.py averaging.py coding.py learners.py matching.py missing.py perpca.py)
 test-kernels: $(venv)/.installed  # the maths under other kernels of OpenBLAS
 	$(python) .ci/kernels $(KERNEL_TESTS) $(ARGS)
 
 # PyTorch beside the rest, for the examples with it.
 torch: $(venv)/.installed  # installs PyTorch for its examples' tests
 	$(python) -m pip install --quiet torch==$(TORCH)
+
+# Likewise the trackers' own libraries, for their tests.
+trackers: $(venv)/.installed  # installs MLflow, TensorBoard and W&B for their tests
+	$(python) -m pip install --quiet mlflow-skinny tensorboard tensorboardX wandb safetensors
 
 lint: $(venv)/.installed  # ruff and mypy --strict
 	$(python) -m ruff check .
