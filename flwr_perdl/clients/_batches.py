@@ -100,7 +100,7 @@ class Update(NamedTuple):
     statistics: Matrix
     #: The mean squared error of the observed entries before it.
     error: float
-    #: The sum of the squares of all (completed) samples.
+    #: The weighted sum of the squares of all (completed) samples.
     energy: float
 
 
@@ -123,7 +123,7 @@ def update_in_batches(
         full, own = completed(X, C, D), C[:, :r]
         squares += squared_norm(observed(X - reconstruct(C, D)))
         n_entries += X.size - int(np.count_nonzero(np.isnan(X)))
-        energy += squared_norm(full)
+        energy += weight * squared_norm(full)
         terms = Terms.of(own, full - reconstruct(C[:, r:], D[r:]))
         part = [CodeSums.of(full, C).times(weight), terms]
         part += [Terms.of_entries(own, X)] if batches.missing else []
