@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypedDict
@@ -14,12 +14,13 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
+from flwr_perdl.clients._batches import Batched, Batches, reader
 from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_members
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
-from flwr_perdl.dictionary.learners import LEARNERS, check_samples
+from flwr_perdl.dictionary.learners import LEARNERS, check_samples, check_summed
 from flwr_perdl.privacy import may_send
 from flwr_perdl.protocol.records import ANEW, EVALUATE, Scalar
 from flwr_perdl.random import spawn
@@ -110,10 +111,14 @@ class LearnerClient(ProtocolClient):
 
     #: Whether NaN in samples is a missing entry; else it is an error.
     accepts_missing: ClassVar[bool] = False
+    #: Whether samples may come in batches.
+    accepts_batches: ClassVar[bool] = False
+    #: What the samples of each batch count; None: all alike.
+    weights: Sequence[float] | None = None
 
     def __init__(
         self,
-        X: Matrix,
+        X: Matrix | Batched,
         learner: Learner,
         context: Context,
         *,
@@ -130,7 +135,14 @@ class LearnerClient(ProtocolClient):
         check_members("learner", learner, "Learner", "code", "update")
         check_members("learner", learner, "Learner", "n_atoms", "orthogonal")
         self.learner = learner
-        self.X = self._samples("X", X, min_rows=1, squares=True)
+        read = reader(X) if self.accepts_batches else None
+        if read is not None:
+            check_summed(learner, "where X comes in batches")
+        #: The batches, of which ``X`` is drawn; None of an array in memory.
+        self.batches = None if read is None else Batches(read, self._samples, self.weights)
+        drawn = X if self.batches is None else self.batches.drawn
+        self.X: Matrix = self._samples("X", drawn, min_rows=1, squares=True)
+        self.n_samples = len(self.X) if self.batches is None else self.batches.n_samples
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
         if extra_metrics is not None and not callable(extra_metrics):
@@ -210,10 +222,10 @@ class LearnerClient(ProtocolClient):
         anew: bool = False,
     ) -> StepResult:
         """Return a training step's result, with what it says besides its array."""
-        mse = {} if len(self.X) < self.min_support else {"mse": rounded(error)}
+        mse = {} if self.n_samples < self.min_support else {"mse": rounded(error)}
         orthogonal = int(self.learner.orthogonal)
         metrics = {**mse, "n_atoms": n_atoms, "orthogonal": orthogonal, ANEW: int(anew)}
-        return StepResult([sent], len(self.X), metrics, keep)
+        return StepResult([sent], self.n_samples, metrics, keep)
 
     # Evaluation -------------------------------------------------------------------------------
 

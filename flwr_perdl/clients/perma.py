@@ -20,6 +20,7 @@ of its replies that few of its samples make up (`flwr_perdl.privacy.may_send`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from logging import WARNING
 from typing import ClassVar, Unpack
 
@@ -27,6 +28,7 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
+from flwr_perdl.clients._batches import Batched, reader, update_in_batches
 from flwr_perdl.clients._requests import check_products, rounded
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
@@ -41,7 +43,14 @@ from flwr_perdl.clients.dictionary import (
 )
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
 from flwr_perdl.core.arrays import has_missing, observed
-from flwr_perdl.core.checks import Matrix, check_choice, check_count
+from flwr_perdl.core.checks import (
+    Matrix,
+    as_array,
+    check_array,
+    check_choice,
+    check_count,
+    check_kind,
+)
 from flwr_perdl.dictionary import (
     Learner,
     align_to_global,
@@ -52,6 +61,7 @@ from flwr_perdl.dictionary import (
     update_weights,
 )
 from flwr_perdl.dictionary.coding import completed
+from flwr_perdl.dictionary.learners import CodeSums
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statistics
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.privacy.withholding import may_send_entries
@@ -94,8 +104,13 @@ class DictionaryClient(LearnerClient):
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, n_features)
-        The client's samples, float64 or float32. NaN is a missing entry, which `MODLearner` and
+    X : ndarray of shape (n_samples, n_features), or batches of these
+        The client's samples, float64 or float32. Those that do not fit into memory come in batches:
+        a `numpy.memmap`, a list of arrays, or a function without arguments that returns an iterator
+        of arrays. Each local step reads them once and keeps sums; the start and, by default,
+        `evaluate` take 8,192 to 16,384 samples (fewer of more than 256 features), evenly spaced.
+        The learner must be one whose update needs sums alone (not `KSVDLearner`), and the
+        strategy's ``aggregation`` "statistics". NaN is a missing entry, which `MODLearner` and
         `LassoLearner` accept, where the strategy's ``aggregation`` is "statistics": the sums are of
         samples completed by their own reconstruction, and `may_send` holds for each of their
         entries. Errors are those of the observed entries.
@@ -108,6 +123,11 @@ class DictionaryClient(LearnerClient):
         default it is not rounded. With two digits, differences between replies of several rounds
         show far fewer samples, at a small cost in accuracy (docs/security.md, SecAgg+); this
         guarantees nothing.
+    past : CodeSums, optional
+        Sums over earlier samples, which are not there any more, with codes of the client's whole
+        dictionary: the global atoms, then the local ones. Updates are of these and ``X``.
+    weights : sequence of float, optional
+        What the samples of each batch count in the sums; 1 by default.
     **options
         ``evaluation``, ``start``, ``min_support``, ``state_dir``, ``max_runs``, ``max_requests``,
         ``extra_metrics``: see `LearnerClient`.
@@ -134,20 +154,30 @@ class DictionaryClient(LearnerClient):
     (3, 6)
     """
 
-    accepts_missing = True
+    accepts_missing = accepts_batches = True
     #: Whether the log names what is odd about the samples.
     warns: ClassVar[bool] = True
 
     def __init__(
         self,
-        X: Matrix,
+        X: Matrix | Batched,
         learner: Learner,
         context: Context,
         *,
         digits: int | None = None,
+        past: CodeSums | None = None,
+        weights: Sequence[float] | None = None,
         **options: Unpack[LearnerOptions],
     ) -> None:
+        self.past, self.weights = past, weights
+        if (past is not None or weights is not None) and reader(X) is None:
+            X = [as_array("X", X)]  # one batch
         super().__init__(X, learner, context, **options)
+        if past is not None:
+            check_kind("past", past, CodeSums, "CodeSums")
+            check_array(
+                "past.products", past.products, rows=learner.n_atoms, columns=self.X.shape[1]
+            )
         self.digits = None if digits is None else check_count("digits", digits, 1, 15)
 
     @step(START)
@@ -214,21 +244,34 @@ class DictionaryClient(LearnerClient):
         statistics = check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS)) != ATOMS
         refine_steps = check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, MOST_STEPS)
         check_products(G, orthogonal=statistics and learner.orthogonal)
-        if has_missing(X) and not statistics:
+        batches = self.batches if X is self.X else None
+        if (has_missing(X) or batches is not None) and not statistics:
             raise ValueError(
-                'aggregation must be "statistics" where X has NaN, got one of the atoms themselves.'
+                'aggregation must be "statistics" where X has NaN or comes in batches, got one of '
+                "the atoms themselves."
             )
         n_steps, r = read_local_steps(request), len(G)
         bound = SAMPLE_BOUND.get() if statistics else None
+        if bound is not None and batches is not None:
+            raise ValueError("X must be one array where sums get noise, got batches or a past.")
         if refine_steps:
             L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
         errors, after = [], np.vstack([G, L])
         for _ in range(n_steps):
-            D, C = after, learner.code(X, after)
-            errors.append(mean_square(X - reconstruct(C, D)))
+            D = after
+            if batches is None:
+                C = learner.code(X, D)
+                errors.append(mean_square(X - reconstruct(C, D)))
+                updated = learner.update(X, C, D)
+            else:
+                found = update_in_batches(batches, learner, D, r, self.min_support, self.past)
+                errors.append(found.error)
+                updated = found.updated
             # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
-            aligned = align_to_global(learner.update(X, C, D), G)
+            aligned = align_to_global(updated, G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
+            if self.past is not None:  # whose sums know the atoms by their places
+                after = updated
         if bound is not None:
             # Each sample's term depends on that sample and on G alone: it is coded by itself, and
             # without the local atoms, which all samples have made. It is in float64, whose rounding
@@ -237,7 +280,13 @@ class DictionaryClient(LearnerClient):
             full = completed(X.astype(np.float64), codes, G)
             sent = bounded_statistics(full, codes, bound, orthogonal=learner.orthogonal)
             return sent, errors[0], after
-        if statistics:
+        if batches is not None:
+            sent = found.statistics
+            if MAX_WEIGHT in config:  # of a secure sum
+                if self.past is not None:
+                    raise ValueError("past must be None where sums are secure, got sums.")
+                sent = _scaled(found.energy, sent)
+        elif statistics:
             full = completed(X, C, D)
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
             shared = self.may_send(C[:, :r], full - reconstruct(C[:, r:], D[r:]))
@@ -246,7 +295,7 @@ class DictionaryClient(LearnerClient):
                 entries = may_send_entries(C[:, :r], X, self.min_support)
                 sent[:, r:] = np.where(entries, sent[:, r:], sent[:, :r] @ D[:r])
             if MAX_WEIGHT in config:  # of a secure sum
-                sent = _scaled(full, sent)
+                sent = _scaled(float(np.vdot(full, full)), sent)
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
@@ -284,11 +333,11 @@ def _rounded(sent: Matrix, digits: int | None) -> Matrix:
     return np.round(sent / unit) * unit if unit else sent
 
 
-def _scaled(X: Matrix, statistics: Matrix) -> Matrix:
+def _scaled(energy: float, statistics: Matrix) -> Matrix:
     """Return statistics at the scale that all clients of a secure round share.
 
     They are those of samples of mean norm 1, divided by the number of samples. For orthonormal
     atoms their norm is then 1 at most: neither codes nor residuals are longer than samples.
     """
-    scale = statistics.dtype.type(np.vdot(X, X))
+    scale = statistics.dtype.type(energy)
     return statistics / scale if scale else statistics

@@ -27,6 +27,7 @@ from flwr_perdl.dictionary.coding import (
     sparse_code,
 )
 from flwr_perdl.dictionary.learners import (
+    CodeSums,
     GradientLearner,
     KSVDLearner,
     LassoLearner,
@@ -46,6 +47,7 @@ __all__ = [
     "Aggregation",
     "Alignment",
     "AtomMatch",
+    "CodeSums",
     "GradientLearner",
     "KSVDLearner",
     "Lasso",

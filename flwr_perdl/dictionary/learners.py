@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -76,6 +76,63 @@ PURSUED = 10
 _LEAST_SUPPORT = 2
 #: Supports this near to a whole number, relative to it, are that number but for rounding.
 _WHOLE = 1e-9
+
+
+def check_summed(learner: Learner, where: str) -> None:
+    """Raise a ValueError if a learner's update needs more than sums over samples."""
+    if type(learner) not in SUMMED:
+        names = ", ".join(kind.__name__ for kind in SUMMED)
+        raise ValueError(f"learner must be of {names} {where}, got {brief_repr(learner)}.")
+
+
+def with_level(learner: AlternatingLearner, energy: float, n_samples: int) -> AlternatingLearner:
+    """Return a learner whose "auto" threshold is that of all batches, by their sum of squares."""
+    if not isinstance(learner, ThresholdLearner) or learner.threshold != "auto":
+        return learner
+    return replace(learner, threshold=float(AUTO_THRESHOLD * np.sqrt(energy / max(n_samples, 1))))
+
+
+class CodeSums(NamedTuple):
+    """Sums over samples and their codes, in float64: what an update needs of earlier batches.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import CodeSums, LassoLearner
+    >>> learner, D = LassoLearner(4), np.eye(4)
+    >>> first, second = np.random.default_rng(0).standard_normal((2, 50, 4))
+    >>> sums = [CodeSums.of(X, learner.code(X, D)) for X in (first, second)]
+    >>> both = np.vstack([first, second])
+    >>> updated = learner.update_sums(sums[0].plus(sums[1]), D)
+    >>> bool(np.allclose(updated, learner.update(both, learner.code(both, D), D)))
+    True
+    """
+
+    #: ``C.T @ C``, (n_atoms, n_atoms).
+    gram: Matrix
+    #: ``C.T @ X``, (n_atoms, n_features).
+    products: Matrix
+    #: Sums of the codes' absolute values, (n_atoms,).
+    sizes: Matrix
+
+    @classmethod
+    def of(cls, X: Matrix, C: Matrix) -> CodeSums:
+        """Return the sums of one batch."""
+        found = C.T @ C, C.T @ X, np.abs(C).sum(axis=0)
+        return cls(*(part.astype(np.float64, copy=False) for part in found))
+
+    def plus(self, other: CodeSums) -> CodeSums:
+        """Return the sums of both."""
+        return CodeSums(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, weight: float) -> CodeSums:
+        """Return the sums with each sample counted so many times: it and its codes get shorter."""
+        return CodeSums(weight * self.gram, weight * self.products, weight**0.5 * self.sizes)
+
+    @property
+    def support(self) -> Matrix:
+        """`atom_support` of the codes."""
+        return self.sizes**2 / np.where(self.sizes > 0, np.diagonal(self.gram), 1)
 
 
 class Learner(Protocol):
@@ -231,9 +288,21 @@ class AlternatingLearner(ABC):
         """Return the next dictionary, unit atoms; what the codes leave open stays as in ``D``."""
         return self._update(*_checked(self, X, C, D))
 
-    @abstractmethod
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the next dictionary of arguments that are as they should be."""
+        kept, rest = _well_supported(X, C, D)
+        return self._solve(kept.T @ kept, kept.T @ rest, D)
+
+    def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
+        """Return `update` of the samples that the sums are of, but for rounding."""
+        weak = sums.support < _LEAST_SUPPORT
+        rest = sums.products - sums.gram[:, weak] @ D[weak]
+        gram = np.where(weak | weak[:, None], 0, sums.gram)
+        return self._solve(gram, np.where(weak[:, None], 0, rest), D).astype(D.dtype, copy=False)
+
+    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
+        """Return the next dictionary by ``C.T @ C`` and ``C.T @ X`` of well supported atoms."""
+        raise NotImplementedError
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
@@ -325,6 +394,10 @@ class OrthogonalLearner(ThresholdLearner):
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         return polar_factor(C.T @ X, D)
 
+    def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
+        """Return `update` of the samples that the sums are of, but for rounding."""
+        return polar_factor(sums.products, D).astype(D.dtype, copy=False)
+
     def weights(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return ``C (S S')^(-1/2)`` with ``S = C.T @ X``: each atom is a mixture of all sums."""
         S = C.T @ X
@@ -382,12 +455,11 @@ class GradientLearner(GeneralLearner):
     (8, 6)
     """
 
-    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        kept, _ = _well_supported(X, C, D)
-        curvature = float(np.linalg.norm(kept.T @ kept, 2))
+    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
+        curvature = float(np.linalg.norm(gram, 2))
         if curvature == 0:
             return D.copy()
-        return normalize_atoms(D + kept.T @ (X - C @ D) / curvature, D)
+        return normalize_atoms(D + (products - gram @ D) / curvature, D)
 
 
 @dataclass(frozen=True)
@@ -416,9 +488,8 @@ class MODLearner(GeneralLearner):
         """Whether NaN in samples is a missing entry: where orthogonal matching pursuit codes."""
         return self.n_nonzero is not None or self.coding == "pursuit"
 
-    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        kept, rest = _well_supported(X, C, D)
-        return least_squares_atoms(kept.T @ kept, kept.T @ rest, D)
+    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
+        return least_squares_atoms(gram, products, D)
 
     def weights(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return ``C (C' C)^(-1)``, whose columns are the weights of the least-squares atoms."""
@@ -522,9 +593,8 @@ class LassoLearner(AlternatingLearner):
         start = None if start is None else start / lengths
         return lasso(X / lengths, D, scale * AUTO_PENALTY, start=start).codes * norms
 
-    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        kept, rest = _well_supported(X, C, D)
-        return descended_atoms(kept.T @ kept, kept.T @ rest, D)
+    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
+        return descended_atoms(gram, products, D)
 
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         penalties = AUTO_PENALTY * row_norms(observed(X)) if self.alpha == "auto" else self.alpha
@@ -561,5 +631,7 @@ def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
     return np.where(weak, 0, C), X - C[:, weak] @ D[weak]
 
 
+#: Those whose update needs sums over samples alone; a subclass may update otherwise.
+SUMMED = (OrthogonalLearner, GradientLearner, MODLearner, LassoLearner)
 #: The learners of this library; a subclass may do what these do not.
 LEARNERS = (OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner)

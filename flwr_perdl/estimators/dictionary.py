@@ -10,29 +10,46 @@ import json
 import warnings
 from collections.abc import Callable
 from functools import partial
+from math import nan
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 from zipfile import BadZipFile
 
 import numpy as np
-from flwr.app import ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms
 from flwr_perdl.clients.dictionary import N_NONZERO, Start, doubts
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+    check_real,
+)
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
     OrthogonalLearner,
+    WarmStart,
     align_to_global,
     refine_local,
     sparse_code,
     warm_start,
 )
 from flwr_perdl.dictionary.atoms import COPY
-from flwr_perdl.dictionary.learners import check_samples
-from flwr_perdl.estimators._base import Federated, MakeGrid, SiteTransformer, explained, rebuilt
+from flwr_perdl.dictionary.coding import completed
+from flwr_perdl.dictionary.learners import CodeSums, check_samples, check_summed
+from flwr_perdl.estimators._base import (
+    Federated,
+    MakeGrid,
+    SiteTransformer,
+    explained,
+    rebuilt,
+    tables_of,
+)
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import spawn
 from flwr_perdl.strategies import PerMA
@@ -42,6 +59,10 @@ from flwr_perdl.strategies.perma import NAMED
 #: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
 #: ones are missed.
 LASSO_START: Start = partial(warm_start, n_iter=30, boost=4, decay=0.9)
+
+#: Rounds of a call of ``partial_fit``, and samples of a site that it keeps: sums over codes of the
+#: first atoms would hold later ones back.
+_BATCH_ROUNDS, _RECENT = 5, 1000
 
 
 class PersonalizedDictionaryLearning(SiteTransformer, Federated):
@@ -74,6 +95,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         See `PerMA`.
     min_support : int, default 3
         Samples that must stand behind each atom that a site sends: see `DictionaryClient`.
+    warm_start : bool, default False
+        Whether ``fit`` on a fitted model goes on from its atoms, for the same sites in the same
+        order, instead of from new ones.
+    forget_factor : float, default 1
+        What earlier samples count, of what they did before, in each call of ``partial_fit``; 1
+        forgets nothing.
     seed : int, default 0
         Seed of all draws.
     random_state : int, optional
@@ -137,6 +164,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     client_: int | None = None
     _allow_nan = True
     _metadata = (("score", "client"),)
+    global_atoms_: Matrix
+    local_atoms_: list[Matrix]
 
     def __init__(
         self,
@@ -150,6 +179,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         aggregation: str = "statistics",
         matching: str = "consensus",
         min_support: int = 3,
+        warm_start: bool = False,
+        forget_factor: float = 1.0,
         seed: int = 0,
         random_state: int | None = None,
         grid: MakeGrid | None = None,
@@ -164,6 +195,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         self.aggregation = aggregation
         self.matching = matching
         self.min_support = min_support
+        self.warm_start = warm_start
+        self.forget_factor = forget_factor
         self.seed = seed
         self.random_state = random_state
         self.grid = grid
@@ -193,8 +226,91 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
                 f"X must have a table with at least min_support={self.min_support} samples, got "
                 f"n_samples={most} in the largest."
             )
+        go_on = check_flag("warm_start", self.warm_start) and self.__sklearn_is_fitted__()
+        if go_on:
+            self._check_known(sites, X)
+        self._learn(sites, learner, n_rounds, go_on=go_on)
+        codes = self._warn(sites, learner)
+        self._known = [
+            _Known(_sums(X, C, D), [], [])
+            for X, C, D in zip(sites, codes, self._dictionaries(), strict=True)
+        ]
+        self.client_ = None
+        return self._fitted_sites(sites[0].shape[1], X)
+
+    def partial_fit(self, X: Any, y: Any = None) -> Self:
+        """Learn from new samples, a batch of each site, beside what is known of earlier ones.
+
+        The first call is `fit`. A later one goes on from the atoms for a few rounds, with a site's
+        latest samples, up to 1,000, and with sums over older ones. Earlier samples count
+        ``forget_factor`` times what they did. A copy or pickle of the model has sums alone.
+        ``learner`` must be one whose update needs no more (not `KSVDLearner`), and ``aggregation``
+        "statistics".
+
+        Parameters
+        ----------
+        X : sequence of array_like of shape (n_samples_i, n_features)
+            A table of each site, in the order of ``fit``, then of `add_site`.
+        y : ignored
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
+        >>> stream = np.random.default_rng(0).standard_normal((2, 3, 50, 6))
+        >>> model = PersonalizedDictionaryLearning(5, n_global=2, rounds=3)
+        >>> for batches in stream:
+        ...     model = model.partial_fit(list(batches))
+        >>> model.global_atoms_.shape
+        (2, 6)
+        """
+        learner = self._learner()
+        forget = check_real("forget_factor", self.forget_factor, 0, 1)
+        check_summed(learner, "for partial_fit")
+        if self.aggregation != "statistics":
+            raise ValueError(
+                f'aggregation must be "statistics" for partial_fit, got {self.aggregation!r}.'
+            )
+        sites = self._read_sites(X, missing=True)
+        if not self.__sklearn_is_fitted__():
+            PersonalizedDictionaryLearning.fit(self, X)  # a subclass's may take other tables
+            known = [_Known(None, [table], [1.0]) for table in sites]
+        else:
+            self._check_known(sites, X)
+            self._check_missing(sites, learner, first=False)
+            kind = self.global_atoms_.dtype
+            known = [
+                past.with_batch(table.astype(kind, copy=False), forget)
+                for past, table in zip(self._known, sites, strict=True)
+            ]
+            self._learn(sites, learner, _BATCH_ROUNDS, known, go_on=True)
+        self._known = self._settled(known, _RECENT)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle gets: of samples that `partial_fit` keeps the sums."""
+        known = getattr(self, "_known", [])
+        recent = any(site.recent for site in known)
+        return {**vars(self), "_known": self._settled(known, 0)} if recent else dict(vars(self))
+
+    def _settled(self, known: list[_Known], most: int) -> list[_Known]:
+        """Return what the sites keep, with no more than so many samples of each."""
+        learner, pairs = self._learner(), zip(known, self._dictionaries(), strict=True)
+        return [site.settled(D, learner, most) for site, D in pairs]
+
+    def _learn(
+        self,
+        sites: list[Matrix],
+        learner: Learner,
+        n_rounds: int,
+        known: list[_Known] | None = None,
+        *,
+        go_on: bool,
+    ) -> None:
+        """Run the strategy, from the atoms that there are or from starts of the sites' own."""
+        given = self._dictionaries() if go_on else []
         strategy = PerMA(
-            self.n_global,
+            len(self.global_atoms_) if go_on else self.n_global,
             aggregation=self.aggregation,
             matching=self.matching,
             seed=self._one_seed(),
@@ -204,24 +320,38 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         )
 
         def make_client(context: Context) -> DictionaryClient:
+            i = int(context.node_config[PARTITION_ID])
             return _SiteClient(
-                sites[int(context.node_config[PARTITION_ID])],
+                sites[i] if known is None else known[i].recent,
                 learner,
                 context,
-                start=_start(learner),
+                start=partial(_given, given[i]) if go_on else _start(learner),
                 min_support=self.min_support,
+                past=None if known is None else known[i].sums,
+                weights=None if known is None else known[i].weights,
             )
 
         errors_of = ConfigRecord(
             {} if self.n_nonzero is None else {N_NONZERO: str(min(self.n_nonzero, self.n_atoms))}
         )
-        learned, grid = self._federate(
-            strategy, make_client, len(sites), n_rounds, evaluate_config=errors_of
-        )
+        options: dict[str, Any] = {"evaluate_config": errors_of}
+        if go_on:
+            options["initial_arrays"] = ArrayRecord([self.global_atoms_])
+        learned, grid = self._federate(strategy, make_client, len(sites), n_rounds, **options)
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
-        self.client_ = None
-        self._warn(sites, learner)
-        return self._fitted_sites(sites[0].shape[1], X)
+
+    def _dictionaries(self) -> list[Matrix]:
+        """Return the sites' whole dictionaries."""
+        return [np.vstack([self.global_atoms_, own]) for own in self.local_atoms_]
+
+    def _check_known(self, sites: list[Matrix], X: Any) -> None:
+        """Raise a ValueError if tables are not of the sites, with the columns, of the model."""
+        self._read_rows(next(iter(tables_of(X).values())), missing=True)
+        if len(sites) != len(self.local_atoms_):
+            raise ValueError(
+                f"X must have a table of each of the {len(self.local_atoms_)} sites that the model "
+                f"has, got {len(sites)}."
+            )
 
     @classmethod
     def from_run(
@@ -278,6 +408,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         model = cls(**{"n_atoms": len(global_atoms) + n_local, **given, **parameters})
         model.global_atoms_, model.local_atoms_ = global_atoms, [kept[name] for name in names]
         model.client_ = None if client is None else names.index(str(client))
+        model._known = [_Known(None, [], []) for _ in names]
         return model._fitted(global_atoms.shape[1], None)
 
     def add_site(self, X: Any) -> int:
@@ -306,8 +437,39 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         own = align_to_global(alone, G).local_atoms
         # Its local atoms were learned beside atoms of its own; the global ones leave other rests.
         refined = refine_local(rows, np.vstack([G, own]), len(G), learner)
+        for _ in range(0 if learner.orthogonal else self.rounds):  # as a site that takes part
+            refined = np.vstack([G, learner.step(rows, refined)[len(G) :]])
         self.local_atoms_ = [*self.local_atoms_, refined[len(G) :]]
+        sums = _sums(rows, learner.code(rows, refined), refined)
+        self._known = [*self._known, _Known(sums, [], [])]
         return number
+
+    def remove_site(self, client: Any) -> None:
+        """Forget a site's local atoms and sums; later sites move up by one place.
+
+        The global atoms stay as they are: what the site's samples made of them is in them.
+
+        Parameters
+        ----------
+        client : int or str
+            The site's place in ``local_atoms_``, or its name.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
+        >>> sites = np.random.default_rng(0).standard_normal((4, 50, 6))
+        >>> model = PersonalizedDictionaryLearning(5, n_global=2, rounds=3).fit(list(sites))
+        >>> model.remove_site(1)
+        >>> len(model.local_atoms_)
+        3
+        """
+        self._check_fitted()
+        i = self._place(client, len(self.local_atoms_))
+        if names := getattr(self, "site_names_", []):
+            self.site_names_ = [*names[:i], *names[i + 1 :]]
+        self.local_atoms_ = [*self.local_atoms_[:i], *self.local_atoms_[i + 1 :]]
+        self._known = [*self._known[:i], *self._known[i + 1 :]]
 
     def transform(self, X: Any, client: Any = None) -> Any:
         """Return the codes of samples.
@@ -405,7 +567,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         i = self._place(client, len(self.local_atoms_))
         return np.vstack([self.global_atoms_, self.local_atoms_[i]])
 
-    def _check_missing(self, sites: list[Matrix], learner: Learner) -> None:
+    def _check_missing(self, sites: list[Matrix], learner: Learner, *, first: bool = True) -> None:
         """Raise a ValueError if the tables have NaN that cannot be a missing entry."""
         missing = [np.isnan(check_samples(f"X[{i}]", S, learner)) for i, S in enumerate(sites)]
         if self.aggregation != "statistics" and any(map(np.any, missing)):
@@ -415,17 +577,18 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         for i, site in enumerate(missing):
             if site.all():
                 raise ValueError(f"X[{i}] must have an entry that is not NaN, got none.")
-        if (never := np.all([site.all(axis=0) for site in missing], axis=0)).any():
+        never = np.all([site.all(axis=0) for site in missing], axis=0)
+        if first and never.any():  # later, other batches have it
             raise ValueError(
                 "X must have an entry that is not NaN in every column, at one site or more, got "
                 f"none in column {never.argmax()}: leave it out."
             )
 
-    def _warn(self, sites: list[Matrix], learner: Learner) -> None:
-        """Warn once of what is odd about tables and atoms."""
-        dictionaries = [np.vstack([self.global_atoms_, L]) for L in self.local_atoms_]
-        given = list(zip(sites, dictionaries, strict=True))
-        used, r = [np.any(learner.code(X, D), axis=0) for X, D in given], len(self.global_atoms_)
+    def _warn(self, sites: list[Matrix], learner: Learner) -> list[Matrix]:
+        """Warn once of what is odd about tables and atoms, and return the codes."""
+        given = list(zip(sites, self._dictionaries(), strict=True))
+        codes, r = [learner.code(X, D) for X, D in given], len(self.global_atoms_)
+        used = [np.any(C, axis=0) for C in codes]
         shared = np.any([own[:r] for own in used], axis=0)
         odd: dict[str, list[str]] = {}
         for i, (X, D) in enumerate(given):
@@ -439,6 +602,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         for what, where in odd.items():
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
             warnings.warn(f"{where[0]}{more}: {what}.", UserWarning, stacklevel=3)
+        return codes
 
     def _learner(self) -> Learner:
         """Return what a site learns with."""
@@ -463,3 +627,37 @@ class _SiteClient(DictionaryClient):
 def _start(learner: Learner) -> Start:
     """Return how a site's dictionary starts."""
     return LASSO_START if isinstance(learner, LassoLearner) else warm_start
+
+
+def _given(D: Matrix, X: Matrix, learner: Learner, *, rng: np.random.Generator) -> WarmStart:
+    """Start from a dictionary that is there."""
+    return WarmStart(D, nan, ())
+
+
+class _Known(NamedTuple):
+    """What a site keeps for `partial_fit`: sums over samples, the latest samples, their weights."""
+
+    sums: CodeSums | None
+    recent: list[Matrix]
+    weights: list[float]
+
+    def with_batch(self, X: Matrix, forget: float) -> _Known:
+        """Return this with new samples, beside which the others count less."""
+        sums = None if self.sums is None else self.sums.times(forget)
+        return _Known(sums, [*self.recent, X], [*(forget * w for w in self.weights), 1.0])
+
+    def settled(self, D: Matrix, learner: Learner, most: int) -> _Known:
+        """Return this with the sums of all but so many samples."""
+        sums, recent, weights = self.sums, list(self.recent), list(self.weights)
+        while (n_old := sum(map(len, recent)) - most) > 0:
+            old, recent[0] = recent[0][:n_old], recent[0][n_old:].copy()
+            more = _sums(old, learner.code(old, D), D).times(weights[0])
+            sums = more if sums is None else sums.plus(more)
+            if not len(recent[0]):
+                del recent[0], weights[0]
+        return _Known(sums, recent, weights)
+
+
+def _sums(X: Matrix, C: Matrix, D: Matrix) -> CodeSums:
+    """Return the sums of samples of which something is observed."""
+    return CodeSums.of(completed(X, C, D), C)

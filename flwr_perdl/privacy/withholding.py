@@ -7,6 +7,8 @@ on the sum would itself say something about it.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -56,7 +58,7 @@ def may_send(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
     weights = check_array("weights", weights)
     check_count("rows of weights", len(weights), len(X), len(X))
     check_count("min_support", min_support)
-    return _enough(np.abs(weights) * np.linalg.norm(X, axis=1)[:, None], min_support)
+    return Terms.of(weights, X).enough(min_support)
 
 
 def may_send_entries(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
@@ -65,20 +67,52 @@ def may_send_entries(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np
     The rule of `may_send` for each entry: its terms are those of the samples that have the feature,
     which is NaN in the others.
     """
-    seen, lengths = ~np.isnan(X), np.linalg.norm(observed(X), axis=1)
-    terms = (np.abs(weights) * lengths[:, None]).T
-    return np.stack([_enough(row[:, None] * seen, min_support) for row in terms])
+    return Terms.of_entries(weights, X).enough(min_support)
 
 
-def _enough(terms: Matrix, min_support: int) -> NDArray[np.bool_]:
-    """Return for which columns the terms' lengths, (n_samples, n_columns), allow a sum."""
-    if not min_support:
-        return np.ones(terms.shape[1], dtype=bool)
-    # Relative to the longest term of each row: squares of very small or large terms are no numbers.
-    longest = terms.max(axis=0, initial=0)
-    shares = (terms / np.where(longest > 0, longest, 1)) ** 2
-    enough = np.count_nonzero(terms, axis=0) >= min_support
-    # the longest term's share is 1 here
-    alone = MOST_OF_ONE * shares.sum(axis=0) < 1
-    allowed: NDArray[np.bool_] = enough & ~alone
-    return allowed
+class Terms(NamedTuple):
+    """What the rule asks of the terms of sums: of those of several batches together, by `plus`."""
+
+    #: Terms that are not zero.
+    n_terms: NDArray[Any]
+    #: The length of the longest one.
+    longest: Matrix
+    #: The sum of squares, relative to the longest: those of very small or large terms are no
+    #: numbers.
+    shares: Matrix
+
+    @classmethod
+    def of(cls, weights: Matrix, X: Matrix) -> Terms:
+        """Return those of the rows of ``weights.T @ X``."""
+        return cls._of(np.abs(weights) * np.linalg.norm(X, axis=1)[:, None])
+
+    @classmethod
+    def of_entries(cls, weights: Matrix, X: Matrix) -> Terms:
+        """Return those of the entries of ``weights.T @ X``; NaN in ``X`` has no term."""
+        seen, lengths = ~np.isnan(X), np.linalg.norm(observed(X), axis=1)
+        terms = (np.abs(weights) * lengths[:, None]).T
+        rows = [cls._of(row[:, None] * seen) for row in terms]
+        return cls(*map(np.stack, zip(*rows, strict=True))) if rows else cls(*[X[:0]] * 3)
+
+    @classmethod
+    def _of(cls, terms: Matrix) -> Terms:
+        """Return those of the columns."""
+        longest = terms.max(axis=0, initial=0)
+        shares = (terms / np.where(longest > 0, longest, 1)) ** 2
+        return cls(np.count_nonzero(terms, axis=0), longest, shares.sum(axis=0))
+
+    def plus(self, other: Terms) -> Terms:
+        """Return those of the sums of both."""
+        longest = np.maximum(self.longest, other.longest)
+        unit = np.where(longest > 0, longest, 1)
+        mine, others = (part.shares * (part.longest / unit) ** 2 for part in (self, other))
+        return Terms(self.n_terms + other.n_terms, longest, mine + others)
+
+    def enough(self, min_support: int) -> NDArray[np.bool_]:
+        """Return which sums may leave."""
+        if not min_support:
+            return np.ones(self.n_terms.shape, dtype=bool)
+        # the longest term's share is 1 here
+        alone = MOST_OF_ONE * self.shares < 1
+        allowed: NDArray[np.bool_] = (self.n_terms >= min_support) & ~alone
+        return allowed

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from flwr_perdl.clients import local_atoms
 from flwr_perdl.dictionary import (
+    KSVDLearner,
     MODLearner,
     OrthogonalLearner,
     dictionary_distance,
@@ -332,3 +334,91 @@ def test_the_chosen_number_of_shared_atoms_is_as_good_as_the_best() -> None:
 
     best, worst = (f(error(n) for n in (4, 8, 12, 16)) for f in (min, max))
     assert error("auto") <= 1.03 * best < worst
+
+
+def error_of(model: Any, tests: list[np.ndarray]) -> float:
+    """Return the mean squared error of the sites' held-out samples."""
+    rests = [model.reconstruct(X, client=i) - X for i, X in enumerate(tests)]
+    return float(np.mean([np.mean(rest**2) for rest in rests]))
+
+
+def digits() -> list[np.ndarray]:
+    """The images of two sites, shuffled."""
+    images = np.random.default_rng(0).permutation(load_digits().images / 16)
+    return [images[:850], images[850:1700]]
+
+
+def flat(sites: list[np.ndarray], *part: slice) -> list[np.ndarray]:
+    """Return a part of each site's images as tables."""
+    return [site[part].reshape(-1, 64) for site in sites]
+
+
+def test_a_stream_of_batches_ends_where_one_fit_on_all_of_them_does() -> None:
+    sites = digits()
+    sites[1][1::2] = sites[1][1::2, ::-1]  # half of the second site's images lie on their heads
+    tables, tests = flat(sites, slice(700)), flat(sites, slice(700, None))
+    once, stream = (PersonalizedDictionaryLearning(16, 8, n_nonzero=4, rounds=8) for _ in range(2))
+    for i in range(10):
+        stream.partial_fit([X[70 * i : 70 * i + 70] for X in tables])
+    assert error_of(stream, tests) < 1.03 * error_of(once.fit(tables), tests)
+    # a site that joins does as well as one that took part
+    once.remove_site(1)
+    took_part = error_of(once, tests[:1])
+    once.remove_site(once.add_site(tables[0]) - 1)
+    assert error_of(once, tests[:1]) < 1.05 * took_part
+    # what is written to disk has none of the samples, and goes on all the same
+    data = pickle.dumps(stream)
+    assert not any(row.tobytes() in data for row in tables[0][-70:] if row.any())
+    back = pickle.loads(data).partial_fit([X[:70] for X in tables])
+    assert error_of(back, tests) < 1.03 * error_of(stream, tests)
+
+
+def test_what_is_forgotten_makes_room_for_what_is_new() -> None:
+    sites, errors = digits(), []
+    for forget_factor in (1.0, 0.3):
+        model = PersonalizedDictionaryLearning(
+            16, 8, n_nonzero=4, rounds=3, forget_factor=forget_factor
+        ).fit(flat(sites, slice(200)))
+        for start in (200, 260, 320):  # from now on images lie on their heads
+            model.partial_fit(flat(sites, slice(start, start + 60), slice(None, None, -1)))
+        errors.append(error_of(model, flat(sites, slice(600, 850), slice(None, None, -1))))
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_a_fit_goes_on_from_the_atoms_with_warm_start() -> None:
+    sites = planted()
+    model = orthogonal(warm_start=True).fit(sites)
+    first, own = model.global_atoms_, model.local_atoms_[1]
+    model.set_params(rounds=2, seed=5).fit(sites)
+    np.testing.assert_allclose(model.global_atoms_, first, atol=1e-6)
+    np.testing.assert_allclose(model.local_atoms_[1], own, atol=1e-6)  # places and signs too
+    assert model.n_iter_ == 2
+    with pytest.raises(ValueError, match=r"^X must .*4"):
+        model.fit(sites[:3])
+    with pytest.raises(ValueError, match=r"^X has 5 features"):
+        model.partial_fit([site[:, :5] for site in sites])
+
+
+def test_a_site_leaves_and_another_one_joins_a_stream() -> None:
+    sites = planted()
+    model = orthogonal().fit(sites[:3])
+    assert model.add_site(sites[3]) == 3
+    model.remove_site(1)
+    model.partial_fit([site[:50] for site in (sites[0], *sites[2:])])
+    assert len(model.local_atoms_) == 3
+    assert dictionary_distance(OWN[3], model.local_atoms_[2]) < 1e-6
+    with pytest.raises(ValueError, match=r"^client must"):
+        model.remove_site(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"learner": KSVDLearner}, "learner"),
+        ({"aggregation": "mean"}, "aggregation"),
+        ({"forget_factor": 1.5}, "forget_factor"),
+    ],
+)
+def test_a_stream_that_cannot_be_learned_from_is_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        PersonalizedDictionaryLearning(5, 3, **options).partial_fit(planted())
