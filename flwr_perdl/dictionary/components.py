@@ -12,14 +12,15 @@ paper (columns)                             here (rows)
 ``U_li``, ``V_li``                          ``Factors.local_components``, ``.local_codes``
 HMF's gradient step, mean, correction       :func:`hmf_step`, the mean in `hmf`, `hmf_correct`
 TCMF, with PerPCA or HMF within             :func:`robust_components`
-``lambda_1``, ``rho``, ``epsilon``          ``threshold``, ``decay``, ``floor * (1 - decay)``
+``lambda_t``, falling geometrically         ``RobustComponents.thresholds``
 =========================================== ==================================================
 
 Deviations: HMF starts where PerPCA does (`flwr_perdl.dictionary.perpca`), not at random; the
 clients' matrices are divided by the largest of their spectral norms, so that the step has no unit;
 the step is halved where the clients' loss has risen. TCMF starts its inner factorization afresh in
 every iteration, and its first threshold is by default five robust standard deviations of all
-entries, where the theory wants the largest entry of the low-rank parts, which is not known.
+entries, where the theory wants the largest entry of the low-rank parts, which is not known. All run in one
+place, without messages.
 """
 
 from __future__ import annotations
@@ -44,7 +45,16 @@ PENALTY = 0.25
 
 
 class Factors(NamedTuple):
-    """A client's low-rank parts, as codes and components."""
+    """A client's low-rank parts, as codes and components.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import hmf
+    >>> (found,) = hmf([np.diag([3.0, 2.0])], n_global=1, n_local=1)
+    >>> found.common.round(3).tolist(), found.unique.round(3).tolist()
+    ([[3.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]])
+    """
 
     #: (n_samples, n_global)
     global_codes: Matrix
@@ -104,7 +114,7 @@ def hmf_correct(factors: Factors) -> Factors:
     """Make the local components orthogonal to the global ones; common + unique stays."""
     A, G, B, L = factors
     # L = along @ G + a part orthogonal to G
-    along = np.linalg.lstsq(G.T, L.T)[0].T
+    along = np.linalg.lstsq(G.T, L.T, rcond=None)[0].T
     return Factors(A + B @ along, G, B, L - along @ G)
 
 
