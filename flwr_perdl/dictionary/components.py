@@ -19,8 +19,8 @@ Deviations: HMF starts where PerPCA does (`flwr_perdl.dictionary.perpca`), not a
 clients' matrices are divided by the largest of their spectral norms, so that the step has no unit;
 the step is halved where the clients' loss has risen. TCMF starts its inner factorization afresh in
 every iteration, and its first threshold is by default five robust standard deviations of all
-entries, where the theory wants the largest entry of the low-rank parts, which is not known. All run in one
-place, without messages.
+entries, where the theory wants the largest entry of the low-rank parts, which is not known. Both
+run in one place, without messages.
 """
 
 from __future__ import annotations
