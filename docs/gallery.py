@@ -522,7 +522,7 @@ def beaten_by_rivals(entry: Entry, found: Found) -> bool:
 
 
 def against(rivals: Rivals, found: Found) -> Iterator[str]:
-    """Yield a sentence that says who does better than ours, and the table of all rivals."""
+    """Yield a sentence that says who does better than ours, and the table of all, best first."""
     compared = compare(rivals, found)
     better = [f"{one.name} ({number(found.get(one.metric))})" for one in compared if one.better]
     ours = f"`{rivals.ours}`, ours {number(found.get(rivals.ours))}"
@@ -533,9 +533,13 @@ def against(rivals: Rivals, found: Found) -> Iterator[str]:
         yield f"**Better than ours** {rule} ({ours}): {'; '.join(better)}.\n"
     else:
         yield f"No rival is better than ours {rule} ({ours}).\n"
-    rows = [["ours", _with_interval(rivals.ours, found), "", ""]]
-    for one in compared:
-        said = "yes" if one.better else "no"
+    sign = 1 if rivals.better == "lower" else -1
+    rows = []
+    for one in sorted(
+        [Rival("ours", rivals.ours, False, ""), *compared],
+        key=lambda one: sign * found.get(one.metric),
+    ):
+        said = "" if one.metric == rivals.ours else "yes" if one.better else "no"
         rows.append([one.name, _with_interval(one.metric, found), said, one.seeds])
     if not any(row[-1] for row in rows):
         rows = [row[:-1] for row in rows]

@@ -172,6 +172,9 @@ def test_rivals_are_counted_seed_by_seed() -> None:
     found = changed("digits", lambda metrics: metrics.update(ours=ours, their_x=theirs))
     (one,) = gallery.compare(rivals, found)
     assert one == gallery.Rival("the rival", "their_x", better=False, seeds="1 of 3")
+    theirs["median"] = 1.5
+    rows = list(gallery.against(rivals, found))[1].splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| the rival", "| ours"]  # the best first
 
 
 def test_intervals_of_a_few_runs_are_their_range_and_of_many_are_narrower() -> None:

@@ -26,6 +26,7 @@ from flwr_perdl.dictionary.coding import (
     soft_threshold,
     sparse_code,
 )
+from flwr_perdl.dictionary.components import Factors, RobustComponents, hmf, robust_components
 from flwr_perdl.dictionary.learners import (
     CodeSums,
     GradientLearner,
@@ -48,6 +49,7 @@ __all__ = [
     "Alignment",
     "AtomMatch",
     "CodeSums",
+    "Factors",
     "GradientLearner",
     "KSVDLearner",
     "Lasso",
@@ -57,6 +59,7 @@ __all__ = [
     "Matching",
     "OrthogonalLearner",
     "PersonalizedPCA",
+    "RobustComponents",
     "WarmStart",
     "aggregate_atoms",
     "aggregate_statistics",
@@ -68,6 +71,7 @@ __all__ = [
     "dictionary_distance",
     "global_matching",
     "hard_threshold",
+    "hmf",
     "iterate",
     "lasso",
     "local_statistics",
@@ -78,6 +82,7 @@ __all__ = [
     "polar_factor",
     "reconstruct",
     "refine_local",
+    "robust_components",
     "soft_threshold",
     "sparse_code",
     "update_weights",

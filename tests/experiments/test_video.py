@@ -71,6 +71,11 @@ def test_a_clip_that_nothing_was_tuned_on(tmp_path: Path) -> None:
     assert metrics["auc_objects"] >= 0.95
     assert metrics["psnr_background"] >= metrics["psnr_raw"] + 3
     assert metrics["psnr_background"] > metrics["psnr_background_perpca"]
+    assert metrics["psnr_background_tcmf"] > metrics["psnr_background_hmf"]
+    backgrounds = [float(row[1]) for row in results["tables"][0]["rows"]]
+    assert backgrounds == sorted(backgrounds, reverse=True)
+    assert len(backgrounds) == 10
+    assert metrics["psnr_background_median"] > metrics["psnr_background"]
     with np.load(tmp_path / "out" / "arrays.npz") as arrays:  # against the truth, not the median
         assert psnr(arrays["background"][..., 0] / 255, background) > psnr(X, background) + 3
 
@@ -87,7 +92,7 @@ def test_a_video_file_and_a_folder_are_the_same_clip(tmp_path: Path) -> None:
     film = load_clip(str(tmp_path / "clip.gif"), 0).frames
     np.testing.assert_allclose(film.mean(axis=3), folder[..., 0], atol=0.01)
     results = run_experiment("video", data=tmp_path / "clip.gif", rounds=2)
-    assert "auc_objects" not in results["metrics"]
+    assert not {"auc_objects", "psnr_background_median"} & results["metrics"].keys()
     assert any("there are no AUC" in note for note in results["notes"])
 
 
