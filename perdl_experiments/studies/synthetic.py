@@ -110,6 +110,11 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             Record("error", local, "local"),
             Record("error", local[:, :strong] if strong else 0.0, "local_strong"),
             Record("error", local.max(axis=1), "local_worst"),
+            *(
+                Record("client_error", errors[:, i], name, {"client": f"client {i}"})
+                for i in range(config.clients)
+                for name, errors in {"alone": alone, "together": together, "own": local}.items()
+            ),
         ],
         curves=curves,
         arrays={
