@@ -169,8 +169,10 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
     return {
         "clients": plots.dots(
             {
-                title: np.maximum(errors, EXACT).T.tolist()
-                for title, errors in {"clients alone": alone, "together (PerMA)": together}.items()
+                "": {
+                    "clients alone": list(np.maximum(alone, EXACT).T),
+                    "together (PerMA)": list(np.maximum(together, EXACT).T),
+                }
             },
             [f"client {i}" for i in range(alone.shape[1])],
             x=error,

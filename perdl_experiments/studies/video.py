@@ -85,7 +85,7 @@ REFINE = 5
 BLUR = 1.0
 #: A pixel is taken for an object's where that is so many times its median over the clip.
 FOUND = 3.0
-_SHOWN = 4  # frames in the strip
+_SHOWN = 3  # frames in the strip
 _MOST_WIDTH = 200  # of a panel of the film, in pixels
 
 
@@ -379,10 +379,6 @@ def _facts(config: Config, clip: Clip) -> dict[str, Any]:
         "uncovered": " in which no object covers the pixel" * (clip.mask is not None),
         "blur": BLUR,
         "times": FOUND,
-        "painted": (
-            "Last: pixels found in green, missed in red, found wrongly in blue."
-            * (clip.mask is not None)
-        ),
     }
 
 
@@ -390,15 +386,10 @@ def _figures(clip: Clip, methods: Mapping[str, Parts]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
     at = np.linspace(0, len(clip.frames) - 1, min(_SHOWN, len(clip.frames))).astype(int)
-    named = {"PerMA": methods["perma"]}
-    titles = {"perpca": "PerPCA", "pcp": "PCP"}  # PerPCA as its authors have it, with the mean
-    named |= {title: methods[name] for name, title in titles.items() if name in methods}
-    columns = {"frame": clip.frames[at]}
-    for title, parts in named.items():
-        columns[f"{title}: background"] = parts.background[at]
-        columns[f"{title}: objects"] = _gray(parts.objects[at])
-    if clip.mask is not None:
-        columns["objects found (PerMA)"] = _outlined(clip, methods["perma"])[at]
+    columns = {"frame": clip.frames[at], "background (PerMA)": methods["perma"].background[at]}
+    titles = {"perma": "PerMA", "perpca": "PerPCA", "pcp": "PCP"}  # PerPCA as its authors have it
+    for name in [name for name in titles if name in methods][:2]:
+        columns[f"objects ({titles[name]})"] = _gray(methods[name].objects[at])
     return {
         "strip": pictures.side_by_side({title: _rgb(them) for title, them in columns.items()}),
         "video": _film(clip, methods),
