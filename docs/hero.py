@@ -155,35 +155,50 @@ PANELS = (
 )
 
 
-def draw(results: Mapping[str, Any]) -> tuple[Figure, str]:
-    """Return the picture, a column per question, and what it says in words."""
+def measured(
+    results: Mapping[str, Any], entry: str, methods: Mapping[str, str]
+) -> dict[str, float]:
+    """Return the medians of an entry's metrics, by the methods' names."""
+    found = results[entry]["defaults"]["metrics"]
+    return {name: found[metric]["median"] for name, metric in methods.items()}
+
+
+def draw(results: Mapping[str, Any]) -> Figure:
+    """Return the picture: a column per question."""
     figure = Figure(figsize=(9, 5))
     FigureCanvasAgg(figure)
-    words = []
     for i, (question, drawing, entry, what, digits, methods) in enumerate(PANELS):
         left, width = 0.006 + 0.346 * i, 0.296
         figure.text(left, 0.985, question, fontsize=TEXT + 1, weight="bold", va="top")
-        above = figure.add_axes((left, 0.37, width, 0.5), xlim=(-0.05, 6.1), ylim=(0, 5.7))
+        above = figure.add_axes((left, 0.37, width, 0.5))
         drawing(above)
         above.set(xlim=(-0.05, 6.1), ylim=(0, 5.7), aspect="equal", anchor="NW")
         below = figure.add_axes((left, 0.01, width, 0.35))
-        found = results[entry]["defaults"]["metrics"]
-        values = {name: found[metric]["median"] for name, metric in methods.items()}
-        draw_bars(below, what, values, digits)
-        said = ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items())
-        words.append(f"{' '.join(question.split())} {what.capitalize()}: {said}.")
+        draw_bars(below, what, measured(results, entry, methods), digits)
         for axes in (above, below):
             axes.set_axis_off()
-    return figure, " ".join(words)
+    return figure
+
+
+def words(results: Mapping[str, Any]) -> str:
+    """Return what the picture says, for those who do not see it."""
+    said = []
+    for question, _, entry, what, digits, methods in PANELS:
+        values = measured(results, entry, methods).items()
+        found = ", ".join(f"{name} {value:.{digits}f}" for name, value in values)
+        said.append(f"{' '.join(question.split())} {what.capitalize()}: {found}.")
+    return " ".join(said)
 
 
 def main(given: Sequence[str]) -> None:
     """Write the picture, and README's words for those who do not see it."""
     path = Path(given[0]) if given else DOCS / "gallery" / "results.json"
-    figure, words = draw(json.loads(path.read_text()))
-    figure.savefig(DOCS / "images" / "hero.png", dpi=200, metadata={"Software": None})
+    results = json.loads(path.read_text())
+    draw(results).savefig(DOCS / "images" / "hero.png", dpi=200, metadata={"Software": None})
     readme = DOCS.parent / "README.md"
-    readme.write_text(re.sub(rf"!\[[^]]*\](?=\({SHOWN}\))", f"![{words}]", readme.read_text()))
+    readme.write_text(
+        re.sub(rf"!\[[^]]*\](?=\({SHOWN}\))", f"![{words(results)}]", readme.read_text())
+    )
 
 
 if __name__ == "__main__":
