@@ -1,17 +1,16 @@
 """Draw README's first picture, docs/images/hero.png: three questions, what is learned, who wins.
 
-    python docs/hero.py [RESULTS]
+    python docs/hero.py
 
-The numbers are those of docs/gallery/results.json (or of RESULTS); the atoms are learned here, from
-scikit-learn's digits as the sites of the experiment `cameras` see them.
+The numbers are those of docs/gallery/results.json; the atoms are learned here, from scikit-learn's
+digits as sites of the experiment `cameras` see them. README's words for the picture follow.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,16 +189,13 @@ def words(results: Mapping[str, Any]) -> str:
     return " ".join(said)
 
 
-def main(given: Sequence[str]) -> None:
+def main() -> None:
     """Write the picture, and README's words for those who do not see it."""
-    path = Path(given[0]) if given else DOCS / "gallery" / "results.json"
-    results = json.loads(path.read_text())
+    results = json.loads((DOCS / "gallery" / "results.json").read_text())
     draw(results).savefig(DOCS / "images" / "hero.png", dpi=200, metadata={"Software": None})
-    readme = DOCS.parent / "README.md"
-    readme.write_text(
-        re.sub(rf"!\[[^]]*\](?=\({SHOWN}\))", f"![{words(results)}]", readme.read_text())
-    )
+    readme, shown = DOCS.parent / "README.md", re.compile(rf"!\[[^]]*\](?=\({SHOWN}\))")
+    readme.write_text(shown.sub(f"![{words(results)}]", readme.read_text()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
