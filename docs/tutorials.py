@@ -27,6 +27,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).resolve().parent / "tutorials"
+#: A notebook's first code. With the release: %pip install --quiet "flwr-perdl[experiments]"
+INSTALL = '''\
+# This notebook is in docs/tutorials of a clone of the repository, which this installs.
+%pip install --quiet "../..[experiments]"'''
 
 
 class Cell(NamedTuple):
@@ -108,13 +112,17 @@ def page(name: str, done: list[Done]) -> tuple[str, dict[str, bytes]]:
 
 
 def notebook(done: list[Done]) -> str:
-    """Return the tutorial as a Jupyter notebook, with its outputs."""
-    listed = []
+    """Return the tutorial as a Jupyter notebook, with its outputs; the first code installs."""
+    install = {"id": "install", "metadata": {}, "source": INSTALL.splitlines(keepends=True)}
+    listed: list[dict[str, Any]] = []
     for number, (cell, text, drawn) in enumerate(done):
         one: dict[str, Any] = {"id": f"cell-{number}", "metadata": {}}
         one["source"] = cell.source.splitlines(keepends=True)
         if not cell.title:
             listed.append({"cell_type": "markdown", **one})
+            if not number:
+                code = {"cell_type": "code", **install, "execution_count": None, "outputs": []}
+                listed.append(code)
             continue
         outputs: list[dict[str, Any]] = []
         if text:

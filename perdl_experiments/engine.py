@@ -72,6 +72,8 @@ class Federated(NamedTuple):
         Floats that a client sent and received in all training rounds; the mean over clients.
     seconds : float
         Time of this run.
+    local_atoms : list of ndarray
+        Every client's own, by partition, where the clients of this process learn a dictionary.
     """
 
     arrays: list[Matrix]
@@ -82,6 +84,7 @@ class Federated(NamedTuple):
     floats_up: float
     floats_down: float
     seconds: float
+    local_atoms: list[Matrix]
 
     @property
     def cost(self) -> dict[str, Any]:
@@ -190,7 +193,16 @@ def _run_on(
         floats_up=float(np.sum([report.floats_up for report in training])),
         floats_down=float(np.sum([report.floats_down for report in training])),
         seconds=seconds,
+        local_atoms=_local_atoms(grid),
     )
+
+
+def _local_atoms(grid: Grid) -> list[Matrix]:
+    """Return the clients' own atoms; none where they are elsewhere, or none are learned."""
+    try:
+        return grid.local_atoms() if isinstance(grid, InProcessGrid) else []
+    except ValueError:
+        return []
 
 
 def mishaps(history: Sequence[RoundReport], names: Mapping[int, str] | None = None) -> list[str]:

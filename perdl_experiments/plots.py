@@ -95,7 +95,8 @@ def name_lines(axes: Axes) -> None:
 
     To be called when all lines are drawn and the axis has its scale.
     """
-    named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    lines = [line for line in axes.get_lines() if np.size(line.get_ydata())]
+    named = [line for line in lines if not str(line.get_label()).startswith("_")]
     names = [fill(str(line.get_label()), _WRAP) for line in named]
     height = axes.bbox.height / axes.figure.dpi  # inches
     sizes = np.array([_LEADING * (1.4 + name.count("\n")) / height for name in names])
@@ -258,7 +259,10 @@ class Panel(NamedTuple):
 
 
 def panels(drawings: Sequence[Panel], *, columns: int = 2, height: float = 2.5) -> Figure:
-    """Draw lines in several panels; one legend, or one each where panels have other lines (Fig. 5).
+    """Draw lines in several panels (Fig. 5).
+
+    In one column lines have their names at their ends; side by side panels have one legend, or one
+    each where they have other lines.
 
     Parameters
     ----------
@@ -269,6 +273,7 @@ def panels(drawings: Sequence[Panel], *, columns: int = 2, height: float = 2.5) 
     """
     figure, grid = panel_grid(len(drawings), columns=columns, height=height)
     one_legend = len({tuple(panel.lines) for panel in drawings}) == 1
+    legends = columns > 1
     for axes, panel in zip(grid, drawings, strict=True):
         _plain(axes).set(
             xscale="log" if panel.log else "linear", yscale="linear" if panel.linear else "log"
@@ -283,10 +288,13 @@ def panels(drawings: Sequence[Panel], *, columns: int = 2, height: float = 2.5) 
         if few:
             axes.set_xticks(panel.at, [f"{position:g}" for position in panel.at])
             axes.set_xticks([], minor=True)
-        axes.set_title(panel.title, fontsize=10, loc="left", pad=6 if one_legend else 62)
-        if not one_legend:
+        above = 62 if legends and not one_legend else 6
+        axes.set_title(panel.title, fontsize=10, loc="left", pad=above)
+        if not legends:
+            name_lines(axes)
+        elif not one_legend:
             _legend(axes)
-    if one_legend:
+    if legends and one_legend:
         share_legend(figure, grid)
     return figure
 
@@ -375,67 +383,43 @@ def _legend(axes: Axes) -> None:
     axes.legend(handles, named, loc="lower center", bbox_to_anchor=(0.5, 1), **_LEGEND)
 
 
-def roc_curves(
-    panels: Mapping[str, Mapping[str, tuple[Matrix, Matrix, str]]], *, x: str, y: str
-) -> Figure:
-    """Draw ROC curves, two panels side by side (Fig. 7 of P1).
-
-    Parameters
-    ----------
-    panels : mapping of str to mapping
-        Title -> label -> false and true positives, and the line's style.
-    x, y : str
-        What the axes show.
-    """
-    figure, grid = panel_grid(len(panels), height=2.8, sharey=True)
-    for axes, (title, curves) in zip(grid, panels.items(), strict=True):
-        _plain(axes)
-        for color, (label, (false, true, ls)) in zip(COLORS, curves.items(), strict=False):
-            axes.plot(false, true, ls, color=color, label=label)
-        axes.plot([0, 1], [0, 1], ls=":", lw=1, color="black")
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.legend(frameon=False, loc="lower right", fontsize=SMALL)
-    figure.supxlabel(x, fontsize=10)
-    figure.supylabel(y, fontsize=10)
-    return figure
-
-
 def dots(
-    groups: Mapping[str, Sequence[Sequence[float]]],
+    panels: Mapping[str, Mapping[str, Sequence[ArrayLike]]],
     names: Sequence[str],
     *,
     x: str,
     log: bool = False,
 ) -> Figure:
-    """Draw a row per name, with a dot for every value of a group in it (Fig. 2).
+    """Draw a row per name, with a dot for every value of a group in it (Fig. 2), in panels.
 
     Parameters
     ----------
-    groups : mapping of str to sequence of sequence of float
-        Label -> for every row its values.
+    panels : mapping of str to mapping of str to sequence of array_like
+        Title -> label -> for every row its values.
     names : sequence of str
         What the rows are.
     x : str
-        What the axis shows.
+        What the axes show.
     log : bool, default False
-        Whether it is logarithmic.
+        Whether they are logarithmic.
     """
-    figure = _figure(WIDTH, min(1.2 + 0.25 * len(names), _TALLEST))
-    axes = _plain(figure.add_subplot())
-    for index, (label, rows) in enumerate(groups.items()):
-        at = np.repeat(np.arange(len(rows)), [len(values) for values in rows])
-        look: dict[str, Any] = {
-            "ms": 5,
-            "alpha": 0.6,
-            "mew": 0,
-            "color": COLORS[index % len(COLORS)],
-        }
-        axes.plot(np.concatenate(rows), at, _MARKERS[index], label=label, **look)
-    axes.set_yticks(range(len(names)), names, fontsize=SMALL)
-    axes.invert_yaxis()
-    axes.set(xlabel=x, xscale="log" if log else "linear")
-    if len(groups) > 1:
-        _legend(axes)
+    figure = _figure(WIDTH, min(1.2 + 0.27 * len(names), _TALLEST))
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, groups) in zip(grid, panels.items(), strict=True):
+        _plain(axes).set_title(title, fontsize=10, loc="left")
+        apart = 0.6 / len(groups)  # groups of a row lie below each other
+        for index, (label, rows) in enumerate(groups.items()):
+            sizes = [np.size(values) for values in rows]
+            at = np.repeat(np.arange(len(rows)), sizes) + apart * (index - (len(groups) - 1) / 2)
+            look: dict[str, Any] = {"ms": 5, "alpha": 0.7, "mew": 0}
+            look["color"] = COLORS[index % len(COLORS)]
+            values = np.concatenate([np.ravel(one) for one in rows])
+            axes.plot(values, at, _MARKERS[index % len(_MARKERS)], label=label, **look)
+        axes.set(xlabel=x, xscale="log" if log else "linear")
+    grid[0].set_yticks(range(len(names)), names, fontsize=SMALL)
+    grid[0].invert_yaxis()
+    if any(len(groups) > 1 for groups in panels.values()):
+        share_legend(figure, grid)
     return figure
 
 

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any
 
@@ -25,6 +26,8 @@ REPORT = "report.html"
 #: Clients with odd replies that the page shows, and what is counted of them; all else is a share.
 MOST_CLIENTS = 20
 _COUNTED = ("asked", "failed", "refused")
+#: A client stands out whose share is so large, and so many times that of the median client.
+_SHARE, _TIMES = 0.25, 3
 
 #: What a figure's file is called: a name in the run's own folder.
 _LARGEST = 1e300
@@ -189,18 +192,28 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
     results : mapping
         What results.json says.
     """
-    clients = {
-        name: {what: n for what, n in counts.items() if what != "asked"}
-        for name, counts in results.get("clients", {}).items()
-    }
-    odd = sorted((n for n in clients if clients[n]), key=lambda n: -sum(clients[n].values()))
-    kinds = sorted({what for counts in clients.values() for what in counts})
+    clients = results.get("clients", {})
+    named = {what for counts in clients.values() for what in counts if what != "asked"}
+
+    def value(name: str, kind: str) -> float:
+        number: float = clients[name].get(kind, 0)
+        return number if kind in _COUNTED else number / max(clients[name].get("asked", 0), 1)
+
+    def least(kind: str) -> float:
+        if kind in _COUNTED:
+            return 1
+        return max(_SHARE, _TIMES * median(value(name, kind) for name in clients))
+
+    bounds = {kind: least(kind) for kind in named}
+    out = {n: [k for k in sorted(named) if value(n, k) >= bounds[k]] for n in clients}
+    odd = sorted((n for n in out if out[n]), key=lambda n: -sum(value(n, k) for k in out[n]))
+    kinds = sorted({kind for name in odd for kind in out[name]})
     if not odd:
         return None
 
     def shown(name: str, kind: str) -> str:
-        number, asked = (results["clients"][name].get(key, 0) for key in (kind, "asked"))
-        return f"{number:.4g}" if kind in _COUNTED else f"{number / max(asked, 1):.0%}"
+        number = value(name, kind)
+        return f"{number:.4g}" if kind in _COUNTED else f"{number:.0%}"
 
     rows = [
         [name, *(shown(name, kind) for kind in ("asked", *kinds))] for name in odd[:MOST_CLIENTS]
@@ -209,8 +222,8 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
         "title": "Clients whose replies failed or stood out",
         "caption": f"{len(odd)} of {len(clients)} clients: exchanges in which each "
         "was asked; failed: errors and silence; refused: replies that broke a rule; the others: "
-        "what the aggregation did, to which share of the client's replies. Honest clients whose "
-        "data differ much are clipped, too."
+        "what the aggregation did, to which share of the client's replies, where that is at least "
+        f"{_SHARE:.0%} and {_TIMES} times that of the median client."
         + (f" The first {MOST_CLIENTS} are shown." if len(odd) > MOST_CLIENTS else ""),
         "columns": ["client", "asked", *kinds],
         "rows": rows,

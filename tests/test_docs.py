@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +38,14 @@ def test_the_results_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
         for shown in re.findall(r"0\.\d+", row):
             half = 0.5001 * 10 ** (2 - len(shown))  # of the last digit
             assert any(abs(one - float(shown)) < half for one in measured), f"{page}: no {shown}"
+
+
+def test_the_readme_says_what_its_picture_shows_as_the_gallery_measured_it() -> None:
+    results = json.loads((ROOT / "docs" / "gallery" / "results.json").read_text())
+    hero = runpy.run_path(str(ROOT / "docs" / "hero.py"))
+    readme = (ROOT / "README.md").read_text()
+    assert f"![{hero['words'](results)}]({hero['SHOWN']})" in readme
+    assert len(readme.split()) <= 750
 
 
 def test_the_diff_of_the_readme_is_that_of_its_example() -> None:

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_perdl.core import html
 from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.diffusion.schedule import Schedule, schedule_of
@@ -304,6 +305,10 @@ class Run(NamedTuple):
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
         return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return the fields as a table, for a notebook."""
+        return html.record(self)
 
 
 def weighted(network: Any) -> Any:

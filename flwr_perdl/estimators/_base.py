@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app
+from flwr_perdl.core import html
 from flwr_perdl.core.checks import (
     FLOATS,
     Matrix,
@@ -239,6 +240,15 @@ class SiteTransformer(Estimator):
     @abstractmethod
     def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
         """Return the names of the columns that ``transform`` returns without a site."""
+
+    @abstractmethod
+    def _pictured(self) -> dict[str, Matrix]:
+        """Return what `fit` has learned, by name."""
+
+    def _repr_html_(self) -> str:
+        """Return the call, and below it the atoms as pictures where they are images."""
+        found = self._pictured() if self.__sklearn_is_fitted__() else {}
+        return html.titled(repr(self), html.atoms(found) if found else "")
 
     def set_output(self, *, transform: str | None = None) -> Self:
         """Choose what ``transform`` returns, and return the estimator.

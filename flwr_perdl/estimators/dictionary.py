@@ -59,6 +59,8 @@ from flwr_perdl.strategies.perma import NAMED
 #: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
 #: ones are missed.
 LASSO_START: Start = partial(warm_start, n_iter=30, boost=4, decay=0.9)
+#: Sites whose own atoms a notebook shows.
+MOST_SITES = 8
 
 #: Rounds of a call of ``partial_fit``, and samples of a site that it keeps: sums over codes of the
 #: first atoms would hold later ones back.
@@ -603,6 +605,10 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
             warnings.warn(f"{where[0]}{more}: {what}.", UserWarning, stacklevel=3)
         return codes
+
+    def _pictured(self) -> dict[str, Matrix]:
+        own = enumerate(self.local_atoms_[:MOST_SITES])
+        return {"shared": self.global_atoms_, **{f"site {i}'s own": D for i, D in own}}
 
     def _learner(self) -> Learner:
         """Return what a site learns with."""

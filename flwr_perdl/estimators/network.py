@@ -143,6 +143,9 @@ class NetworkDictionaryLearning(SiteTransformer):
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
         return self._fitted_sites(tables[0].shape[1], X)
 
+    def _pictured(self) -> dict[str, Matrix]:
+        return {"the nodes' mean": self.components_}
+
     def transform(self, X: Any, node: Any = None) -> Any:
         """Return the codes of samples.
 

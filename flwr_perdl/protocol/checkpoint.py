@@ -19,7 +19,7 @@ from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.report import History, RoundReport
 from flwr_perdl.protocol.request import State
 
 #: Characters of a run's token in a checkpoint.
@@ -70,7 +70,7 @@ class Run:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     done: int = 0
     evaluated: int = 0
-    history: list[RoundReport] = field(default_factory=list)
+    history: History = field(default_factory=History)
     names: dict[int, str] = field(default_factory=dict)
     server_metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
@@ -204,14 +204,14 @@ class Checkpoints:
             return path
         return None
 
-    def _recall(self, mark: Mapping[str, Any]) -> list[RoundReport]:
+    def _recall(self, mark: Mapping[str, Any]) -> History:
         """Return the history; one that is damaged does not stop the run."""
         try:
             self._journal, entries = files.Journal.read(self.folder, mark)
-            history = [_report_from(entry) for entry in entries]
+            history = History(map(_report_from, entries))
         except (*_DAMAGED, RecursionError) as error:
             log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
-            self._journal, history = None, []
+            self._journal, history = None, History()
         self._noted = len(history)
         return history
 

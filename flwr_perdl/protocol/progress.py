@@ -12,15 +12,15 @@ from logging import WARNING
 from types import ModuleType
 from typing import Any
 
-from flwr_perdl.core.checks import brief_repr
+from flwr_perdl.core.checks import brief_repr, check_choice
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import brief
 from flwr_perdl.protocol.report import RoundReport
 
 #: What is called with each report.
 OnRound = Callable[[RoundReport], object] | Sequence[Callable[[RoundReport], object]] | None
-#: How much a run shows.
-VERBOSE = ("log", "bar", "quiet")
+#: How much a run shows; the first three by number, too.
+VERBOSE = ("quiet", "lines", "log", "bar")
 #: Seconds between two drawings of a bar within a round.
 _EVERY = 0.3
 
@@ -85,6 +85,18 @@ class Show:
     def replies(self, done: int, asked: int) -> None:
         """Take the numbers of nodes that have replied in an exchange, and that are asked."""
 
+    def end_round(self) -> None:
+        """Take note that a round is over, its evaluation included."""
+
+
+def check_verbose(verbose: object, *, local: bool) -> str:
+    """Return one of `VERBOSE`; by default lines where all clients are in this process."""
+    if verbose is None:
+        verbose = 1 if local else 2
+    if isinstance(verbose, int) and verbose in (0, 1, 2):
+        verbose = VERBOSE[verbose]
+    return check_choice("verbose", verbose, VERBOSE)
+
 
 @contextmanager
 def shown(verbose: str, name: str, rounds: int) -> Iterator[Show]:
@@ -92,25 +104,26 @@ def shown(verbose: str, name: str, rounds: int) -> Iterator[Show]:
 
     Parameters
     ----------
-    verbose : {"log", "bar", "quiet"}
-        Flower's lines, as its own strategies write them; a progress bar of the rounds, by tqdm
-        where that is installed, else a line per round on stderr; or neither.
+    verbose : {"quiet", "lines", "log", "bar"}
+        Warnings alone; a line per round on stderr, unless the level of Flower's log is above INFO;
+        Flower's lines, as its own strategies write them; or a progress bar of the rounds, by tqdm
+        where that is installed, else lines.
     name : str
         The strategy's name, before the bar.
     rounds : int
         Communication rounds in all.
     """
-    if verbose == "log":
+    logger = logging.getLogger("flwr")
+    if verbose == "log" or (verbose == "lines" and not logger.isEnabledFor(logging.INFO)):
         yield Show()
         return
-    logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(max(level, logging.WARNING))
     try:
         if verbose == "quiet":
             yield Show()
         else:
-            show = _Bar(name, rounds)
+            show = _Bar(name, rounds, _tqdm() if verbose == "bar" else None)
             try:
                 yield show
             finally:
@@ -120,18 +133,19 @@ def shown(verbose: str, name: str, rounds: int) -> Iterator[Show]:
 
 
 class _Bar(Show):
-    """A bar: rounds that are over, and the first metric of each kind of step."""
+    """A bar, or lines: rounds that are over, and the first metric of each kind of step."""
 
-    def __init__(self, name: str, rounds: int) -> None:
-        tqdm = _tqdm()
+    def __init__(self, name: str, rounds: int, tqdm: ModuleType | None) -> None:
         self._name, self._rounds, self._found = name, rounds, dict[str, str]()
         self._bar: Any = None
+        self._round = self._printed = 0
         if tqdm is not None:
             self._bar = tqdm.tqdm(total=rounds, desc=name, unit="round")
         self._drawn = time.monotonic()
 
     def __call__(self, report: RoundReport) -> None:
-        """Draw the bar, or print a line."""
+        """Draw the bar, or note what a line will say."""
+        self._round = report.round
         self._found.pop("replies", None)
         self._found.update(_first_metric(report.aggregate))
         if report.dropped:
@@ -139,9 +153,13 @@ class _Bar(Show):
         if self._bar is not None:
             self._bar.n = report.round
             self._draw()
-        else:
+
+    def end_round(self) -> None:
+        """Print a line where there is no bar."""
+        if self._bar is None and self._round > self._printed:
+            self._printed = self._round
             text = ", ".join(f"{what} {value}" for what, value in self._found.items())
-            line = f"{self._name}: round {report.round} of {self._rounds}: {text}"
+            line = f"{self._name}: round {self._round} of {self._rounds}: {text}"
             print(line, file=sys.stderr, flush=True)
 
     def replies(self, done: int, asked: int) -> None:

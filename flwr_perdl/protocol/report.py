@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from flwr_perdl.core import html
 from flwr_perdl.core.checks import brief_repr, check_kind
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.protocol.records import Reply
@@ -54,6 +55,21 @@ class RoundReport(NamedTuple):
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
         return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return the fields as a table, for a notebook."""
+        return html.record(self)
+
+
+class History(list[RoundReport]):
+    """The reports of a run; a notebook shows a row for each."""
+
+    def _repr_html_(self) -> str:
+        rows = (
+            ({"round": one.round, "step": one.step, "left out": len(one.dropped)}, one.aggregate)
+            for one in self
+        )
+        return html.titled(f"{len(self)} exchanges", html.metrics_table(rows))
 
 
 def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]:

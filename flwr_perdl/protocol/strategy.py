@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_real
+from flwr_perdl.core.checks import Matrix, check_count, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation, Plan, why_absent
@@ -27,7 +27,7 @@ from flwr_perdl.protocol.options import (
     refuse_unknown,
     spelled,
 )
-from flwr_perdl.protocol.progress import VERBOSE, Show, shown
+from flwr_perdl.protocol.progress import Show, check_verbose, shown
 from flwr_perdl.protocol.records import (
     ANEW,
     ARRAYS,
@@ -43,7 +43,7 @@ from flwr_perdl.protocol.records import (
     to_record,
     to_records,
 )
-from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.report import History, RoundReport
 from flwr_perdl.protocol.request import (
     FAILED,
     REFUSED,
@@ -167,7 +167,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     @property
     def history(self) -> list[RoundReport]:
         """What happened so far: one report per training round and per evaluation."""
-        return [] if self._conversation is None else self._conversation.run.history
+        return History() if self._conversation is None else self._conversation.run.history
 
     @property
     def client_names(self) -> dict[int, str]:
@@ -226,7 +226,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         evaluate_fn: EvaluateFn | None = None,
         should_stop: Callable[[int, Result], bool] | None = None,
         *,
-        verbose: str = "log",
+        verbose: int | str | None = None,
     ) -> Result:
         """Run the protocol for ``num_rounds`` communication rounds.
 
@@ -253,8 +253,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             ``(server_round, result) -> bool``, called after each round with the result so far. The
             run ends when it returns true. A resumed run first calls it for the rounds that are
             done, with their metrics and the last arrays, so that it can count.
-        verbose : {"log", "bar", "quiet"}, default "log"
-            Flower's lines in the log, a progress bar, or neither. Warnings are always logged.
+        verbose : {0, 1, 2, "quiet", "lines", "log", "bar"}, optional
+            0, "quiet": warnings, which are always logged. 1, "lines": also a line per round. 2,
+            "log": Flower's lines, which say what a deployment waits for. "bar": a progress bar. By
+            default 1 where all clients are in this process (`InProcessGrid`), else 2.
 
         Raises
         ------
@@ -267,7 +269,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         configs, functions = (train_config, evaluate_config), (evaluate_fn, should_stop)
-        _check_start(grid, initial, timeout, configs, functions, verbose)
+        _check_start(grid, initial, timeout, configs, functions)
+        mode = check_verbose(verbose, local=_fixed(grid))
         least = 1 if len(initial) else self._least_rounds()
         rounds = (self._default_rounds or least) if num_rounds is None else num_rounds
         check_count("num_rounds", rounds, 1)
@@ -287,7 +290,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         conversation.begin(rounds)
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
-            with poll_faster(grid), shown(verbose, type(self).__name__, rounds) as self._show:
+            with poll_faster(grid), shown(mode, type(self).__name__, rounds) as self._show:
                 if hasattr(grid, "on_reply"):  # an InProcessGrid
                     grid.on_reply = self._show.replies
                 result = self._run_rounds(
@@ -344,6 +347,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             if evaluate_fn is not None:
                 metrics = evaluate_fn(round_, arrays)
                 _note("Server's evaluation", result.evaluate_metrics_serverapp, round_, metrics)
+            self._show.end_round()
             over = round_ and should_stop is not None and should_stop(round_, result)
             if over and round_ >= resumed:
                 log(INFO, "should_stop ends the run after round %d.", round_)
@@ -548,7 +552,6 @@ def _check_start(
     timeout: float | None,
     configs: Sequence[ConfigRecord | None],
     functions: Sequence[Callable[..., Any] | None],
-    verbose: str,
 ) -> None:
     """Check what `ProtocolStrategy.start` takes as Flower's strategies do."""
     check_kind("grid", grid, Grid, "a Grid")
@@ -560,7 +563,6 @@ def _check_start(
     for name, function in zip(("evaluate_fn", "should_stop"), functions, strict=True):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function or None, got {function!r}.")
-    check_choice("verbose", verbose, VERBOSE)
 
 
 @contextmanager

@@ -59,6 +59,7 @@ from flwr_perdl.clients._clusters import (
     TEMPERATURE,
     for_evaluations,
 )
+from flwr_perdl.core import html
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
@@ -131,6 +132,14 @@ class Clusters(NamedTuple):
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
         return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return the clusters as a table, for a notebook."""
+        rows = (
+            ({"cluster": number, "clients": size}, metrics)
+            for number, (size, metrics) in enumerate(zip(self.sizes, self.metrics, strict=True))
+        )
+        return html.titled(f"{len(self.sizes)} clusters", html.metrics_table(rows))
 
 
 class ClusteredFedAvg(ProtocolStrategy):

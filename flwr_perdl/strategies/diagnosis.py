@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from logging import INFO, WARNING
 from typing import Any, NamedTuple, Unpack
 
@@ -31,6 +32,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.keep_private import check_patterns, matched
+from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.protocol.compat import log
@@ -114,6 +116,10 @@ class Diagnosed(NamedTuple):
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
         return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return the sentence and the candidates' table, for a notebook."""
+        return html.titled(self.sentence, f"<pre>{escape(self.table())}</pre>")
 
 
 class Diagnosis(ShownAsCalled):
@@ -212,7 +218,7 @@ class Diagnosis(ShownAsCalled):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         *,
-        verbose: str = "log",
+        verbose: int | str | None = None,
     ) -> Result:
         """Train by all candidates, and return what the chosen one comes to.
 

@@ -162,7 +162,7 @@ class DiffusionAveraging(NeighborRelay):
         evaluate_fn: Any = None,
         should_stop: Callable[[int, Result], bool] | None = None,
         *,
-        verbose: str = "log",
+        verbose: int | str | None = None,
     ) -> Result:
         """Run ``num_rounds`` rounds of the algorithm, by default 3.
 

@@ -64,6 +64,8 @@ _TUNING = 10_000
 #: What a client measures: `Errors` but for the time.
 _ERRORS = ("error_full", "error_shared", "error_own")
 _ROWS = {"": "clients alike", "weak": "weak client"}
+#: Errors below it are drawn there.
+_EXACT = 1e-16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,22 +353,17 @@ def _outcome(
 def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequence[str]) -> Any:
     from perdl_experiments import plots  # an extra: clients must not need it
 
-    titles = {
-        "dimension": "dimension d",
-        "clients": "number of clients N",
-        "density": "non-zero codes (%)",
+    titles = {"dimension": "d = {}", "clients": "{} clients", "density": "{} % non-zero"}
+    names = [titles[axis].format(v) for axis, values in config.axes.items() for v in values]
+    panels = {
+        f"{part} atoms": {
+            METHODS[m]: [
+                max(v, _EXACT)
+                for axis in config.axes
+                for v in curves[f"error_{part}_weak_{m}_{axis}"]
+            ]
+            for m in methods
+        }
+        for part in ("shared", "own")
     }
-    panels = []  # side by side: the same with clients alike, and with a weak one
-    for part in ("shared", "own"):
-        for axis, values in config.axes.items():
-            for row, said in _ROWS.items():
-                prefix = f"{row}_" if row else ""
-                lines = {METHODS[m]: curves[f"error_{part}_{prefix}{m}_{axis}"] for m in methods}
-                panels.append(plots.Panel(titles[axis], f"{part} atoms, {said}", values, lines))
-    for row, said in _ROWS.items():
-        prefix = f"{row}_" if row else ""
-        times = {METHODS[m]: curves[f"seconds_{prefix}{m}"] for m in methods}
-        panels.append(
-            plots.Panel(titles["dimension"], f"seconds, {said}", config.dimensions, times)
-        )
-    return plots.panels(panels)
+    return plots.dots(panels, names, x="error of the weak client", log=True)

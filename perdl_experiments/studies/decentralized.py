@@ -337,19 +337,11 @@ def _figures(
             if np.isfinite(rounds[name])
         }
     return {
-        "curves": plots.panels(
-            [
-                plots.Panel(
-                    "communication round",
-                    "accuracy",
-                    range(1, 1 + len(curve)),
-                    {"the median node, and the range of all": curve.T},
-                    title=WORDS[name],
-                    linear=True,
-                    levels={"FedAvg at the end": level},
-                )
-                for name, curve in curves.items()
-            ]
+        "curves": plots.lines(
+            {WORDS[name]: curve.min(axis=1) for name, curve in curves.items()},
+            levels={"FedAvg at the end": level},
+            x="communication round",
+            y="accuracy of the worst node",
         ),
         "gaps": pictures.rounds_against_gaps(costs),
     }

@@ -47,9 +47,11 @@ from flwr_perdl.clients.perma import CHOOSE, HELD_OUT
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
+from flwr_perdl.protocol.request import FAILED as FAILED_REPLY
+from flwr_perdl.protocol.request import LEFT_OUT, REFUSED
 from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
-from flwr_perdl.strategies import PerMA, RoundReport
+from flwr_perdl.strategies import PerMA, RoundReport, client_report
 from perdl_experiments.baselines import (
     GENEROSITY,
     PENALTIES,
@@ -58,7 +60,7 @@ from perdl_experiments.baselines import (
     sklearn_dictionary,
 )
 from perdl_experiments.data import cached_by_file, load_images
-from perdl_experiments.engine import EvaluateFn
+from perdl_experiments.engine import EvaluateFn, Federated
 from perdl_experiments.measures import Quality, quality
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
@@ -98,6 +100,8 @@ CURVE_N_NONZERO = 10
 TABLE_N_NONZERO = (10, 20)
 PICTURE_N_NONZERO = 5
 FIELDS = Quality._fields
+#: Clients whose own atoms are drawn, and how many of each.
+DRAWN, SHOWN = 3, 12
 #: What is measured, in the order of the tables.
 ROWS = (
     *("global", "full", "local", "average", "pooled", "sklearn"),
@@ -222,19 +226,25 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         "sklearn": [general],
     }
     measured = {name: _measured(task.test, them, task.shape) for name, them in learned.items()}
+    each: dict[str, dict[int, Matrix]] = {}
     for name, them in {"own_global": [global_atoms] * len(clients), "own_local": alone}.items():
-        measured[name] = _mean(
-            [_measured(task.own_test(i), [them[i]], task.shape) for i in clients]
-        )
-    last = federated.history[-1].metrics.values()
+        each[name] = {i: _measured(task.own_test(i), [them[i]], task.shape) for i in clients}
+        measured[name] = _mean(list(each[name].values()))
+    last = federated.history[-1].metrics
     for name in ("full", "own_full"):
         if len(global_atoms) == config.n_atoms:
             measured[name] = measured[name.replace("full", "global")]
             continue
         names = [[_reported(field, name, k) for k in N_NONZERO] for field in FIELDS]
-        measured[name] = _mean([np.array([[m[one] for one in row] for row in names]) for m in last])
+        each[name] = {
+            i: np.array([[metrics[one] for one in row] for row in names])
+            for i, metrics in last.items()
+        }
+        measured[name] = _mean(list(each[name].values()))
+    each.setdefault("own_full", each["own_global"])
     records = [record for name in ROWS for record in _records(name, measured[name])]
     records.append(Record("perma_seconds", federated.seconds, unit="s"))
+    records += _by_client(task, each, client_report(federated.history))
     records.append(Record("samples_per_client", len(task.clients[0])))
     tuned: dict[str, Mapping[str, NDArray[Any]]] = {}
     if config.methods == "all":
@@ -262,7 +272,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "alone_atoms": np.stack(alone),
             "image_shape": np.array(task.shape),
         },
-        figures=_figures(task, global_atoms, alone[0], pooled, curve, levels)
+        figures=_figures(task, federated, alone[0], pooled, curve, levels)
         | _choice(tried, n_global),
         facts={**_facts(config, task, tuned), "n_global": n_global},
         **federated.cost,
@@ -401,6 +411,26 @@ def _records(method: str, measured: Matrix) -> Iterator[Record]:
             yield Record(field, float(measured[i, j]), method, {"k": k})
 
 
+def _by_client(
+    task: Task, each: Mapping[str, Mapping[int, Matrix]], counts: Mapping[int, Mapping[str, float]]
+) -> Iterator[Record]:
+    """Yield every client's errors, and how many of its replies were left out."""
+    for i, happened in counts.items():
+        at = {"client": _called(task, i)}
+        for name, found in each.items():
+            if i in found:
+                error = found[i][0, N_NONZERO.index(CURVE_N_NONZERO)]
+                yield Record("client_mse", float(error), name, at)
+        out = sum(happened.get(what, 0) for what in (FAILED_REPLY, REFUSED, LEFT_OUT))
+        yield Record("client_left_out", f"{out:.3g} of {happened['asked']:.0f}", "", at)
+
+
+def _called(task: Task, i: int) -> str:
+    """Return a client's number, and what most of its images show, or its name."""
+    kind = f"label {task.kinds[i]}" if task.names is None else task.names[task.kinds[i]]
+    return f"{i} ({kind})" if task.natural else f"{i} (mostly {kind})"
+
+
 def _on_held_out(task: Task) -> EvaluateFn:
     """Return the server's evaluation: held-out images with the global atoms alone."""
 
@@ -441,7 +471,7 @@ def _facts(
 
 def _figures(
     task: Task,
-    global_atoms: Matrix,
+    federated: Federated,
     alone: Matrix,
     pooled: Matrix,
     curve: list[float],
@@ -450,25 +480,27 @@ def _figures(
     from perdl_experiments import plots  # an extra: clients must not need it
 
     one_each = [int(np.argmax(task.test_kinds == kind)) for kind in np.unique(task.test_kinds)]
-    kind = f"label {task.kinds[0]}" if task.names is None else task.names[task.kinds[0]]
-    own = "" if task.natural else f"\n(mostly {kind})"
+    global_atoms = federated.arrays[0]
+    own_kind = f"client {_called(task, 0)}, alone"
     shown = task.test[one_each[:10]]
     k = PICTURE_N_NONZERO
     rows = {
         "original": shown,
-        f"client 0 alone{own}": _rebuild(shown, alone, k),
+        own_kind: _rebuild(shown, alone, k),
         "PerMA,\nglobal atoms": _rebuild(shown, global_atoms, k),
         "pooled data": _rebuild(shown, pooled, k),
     }
-    dictionaries = {
-        "PerMA's global atoms": global_atoms,
-        "Client 0 alone": alone,
-        "Pooled data": pooled,
+    own = {
+        f"client {_called(task, i)}: its own": D
+        for i, D in enumerate(federated.local_atoms[:DRAWN])
+        if len(D)
     }
+    dictionaries = {"shared by all": global_atoms, **own, "pooled data": pooled}
     by_use = {
         title: D[np.argsort(-np.sum((task.test @ D.T) ** 2, axis=0))]
         for title, D in dictionaries.items()
     }
+    by_use |= {title: by_use[title][:SHOWN] for title in own}
     return {
         "reconstructions": plots.images(rows, task.shape),
         "error": plots.lines(

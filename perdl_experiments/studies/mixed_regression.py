@@ -471,7 +471,7 @@ def _figure(study: Study) -> Any:
                 limits=(level / 2, None),
             )
         )
-    return plots.panels(drawn, columns=1, height=3.9)
+    return plots.panels(drawn, columns=1, height=2.7)
 
 
 def _extended(errors: Matrix, length: int) -> Matrix:

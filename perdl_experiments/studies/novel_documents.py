@@ -185,7 +185,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             "novel": stream.novel[stream.steps],
             "scores": np.stack([scores["network"][t].mean(axis=0) for t in stream.steps]),
         },
-        figures={"fig7": _figure(stream, scores, areas)},
+        figures={"fig7": _figure(stream.steps, areas)},
         rounds=int(sum(int(one["rounds"]) for one in own)),
         floats_up=sent,
         floats_down=sent,
@@ -383,27 +383,15 @@ def _stream(data: str, seed: int, terms: int, block: int, how: str = "plain") ->
     return Stream(X.astype(np.float32), kept, novel, steps, documents.about, n - n_blocks * block)
 
 
-def _figure(
-    stream: Stream,
-    scores: Mapping[str, Mapping[int, Matrix]],
-    areas: Mapping[str, Mapping[int, Sequence[float]]],
-) -> Any:
-    from sklearn.metrics import roc_curve  # an extra: not needed to import this module
-
+def _figure(steps: Sequence[int], areas: Mapping[str, Mapping[int, Sequence[float]]]) -> Any:
     from perdl_experiments import plots  # an extra
 
-    curves = {
-        f"time step {t}": {
-            f"{METHODS[name]}: {np.mean(areas[name][t]):.2f}": (
-                *roc_curve(stream.novel[t], by_step[t][0])[:2],
-                "--" if name == "full" else "-",  # it often lies on the network's
-            )
-            for name, by_step in scores.items()
-            if t in by_step
-        }
-        for t in stream.steps
+    lines = {
+        METHODS[name]: [float(np.mean(by_step[t])) if t in by_step else np.nan for t in steps]
+        for name, by_step in areas.items()
     }
-    return plots.roc_curves(curves, x="false alarms", y="novel documents detected")
+    drawn = plots.Panel("time step", "area under the ROC curve", steps, lines, linear=True)
+    return plots.panels([drawn], columns=1, height=3.0)
 
 
 def _facts(

@@ -72,6 +72,8 @@ _PATIENTS = 12
 _RESPONSE, _FEATURES = "mean concavity", ("mean radius", "mean texture", "mean smoothness")
 #: Probability that an interval covers the mean difference.
 _COVERAGE = 0.95
+#: Coefficients that are drawn.
+_DRAWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,6 +462,7 @@ def _figures(table: Data, final: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
 
     models = final["models"].copy()
     models[:, -1] -= models[:, -1].mean()
-    groups = {f"cluster {j + 1}": theta[:, None].tolist() for j, theta in enumerate(models)}
-    names = [*table.features, "intercept"]
-    return {"coefficients": plots.dots(groups, names, x="coefficient")}
+    names, most = [*table.features, "intercept"], np.argsort(-np.ptp(models, axis=0))[:_DRAWN]
+    groups = {f"cluster {j + 1}": list(theta[most]) for j, theta in enumerate(models)}
+    rows = [names[i] for i in most]
+    return {"coefficients": plots.dots({"": groups}, rows, x="coefficient")}

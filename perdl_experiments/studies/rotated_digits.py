@@ -308,7 +308,7 @@ def _figures(curves: Mapping[str, Matrix]) -> dict[str, Any]:
     return {
         "curves": plots.lines(by_round, x="communication round", y="accuracy"),
         "seeds": plots.dots(
-            {"": [rows[:, -1].tolist() for rows in curves.values()]},
+            {"": {"": [rows[:, -1] for rows in curves.values()]}},
             [METHODS[name] for name in curves],
             x="accuracy",
         ),

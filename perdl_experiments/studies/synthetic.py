@@ -110,6 +110,11 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             Record("error", local, "local"),
             Record("error", local[:, :strong] if strong else 0.0, "local_strong"),
             Record("error", local.max(axis=1), "local_worst"),
+            *(
+                Record("client_error", errors[:, i], name, {"client": f"client {i}"})
+                for i in range(config.clients)
+                for name, errors in {"alone": alone, "together": together, "own": local}.items()
+            ),
         ],
         curves=curves,
         arrays={
@@ -164,8 +169,10 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
     return {
         "clients": plots.dots(
             {
-                title: np.maximum(errors, EXACT).T.tolist()
-                for title, errors in {"clients alone": alone, "together (PerMA)": together}.items()
+                "": {
+                    "clients alone": list(np.maximum(alone, EXACT).T),
+                    "together (PerMA)": list(np.maximum(together, EXACT).T),
+                }
             },
             [f"client {i}" for i in range(alone.shape[1])],
             x=error,

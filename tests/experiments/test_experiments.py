@@ -73,6 +73,17 @@ def test_digits_has_the_papers_figures(digits):
     assert "PerMA, global + local" in (out / "report.html").read_text(encoding="utf-8")
 
 
+def test_digits_report_shows_every_client_and_own_atoms(digits):
+    results, _ = digits
+    (clients,) = [one for one in results["tables"] if one["columns"][0] == "client"]
+    assert len(clients["rows"]) == 10
+    shown = np.array([row[1:4] for row in clients["rows"]], float).mean(axis=0)
+    metrics = [results["metrics"][f"mse_own_{name}_10"] for name in ("local", "global", "full")]
+    assert shown == pytest.approx(metrics, abs=1e-4)
+    (atoms,) = [one for one in results["figures"] if one["file"] == "atoms.png"]
+    assert atoms["alt"].count("its own") == 3
+
+
 def test_digits_collaboration_pays(digits):
     metrics = digits[0]["metrics"]
     for k in (5, 10):

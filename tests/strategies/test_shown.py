@@ -1,9 +1,12 @@
-"""What a run shows: the log, a bar, lines where there is no tqdm, or nothing; and short reprs."""
+"""What a run shows: the log, a bar, lines, or nothing; and what a notebook shows."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from base64 import b64decode
+from collections import Counter
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -11,8 +14,11 @@ from flwr.app import Context
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.diffusion import Topology, metropolis_weights
+from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from flwr_perdl.protocol.report import History
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import Clusters, Diagnosed, PerMA, RoundReport
 
 X = np.random.default_rng(0).standard_normal((3, 30, 6))
 
@@ -25,28 +31,33 @@ def grid() -> InProcessGrid:
     return InProcessGrid(client_app(make_client), len(X))
 
 
-@pytest.mark.parametrize("verbose", ["log", "bar", "lines", "quiet"])
+@pytest.mark.parametrize(
+    ("verbose", "mode"),
+    [(2, "log"), ("bar", "bar"), (None, "lines"), ("bar", "lines"), ("quiet", "quiet")],
+)
 def test_a_run_shows_what_is_asked(
-    verbose: str,
+    verbose: int | str | None,
+    mode: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    if verbose == "lines":
+    if mode == "lines":
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     logger = logging.getLogger("flwr")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, "flwr")
     strategy = PerMA(n_global=2)
-    strategy.start(grid(), num_rounds=2, verbose="bar" if verbose == "lines" else verbose)
+    strategy.start(grid(), num_rounds=2, verbose=verbose)
     assert logger.level == logging.INFO
-    assert bool(caplog.records) == (verbose == "log")
+    assert bool(caplog.records) == (mode == "log")
     error = capfd.readouterr().err
     last = strategy.history[-1].aggregate["loss"]
-    if verbose == "bar":
+    if mode == "bar":
         assert "PerMA: 100%" in error
         assert f"loss={last:.4g}" in error
-    elif verbose == "lines":
+    elif mode == "lines":
+        assert len(error.splitlines()) == 2  # of a round, its evaluation included
         assert error.splitlines()[-1].startswith("PerMA: round 2 of 2: mse ")
         assert error.rstrip().endswith(f"loss {last:.4g}")
     else:
@@ -56,3 +67,61 @@ def test_a_run_shows_what_is_asked(
 def test_an_unknown_way_to_show_is_refused_before_the_run() -> None:
     with pytest.raises(ValueError, match="verbose must"):
         PerMA(n_global=2).start(grid(), verbose="loud")
+
+
+class Pictures(HTMLParser):
+    """What a notebook's HTML has in it."""
+
+    def __init__(self, shown: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.images: list[str] = []
+        self.feed(shown)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        if tag == "img":
+            self.images.append(dict(attrs)["src"] or "")
+
+
+def test_a_notebook_shows_a_history_and_a_report_as_tables() -> None:
+    strategy = PerMA(n_global=2)
+    strategy.start(grid(), num_rounds=40, verbose=0)
+    tags = Pictures(strategy.history._repr_html_()).tags  # type: ignore[attr-defined]
+    assert tags["tr"] < len(strategy.history)  # of many the first and the last
+    assert tags["td"] == (tags["tr"] - 1) * tags["th"]
+    assert Pictures(strategy.history[0]._repr_html_()).tags["tr"] == 1 + len(RoundReport._fields)
+
+
+def test_a_notebook_shows_atoms_as_images_where_they_are_square() -> None:
+    sites = list(np.random.default_rng(0).standard_normal((3, 40, 9)))
+    model = PersonalizedDictionaryLearning(4, 2, learner=OrthogonalLearner, rounds=2)
+    assert not Pictures(model._repr_html_()).images
+    images = Pictures(model.fit(sites)._repr_html_()).images
+    assert len(images) == 1 + len(sites)
+    assert all(
+        one.startswith("data:image/png;base64,")
+        and b64decode(one.partition(",")[2]).startswith(b"\x89PNG")
+        for one in images
+    )
+    tables = [X[:, :8] for X in sites]
+    assert not Pictures(model.fit(tables)._repr_html_()).images
+
+
+@pytest.mark.parametrize(
+    ("topology", "edges"), [(Topology.star(6), 5), (Topology.from_edges(4, [(0, 1)]), 1)]
+)
+def test_a_notebook_draws_a_topology_and_its_weights(topology: Topology, edges: int) -> None:
+    for drawn in (topology, metropolis_weights(topology)):
+        tags = Pictures(drawn._repr_html_()).tags
+        assert (tags["svg"], tags["circle"], tags["path"]) == (1, topology.n_nodes, edges)
+
+
+def test_what_a_notebook_shows_is_escaped() -> None:
+    clusters = Clusters([], {0: 0}, [1], [{"<script>": 1.0}])
+    diagnosed = Diagnosed("shared", "<script>", 1.0, {"shared": np.ones(2)}, [0, 1], {})
+    report = RoundReport(1, "<script>", {}, {}, {"a": "<script>"}, 0.0, 0.0, {})
+    for one in (clusters, diagnosed, report, History([report])):
+        shown = one._repr_html_()
+        assert "script" in shown
+        assert not Pictures(shown).tags["script"]
