@@ -15,8 +15,8 @@ gradient step ``eta``, Alg. 5 line 3    :class:`GradientLearner`
 
 Deviations: Algorithm 4 also learns thin dictionaries (fewer atoms than features); Algorithm 5's
 step is scaled by default, ``eta = 0.5 / ||C' C||_2``, as a fixed one stalls, and its atoms are
-brought back to unit norm; learners whose atoms need not be orthogonal code by orthogonal matching pursuit
-that stops at the threshold. MOD, approximate K-SVD and online dictionary learning
+brought back to unit norm; learners whose atoms need not be orthogonal code by orthogonal matching
+pursuit that stops at the threshold. MOD, approximate K-SVD and online dictionary learning
 (:class:`LassoLearner`) are not in the paper.
 
 No start and no update puts a raw sample into a dictionary: starts are random rotations of the
