@@ -10,6 +10,7 @@ from flwr_perdl.dictionary.aggregation import (
     common_start,
     local_statistics,
 )
+from flwr_perdl.dictionary.assumptions import Assumptions, assumptions
 from flwr_perdl.dictionary.atoms import (
     AtomMatch,
     atom_distances,
@@ -42,11 +43,13 @@ from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global,
 from flwr_perdl.dictionary.perpca import PersonalizedPCA, personalized_pca
 from flwr_perdl.dictionary.polar import polar_factor
 from flwr_perdl.dictionary.refinement import refine_local
+from flwr_perdl.dictionary.spectral import spectral_start
 from flwr_perdl.dictionary.warm_start import WarmStart, iterate, warm_start
 
 __all__ = [
     "Aggregation",
     "Alignment",
+    "Assumptions",
     "AtomMatch",
     "CodeSums",
     "Factors",
@@ -64,6 +67,7 @@ __all__ = [
     "aggregate_atoms",
     "aggregate_statistics",
     "align_to_global",
+    "assumptions",
     "atom_distances",
     "atom_support",
     "average_dictionaries",
@@ -85,6 +89,7 @@ __all__ = [
     "robust_components",
     "soft_threshold",
     "sparse_code",
+    "spectral_start",
     "update_weights",
     "warm_start",
 ]

@@ -14,9 +14,9 @@ gradient step ``eta``, Alg. 5 line 3    :class:`GradientLearner`
 ======================================= ====================================================
 
 Deviations: Algorithm 4 also learns thin dictionaries (fewer atoms than features); Algorithm 5's
-step is scaled, ``eta = 0.5 / ||C' C||_2``, and its atoms are brought back to unit norm, without
-which it stalls; learners whose atoms need not be orthogonal code by orthogonal matching pursuit
-that stops at the threshold. MOD, approximate K-SVD and online dictionary learning
+step is scaled by default, ``eta = 0.5 / ||C' C||_2``, as a fixed one stalls, and its atoms are
+brought back to unit norm; learners whose atoms need not be orthogonal code by orthogonal matching
+pursuit that stops at the threshold. MOD, approximate K-SVD and online dictionary learning
 (:class:`LassoLearner`) are not in the paper.
 
 No start and no update puts a raw sample into a dictionary: starts are random rotations of the
@@ -428,7 +428,7 @@ class GeneralLearner(ThresholdLearner):
 class GradientLearner(GeneralLearner):
     """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
 
-    The step's length is ``0.5 / ||C.T @ C||_2``. Algorithm 5 as printed is ``coding="threshold"``.
+    Algorithm 5 as printed is ``coding="threshold"`` with a number ``eta``, but for the unit atoms.
 
     Parameters
     ----------
@@ -444,6 +444,11 @@ class GradientLearner(GeneralLearner):
         no atom's product with what is left of the sample reaches the threshold. "threshold": the
         paper's, as in `OrthogonalLearner`. It counts twice what two atoms have in common, and needs
         a start near the truth or nearly orthogonal atoms; on images the error can grow.
+    eta : float or "auto", default "auto"
+        The step: ``D + 2 * eta * C.T @ (X - C @ D)``. The sum is over samples, so a number must
+        fall with their count, and diverges above ``1 / ||C.T @ C||_2``; "auto" is half of that.
+        With "statistics" of `PerMA` it counts at the clients alone: the server solves for the
+        shared atoms.
 
     Examples
     --------
@@ -451,11 +456,23 @@ class GradientLearner(GeneralLearner):
     >>> from flwr_perdl.dictionary import GradientLearner, warm_start
     >>> rng = np.random.default_rng(0)
     >>> X = rng.standard_normal((100, 6))
-    >>> warm_start(X, GradientLearner(8, n_nonzero=2), rng=rng, n_iter=5).dictionary.shape
+    >>> learner = GradientLearner(8, n_nonzero=2, eta=0.001)
+    >>> warm_start(X, learner, rng=rng, n_iter=5).dictionary.shape
     (8, 6)
     """
 
+    eta: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if not is_auto("eta", self.eta):
+            check_real("eta", self.eta, 0, 1e150, open_low=True)
+
     def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
+        if self.eta != "auto":
+            share = 1 / (1 + 2 * self.eta)  # of any length: no overflow
+            return normalize_atoms(share * D + 2 * self.eta * share * (products - gram @ D), D)
         curvature = float(np.linalg.norm(gram, 2))
         if curvature == 0:
             return D.copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +114,7 @@ class Run(NamedTuple):
 
 
 def simulate(
-    clients: Clients,
+    clients: Clients | Callable[[int], Clients],
     settings: TwoPhase,
     n_rounds: int,
     *,
@@ -129,8 +129,9 @@ def simulate(
 
     Parameters
     ----------
-    clients : Clients
-        Who answers.
+    clients : Clients, or callable
+        Who answers. ``clients(round_)``, rounds from 1, may return the same clients with fresh
+        samples, as P2's analysis has them.
     settings : TwoPhase
         What is asked.
     n_rounds : int
@@ -176,7 +177,7 @@ def simulate(
 
 
 def simulate_rounds(
-    clients: Clients,
+    clients: Clients | Callable[[int], Clients],
     settings: TwoPhase,
     n_rounds: int,
     *,
@@ -194,19 +195,42 @@ def simulate_rounds(
     >>> clients = Clients(X, X[..., 0])
     >>> [state.step for state in simulate_rounds(clients, TwoPhase(1), 4)]
     ['moment', 'moment', 'moment', 'update']
+    >>> def fresh(round_):
+    ...     X = np.random.default_rng(round_).standard_normal((20, 8, 2))
+    ...     return Clients(X, X[..., 0])
+    >>> *_, last = simulate_rounds(fresh, TwoPhase(1), 12)
+    >>> bool(np.abs(last.centers - [[1, 0]]).max() < 0.01)
+    True
     """
-    check_kind("clients", clients, Clients, "Clients")
     check_kind("settings", settings, TwoPhase, "a TwoPhase")
     check_count("n_rounds", n_rounds)
     check_count("seed", seed)
     check_real("dropout", dropout, 0, 1)
+    first = here = _drawn(clients, 1)
     if centers is not None:
-        centers = check_array("centers", centers, columns=clients.X[0].shape[1])
+        centers = check_array("centers", centers, columns=first.X[0].shape[1])
     run = two_phases(settings, settings.begin(centers))
     ask = next(run)
     for round_ in range(1, n_rounds + 1):
         rng = spawn(seed, SERVER, round_)
-        present = rng.random(len(clients)) >= dropout if dropout else None
+        if round_ > 1 and here is not clients:
+            here = _drawn(clients, round_, first)
+        present = rng.random(len(here)) >= dropout if dropout else None
         if present is None or present.any():
-            ask = run.send((clients.answer(ask.drawn(rng), present), rng))
+            ask = run.send((here.answer(ask.drawn(rng), present), rng))
         yield ask.state
+
+
+def _drawn(
+    clients: Clients | Callable[[int], Clients], round_: int, like: Clients | None = None
+) -> Clients:
+    """Return the clients of a round, as many and with as many features as in the first."""
+    here = clients(round_) if callable(clients) else clients
+    check_kind("clients", here, Clients, "Clients, or a function that returns them")
+    shape, wanted = ((len(one), one.X[0].shape[1]) for one in (here, like or here))
+    if shape != wanted:
+        raise ValueError(
+            f"clients must be {wanted[0]} with {wanted[1]} features in every round, got {shape[0]} "
+            f"with {shape[1]} in round {round_}."
+        )
+    return here

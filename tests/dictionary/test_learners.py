@@ -145,6 +145,18 @@ def test_the_gradient_step_by_hand():
     D = np.array([[0.0, 1.0], [1.0, 0.0]])
     new = GradientLearner(2).update(X, C, D)
     assert np.allclose(new, normalize_atoms(np.array([[2.0, 0.0], [0.75, 1.0]])))
+    assert np.allclose(GradientLearner(2, eta=0.25).update(X, C, D), new)  # 0.5 / ||C'C||_2
+    # eta = 1/8: a quarter of C'X - C'C D is added.
+    new = GradientLearner(2, eta=0.125).update(X, C, D)
+    assert np.allclose(new, normalize_atoms(np.array([[1.0, 0.5], [0.875, 0.5]])))
+    huge = GradientLearner(2, eta=1e150).update(*(a.astype(np.float32) for a in (X, C, D)))
+    assert np.allclose(huge, normalize_atoms(np.array([[4.0, -2.0], [-0.5, 2.0]])))
+
+
+@pytest.mark.parametrize("eta", [0, -1.0, np.inf, "no", None])
+def test_a_step_size_is_a_positive_number(eta):
+    with pytest.raises((ValueError, TypeError), match="eta"):
+        GradientLearner(2, eta=eta)
 
 
 def test_ksvd_by_hand():

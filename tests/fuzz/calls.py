@@ -49,6 +49,7 @@ WORK = {
     "n_steps",
     "n_iterations",
     "n_products",
+    "n_pairs",
 }
 #: What the library makes itself, and would only be slower to check: results and states.
 RECORDS = {"Ask", "CombinationMatrix", "Descent", "Inbox", "State", "Topology"}
@@ -168,6 +169,7 @@ VALID: dict[str, Callable[[], Any]] = {
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "Combine": {"start": lambda: [_normal(D)]},
     "Clients": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
+    "assumptions": {"local": lambda: [_atoms()]},
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "LocalPrivacy": {"delta": lambda: 1e-5},
