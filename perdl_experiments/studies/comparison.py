@@ -65,7 +65,7 @@ _TUNING = 10_000
 _ERRORS = ("error_full", "error_shared", "error_own")
 _ROWS = {"": "clients alike", "weak": "weak client"}
 #: Errors below it are drawn there.
-_EXACT = 1e-16
+_DRAWN = 1e-16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +358,7 @@ def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequ
     panels = {
         f"{part} atoms": {
             METHODS[m]: [
-                max(v, _EXACT)
+                max(v, _DRAWN)
                 for axis in config.axes
                 for v in curves[f"error_{part}_weak_{m}_{axis}"]
             ]
