@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: help run test test-all coverage test-kernels torch trackers lint bench bench-check docs-figures gallery tutorials site site-version fuzz fuzz-properties dist clean
+.PHONY: help run test test-all coverage test-kernels torch trackers lint bench bench-check rivals docs-figures gallery tutorials site site-version fuzz fuzz-properties dist clean
 .DEFAULT_GOAL := help
 
 help:  # this list
@@ -84,6 +84,13 @@ bench: .venv/.installed  # all benchmarks and their tables
 # No ratio of times a fifth worse than the stored one, or than its commit's here; ARGS names benchmarks.
 bench-check: .venv/.installed  # has a ratio of times become worse?
 	.venv/bin/python benchmarks/_check.py $(ARGS)
+
+# Each rival in an environment of its own, some gigabytes with PyTorch; ARGS: the number of seeds.
+RIVAL_fluke := fluke-fl==0.8.1
+RIVAL_fedlab := fedlab==1.3.0
+RIVAL_gossipy := gossipy-dfl==0.0.1
+rivals: .venv/.installed $(patsubst %,.venv-rivals-%/.installed,fluke fedlab gossipy)  # beside other libraries
+	.venv/bin/python benchmarks/rivals.py $(ARGS)
 
 # The measured figures in docs/.
 docs-figures: .venv/.installed  # the measured figures in docs/
@@ -163,6 +170,10 @@ $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	    PYTHON=$$python .ci/venv .venv-smoke-$* --editable '.[experiments]' flwr==$(NEWEST)
 	@touch $@
 .PRECIOUS: .venv-smoke-%/.installed
+
+.venv-rivals-%/.installed: Makefile
+	.ci/venv .venv-rivals-$* $(RIVAL_$*) torch==$(TORCH) torchvision
+	@touch $@
 
 .venv-dist/.installed:
 	.ci/venv .venv-dist build twine check-wheel-contents

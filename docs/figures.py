@@ -37,6 +37,7 @@ PAGES = (
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "security-tests.md",
     ROOT / "docs" / "speed.md",
+    ROOT / "docs" / "rivals.md",
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "clustered-learning.md",
     ROOT / "docs" / "keep-a-part-private.md",

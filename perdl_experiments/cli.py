@@ -429,9 +429,8 @@ def up(
 @app.command()
 def bench() -> None:
     """Run the scripts in the folder benchmarks/."""
-    # Those beside another library install it first, some gigabytes.
     scripts = sorted(Path("benchmarks").glob("[!_]*.py"))
-    scripts = [script for script in scripts if not script.name.startswith("beside_")]
+    scripts = [script for script in scripts if script.name != "rivals.py"]  # has environments
     with _errors_in_a_sentence():
         if not scripts:
             raise ValueError("benchmarks must be a folder with scripts here: there is none.")

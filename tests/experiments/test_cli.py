@@ -181,3 +181,12 @@ def check_estimator_of(out, atoms):
         PersonalizedDictionaryLearning.from_run(out)
     with pytest.raises(ValueError, match="folder must"):
         PersonalizedDictionaryLearning.from_run(out / "state")
+
+
+def test_bench_leaves_out_what_installs_other_libraries(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("benchmarks").mkdir()
+    for name in ("coding", "rivals"):
+        Path(f"benchmarks/{name}.py").write_text(f"open('ran-{name}', 'w').close()")
+    assert invoke("bench").exit_code == 0
+    assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-coding"]
