@@ -273,33 +273,41 @@ class DictionaryClient(LearnerClient):
             if self.past is not None:  # whose sums know the atoms by their places
                 after = updated
         if bound is not None:
-            # Each sample's term depends on that sample and on G alone: it is coded by itself, and
-            # without the local atoms, which all samples have made. It is in float64, whose rounding
-            # errors are no part of a bound, and not rounded in a unit that all samples have made.
-            codes = np.vstack([learner.code(x[None], G) for x in X])
-            full = completed(X.astype(np.float64), codes, G)
-            sent = bounded_statistics(full, codes, bound, orthogonal=learner.orthogonal)
-            return sent, errors[0], after
+            return self._bounded(X, G, bound), errors[0], after
         if batches is not None:
-            sent = found.statistics
-            if MAX_WEIGHT in config:  # of a secure sum
-                if self.past is not None:
-                    raise ValueError("past must be None where sums are secure, got sums.")
-                sent = _scaled(found.energy, sent)
+            sent, energy = found.statistics, found.energy
         elif statistics:
-            full = completed(X, C, D)
-            # Asked before the sums are formed, since what a withheld atom explains counts as local.
-            shared = self.may_send(C[:, :r], full - reconstruct(C[:, r:], D[r:]))
-            sent = local_statistics(full, C, D, shared, orthogonal=learner.orthogonal)
-            if has_missing(X):  # a withheld entry's sum is that of a reconstruction
-                entries = may_send_entries(C[:, :r], X, self.min_support)
-                sent[:, r:] = np.where(entries, sent[:, r:], sent[:, :r] @ D[:r])
-            if MAX_WEIGHT in config:  # of a secure sum
-                sent = _scaled(float(np.vdot(full, full)), sent)
+            sent, energy = self._statistics(X, C, D, r)
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
+        if statistics and MAX_WEIGHT in config:  # of a secure sum
+            if self.past is not None:
+                raise ValueError("past must be None where sums are secure, got sums.")
+            sent = _scaled(energy, sent)
         return _rounded(sent, self.digits), errors[0], after
+
+    def _statistics(self, X: Matrix, C: Matrix, D: Matrix, r: int) -> tuple[Matrix, float]:
+        """Return the statistics of the first ``r`` atoms, and the samples' energy."""
+        full = completed(X, C, D)
+        # Asked before the sums are formed, since what a withheld atom explains counts as local.
+        shared = self.may_send(C[:, :r], full - reconstruct(C[:, r:], D[r:]))
+        sent = local_statistics(full, C, D, shared, orthogonal=self.learner.orthogonal)
+        if has_missing(X):  # a withheld entry's sum is that of a reconstruction
+            entries = may_send_entries(C[:, :r], X, self.min_support)
+            sent[:, r:] = np.where(entries, sent[:, r:], sent[:, :r] @ D[:r])
+        return sent, float(np.vdot(full, full))
+
+    def _bounded(self, X: Matrix, G: Matrix, bound: float) -> Matrix:
+        """Return the statistics to which each sample adds ``bound`` at most, for a sum with noise.
+
+        Each sample's term depends on that sample and on G alone: it is coded by itself, and without
+        the local atoms, which all samples have made. It is in float64, whose rounding errors are no
+        part of a bound, and not rounded in a unit that all samples have made.
+        """
+        codes = np.vstack([self.learner.code(x[None], G) for x in X])
+        full = completed(X.astype(np.float64), codes, G)
+        return bounded_statistics(full, codes, bound, orthogonal=self.learner.orthogonal)
 
     def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
         """Return the local atoms, and whether they had to be made anew.

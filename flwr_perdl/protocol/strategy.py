@@ -269,8 +269,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         configs, functions = (train_config, evaluate_config), (evaluate_fn, should_stop)
-        _check_start(grid, initial, timeout, configs, functions)
-        mode = check_verbose(verbose, local=_fixed(grid))
+        mode = _check_start(grid, initial, timeout, configs, functions, verbose)
         least = 1 if len(initial) else self._least_rounds()
         rounds = (self._default_rounds or least) if num_rounds is None else num_rounds
         check_count("num_rounds", rounds, 1)
@@ -552,8 +551,9 @@ def _check_start(
     timeout: float | None,
     configs: Sequence[ConfigRecord | None],
     functions: Sequence[Callable[..., Any] | None],
-) -> None:
-    """Check what `ProtocolStrategy.start` takes as Flower's strategies do."""
+    verbose: int | str | None,
+) -> str:
+    """Check what `ProtocolStrategy.start` takes, and return what is shown."""
     check_kind("grid", grid, Grid, "a Grid")
     check_kind("initial_arrays", initial_arrays, ArrayRecord, "an ArrayRecord or None")
     if timeout is not None:
@@ -563,6 +563,7 @@ def _check_start(
     for name, function in zip(("evaluate_fn", "should_stop"), functions, strict=True):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function or None, got {function!r}.")
+    return check_verbose(verbose, local=_fixed(grid))
 
 
 @contextmanager

@@ -77,7 +77,7 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
 from flwr_perdl.protocol.report import summarized
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.clustering import average_updates
@@ -380,19 +380,18 @@ class ClusteredFedAvg(ProtocolStrategy):
                 model=stacks,
                 most=sum(map(prod, combine.shapes)),
                 combine=combine,
-                secure=sum_channel(
-                    self._secure,
-                    self.privacy,
-                    [np.asarray(stack[0]) for stack in stacks],
-                    of="changes",
-                    metrics={CLUSTER: 0.0},
-                ),
+                secure=self._channel(stacks),
             )
             # An absent client keeps the cluster that it chose last, until the next choice.
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}
             now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
             moved, memory = self._moved(stacks, replies, state)
             state = _state(moved, round_ + 1, now, memory)
+
+    def _channel(self, stacks: list[Matrix]) -> Channel | None:
+        """Return how the sum of the changes is gathered where the server gets no more."""
+        model, metrics = [np.asarray(stack[0]) for stack in stacks], {CLUSTER: 0.0}
+        return sum_channel(self._secure, self.privacy, model, of="changes", metrics=metrics)
 
     def _moved(
         self, stacks: list[Matrix], replies: Replies, state: State
