@@ -225,7 +225,11 @@ class DictionaryClient(LearnerClient):
     @step(UPDATE)
     def update(self, request: StepRequest) -> StepResult:
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
-        G = self.global_atoms(request)
+        G, kept = self.global_atoms(request), request.kept or {}
+        chosen = any(name.startswith(f"{LOCAL_ATOMS}_") for name in kept)
+        if chosen and len(G) < self.learner.n_atoms:
+            # The number is chosen: the local atoms start from all samples, those held out too.
+            request = request._replace(kept={DICTIONARY: self.first_dictionary(request)})
         L, anew = self.own_atoms(G, request)
         sent, error, D = self._updated(request, self.X, G, L)
         result = self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, anew=anew)
