@@ -132,10 +132,10 @@ class PerMA(ProtocolStrategy):
         the atoms side by side, and goes on with what has the least error on a third of each
         client's samples, held out for these rounds; after them a `DictionaryClient` starts its own
         atoms anew, from all samples. Errors are those of evaluations (``"perdl.n-nonzero"`` of
-        ``evaluate_config``); a client's own app measures by its ``evaluate``. Such a round takes about three times the floats of an update of all atoms, and
-        five times its work. "agree" finds in the matching round on how many atoms the clients agree
-        (P0, B.2): planted atoms are counted right, on images it finds few or none. "auto" tries
-        that number too.
+        ``evaluate_config``); a client's own app measures by its ``evaluate``. Such a round takes
+        about three times the floats of an update of all atoms, and five times its work. "agree"
+        finds in the matching round on how many atoms the clients agree (P0, B.2): planted atoms are
+        counted right, on images it finds few or none. "auto" tries that number too.
     matching : {"consensus", "paths"}, default "consensus"
         How the server finds the global atoms among the clients' dictionaries.
     aggregation : str, default "statistics"
