@@ -61,8 +61,6 @@ ROWS = (
     ("gossip, exponential graph", "fluke", "gossip", "exponential", "fluke_gossip", ""),
     ("gossip, exponential graph", "GossipPy", "gossip", "exponential", "gossipy", ""),
     ("gossip, exponential graph", "D-PSGD in a loop", "gossip", "exponential", "dpsgd", ""),
-    ("gossip, random pairs", "fluke", "gossip", "pairs", "fluke_gossip", ""),
-    ("gossip, random pairs", "GossipPy", "gossip", "pairs", "gossipy", ""),
 )
 #: What a user writes, by function or our method: definitions of files.
 MODEL = [(_network.__file__, ("Network", "layers", "accuracy")), (personal.__file__, ("Client",))]

@@ -722,8 +722,10 @@ def _figures(entry: Entry, found: Found) -> str:
     rows = []
     for figure in entry.figures:
         low, high = map(number, found.interval(figure.metric))
-        rows.append([figure.words, number(found.get(figure.metric)), f"{low} to {high}"])
-    columns = ["", "here, median", f"{LEVEL:.0%} interval"]
+        span = f"{low} to {high}" if entry.repeats > 1 else ""
+        rows.append([figure.words, number(found.get(figure.metric)), span])
+    few = entry.repeats <= 5  # then the interval is the range, see `bootstrap`
+    columns = ["", "here, median", f"range of {entry.repeats}" if few else f"{LEVEL:.0%} interval"]
     if not entry.shows:
         return markdown_table(columns, rows)
     for row, figure in zip(rows, entry.figures, strict=True):
