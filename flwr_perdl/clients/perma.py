@@ -50,6 +50,8 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_kind,
+    check_list,
+    check_real,
 )
 from flwr_perdl.dictionary import (
     Learner,
@@ -169,7 +171,10 @@ class DictionaryClient(LearnerClient):
         weights: Sequence[float] | None = None,
         **options: Unpack[LearnerOptions],
     ) -> None:
-        self.past, self.weights = past, weights
+        self.past = past
+        if weights is not None:
+            weights = [check_real("weights", one, 0) for one in check_list("weights", weights)]
+        self.weights = weights
         if (past is not None or weights is not None) and reader(X) is None:
             X = [as_array("X", X)]  # one batch
         super().__init__(X, learner, context, **options)
