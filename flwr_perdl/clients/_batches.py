@@ -11,7 +11,7 @@ from flwr_perdl.core.arrays import has_missing, observed, squared_norm
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import Learner, reconstruct
 from flwr_perdl.dictionary.coding import completed
-from flwr_perdl.dictionary.learners import AlternatingLearner, CodeSums, with_level
+from flwr_perdl.dictionary.learners import CodeSums, SummedLearner, with_level
 from flwr_perdl.privacy.withholding import Terms
 
 #: The client's X where it comes in batches: a sequence of them, or what returns an iterator.
@@ -114,7 +114,7 @@ def update_in_batches(
 ) -> Update:
     """Code all batches with ``D``, of which the first atoms are global, and update it by sums."""
     # `check_summed` has seen to it that the learner is one of this library's.
-    learner = with_level(cast(AlternatingLearner, learner), batches.energy, batches.n_samples)
+    learner = with_level(cast(SummedLearner, learner), batches.energy, batches.n_samples)
     r = n_global
     found: list[Any] = []
     squares, n_entries, energy = 0.0, 0, 0.0

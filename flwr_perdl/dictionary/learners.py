@@ -85,7 +85,7 @@ def check_summed(learner: Learner, where: str) -> None:
         raise ValueError(f"learner must be of {names} {where}, got {brief_repr(learner)}.")
 
 
-def with_level(learner: AlternatingLearner, energy: float, n_samples: int) -> AlternatingLearner:
+def with_level(learner: SummedLearner, energy: float, n_samples: int) -> SummedLearner:
     """Return a learner whose "auto" threshold is that of all batches, by their sum of squares."""
     if not isinstance(learner, ThresholdLearner) or learner.threshold != "auto":
         return learner
@@ -288,21 +288,9 @@ class AlternatingLearner(ABC):
         """Return the next dictionary, unit atoms; what the codes leave open stays as in ``D``."""
         return self._update(*_checked(self, X, C, D))
 
+    @abstractmethod
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the next dictionary of arguments that are as they should be."""
-        kept, rest = _well_supported(X, C, D)
-        return self._solve(kept.T @ kept, kept.T @ rest, D)
-
-    def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the samples that the sums are of, but for rounding."""
-        weak = sums.support < _LEAST_SUPPORT
-        rest = sums.products - sums.gram[:, weak] @ D[weak]
-        gram = np.where(weak | weak[:, None], 0, sums.gram)
-        return self._solve(gram, np.where(weak[:, None], 0, rest), D).astype(D.dtype, copy=False)
-
-    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
-        """Return the next dictionary by ``C.T @ C`` and ``C.T @ X`` of well supported atoms."""
-        raise NotImplementedError
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
@@ -323,6 +311,25 @@ class AlternatingLearner(ABC):
     @abstractmethod
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return the objective of arguments that are as they should be."""
+
+
+class SummedLearner(AlternatingLearner):
+    """A learner whose update needs sums over samples alone, so that batches may come one by one."""
+
+    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        kept, rest = _well_supported(X, C, D)
+        return self._solve(kept.T @ kept, kept.T @ rest, D)
+
+    def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
+        """Return `update` of the samples that the sums are of, but for rounding."""
+        weak = sums.support < _LEAST_SUPPORT
+        rest = sums.products - sums.gram[:, weak] @ D[weak]
+        gram = np.where(weak | weak[:, None], 0, sums.gram)
+        return self._solve(gram, np.where(weak[:, None], 0, rest), D).astype(D.dtype, copy=False)
+
+    @abstractmethod
+    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
+        """Return the next dictionary by ``C.T @ C`` and ``C.T @ X`` of well supported atoms."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +369,7 @@ class ThresholdLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class OrthogonalLearner(ThresholdLearner):
+class OrthogonalLearner(SummedLearner, ThresholdLearner):
     """Algorithm 4: orthonormal atoms, updated to the polar factor of ``C.T @ X``.
 
     That is the orthonormal dictionary that minimizes ``||X - C @ D||``.
@@ -396,7 +403,10 @@ class OrthogonalLearner(ThresholdLearner):
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
         """Return `update` of the samples that the sums are of, but for rounding."""
-        return polar_factor(sums.products, D).astype(D.dtype, copy=False)
+        return self._solve(sums.gram, sums.products, D).astype(D.dtype, copy=False)
+
+    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
+        return polar_factor(products, D)
 
     def weights(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return ``C (S S')^(-1/2)`` with ``S = C.T @ X``: each atom is a mixture of all sums."""
@@ -425,7 +435,7 @@ class GeneralLearner(ThresholdLearner):
 
 
 @dataclass(frozen=True)
-class GradientLearner(GeneralLearner):
+class GradientLearner(SummedLearner, GeneralLearner):
     """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
 
     Algorithm 5 as printed is ``coding="threshold"`` with a number ``eta``, but for the unit atoms.
@@ -480,7 +490,7 @@ class GradientLearner(GeneralLearner):
 
 
 @dataclass(frozen=True)
-class MODLearner(GeneralLearner):
+class MODLearner(SummedLearner, GeneralLearner):
     """Method of optimal directions: the least-squares dictionary, then unit atoms.
 
     What the codes leave open, atoms that no sample uses for one, stays as it is.
@@ -547,7 +557,7 @@ class KSVDLearner(GeneralLearner):
 
 
 @dataclass(frozen=True)
-class LassoLearner(AlternatingLearner):
+class LassoLearner(SummedLearner):
     """Online dictionary learning (Mairal, Bach, Ponce and Sapiro, ICML 2009).
 
     Codes are the lasso's. The update is block-coordinate descent on ``C.T @ C`` and ``C.T @ X``,
@@ -648,7 +658,7 @@ def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
     return np.where(weak, 0, C), X - C[:, weak] @ D[weak]
 
 
-#: Those whose update needs sums over samples alone; a subclass may update otherwise.
-SUMMED = (OrthogonalLearner, GradientLearner, MODLearner, LassoLearner)
 #: The learners of this library; a subclass may do what these do not.
 LEARNERS = (OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner)
+#: Those of them whose update needs sums over samples alone.
+SUMMED = tuple(kind for kind in LEARNERS if issubclass(kind, SummedLearner))
