@@ -20,7 +20,7 @@ of its replies that few of its samples make up (`flwr_perdl.privacy.may_send`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from logging import WARNING
 from typing import ClassVar, Unpack
 
@@ -68,6 +68,7 @@ from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statis
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import Scalar
 from flwr_perdl.random import spawn
 
 START = "start"
@@ -210,7 +211,7 @@ class DictionaryClient(LearnerClient):
         candidates = [self.global_atoms(request._replace(arrays=[G])) for G in request.arrays]
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         held, anew = self._held_out(request), request.kept is None
-        if request.kept is None:
+        if anew:
             D = self.first_dictionary(request, self.X[~held])
             request = request._replace(kept={DICTIONARY: D})
         sent, errors, keep, metrics = [], [], {}, {}
@@ -340,6 +341,12 @@ class DictionaryClient(LearnerClient):
             rng = spawn(request.seed, self.partition, _DRAW)
             held[rng.permutation(len(self.X))[:n_held]] = True
         return held
+
+
+def held_out_errors(metrics: Mapping[str, Scalar]) -> dict[int, float]:
+    """Return the errors in a client's metrics on samples held out, by number of global atoms."""
+    found = {n.removeprefix(HELD_OUT): e for n, e in metrics.items() if n.startswith(HELD_OUT)}
+    return {int(number): float(error) for number, error in found.items()}
 
 
 def _rounded(sent: Matrix, digits: int | None) -> Matrix:

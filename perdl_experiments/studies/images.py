@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
-from flwr_perdl.clients.perma import CHOOSE, HELD_OUT
+from flwr_perdl.clients.perma import CHOOSE, held_out_errors
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
@@ -283,8 +283,7 @@ def _tried(history: Sequence[RoundReport]) -> dict[int, float]:
     """Return the clients' mean error with every number of global atoms that "auto" tried last."""
     rounds = [report.aggregate for report in history if report.step == CHOOSE]
     last = rounds[-1] if rounds else {}
-    found = {int(n[len(HELD_OUT) :]): e for n, e in last.items() if n.startswith(HELD_OUT)}
-    return dict(sorted(found.items()))
+    return dict(sorted(held_out_errors(last).items()))
 
 
 def _choice(tried: Mapping[int, float], n_global: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from flwr.app import Context
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.base import identify
-from flwr_perdl.clients.perma import HELD_OUT
+from flwr_perdl.clients.perma import held_out_errors
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.dictionary import reconstruct
 from flwr_perdl.protocol.records import EVALUATE, NUM_EXAMPLES, PARTITION_ID
@@ -118,11 +118,10 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         for partition, found in report.metrics.items()
     }
     tried = {
-        (federated.names[partition], int(name.removeprefix(HELD_OUT))): error
+        (federated.names[partition], n): error
         for report in federated.history  # the last round counts
         for partition, found in report.metrics.items()
-        for name, error in found.items()
-        if name.startswith(HELD_OUT)
+        for n, error in held_out_errors(found).items()
     }
     weights = [found[NUM_EXAMPLES] for found in measured.values()]
     names = ("mse_alone", "mse_global", "mse_full")
