@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 try:
-    import torchvision  # noqa: F401
+    import_module("torchvision")
 except RuntimeError:  # built for a PyTorch with CUDA: nothing here needs that
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")

@@ -53,7 +53,7 @@ def test_a_foreign_file_is_a_sentence(safetensors: Any, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="source must"):
             save(tmp_path / "y.safetensors", path)
     with pytest.raises(TypeError, match="source must"):
-        save(path, 3)  # type: ignore[arg-type]
+        save(path, 3)
     assert not (tmp_path / "y.safetensors").exists()
 
 

@@ -432,7 +432,8 @@ class NumPyClientApp(AnsweringApp):
         return evaluation_reply(message, *client.evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
-        private = self._privacy is not None  # what a client says of itself may be of its data
-        own: dict[str, Any] = {**identify(context)} if private else {}
-        properties = own or _properties(self._made(context), context)
+        if self._privacy is None:
+            properties = _properties(self._made(context), context)
+        else:  # what a client says of itself may be of its data
+            properties = {**identify(context)}
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)

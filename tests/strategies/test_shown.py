@@ -87,7 +87,7 @@ class Pictures(HTMLParser):
 def test_a_notebook_shows_a_history_and_a_report_as_tables() -> None:
     strategy = PerMA(n_global=2)
     strategy.start(grid(), num_rounds=40, verbose=0)
-    tags = Pictures(strategy.history._repr_html_()).tags  # type: ignore[attr-defined]
+    tags = Pictures(strategy.history._repr_html_()).tags
     assert tags["tr"] < len(strategy.history)  # of many the first and the last
     assert tags["td"] == (tags["tr"] - 1) * tags["th"]
     assert Pictures(strategy.history[0]._repr_html_()).tags["tr"] == 1 + len(RoundReport._fields)
