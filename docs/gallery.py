@@ -25,9 +25,10 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from hashlib import file_digest
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,43 +61,31 @@ STUDIES = "../../perdl_experiments/studies"  # from a page
 REPEATS, PROCESSES = 5, 2
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BEATEN, MATCHED, NOT_REACHED = "beaten", "matched", "not reached"
-NOT_COMPARABLE, HOLDS, FAILS = "not comparable", "holds", "does not hold"
+HOLDS, FAILS = "holds", "does not hold"
 #: The rules, as the index page shows them.
 MEANING = {
     BEATEN: "Even our worst run is better than the paper's number by more than the tolerance.",
     MATCHED: "Our median is as good as the paper's number, within the tolerance; or the paper has "
     "no number, and its claim holds of our medians.",
     NOT_REACHED: "Neither is so, or one of the paper's claims does not hold of our medians.",
-    NOT_COMPARABLE: "Our data stand in for the paper's. The page says how to run it on those.",
     HOLDS: "No paper shows it. The page's own rules hold of our medians.",
     FAILS: "No paper shows it. One of the page's rules does not hold of our medians.",
 }
 RULES = (
     "Each figure beside a number of a paper has a verdict. The tolerance is 5 % of the paper's "
-    "number, unless the entry in [entries.toml](entries.toml) has another one.",
-    "A page is *not reached* if one of its figures or one of the paper's claims is not; *beaten* "
-    "if all its figures are; else *matched*. A figure that does not count, such as the paper's own "
-    "variant beside ours, is judged and shown, but does not change the verdict of its page.",
-    f"One median is better than another if the difference is more than {SHARE:.0%} of the other "
-    f"(for decibels: more than {DECIBELS:g} dB), and more than rounding. A page lists every rival "
-    "with its median. Where runs share seeds, it also counts the seeds in which the rival is "
-    "better by this rule.",
-    f"Numbers are medians over runs with different seeds. In brackets stands the {LEVEL:.0%} "
-    "bootstrap interval of the median. For five runs or fewer, this interval is the range of the "
-    "runs.",
+    "number, unless the entry in [entries.toml](entries.toml) has another one. What is judged in "
+    "brackets does not change the verdict of its section.",
+    f"One median is better than another by more than {SHARE:.0%} of the other, of areas under a "
+    f"curve by more than {SHARE:.0%} of what is missing to one, of decibels by more than "
+    f"{DECIBELS:g}. Tables of methods have every rival, the best first; n/m counts the seeds in "
+    "which one is better than ours.",
+    f"Numbers are medians over seeds, in brackets the {LEVEL:.0%} bootstrap interval of the "
+    "median; for five runs or fewer, the range. Pictures are of the first seed.",
 )
-PAPERS = {
-    "P0": "Personalized dictionaries (P0: Liang, Shi, Al Kontar and Fattahi, NeurIPS 2023)",
-    "P1": "Dictionaries over networks (P1: Chen, Towfic and Sayed, IEEE TSP 2015)",
-    "P2": "Clustered regression (P2: Su, Xu and Yang, NeurIPS 2022)",
-    "P3": "One dictionary from distributed data (P3: Chainais and Richard, iTWIST 2014)",
-    "": "Not in the papers",
-}
+RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
 THUMBNAIL = 320, 200  # pixels at most
-MANY = 6  # comparisons in a cell at most
-#: Figures that are no charts, of stored runs that do not say which of theirs are.
-_PICTURES = {"abundances", "images", "reconstructions", "strip"}
+LONG_ALT = 60  # words of an alternative text at most; a longer one lists the points of many lines
 _KEPT = 6  # significant digits
 _BRACKETS = str.maketrans("[]", "()")  # in alt text
 
@@ -133,10 +122,11 @@ class Rivals(NamedTuple):
     better: str
     others: str
     names: Mapping[str, str] = {}
+    runs: Mapping[str, str] = {}
 
 
 class Entry(NamedTuple):
-    """A page of the gallery."""
+    """A section of a page."""
 
     name: str
     title: str
@@ -144,17 +134,16 @@ class Entry(NamedTuple):
     experiment: str
     about: str
     tuning: str
-    stand_in: str
     data: Sequence[str]
     pictures: Sequence[str]
     small: bool
     runs: Mapping[str, Mapping[str, Any]]
-    figures: Sequence[Figure]
+    figures: Sequence[Figure] = ()
+    finding: str = ""
     needs: str = ""
     repeats: int = REPEATS
     claims: Sequence[Claim] = ()
     rivals: Sequence[Rivals] = ()
-    paper_tables: Sequence[Mapping[str, Any]] = ()
 
     def seeds(self, run: str) -> list[int]:
         """Return the seed of each repetition; where one runs many seeds, the first of its own."""
@@ -184,6 +173,21 @@ def entries() -> list[Entry]:
         Entry(**{k: [kinds[k](**one) for one in v] if k in kinds else v for k, v in entry.items()})
         for entry in tomllib.loads(ENTRIES.read_text())["entries"]
     ]
+
+
+class Page(NamedTuple):
+    """A page of the gallery: one or more entries that answer one question."""
+
+    name: str
+    title: str
+    question: str
+    entries: tuple[str, ...]
+
+
+def listed() -> list[Page]:
+    """Return the pages, in the order of the index."""
+    found = tomllib.loads(ENTRIES.read_text())["pages"]
+    return [Page(**page | {"entries": tuple(page["entries"])}) for page in found]
 
 
 # The runs ------------------------------------------------------------------------------------
@@ -405,18 +409,18 @@ class Found:
         value: float | None = self.metrics(run or self.first)[metric][key]
         return float("inf") if value is None else value
 
-    def values(self, metric: str) -> list[float]:
-        """Return a metric of the first run for each seed; none where they were not kept."""
-        values = self.metrics(self.first)[metric].get("values", [])
+    def values(self, reference: str) -> list[float]:
+        """Return a metric for each seed; none where they were not kept."""
+        run, _, metric = reference.rpartition(":")
+        values = self.metrics(run or self.first)[metric].get("values", [])
         return [float("inf") if value is None else value for value in values]
 
     def interval(self, reference: str | float) -> tuple[float, float]:
         """Return the bootstrap interval of a metric's median."""
-        run, _, metric = str(reference).rpartition(":")
-        values = self.metrics(run or self.first)[metric].get("values", [])
+        values = self.values(str(reference))
         if len(values) <= 5:  # then the interval is the range, see `bootstrap`
             return self.get(reference, "low"), self.get(reference, "high")
-        return bootstrap([float("inf") if value is None else value for value in values])
+        return bootstrap(values)
 
     def fill(self, template: str) -> str:
         """Return a sentence with its metrics filled in."""
@@ -437,18 +441,18 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def finding(entry: Entry, found: Found) -> str:
-    """Return the sentence that says what was found, with the medians of the first run."""
+    """Return the sentence that says what was found, by default with the first run's medians."""
+    if entry.finding:
+        return found.fill(entry.finding)
     templates = find(entry.experiment).page["finding"]
     template = first_sentence(templates, found.metrics(found.first))
     return "" if template is None else found.fill(template)
 
 
-def verdict_of(figure: Figure, entry: Entry, found: Found) -> str:
+def verdict_of(figure: Figure, found: Found) -> str:
     """Return a figure's verdict, empty if it is only shown."""
     if figure.paper is None or not figure.better:
         return ""
-    if entry.stand_in:
-        return NOT_COMPARABLE
     sign = 1 if figure.better == "lower" else -1
     worst = sign * found.get(figure.metric, "high" if sign > 0 else "low")
     paper, room = sign * figure.paper, figure.tolerance * abs(figure.paper)
@@ -463,12 +467,10 @@ def holds(claim: Claim, found: Found) -> bool:
 
 
 def verdict(entry: Entry, found: Found) -> str:
-    """Return the page's verdict."""
+    """Return a section's verdict."""
     if not entry.shows:
         return HOLDS if all(holds(claim, found) for claim in entry.claims) else FAILS
-    if entry.stand_in:
-        return NOT_COMPARABLE
-    figures = [verdict_of(figure, entry, found) for figure in entry.figures if figure.counts]
+    figures = [verdict_of(figure, found) for figure in entry.figures if figure.counts]
     figures = [one for one in figures if one]
     if NOT_REACHED in figures or not all(holds(c, found) for c in entry.claims if c.source):
         return NOT_REACHED
@@ -492,28 +494,28 @@ def compare(rivals: Rivals, found: Found) -> list[Rival]:
     def is_better(theirs: float, ours: float) -> bool:
         return is_less(sign * theirs, sign * ours, rivals.ours)
 
+    named = {f"{run}:{rivals.ours}": words for run, words in rivals.runs.items()}
+    run, colon, _ = rivals.ours.rpartition(":")
+    for metric in found.metrics(run or found.first):
+        if match := re.fullmatch(rivals.others, metric):
+            named[f"{run}{colon}{metric}"] = rivals.names.get(match[1], match[1].replace("_", " "))
     compared = []
-    for metric in found.metrics(found.first):
-        match = re.fullmatch(rivals.others, metric)
-        if match:
-            name = rivals.names.get(match[1], match[1].replace("_", " "))
-            pairs = list(zip(found.values(metric), found.values(rivals.ours), strict=False))
-            wins = sum(is_better(theirs, ours) for theirs, ours in pairs)
-            better = is_better(found.get(metric), found.get(rivals.ours))
-            seeds = f"{wins} of {len(pairs)}" if pairs else ""
-            compared.append(Rival(name, metric, better, seeds))
+    for metric, name in named.items():
+        pairs = list(zip(found.values(metric), found.values(rivals.ours), strict=False))
+        wins = sum(is_better(theirs, ours) for theirs, ours in pairs)
+        better = is_better(found.get(metric), found.get(rivals.ours))
+        seeds = f"{wins}/{len(pairs)}" if len(pairs) > 1 else ""
+        compared.append(Rival(name, metric, better, seeds))
     return compared
 
 
-def judgement(entry: Entry, found: Found) -> str:
-    """Return what is to be said, in words, with all numbers filled in."""
-    said = [found.fill(one.holds if holds(one, found) else one.fails) for one in entry.claims]
-    judged = [verdict_of(figure, entry, found) for figure in entry.figures if figure.counts]
-    counts = {name: judged.count(name) for name in (BEATEN, MATCHED, NOT_REACHED)}
-    if any(counts.values()):
-        words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        said.append(f"Of the paper's numbers: {words}.")
-    return " ".join(said)
+def judgement(entry: Entry, found: Found) -> Iterator[str]:
+    """Yield an item for each claim: whether it holds, and a sentence with its numbers."""
+    for claim in entry.claims:
+        good = holds(claim, found)
+        said = markdown_text(found.fill(claim.holds if good else claim.fails))
+        source = f" *({markdown_text(claim.source)})*" if claim.source else ""
+        yield f"- **{(HOLDS if good else FAILS).capitalize()}**: {said}{source}"
 
 
 def beaten_by_rivals(entry: Entry, found: Found) -> bool:
@@ -521,43 +523,19 @@ def beaten_by_rivals(entry: Entry, found: Found) -> bool:
     return any(rival.better for rivals in entry.rivals for rival in compare(rivals, found))
 
 
-def against(rivals: Rivals, found: Found) -> Iterator[str]:
-    """Yield a sentence that says who does better than ours, and the table of all, best first."""
-    compared = compare(rivals, found)
-    better = [f"{one.name} ({number(found.get(one.metric))})" for one in compared if one.better]
-    ours = f"`{rivals.ours}`, ours {number(found.get(rivals.ours))}"
-    rule = f"by more than {SHARE:.0%}"
-    if "psnr_" in rivals.ours:
-        rule = f"by more than {DECIBELS:g} dB"
-    if better:
-        yield f"**Better than ours** {rule} ({ours}): {'; '.join(better)}.\n"
-    else:
-        yield f"No rival is better than ours {rule} ({ours}).\n"
-    sign = 1 if rivals.better == "lower" else -1
-    rows = []
-    for one in sorted(
-        [Rival("ours", rivals.ours, False, ""), *compared],
-        key=lambda one: sign * found.get(one.metric),
-    ):
-        said = "" if one.metric == rivals.ours else "yes" if one.better else "no"
-        rows.append([one.name, _with_interval(one.metric, found), said, one.seeds])
-    if not any(row[-1] for row in rows):
-        rows = [row[:-1] for row in rows]
-    columns = ["", f"median, {rivals.better} is better", "better than ours", "in how many seeds"]
-    yield markdown_table(columns[: len(rows[0])], rows)
-
-
 # The pages -----------------------------------------------------------------------------------
 
 
 def write_pages(results: Mapping[str, Any]) -> None:
     """Write every page that the results make, and the index's thumbnails."""
+    known = {entry.name: entry for entry in entries()}
     for name, text in pages(results).items():
         (PAGES / name).write_text(text)
-    for entry in entries():
-        picture = PAGES / f"{entry.name}-{entry.pictures[0]}.png"
-        if entry.name in results and picture.is_file():
-            _thumbnail(picture, THUMBNAILS / f"{entry.name}.png")
+    for page in listed():
+        first = known[page.entries[0]]
+        picture = PAGES / f"{first.name}-{first.pictures[0]}.png"
+        if picture.is_file():
+            _thumbnail(picture, THUMBNAILS / f"{page.name}.png")
 
 
 def _thumbnail(source: Path, target: Path) -> None:
@@ -573,184 +551,186 @@ def _thumbnail(source: Path, target: Path) -> None:
 
 def pages(results: Mapping[str, Any]) -> dict[str, str]:
     """Return the pages' text by file name."""
-    made = {f"{e.name}.md": "\n".join(_page(e, results)) for e in entries() if e.name in results}
-    return {"index.md": "\n".join(_index(results)), **made}
+    known = {entry.name: entry for entry in entries()}
+    found: dict[Page, list[tuple[Entry, Found]]] = {}
+    for page in listed():
+        there = [known[name] for name in page.entries if name in results]
+        if there:
+            found[page] = [(entry, Found(entry, results)) for entry in there]
+    made = {f"{page.name}.md": "\n".join(_page(page, one)) for page, one in found.items()}
+    return {"index.md": "\n".join(_index(found)), **made}
 
 
-def _index(results: Mapping[str, Any]) -> Iterator[str]:
-    every = [entry for entry in entries() if entry.name in results]
-    verdicts = [verdict(entry, Found(entry, results)) for entry in every]
+Section = tuple[Entry, "Found"]
+
+
+def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
+    every = [section for sections in found.values() for section in sections]
+    verdicts = [verdict(*section) for section in every]
     counts = ", ".join(f"{verdicts.count(one)} {one}" for one in MEANING if one in verdicts)
     yield "# Gallery\n"
-    yield f"**{len(every)} pages: {counts}.**\n"
+    yield f"**{len(found)} pages with {len(every)} experiments: {counts}.**\n"
     yield (
-        "The figures and tables in which the four papers show results, made again by one command, "
-        "beside the papers' own numbers; and results that the papers do not have. Diagrams and "
-        "tables of definitions are left out. Pages on the papers' own data say which file they "
-        "were measured on, with its checksum. All numbers come from [results.json](results.json), "
-        "from which these pages are made. Pictures and tables are those of the first run.\n"
+        "The papers' figures and tables of results, made again by one command, and results that "
+        "the papers do not have. Rivals stand in the same tables, the best first. All numbers "
+        "come from [results.json](results.json), which has every metric.\n"
     )
     yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
     yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch lists the files"
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # some, by the names of their pages\n```\n"
-    minutes = 0.0
-    for paper, heading in PAPERS.items():
-        yield f"## {heading}\n"
-        for entry in every:
-            if (entry.shows[0][:2] if entry.shows else "") == paper:
-                found = Found(entry, results)
-                minutes += sum(
-                    one["seconds"]["median"] * len(one["seeds"]) / 60 for one in found.runs.values()
-                )
-                yield from _card(entry, found)
+    question = ""
+    for page, sections in found.items():
+        if page.question != question:
+            question = page.question
+            yield f"## {question}\n"
+        yield from _card(page, sections)
+    seconds = [one["seconds"] for _, of in every for one in of.runs.values()]
+    minutes = sum(one["median"] * len(one["values"]) for one in seconds) / 60
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
     yield "".join(f"- {rule}\n" for rule in RULES)
     yield f"The runs shown took {minutes:.0f} minutes in all, one after the other.\n"
 
 
-def _card(entry: Entry, found: Found) -> Iterator[str]:
-    """Yield what the index says of an entry."""
-    headline = entry.figures[0]
-    value = f"{headline.words}: {_with_interval(headline.metric, found)}"
-    if headline.paper is not None:
-        value += f"; the paper {number(headline.paper)}"
-    shows = f"{', '.join(entry.shows)}. " if entry.shows else ""
-    alt = f"Thumbnail of the first picture of {entry.title}"
-    yield f"### [{entry.title}]({entry.name}.md)\n"
-    figures = found.runs[found.first]["figures"]
-    [first] = [one for one in figures if one["file"] == f"{entry.pictures[0]}.png"]
-    yield f"[![{alt}](thumbnails/{entry.name}.png{_ending(first)})]({entry.name}.md)\n"
-    yield f"**{markdown_text(finding(entry, found))}**\n"
-    yield (
-        f"{shows}Verdict: {_verdict(entry, found)}. Headline: {markdown_text(value)}. "
-        f"{_source(entry)}\n"
+def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
+    """Yield what the index says of a page."""
+    entry, found = sections[0]
+    [picture] = [
+        one
+        for one in found.runs[found.first]["figures"]
+        if one["file"] == f"{entry.pictures[0]}.png"
+    ]
+    thumbnail = f"thumbnails/{page.name}.png{_ending(picture)}"
+    yield f"### [{page.title}]({page.name}.md)\n"
+    yield f"[![{page.title}]({thumbnail})]({page.name}.md)\n"
+    yield f"{markdown_text(finding(entry, found))}\n"
+    shown = [figure for one, _ in sections for figure in one.shows]
+    judged = ", ".join(f"**{verdict(*section)}**" for section in sections)
+    better = any(beaten_by_rivals(*section) for section in sections)
+    judged += "; a baseline does better" if better else ""
+    yield f"{'. '.join(filter(None, [', '.join(shown), judged]))}.\n"
+
+
+def _page(page: Page, sections: Sequence[Section]) -> Iterator[str]:
+    yield f"# {page.title}\n"
+    captions: set[str] = set()
+    for _, group in groupby(sections, lambda section: find(section[0].experiment).code):
+        together = list(group)
+        for entry, found in together:
+            if entry.name != page.entries[0]:
+                yield f"## {entry.title}\n"
+            yield from _section(entry, found, captions)
+        if len(together) > 1:
+            yield "## Results\n"
+        yield from filter(None, [_methods(together), _figures(together)])
+        yield from _once(" ".join(entry.tuning.split()) + "\n" for entry, _ in together)
+    yield "## Run it\n"
+    yield f"```sh\n{_commands(page, [entry for entry, _ in sections])}\n```\n"
+    yield f"{' '.join(_once(_source(entry) for entry, _ in sections))} [Rules]({RULES_AT}).\n"
+    yield "## Data, settings and limits\n"
+    firsts = [found.runs[found.first] for _, found in sections]
+    yield from (f"- {markdown_text(note)}" for note in _once(n for f in firsts for n in f["notes"]))
+    runs = [one for _, found in sections for one in found.runs.values() if "data" in one]
+    for file, checksum in {one["data"]["file"]: one["data"]["sha256"] for one in runs}.items():
+        yield f"- `{file}`: SHA-256 `{checksum}`; `flwr-perdl fetch` says where to get it."
+    yield from _once(
+        f"- {', '.join(f'{name} {version}' for name, version in first['versions'].items())}."
+        for first in firsts
     )
+    yield ""
+
+
+def _once(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _section(entry: Entry, found: Found, said: set[str]) -> Iterator[str]:
+    """Yield what was found, the pictures, what holds, and the numbers."""
+    yield f"**{markdown_text(finding(entry, found))}**\n"
+    shows = ", ".join(entry.shows) or "Not in the papers"
+    yield f"{shows}. Verdict: {_verdict(entry, found)}. {' '.join(entry.about.split())}\n"
+    for figure in found.runs[found.first]["figures"]:
+        name, _, ending = figure["file"].rpartition(".")
+        if name in entry.pictures and ending == "png":
+            alt = figure.get("alt") or figure["title"]
+            alt = figure["title"] if len(alt.split()) > LONG_ALT else alt
+            alt = markdown_text(alt).translate(_BRACKETS)
+            yield f"![{alt}]({entry.name}-{name}.png{_ending(figure)})\n"
+            if figure["caption"] not in said:
+                yield f"*{markdown_text(figure['caption'])}*\n"
+                said.add(figure["caption"])
+    yield from judgement(entry, found)
+    yield ""
 
 
 def _source(entry: Entry) -> str:
     """Return links to the study's program and to its texts."""
     code = find(entry.experiment).code.__name__.rpartition(".")[2]
     files = f"{code}.py", f"{entry.experiment.replace('-', '_')}.toml"
-    return f"Source: {', '.join(f'[{name}]({STUDIES}/{name})' for name in files)}."
-
-
-def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
-    found = Found(entry, results)
-    first = found.runs[found.first]
-    yield f"# {entry.title}\n"
-    found_first = finding(entry, found)
-    if found_first:
-        yield f"**{markdown_text(found_first)}**\n"
-    yield (
-        f"{', '.join(entry.shows) or 'Not in the papers'}. Verdict: {_verdict(entry, found)} "
-        f"([rules](index.md#how-verdicts-are-computed)). {_source(entry)}\n"
-    )
-    yield f"{' '.join(entry.about.split())}\n"
-    yield f"```sh\n{_command(entry)}\n```\n"
-    for figure in first["figures"]:
-        name, _, ending = figure["file"].rpartition(".")
-        if name in entry.pictures and ending == "png":
-            alt = markdown_text(figure.get("alt") or figure["title"]).translate(_BRACKETS)
-            yield f"![{alt}]({entry.name}-{name}.png{_ending(figure)})\n"
-            yield f"*{markdown_text(figure['caption'])}*\n"
-    yield "## Judgement\n"
-    yield f"{markdown_text(judgement(entry, found))}\n"
-    if entry.rivals:
-        yield "## Beside other methods\n"
-        for rivals in entry.rivals:
-            yield from against(rivals, found)
-        yield f"{' '.join(entry.tuning.split())}\n"
-    yield "## Beside the paper\n" if entry.shows else "## Figures\n"
-    yield _figures(entry, found)
-    yield from _claims(entry, found)
-    if entry.stand_in:
-        yield "## On the paper's data\n"
-        yield f"The paper has {entry.stand_in}. This makes it comparable:\n"
-    elif entry.data:
-        yield "## On your data\n"
-    if entry.data:
-        yield "```sh\n{}\n```\n".format("\n".join(entry.data))
-    for table in entry.paper_tables:
-        yield f"## {table['title']}\n"
-        yield markdown_table(table["columns"], table["rows"])
-    yield "## Tables\n"
-    for run, one in found.runs.items():
-        for table in one["tables"]:
-            yield f"**{markdown_text(table['title'])}** ({_run_words(run, one, len(found.runs))})\n"
-            yield markdown_table(table["columns"], table["rows"])
-            yield f"{markdown_text(table['caption'])}\n"
-    yield "## Notes\n"
-    yield from (f"- {markdown_text(note)}" for note in first["notes"])
-    measured = [one["data"] for one in found.runs.values() if "data" in one]
-    for file, checksum in {one["file"]: one["sha256"] for one in measured}.items():
-        yield (
-            f"- Measured on `{file}`, SHA-256 `{checksum}`; `flwr-perdl fetch` without a name "
-            "lists where it can be had."
-        )
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    yield f"- {versions}.\n"
-    yield "## All metrics\n"
-    for run, one in found.runs.items():
-        seconds = one["seconds"]
-        yield (
-            f"**{run}**: {_options(one['options']) or 'the defaults'}; seeds "
-            f"{', '.join(map(str, one['seeds']))}; {number(seconds['median'])} s "
-            f"({number(seconds['low'])} to {number(seconds['high'])}); {one['rounds']} rounds, "
-            f"{number(one['floats_up'])} floats up and {number(one['floats_down'])} down per "
-            "client.\n"
-        )
-        yield markdown_table(
-            ["metric", "median", "low", "high"],
-            [
-                [f"`{n}`", *(number(found.get(f"{run}:{n}", k)) for k in ("median", "low", "high"))]
-                for n in one["metrics"]
-            ],
-        )
+    return f"{', '.join(f'[{name}]({STUDIES}/{name})' for name in files)}."
 
 
 def _ending(figure: Mapping[str, str]) -> str:
     """Return what tells the site that a picture is a chart, whose colors a dark page inverts."""
-    stem = figure["file"].rpartition(".")[0]
-    chart = figure.get("kind", "picture" if stem in _PICTURES else "chart") == "chart"
-    return "#chart" if chart else ""
+    return "#chart" if figure["kind"] == "chart" else ""
 
 
-def _figures(entry: Entry, found: Found) -> str:
-    """Return the table of figures, beside the paper's where there is one."""
-    rows = []
-    for figure in entry.figures:
-        low, high = map(number, found.interval(figure.metric))
-        span = f"{low} to {high}" if entry.repeats > 1 else ""
-        rows.append([figure.words, number(found.get(figure.metric)), span])
-    few = entry.repeats <= 5  # then the interval is the range, see `bootstrap`
-    columns = ["", "here, median", f"range of {entry.repeats}" if few else f"{LEVEL:.0%} interval"]
-    if not entry.shows:
-        return markdown_table(columns, rows)
-    for row, figure in zip(rows, entry.figures, strict=True):
-        judged = verdict_of(figure, entry, found)
-        if judged and not figure.counts and not entry.stand_in:
-            judged += " (does not count)"
-        known = "curve only" if figure.source else ""
-        row.insert(1, known if figure.paper is None else number(figure.paper))
-        row += [judged, figure.source]
-    return markdown_table(["", "paper", *columns[1:], "verdict", "where in the paper"], rows)
+def _methods(sections: Sequence[Section]) -> str:
+    """Return the table of all methods, the best by the first metric first."""
+    cells: dict[str, dict[str, str]] = {}
+    order: dict[str, float] = {}
+    columns: dict[str, None] = {}
+    for entry, found in sections:
+        for rivals in entry.rivals:
+            column = _column(f"`{rivals.ours}` ({rivals.better} is better)", entry, sections)
+            columns[column] = None
+            sign = 1 if rivals.better == "lower" else -1
+            for one in [Rival("ours", rivals.ours, False, ""), *compare(rivals, found)]:
+                cell = " ".join(filter(None, [_measured(one.metric, found), one.seeds]))
+                cells.setdefault(one.name, {})[column] = f"{cell} (better)" if one.better else cell
+                order.setdefault(one.name, sign * found.get(one.metric))
+    return _table(columns, {name: cells[name] for name in sorted(cells, key=order.__getitem__)})
 
 
-def _claims(entry: Entry, found: Found) -> Iterator[str]:
-    """Yield the table of the paper's claims, if it makes any."""
-    rows = []
-    for claim in (claim for claim in entry.claims if claim.source):
-        pairs = [(found.get(left), claim.factor * found.get(right)) for left, right in claim.less]
-        words = [f"{number(left)} < {number(right)}" for left, right in pairs]
-        said = ", ".join(words)
-        if len(words) > MANY:
-            closest = max(range(len(pairs)), key=lambda i: pairs[i][0] - pairs[i][1])
-            said = f"{len(words)} times less, the closest: {words[closest]}"
-        rows.append([claim.source, said, "holds" if holds(claim, found) else "does not hold"])
-    if rows:
-        yield markdown_table(["the paper's claim", "asked of our medians", ""], rows)
+def _figures(sections: Sequence[Section]) -> str:
+    """Return the table of the figures that a paper has, or that no table of methods has."""
+    cells: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for entry, found in sections:
+        compared = {one.metric for rivals in entry.rivals for one in compare(rivals, found)}
+        compared |= {rivals.ours for rivals in entry.rivals}
+        for figure in entry.figures:
+            if figure.paper is None and figure.metric in compared:
+                continue
+            said = {"here": _measured(figure.metric, found)}
+            if figure.paper is not None:
+                said["paper"] = number(figure.paper)
+                judged = verdict_of(figure, found)
+                said["verdict"] = f"({judged})" if judged and not figure.counts else judged
+            for kind, cell in said.items():
+                column = _column(kind, entry, sections)
+                columns[column] = None
+                cells.setdefault(figure.words, {})[column] = cell
+    return _table(columns, cells)
+
+
+def _column(name: str, entry: Entry, sections: Sequence[Section]) -> str:
+    return f"{entry.name}: {name}" if len(sections) > 1 else name
+
+
+def _table(columns: Iterable[str], cells: Mapping[str, Mapping[str, str]]) -> str:
+    if not cells:
+        return ""
+    rows = [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()]
+    return markdown_table(["", *columns], rows)
+
+
+def _measured(metric: str, found: Found) -> str:
+    """Return a metric's median, and its interval if that has any width."""
+    low, high = map(number, found.interval(metric))
+    span = f" ({low}\N{EN DASH}{high})" if low != high else ""
+    return f"{number(found.get(metric))}{span}"
 
 
 def _verdict(entry: Entry, found: Found) -> str:
@@ -758,51 +738,39 @@ def _verdict(entry: Entry, found: Found) -> str:
     return f"{said}; a baseline does better" if beaten_by_rivals(entry, found) else said
 
 
-def _with_interval(metric: str, found: Found) -> str:
-    low, high = map(number, found.interval(metric))
-    return f"{number(found.get(metric))} ({low} to {high})"
-
-
-def _command(entry: Entry) -> str:
-    """Return the commands of the first seed's runs, and that of all."""
-    folder = " DATA=FOLDER" if entry.files else ""
-    lines = [f"make gallery ARGS={entry.name}{folder}   # all runs of this page; or one of them:"]
-    for run, options in entry.runs.items():
-        seed = entry.seeds(run)[0]
-        out = entry.folder(run, seed).relative_to(ROOT)
-        name = entry.data_of(run)
-        given = f" --data FOLDER/{name}" if name else ""
-        named = _options({n: v for n, v in options.items() if n != "data"})
-        given += f" {named}" if named else ""
-        lines.append(f"flwr-perdl run {entry.experiment} --seed {seed} --out {out}{given}")
-    return "\n".join(lines)
-
-
-def _options(options: Mapping[str, Any]) -> str:
-    return " ".join(f"-o {name}={value}" for name, value in options.items())
-
-
-def _run_words(run: str, one: Mapping[str, Any], runs: int) -> str:
-    seed = f"seed {one['seeds'][0]}"
-    return seed if runs == 1 else f"{run}, {seed}"
+def _commands(page: Page, sections: Sequence[Entry]) -> str:
+    """Return the commands of the page and of each of its runs."""
+    folder = " DATA=FOLDER" if any(entry.files for entry in sections) else ""
+    lines = [f"make gallery ARGS={page.name}{folder}   # all seeds; or one run:"]
+    for entry in sections:
+        for run, options in entry.runs.items():
+            name = entry.data_of(run)
+            given = [f"--data FOLDER/{name}"] if name else []
+            given += [f"-o {n}={value}" for n, value in options.items() if n != "data"]
+            lines.append(" ".join(["flwr-perdl run", entry.experiment, *given]))
+    return "\n".join(_once([*lines, *(line for entry in sections for line in entry.data)]))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the gallery; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="entries; by default all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="pages or entries; by default all")
     parser.add_argument("--small", action="store_true", help="only the quick ones")
     parser.add_argument("--pages", action="store_true", help="only make the pages again")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="with the papers' data")
     given = parser.parse_args(arguments)
     known = {entry.name: entry for entry in entries()}
+    of_page = {page.name: page.entries for page in listed()}
     if given.data is not None and not given.data.is_dir():
         parser.error(f"--data must be a folder, got {str(given.data)!r}.")
-    unknown = sorted(set(given.names) - set(known))
+    unknown = sorted(set(given.names) - {*known, *of_page})
     if unknown:
-        parser.error(f"NAME must be of {', '.join(known)}, got {', '.join(unknown)}.")
+        parser.error(
+            f"NAME must be of {', '.join({**of_page, **known})}, got {', '.join(unknown)}."
+        )
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    chosen = [known[name] for name in given.names or known]
+    names = [name for named in given.names for name in of_page.get(named, [named])]
+    chosen = [known[name] for name in names or known]
     chosen = [entry for entry in chosen if entry.small or not given.small]
     good = given.pages or run_all(chosen, results, given.data)
     write_pages(results)

@@ -45,7 +45,8 @@ Fields = dict[str, Any]
 
 #: Text in a cell that is longer than this wraps.
 LONG = 40
-#: Less is less by more than this share, or by so many decibels, and by more than rounding.
+#: Less is less by more than this share (of an area under a curve: of what is missing to one), or by
+#: so many decibels, and by more than rounding.
 SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
 #: The metric of a record that says why a method failed.
 FAILED = "failed"
@@ -163,7 +164,8 @@ def is_less(left: float, right: float, metrics: str = "") -> bool:
     """Return whether a number is less than another by more than a trifle of such metrics."""
     if not np.isfinite(right):
         return left < right
-    trifle = DECIBELS if "psnr_" in metrics else SHARE * abs(right)
+    whole = 1 - abs(right) if "auc_" in metrics else abs(right)
+    trifle = DECIBELS if "psnr_" in metrics else SHARE * whole
     return left < right - max(trifle, ROUNDING)
 
 
