@@ -50,7 +50,6 @@ def changed(**options: Any) -> TwoPhase:
 #: One change to the paper's variant each, then all of them.
 CHANGES: dict[str, TwoPhase] = {
     "the paper's": PAPER,
-    "exact line search": changed(anchor_step="line-search"),
     "U-statistic": changed(estimate="u-statistic"),
     "U-statistic, least squares, one iteration": changed(
         estimate="u-statistic", anchor_step="least-squares", n_iterations=1

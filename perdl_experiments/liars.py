@@ -174,9 +174,9 @@ class _Liars(Clients):
     labels: dict[int, int]
     attack: str | None
 
-    def answer(self, ask: Ask, present: NDArray[np.bool_] | None = None) -> Answers:
+    def answer(self, ask: Ask) -> Answers:
         """Return the answers, some of them lies."""
-        answers = super().answer(ask, present)
+        answers = super().answer(ask)
         if self.attack is None:
             return answers
         stack = answers.stack.copy()

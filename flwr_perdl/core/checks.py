@@ -41,6 +41,7 @@ def check_array(
     columns: int | None = None,
     squares: bool = False,
     missing: bool = False,
+    floor: float | None = None,
 ) -> Matrix:
     """Return ``value`` as a C-contiguous float array, or say which rule it breaks.
 
@@ -59,6 +60,8 @@ def check_array(
         sums of products need. Zeros alone are.
     missing : bool
         Whether NaN is allowed, as a missing entry.
+    floor : float or None
+        The rule of `check_magnitude` for its largest entry; None: it may have any.
 
     Returns
     -------
@@ -104,7 +107,7 @@ def check_array(
                 f"{name} must be rescaled, as the squares of its values leave the range of "
                 f"{checked.dtype}, got values up to {np.abs(observed(checked)).max():.3g}."
             )
-    return checked
+    return checked if floor is None else check_magnitude(name, checked, floor=floor)
 
 
 def as_array(name: str, value: object) -> NDArray[Any]:

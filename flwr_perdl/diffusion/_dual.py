@@ -22,7 +22,6 @@ from flwr_perdl.core.checks import (
     check_array,
     check_count,
     check_list,
-    check_magnitude,
     own_numbers,
 )
 from flwr_perdl.diffusion._minimize import correlate
@@ -241,7 +240,7 @@ def due(round_: int) -> bool:
 
 def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
     """Return samples and atoms, checked."""
-    X = check_magnitude("X", check_array("X", X), floor=0.8)
+    X = check_array("X", X, floor=0.8)
     if not len(check_list("dictionaries", dictionaries)):
         raise ValueError("dictionaries must have at least one, got none.")
     atoms = [check_array("dictionaries", D, columns=X.shape[1]) for D in dictionaries]

@@ -56,14 +56,11 @@ def in_span(
     dictionaries: Sequence[Matrix],
     reach: float,
     solve: Solve,
-    *,
-    back: bool,
 ) -> Found:
     """Return what ``solve(objective, X, dictionaries)`` returns, found in fewer coordinates.
 
     ``reach`` is the share of ``x / strong_convexity`` that an entry of nu can reach. ``solve`` is
     called with other coordinates: once, or with a finite bound until no other entry meets it.
-    ``back`` says whether nu is needed in the original ones.
     """
     W, bounded = np.concatenate(list(dictionaries)), bool(np.isfinite(objective.bound))
     kept = (np.abs(X) * reach > objective.bound * objective.strong_convexity).any(axis=0)
@@ -80,8 +77,6 @@ def in_span(
             np.hstack([X[:, on], along, length]),
             [np.hstack([D[:, on], own]) for D, own in zip(dictionaries, turned, strict=True)],
         )
-        if not (bounded or back):
-            return rounds, seen
         unit = across / np.maximum(length, np.finfo(across.dtype).tiny)
         nu = seen["nu"][..., len(on) : -1] @ basis.T + seen["nu"][..., -1:] * unit
         if not bounded:

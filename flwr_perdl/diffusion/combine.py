@@ -174,10 +174,9 @@ class Inbox:
         A mean that adds the messages in this order has the same bits wherever the nodes are hosted;
         a matrix product sums in an order that depends on how many are hosted together.
         """
-        row = slice(self.weights.indptr[k], self.weights.indptr[k + 1])
-        places, weights = self.weights.indices[row], self.weights.data[row]
-        order = np.argsort(self.senders[places], kind="stable")
-        return zip(places[order], weights[order], strict=True)
+        weights = self._by_sender
+        row = slice(weights.indptr[k], weights.indptr[k + 1])
+        return zip(weights.indices[row], weights.data[row], strict=True)
 
 
 def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:

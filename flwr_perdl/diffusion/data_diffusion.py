@@ -80,7 +80,7 @@ Start = str | Matrix | Mapping[int, Matrix] | Callable[[Matrix, np.random.Genera
 
 CODERS = ("omp", "lasso", "focuss", "nonnegative")
 UPDATES = ("mod", "ksvd", "gradient")
-ALIGNMENTS = ("none", "sign", "assignment")
+ALIGNMENTS = ("none", "assignment")
 REPLACEMENTS = ("private", "samples")
 STARTS = ("samples", "common")
 
@@ -179,12 +179,11 @@ class DataDiffusion:
         Length of a gradient step; None is one over the largest eigenvalue of ``C.T @ C``.
     nonnegative : bool, default False
         Set negative entries of updated atoms to zero.
-    alignment : {"none", "sign", "assignment"}, default "none"
+    alignment : {"none", "assignment"}, default "none"
         How a neighbor's atoms are combined with a node's own. "none": atom j with atom j, which is
         right for equal starts and for random ones: the nodes agree before they have learned.
-        "sign": the same after a flip of the sign where needed, for nodes that start from the same
-        atoms up to signs; harmful with random starts. "assignment": matched one to one, for nodes
-        that have already learned, each with its own order of atoms.
+        "assignment": matched one to one up to their signs, for nodes that have already learned,
+        each with its own order of atoms.
     replacement : {"private", "samples", None}, default "private"
         What replaces an atom that no node uses half as much as an atom in the mean, or that is
         nearly equal to another one.
@@ -492,9 +491,7 @@ class DictionaryProgram:
         mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
         for k, own in enumerate(inbox.own):
             for j, weight in inbox.weighed(k):
-                other = sent[j]
-                if j != own:
-                    other = _aligned(other, sent[own], order=self.learner.alignment != "sign")
+                other = sent[j] if j == own else _aligned(sent[j], sent[own])
                 mean[k] += sent.dtype.type(weight) * other
         return mean
 
@@ -539,23 +536,10 @@ class DictionaryProgram:
         return normalize_atoms(D).astype(X.dtype)
 
 
-def aligned(D: Matrix, reference: Matrix, *, order: bool = True) -> Matrix:
-    """Return the atoms of ``D`` with the signs of ``reference``, and with ``order`` in its order.
-
-    Both are (n_atoms, n_features), of any length. The order is the assignment with the largest sum
-    of cosines.
-    """
-    reference = check_magnitude("reference", check_array("reference", reference))
-    D = check_magnitude("D", check_array("D", D, columns=reference.shape[1]))
-    if len(D) != len(reference):
-        raise ValueError(f"D must have {len(reference)} rows as reference, got {len(D)}.")
-    return _aligned(D, reference, order=order)
-
-
-def _aligned(D: Matrix, reference: Matrix, *, order: bool) -> Matrix:
-    if order:
-        cosines = np.abs(unit_rows(reference) @ unit_rows(D).T)
-        D = D[linear_sum_assignment(cosines, maximize=True)[1]]
+def _aligned(D: Matrix, reference: Matrix) -> Matrix:
+    """Return atoms in the order, by the largest sum of cosines, and with the signs of others."""
+    cosines = np.abs(unit_rows(reference) @ unit_rows(D).T)
+    D = D[linear_sum_assignment(cosines, maximize=True)[1]]
     return np.where(np.sum(D * reference, axis=1, keepdims=True) < 0, -D, D)
 
 

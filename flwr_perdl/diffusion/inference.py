@@ -18,7 +18,7 @@ paper                                       here
 ATC diffusion (31), projected (37)          :class:`ATC`
 consensus strategy, penalty for V_f         :class:`PenalizedConsensus`
 Jacobian ADMM (39)                          :class:`JacobianADMM`
-(41), (42)                                  ``objective.residual(nu)``, ``objective.code(S)``
+(42)                                        ``objective.code(S)``
 ``J_k(nu_k; xi)`` (29), (60)                :func:`local_costs`
 =========================================== ===================================================
 
@@ -58,7 +58,6 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_flag,
-    check_magnitude,
     check_real,
 )
 from flwr_perdl.core.memory import short_buffers
@@ -158,7 +157,7 @@ def local_costs(
 
 def _check_nu(objective: Objective, nu: Matrix, n_agents: int, X: Matrix) -> Matrix:
     """Return dual variables, projected on V_f if rounding has moved them out of it."""
-    nu = check_magnitude("nu", check_array("nu", nu, ndim=3), floor=0.8)
+    nu = check_array("nu", nu, ndim=3, floor=0.8)
     if nu.shape != (n_agents, *X.shape):
         raise ValueError(f"nu must have shape {(n_agents, *X.shape)}, got {nu.shape}.")
     if nu.dtype != X.dtype:
@@ -265,8 +264,8 @@ class Inference(NamedTuple):
     ----------
     codes : tuple of ndarray of shape (n_samples, n_atoms_k)
         Each agent's codes (42).
-    nu : ndarray of shape (n_agents, n_samples, n_features), or None
-        Each agent's estimate of the dual variables; None without ``return_nu``.
+    nu : ndarray of shape (n_agents, n_samples, n_features)
+        Each agent's estimate of the dual variables.
     rounds : int
         Communication rounds; with several blocks of samples, the most of any block.
     residual : ndarray of shape (n_agents, n_samples)
@@ -276,7 +275,7 @@ class Inference(NamedTuple):
     """
 
     codes: tuple[Matrix, ...]
-    nu: Matrix | None
+    nu: Matrix
     rounds: int
     residual: Matrix
     converged: bool
@@ -292,7 +291,6 @@ def infer(
     n_rounds: int | None = None,
     tolerance: float = 1e-3,
     informed: Sequence[int] | None = None,
-    return_nu: bool = True,
     compress: bool | None = None,
     **options: Any,
 ) -> Inference:
@@ -325,8 +323,6 @@ def infer(
         Residual at which to stop; 0: never.
     informed : sequence of int, optional
         The agents that see the samples; all by default.
-    return_nu : bool, default True
-        Whether to return the estimates as well.
     compress : bool, optional
         Whether to iterate in the span of sample and atoms, in memory. By default where that is
         cheaper and changes nothing but rounding: nu stays in that span under the squared loss. With
@@ -348,7 +344,6 @@ def infer(
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     check_objective(objective, len(atoms))
-    return_nu = check_flag("return_nu", return_nu)
     if isinstance(network, CombinationMatrix):
         _check_sums(network, kind)
         options = {**_contraction(network, kind), **options}
@@ -370,7 +365,7 @@ def infer(
         with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
             if compress:
                 reach = _reach(first, n_rounds)
-                rounds, seen = in_span(objective, X, atoms, reach, solve, back=return_nu)
+                rounds, seen = in_span(objective, X, atoms, reach, solve)
             else:
                 rounds, seen = solve(objective, X, atoms)
     else:
@@ -381,7 +376,7 @@ def infer(
     return Inference(
         # Agents with fewer atoms than others were filled up with zeros, see `DualState`.
         codes=tuple(C[:, : len(D)] for C, D in zip(codes, atoms, strict=True)),
-        nu=nu if return_nu else None,
+        nu=nu,
         rounds=rounds,
         residual=residual,
         converged=bool((residual <= tolerance).all()),

@@ -45,7 +45,6 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
-    check_magnitude,
     check_real,
     own_numbers,
 )
@@ -236,7 +235,6 @@ class ModelDiffusion:
                 break
             batch = X[at : at + self.batch_size]
             found = self._infer(W, batch, network, given)
-            assert found.nu is not None
             t, seen = t + 1, seen + len(batch)  # the first step is step / 1**decay
             W = self._updated(W, found.nu, np.stack(found.codes), t)
             rounds += found.rounds
@@ -369,11 +367,9 @@ def update_dictionary(
         ``mu_w`` per sample: the proximal point is taken with ``n_samples`` times that.
     """
     step = check_real("step", step, 0, LARGE)
-    dictionaries = check_array("dictionaries", dictionaries, ndim=3)
-    nu = check_array("nu", nu, ndim=3, columns=dictionaries.shape[2])
-    codes = check_array("codes", codes, ndim=3, columns=dictionaries.shape[1])
-    for name, array in (("dictionaries", dictionaries), ("nu", nu), ("codes", codes)):
-        check_magnitude(name, array, floor=0.8)
+    dictionaries = check_array("dictionaries", dictionaries, ndim=3, floor=0.8)
+    nu = check_array("nu", nu, ndim=3, columns=dictionaries.shape[2], floor=0.8)
+    codes = check_array("codes", codes, ndim=3, columns=dictionaries.shape[1], floor=0.8)
     if nu.shape[:2] != codes.shape[:2] or len(nu) != len(dictionaries):
         raise ValueError(
             f"codes must have shape {(len(dictionaries), nu.shape[1], dictionaries.shape[1])}, "
@@ -428,11 +424,9 @@ class Learning:
     ) -> None:
         check_choice("method", learner.method, METHODS)
         streams = X if isinstance(X, Mapping) else dict.fromkeys(range(topology.n_nodes), X)
-        self.streams = {k: check_array("X", stream) for k, stream in streams.items()}
-        for stream in self.streams.values():
-            check_magnitude("X", stream, floor=0.8)
-            if learner.objective.nonnegative:
-                check_positive("X", stream)
+        self.streams = {k: check_array("X", stream, floor=0.8) for k, stream in streams.items()}
+        for stream in self.streams.values() if learner.objective.nonnegative else ():
+            check_positive("X", stream)
         shapes = {stream.shape for stream in self.streams.values()} | ({shape} if shape else set())
         if len(shapes) != 1:
             raise ValueError(f"X must be one stream of a known shape, got {sorted(shapes)}.")

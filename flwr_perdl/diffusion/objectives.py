@@ -16,9 +16,9 @@ coefficients ``y_k``                       rows of ``Y``, (..., n_atoms)
 ``f(u)``, ``f*(nu)``, ``V_f``              ``loss``, ``conjugate``, the box ``|nu_m| <= bound``
 ``h_y(y)``, ``h_y*(s)`` (Table II)         ``regulariser``, ``regulariser_conjugate``
 (42): argmax over y of ``s'y - h_y(y)``    ``code``
-(41): argmax over u of ``nu'u - f(u)``     ``residual``
+(41): argmax over u of ``nu'u - f(u)``     ``conjugate_gradient``
 ``h_W``, its prox (48); W's set (50), (52) ``prox_dictionary``; ``project_dictionary``
-``T_lambda``, its one-sided form           :func:`soft_threshold`, :func:`positive_threshold`
+``T_lambda``, its one-sided form           :func:`soft_threshold`, ``Objective.code``
 ``h_{y_k}`` of (10), agent k's own         ``gamma[k]``, ``delta[k]``; `Objective.at`
 ========================================== ====================================================
 
@@ -46,12 +46,6 @@ from flwr_perdl.dictionary.coding import soft_threshold
 #: A weight of h: the same for all agents, or one of each agent's own.
 Weight = float | Sequence[float]
 WEIGHTS = ("gamma", "delta")
-
-
-def positive_threshold(A: Matrix, threshold: float | Matrix) -> Matrix:
-    """Lower every entry by ``threshold``, and no further than zero: the paper's one-sided T."""
-    lowered: Matrix = np.maximum(A - threshold, 0)
-    return lowered
 
 
 def check_objective(objective: Objective, n_agents: int) -> None:
@@ -204,21 +198,17 @@ class Objective(ABC):
         return values.astype(NU.dtype, copy=False)
 
     def conjugate_gradient(self, NU: Matrix) -> Matrix:
-        """Return the gradient of f* at rows of V_f, (..., n_features)."""
-        return self.strong_convexity * NU
-
-    def project(self, NU: Matrix) -> Matrix:
-        """Return the nearest points of V_f (36), (..., n_features)."""
-        return np.clip(NU, -self.bound, self.bound) if np.isfinite(self.bound) else NU
-
-    def residual(self, NU: Matrix) -> Matrix:
-        """Return the u that maximizes ``nu'u - f(u)`` (41), (..., n_features).
+        """Return the gradient of f* at rows of V_f, (..., n_features): (41)'s residual u.
 
         What the atoms explain of a sample x is then ``x - u``. For the squared loss u is nu itself.
         For the Huber loss any ``|u_m| >= eta`` of nu's sign is a maximizer at a bound; the least is
         returned (Table II: "nothing").
         """
-        return self.conjugate_gradient(NU)
+        return self.strong_convexity * NU
+
+    def project(self, NU: Matrix) -> Matrix:
+        """Return the nearest points of V_f (36), (..., n_features)."""
+        return np.clip(NU, -self.bound, self.bound) if np.isfinite(self.bound) else NU
 
     def regulariser(self, Y: Matrix) -> Matrix:
         """Return h of every row, (...,): infinite where a code may not be negative but is."""
@@ -247,7 +237,7 @@ class Objective(ABC):
     def _threshold(self, S: Matrix) -> Matrix:
         gamma = spread(self.gamma, S)
         if self.nonnegative:
-            return positive_threshold(S, gamma)
+            return np.asarray(np.maximum(S - gamma, 0))  # the paper's one-sided T
         return S - np.clip(S, -gamma, gamma) if np.ndim(gamma) else soft_threshold(S, gamma)
 
     def prox_dictionary(self, W: Matrix, step: float) -> Matrix:

@@ -29,7 +29,6 @@ from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_count,
-    check_magnitude,
     check_real,
 )
 
@@ -90,8 +89,7 @@ def cluster_anchors(
     array([[0.05],
            [5.05]])
     """
-    estimates = check_array("estimates", estimates, min_rows=1)
-    check_magnitude("estimates", estimates, floor=np.inf)
+    estimates = check_array("estimates", estimates, min_rows=1, floor=np.inf)
     if n_clusters is not None:
         check_count("n_clusters", n_clusters, 1)
     if separation is not None:

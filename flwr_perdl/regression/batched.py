@@ -14,7 +14,6 @@ from flwr_perdl.core.checks import (
     check_count,
     check_kind,
     check_list,
-    check_real,
 )
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.exchange import Answers, Ask, State
@@ -78,21 +77,13 @@ class Clients:
         """Return the number of clients."""
         return len(self.X)
 
-    def answer(self, ask: Ask, present: NDArray[np.bool_] | None = None) -> Answers:
-        """Return the answers of the clients that are present (by default all).
-
-        Parameters
-        ----------
-        ask : Ask
-            What is asked.
-        present : ndarray of shape (n_clients,), optional
-            Who answers.
-        """
-        here = np.arange(len(self)) if present is None else np.flatnonzero(present)
+    def answer(self, ask: Ask) -> Answers:
+        """Return the clients' answers to what is asked."""
+        everyone = np.arange(len(self))
         if ask.own or ask.noise:
-            each = [(self.X[i][None], self.y[i][None], ask.to(int(i)), self.loss) for i in here]
+            each = [(self.X[i][None], self.y[i][None], ask.to(int(i)), self.loss) for i in everyone]
             stack = np.concatenate([answered(*one) for one in each])
-            return Answers(here, self.n_samples[here], stack)
+            return Answers(everyone, self.n_samples, stack)
         parts = []
         for i, (_, X, y) in enumerate(self._stacks):
             if ask.step == "update" and len(ask.arrays) > 1 and i not in self._alone:
@@ -101,7 +92,7 @@ class Clients:
         stack = np.empty((len(self), *parts[0].shape[1:]))
         for (who, _, _), part in zip(self._stacks, parts, strict=True):
             stack[who] = part
-        return Answers(here, self.n_samples[here], stack if present is None else stack[here])
+        return Answers(everyone, self.n_samples, stack)
 
 
 class Run(NamedTuple):
@@ -120,7 +111,6 @@ def simulate(
     *,
     centers: Matrix | None = None,
     seed: int = 0,
-    dropout: float = 0.0,
 ) -> Run:
     """Run both phases, or the second from given models, for a number of exchanges.
 
@@ -140,9 +130,6 @@ def simulate(
         Models to start Phase 2 from.
     seed : int, default 0
         The run's one seed.
-    dropout : float, default 0
-        Probability that a client does not answer, per client and round; in a round without any
-        answer nothing changes.
 
     Returns
     -------
@@ -167,9 +154,7 @@ def simulate(
     """
     check_kind("settings", settings, TwoPhase, "a TwoPhase")
     state, history = settings.begin(centers), []
-    rounds = simulate_rounds(
-        clients, settings, n_rounds, centers=centers, seed=seed, dropout=dropout
-    )
+    rounds = simulate_rounds(clients, settings, n_rounds, centers=centers, seed=seed)
     for round_, state in enumerate(rounds, start=1):
         if len(state.centers):
             history.append((round_, state.centers))
@@ -183,7 +168,6 @@ def simulate_rounds(
     *,
     centers: Matrix | None = None,
     seed: int = 0,
-    dropout: float = 0.0,
 ) -> Iterator[State]:
     """Yield the server's state after every exchange; the arguments are those of `simulate`.
 
@@ -205,7 +189,6 @@ def simulate_rounds(
     check_kind("settings", settings, TwoPhase, "a TwoPhase")
     check_count("n_rounds", n_rounds)
     check_count("seed", seed)
-    check_real("dropout", dropout, 0, 1)
     first = here = _drawn(clients, 1)
     if centers is not None:
         centers = check_array("centers", centers, columns=first.X[0].shape[1])
@@ -215,9 +198,7 @@ def simulate_rounds(
         rng = spawn(seed, SERVER, round_)
         if round_ > 1 and here is not clients:
             here = _drawn(clients, round_, first)
-        present = rng.random(len(here)) >= dropout if dropout else None
-        if present is None or present.any():
-            ask = run.send((here.answer(ask.drawn(rng), present), rng))
+        ask = run.send((here.answer(ask.drawn(rng)), rng))
         yield ask.state
 
 

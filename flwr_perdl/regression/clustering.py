@@ -41,7 +41,6 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_flag,
-    check_magnitude,
     check_numbers,
     check_real,
 )
@@ -160,8 +159,7 @@ def local_change(
     step = check_real("step", step, 0, LARGE)
     weights = np.array([check_real("weight", weight, 0, LARGE)])
     X, y = check_points(X, y)
-    theta = check_array("theta", theta, ndim=1, columns=X.shape[1])
-    check_magnitude("theta", theta, floor=np.inf)
+    theta = check_array("theta", theta, ndim=1, columns=X.shape[1], floor=np.inf)
     check_loss(loss)
     check_labels("y", y, loss)
     how: dict[str, Any] = {"step": step, "n_steps": n_steps, "local": local, "loss": loss}
@@ -246,8 +244,7 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
     check_choice("local", local, LOCALS)
     check_count("n_steps", n_steps, 1)
     step = check_real("step", step, 0, LARGE)
-    gram = check_array("gram", gram, ndim=max(as_array("gram", gram).ndim, 2))
-    gram = check_magnitude("gram", gram, floor=np.inf)
+    gram = check_array("gram", gram, ndim=max(as_array("gram", gram).ndim, 2), floor=np.inf)
     if gram.shape[-1] != gram.shape[-2]:
         raise ValueError(f"gram must be square, got shape {gram.shape}.")
     values, vectors = np.linalg.eigh(gram)
@@ -331,9 +328,7 @@ def aggregate(
     check_choice("robust", robust, ROBUST)
     check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
     soft = check_flag("soft", soft)
-    packed = check_magnitude(
-        "packed", check_array("packed", packed, ndim=3, min_rows=1), floor=np.inf
-    )
+    packed = check_array("packed", packed, ndim=3, min_rows=1, floor=np.inf)
     if packed.shape[1] != (n_clusters if soft else 1) or packed.shape[2] < 2:
         raise ValueError(
             f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1) "
@@ -455,9 +450,8 @@ def model_error(centers: Matrix, theta: Matrix) -> float:
     >>> model_error(np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([[1.0, 0.0], [0.0, 0.5]]))
     0.5
     """
-    centers = check_magnitude("centers", check_array("centers", centers, min_rows=1), floor=np.inf)
-    theta = check_array("theta", theta, min_rows=1, columns=centers.shape[1])
-    check_magnitude("theta", theta, floor=np.inf)
+    centers = check_array("centers", centers, min_rows=1, floor=np.inf)
+    theta = check_array("theta", theta, min_rows=1, columns=centers.shape[1], floor=np.inf)
     distances = np.linalg.norm(theta[:, None] - centers, axis=2)
     nearest = set(distances.argmin(axis=1).tolist())
     if len(centers) < len(theta) or len(nearest) == len(theta):

@@ -138,9 +138,9 @@ def _multiplied(
     if how.estimate == "u-statistic":
         unknown = settings.n_clusters == "auto" or settings.robust == "filtered"
         k = None if unknown else int(settings.n_clusters)
-        U = moments.symmetric_subspace(state.columns, product, k).U
+        U = moments.symmetric_subspace(state.columns, product, k)
     else:
-        U = moments.left_subspace(state.columns, product, int(settings.n_clusters)).U
+        U = moments.left_subspace(state.columns, product, int(settings.n_clusters))
     return _anchors(how, replace(state, columns=U), answers, rng)
 
 

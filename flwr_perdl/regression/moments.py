@@ -24,14 +24,11 @@ Deviations, and why:
   moment descent converges to, along the directions in which the client's points vary: few points
   whose features are nearly collinear would send the estimate anywhere. The sign of the paper's
   direction is undetermined; here it is the one along which the anchor's mean ``eps`` points. Its
-  stopping rule needs the separation Delta and is left out. ``"line-search"`` takes the paper's
-  direction with the best step for the anchor.
+  stopping rule needs the separation Delta and is left out.
 - Points are reused in every iteration, as in the paper's experiments.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +38,6 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
-    check_magnitude,
     check_rng,
 )
 from flwr_perdl.regression.losses import check_points
@@ -50,7 +46,7 @@ from flwr_perdl.regression.losses import check_points
 _VARIES = 0.1
 
 ESTIMATES = ("u-statistic", "halves", "pair")
-STEPS = ("least-squares", "line-search", "paper")
+STEPS = ("least-squares", "paper")
 
 
 def residual_moment(
@@ -101,9 +97,8 @@ def residual_moment(
     """
     check_choice("estimate", estimate, ESTIMATES)
     X, y = check_points(X, y, ndim=as_array("X", X).ndim)
-    thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[-1])
-    Q = check_array("Q", Q, ndim=3)
-    check_magnitude("thetas", thetas, floor=np.inf), check_magnitude("Q", Q, floor=np.inf)
+    thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[-1], floor=np.inf)
+    Q = check_array("Q", Q, ndim=3, floor=np.inf)
     if Q.shape[:2] != thetas.shape[1:]:
         raise ValueError(f"Q must have shape {(*thetas.shape[1:], 'width')}, got {Q.shape}.")
     n, across = X.shape[-2], X.swapaxes(-1, -2)
@@ -147,21 +142,14 @@ def orthonormal(Q: Matrix) -> Matrix:
     array([[[0.6],
             [0.8]]])
     """
-    Q = check_array("Q", Q, ndim=max(as_array("Q", Q).ndim, 2))
-    return np.linalg.qr(check_magnitude("Q", Q, floor=np.inf))[0]
+    Q = check_array("Q", Q, ndim=max(as_array("Q", Q).ndim, 2), floor=np.inf)
+    return np.linalg.qr(Q)[0]
 
 
-class Subspace(NamedTuple):
-    """Where the residual moment is large."""
-
-    #: Orthonormal columns, (n_estimates, d, n_dimensions).
-    U: Matrix
-    #: What the moment is on them in every direction that was looked at, (n_estimates, width).
-    values: Matrix
-
-
-def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = None) -> Subspace:
+def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = None) -> Matrix:
     """Return the leading eigenspaces of the symmetric ``Y_h``, of which ``Y_h @ Q_h`` is known.
+
+    Orthonormal columns, (n_estimates, d, n_dimensions).
 
     Rayleigh-Ritz on ``Q``, then one more multiplication. By default there are as many dimensions as
     have eigenvalues above 1.25 times the size of the most negative one (noise is as likely to be
@@ -176,19 +164,19 @@ def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = No
     if n_dimensions is None:
         noise = 1.25 * np.maximum(-values[:, -1:], 0)
         n_dimensions = max(int((values > noise).sum(axis=1).max()), 1)
-    return Subspace(orthonormal(product @ vectors[:, :, :n_dimensions]), values)
+    return orthonormal(product @ vectors[:, :, :n_dimensions])
 
 
 def _like(Q: Matrix, product: Matrix) -> tuple[Matrix, Matrix]:
     """Return columns and their products, or raise a ValueError unless they are of one shape."""
-    Q = check_magnitude("Q", check_array("Q", Q, ndim=3), floor=np.inf)
-    product = check_magnitude("product", check_array("product", product, ndim=3), floor=np.inf)
+    Q = check_array("Q", Q, ndim=3, floor=np.inf)
+    product = check_array("product", product, ndim=3, floor=np.inf)
     if product.shape != Q.shape:
         raise ValueError(f"product must have shape {Q.shape} as Q, got {product.shape}.")
     return Q, product
 
 
-def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
+def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Matrix:
     """Return the leading left singular spaces of matrices known by their transposes' products.
 
     Parameters
@@ -200,24 +188,23 @@ def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
 
     Returns
     -------
-    Subspace
-        ``U``, orthonormal columns (n_estimates, d, n_dimensions), and ``values``, the singular ones
-        (n_estimates, width), in descending order.
+    ndarray of shape (n_estimates, d, n_dimensions)
+        Orthonormal columns.
 
     Examples
     --------
     >>> import numpy as np
     >>> from flwr_perdl.regression import left_subspace
-    >>> found = left_subspace(np.eye(3)[None], np.diag([1.0, 5.0, 0.1])[None], 1)
-    >>> np.abs(found.U[0]).round(6)
+    >>> U = left_subspace(np.eye(3)[None], np.diag([1.0, 5.0, 0.1])[None], 1)
+    >>> np.abs(U[0]).round(6)
     array([[0.],
            [1.],
            [0.]])
     """
     Q, product = _like(Q, product)
     check_count("n_dimensions", n_dimensions, 1)
-    _, values, rotations = np.linalg.svd(product, full_matrices=False)
-    return Subspace(Q @ rotations[:, :n_dimensions].swapaxes(1, 2), values)
+    rotations = np.linalg.svd(product, full_matrices=False)[2]
+    return Q @ rotations[:, :n_dimensions].swapaxes(1, 2)
 
 
 def moment_step(
@@ -233,7 +220,7 @@ def moment_step(
         Its current estimate.
     U : ndarray of shape (d, n_dimensions)
         Orthonormal columns of the subspace for this estimate.
-    step : {"least-squares", "line-search", "paper"}, default "least-squares"
+    step : {"least-squares", "paper"}, default "least-squares"
         See above. The paper's step wants features of covariance about the identity.
 
     Returns
@@ -256,11 +243,11 @@ def moment_step(
 
 def check_subspace(theta: Matrix, U: Matrix, d: int) -> tuple[Matrix, Matrix]:
     """Return an estimate and a basis, or raise a ValueError unless they are of ``d`` features."""
-    theta = check_magnitude("theta", check_array("theta", theta, ndim=1), floor=np.inf)
+    theta = check_array("theta", theta, ndim=1, floor=np.inf)
     if len(theta) != d:
         raise ValueError(f"theta must have shape ({d},), as X has columns, got {theta.shape}.")
-    U = check_magnitude("U", check_array("U", U))
-    if U.ndim != 2 or len(U) != d:
+    U = check_array("U", U, floor=0.4)
+    if len(U) != d:
         raise ValueError(f"U must have {d} rows, as X has columns, got shape {U.shape}.")
     return theta, U
 
@@ -279,12 +266,7 @@ def anchor_moved(X: Matrix, y: Matrix, theta: Matrix, U: Matrix, step: str) -> M
     # Lines 12-14: the direction is known up to its sign, which the residuals tell.
     left, sigma, _ = np.linalg.svd(A)
     beta = left[:, 0] * (1 if left[:, 0] @ eps.sum(axis=0) >= 0 else -1)
-    if step == "paper":
-        length = np.sqrt(sigma[0]) / 2
-    else:
-        along = projected @ beta
-        length = along @ residual / max(along @ along, np.finfo(float).tiny)
-    moved: Matrix = theta + length * (U @ beta)
+    moved: Matrix = theta + np.sqrt(sigma[0]) / 2 * (U @ beta)
     return moved
 
 

@@ -76,7 +76,7 @@ class MomentDescent:
     ----------
     estimate : {"u-statistic", "halves", "pair"}, default "u-statistic"
         How the residual moment is estimated.
-    anchor_step : {"least-squares", "line-search", "paper"}, default "least-squares"
+    anchor_step : {"least-squares", "paper"}, default "least-squares"
         How an anchor moves.
     n_anchors : int, optional
         Anchors drawn at random among the clients with enough points; by default all.

@@ -35,7 +35,6 @@ from flwr_perdl.core.checks import (
     check_array,
     check_count,
     check_list,
-    check_magnitude,
     check_real,
     check_rng,
 )
@@ -106,8 +105,8 @@ def sufficient_statistics(
     >>> sufficient_statistics(np.array([[1.0], [2.0]]), np.array([3.0, 4.0]))
     array([[ 2.,  5., 11., 11., 25.]])
     """
-    X = check_magnitude("X", check_array("X", X), floor=np.inf)
-    y = check_magnitude("y", check_array("y", y, ndim=1, columns=len(X)), floor=np.inf)
+    X = check_array("X", X, floor=np.inf)
+    y = check_array("y", y, ndim=1, columns=len(X), floor=np.inf)
     check_count("n_folds", n_folds, 1, 10_000)
     if n_folds > 1 and rng is None:
         raise ValueError("rng must be given for more than one fold, got None.")
@@ -180,8 +179,8 @@ def fit_mixture(
 
 def _checked(statistics: Matrix, ndim: int) -> Matrix:
     """Return the clients' statistics, if there are any and their width is that of some d."""
-    statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1).astype(float)
-    check_magnitude("statistics", statistics, floor=np.inf)
+    statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1)
+    statistics = check_array("statistics", statistics.astype(float), ndim=ndim, floor=np.inf)
     width = statistics.shape[-1]
     if width < 5 or width != isqrt(width - 1) ** 2 + 1:
         raise ValueError(f"statistics must have (d + 1)^2 + 1 columns, got {width}.")

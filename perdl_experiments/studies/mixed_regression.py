@@ -234,9 +234,9 @@ class _Counted(Clients):
         super().__init__(data.X, data.y)
         self.floats: list[tuple[float, float]] = []
 
-    def answer(self, ask: Ask, present: NDArray[np.bool_] | None = None) -> Answers:
+    def answer(self, ask: Ask) -> Answers:
         """Return the answers, and note what they cost."""
-        answers = super().answer(ask, present)
+        answers = super().answer(ask)
         shared = sum(array.size for array in ask.arrays) * (len(self) - len(ask.own))
         own = sum(array.size for arrays in ask.own.values() for array in arrays)
         self.floats.append((float(answers.stack[0].size), (shared + own) / len(self)))

@@ -52,20 +52,3 @@ def test_local_atoms_that_all_clients_have_are_not_identifiable():
 def test_nothing_used_is_no_nan():
     found = assumptions(np.eye(2), np.zeros((3, 2)))
     assert found[2:8] == (0, np.inf, (0, 0), 0, (0, 0), 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("D", {"D": np.array([[0.0, 0.0], [1.0, 0.0]])}),
-        ("C", {"C": C[:, :1]}),
-        ("C", {"C": C[:0]}),
-        (r"local\[1\]", {"local": [D, np.eye(3)]}),
-        (r"local\[0\]", {"local": [D[:0]]}),
-        (r"local\[0\]", {"local": [0 * D]}),
-        ("local", {"local": 3}),
-    ],
-)
-def test_what_does_not_fit_is_named(name, call):
-    with pytest.raises((ValueError, TypeError), match=name):
-        assumptions(**{"D": D, "C": C, **call})

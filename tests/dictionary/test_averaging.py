@@ -15,7 +15,6 @@ from flwr_perdl.dictionary import (
     average_dictionaries,
     common_start,
     normalize_atoms,
-    warm_start,
 )
 
 RNG = np.random.default_rng(0)
@@ -133,16 +132,3 @@ def test_orthonormal_atoms_stay_so_where_some_of_the_start_are_withheld() -> Non
     np.testing.assert_allclose(start[~held_back], D[~held_back], atol=1e-12)
     other = common_start(own, {0: 9}, np.random.default_rng(2), orthogonal=True)
     assert not np.allclose(start[held_back], other[held_back])
-
-
-def test_averaging_from_a_common_start_does_what_pooled_data_do() -> None:
-    rng = np.random.default_rng(0)
-    truth = np.linalg.qr(rng.standard_normal((10, 10)))[0].T[:6]
-    codes = rng.standard_normal((4, 150, 6)) * (rng.random((4, 150, 6)) < 0.3)
-    samples = codes @ truth
-    learner = OrthogonalLearner(6, threshold=0.1)
-    D = warm_start(samples[0], learner, rng=np.random.default_rng(1)).dictionary
-    for _ in range(20):
-        stack = np.stack([asked(X, D, learner)[0] for X in samples])
-        D = average_dictionaries(stack, D, orthogonal=True)
-    np.testing.assert_allclose(np.abs(D @ truth.T).max(axis=0), 1, atol=1e-6)

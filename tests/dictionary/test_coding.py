@@ -197,18 +197,9 @@ def test_sparse_code_keeps_float32_and_its_inputs(rng, unit, option):
     assert sparse_code(X[:0], D, **option).shape == (0, 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({}, "n_nonzero"),
-        ({"n_nonzero": 1, "alpha": 0.1}, "n_nonzero"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"threshold": -1.0}, "threshold"),
-        ({"n_nonzero": 1.5}, "n_nonzero"),
-    ],
-)
-def test_sparse_code_names_what_is_wrong(options, name):
-    with pytest.raises(ValueError, match=name):
+@pytest.mark.parametrize("options", [{}, {"n_nonzero": 1, "alpha": 0.1}])
+def test_sparse_code_has_one_method(options):
+    with pytest.raises(ValueError, match="n_nonzero"):
         sparse_code(np.ones((2, 3)), np.eye(3), **options)
 
 
@@ -241,41 +232,6 @@ def test_focuss_is_stationary_where_codes_are_not_zero(rng, unit):
     slope = (X - codes @ D) @ D.T
     expected = 0.05 * np.sign(codes[used]) * np.abs(codes[used]) ** -0.5
     assert np.allclose(slope[used], expected, atol=1e-5)
-
-
-def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(rng, unit):
-    D = unit(20, 12)
-    C = np.zeros((40, 20))
-    C[np.arange(40), rng.integers(0, 10, 40)] = 4.0
-    C[np.arange(40), rng.integers(10, 20, 40)] = -9.0
-    ours, theirs = focuss(C @ D, D, 0.05), lasso(C @ D, D, 0.05).codes
-    right = ((ours != 0) == (C != 0)).all(axis=1)
-    assert right.mean() > 0.7
-    assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
-
-
-@pytest.mark.parametrize(("r", "d", "power"), [(8, 12, 0.5), (12, 8, 1.0)])
-def test_focuss_does_not_depend_on_the_datas_units(rng, unit, r, d, power):
-    X, D = rng.standard_normal((20, d)), unit(r, d)
-    codes = focuss(X, D, 0.1, power=power)
-    assert codes.any(axis=1).all()
-    for scale in (255.0, 1e-3):
-        scaled = focuss(scale * X, D, 0.1 * scale ** (2 - power), power=power)
-        assert np.allclose(scaled / scale, codes, atol=1e-6)
-
-
-def test_focuss_in_pieces_is_focuss(rng, unit, monkeypatch):
-    X, D = rng.standard_normal((50, 8)), unit(12, 8)
-    whole = focuss(X, D, 0.1)
-    monkeypatch.setattr("flwr_perdl.dictionary.coding._WORKSPACE", 100)
-    assert np.allclose(focuss(X, D, 0.1), whole, atol=1e-10)
-
-
-def test_focuss_of_nothing_and_in_float32(rng, unit):
-    X, D = rng.standard_normal((5, 8)), unit(12, 8)
-    assert np.array_equal(focuss(np.zeros((2, 8)), D, 0.1), np.zeros((2, 12)))
-    assert focuss(X[:0], D, 0.1).shape == (0, 12)
-    assert focuss(X.astype(np.float32), D.astype(np.float32), 0.1).dtype == np.float32
 
 
 @pytest.mark.parametrize(("r", "d"), [(1, 5), (6, 20), (30, 30)])

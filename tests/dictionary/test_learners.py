@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from flwr_perdl.dictionary import (
     GradientLearner,
@@ -37,9 +36,6 @@ def cls(request):
 @pytest.fixture(params=range(3))
 def coder(request, cls):
     return (PENALTIES if cls is LassoLearner else CODERS)[request.param]
-
-
-planted_is_exact = pytest.mark.parametrize("cls", PLAIN, indirect=True)  # the lasso's codes shrink
 
 
 def run(learner, X, rng, n_iter=10):
@@ -90,29 +86,6 @@ def test_float32_is_kept_and_inputs_are_not_modified(cls, coder, rng):
     assert np.array_equal(C, codes)
 
 
-@planted_is_exact
-def test_steps_converge_to_the_planted_dictionary(cls, rng, orthonormal, sparse):
-    truth = orthonormal(5, 7)
-    X = sparse(300, 5) @ truth
-    D = normalize_atoms(truth + 0.05 * rng.standard_normal((5, 7)))
-    if cls.orthogonal:
-        D = polar_factor(D, truth)
-    learner = cls(5, threshold=0.15)
-    for _ in range(150):
-        D = learner.step(X, D)
-    assert dictionary_distance(D, truth) < 1e-8
-
-
-def test_an_update_does_not_raise_the_error_of_its_codes(rng, orthonormal):
-    X = rng.standard_normal((50, 6))
-    for learner in (OrthogonalLearner(4), KSVDLearner(4), LassoLearner(4)):
-        D = orthonormal(4, 6)
-        C = learner.code(X, D)
-        new = learner.update(X, C, D)
-        refitted = sparse_code(X, new, n_nonzero=4) if learner.orthogonal is False else C
-        assert ((X - refitted @ new) ** 2).sum() <= ((X - C @ D) ** 2).sum() + 1e-9
-
-
 @pytest.mark.parametrize("cls", GENERAL)
 def test_general_learners_take_more_atoms_than_features(cls, rng):
     D = run(cls(12), rng.standard_normal((80, 6)), rng)
@@ -151,12 +124,6 @@ def test_the_gradient_step_by_hand():
     assert np.allclose(new, normalize_atoms(np.array([[1.0, 0.5], [0.875, 0.5]])))
     huge = GradientLearner(2, eta=1e150).update(*(a.astype(np.float32) for a in (X, C, D)))
     assert np.allclose(huge, normalize_atoms(np.array([[4.0, -2.0], [-0.5, 2.0]])))
-
-
-@pytest.mark.parametrize("eta", [0, -1.0, np.inf, "no", None])
-def test_a_step_size_is_a_positive_number(eta):
-    with pytest.raises((ValueError, TypeError), match="eta"):
-        GradientLearner(2, eta=eta)
 
 
 def test_ksvd_by_hand():
@@ -206,19 +173,10 @@ def test_the_start_spans_the_principal_directions(rng):
     assert not np.allclose(np.abs(D @ top.T).max(axis=1), 1, atol=1e-3)  # rotated
 
 
-def test_a_scale_asks_for_sparser_codes(rng, unit):
-    X, D = rng.standard_normal((50, 8)), unit(6, 8)
-    by_threshold = MODLearner(6, threshold=0.2, coding="threshold")
-    by_count = MODLearner(6, n_nonzero=4)
-    assert np.array_equal(by_threshold.code(X, D, 3.0), sparse_code(X, D, threshold=0.2 * 3.0))
-    assert np.array_equal(by_count.code(X, D, 2.0), sparse_code(X, D, n_nonzero=2))
-    assert np.array_equal(by_count.code(X, D, 99.0), sparse_code(X, D, n_nonzero=1))
-
-
 # Warm start
 
 
-@planted_is_exact
+@pytest.mark.parametrize("cls", PLAIN)  # the lasso's codes shrink
 def test_the_warm_start_finds_the_planted_dictionary(cls, rng, orthonormal, sparse):
     truth = orthonormal(6, 6)
     X = sparse(200, 6) @ truth
@@ -244,12 +202,6 @@ def test_atoms_outside_the_samples_span_are_kept(rng):
     found = warm_start(X, learner, rng=np.random.default_rng(1)).dictionary
     np.testing.assert_allclose(found @ found.T, np.eye(8), atol=1e-12)
     assert np.linalg.matrix_rank(found) == 8
-
-
-def test_the_same_generator_gives_the_same_start(cls, rng):
-    X = rng.standard_normal((30, 5))
-    a, b = (warm_start(X, cls(4), rng=np.random.default_rng(3), n_iter=10).dictionary for _ in "ab")
-    assert np.array_equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -311,19 +263,6 @@ def test_nothing_local_and_nothing_global(rng, orthonormal, n_global):
 
 
 # Real images
-
-
-@pytest.mark.parametrize("cls", GENERAL, ids=lambda cls: cls.__name__)
-def test_the_default_learns_from_images_without_getting_worse(cls):
-    X = load_digits().data[:600] / 16
-    D = cls(32).start(X, np.random.default_rng(0))
-    errors = []
-    for t in range(13):
-        if t % 6 == 0:
-            errors.append(np.mean((X - sparse_code(X, D, n_nonzero=5) @ D) ** 2))
-        D = cls(32).step(X, D)
-    assert errors[2] <= 1.01 * errors[1]
-    assert errors[1] < 0.8 * errors[0]
 
 
 def test_a_pursuit_that_stops_is_hard_thresholding_of_orthonormal_atoms(rng, orthonormal):

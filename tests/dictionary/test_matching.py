@@ -101,16 +101,6 @@ def test_matching_is_well_formed(shared, method):
         assert np.array_equal(a, b)
 
 
-def test_order_and_signs_within_the_clients_do_not_matter(rng, shared, method):
-    dictionaries, _ = shared(6, 0.3)
-    shuffled = [
-        D[rng.permutation(len(D))] * rng.choice([-1.0, 1.0], (len(D), 1)) for D in dictionaries
-    ]
-    a, b = (global_matching(Ds, 5, method=method) for Ds in (dictionaries, shuffled))
-    assert np.allclose(a.path_lengths, b.path_lengths)
-    assert dictionary_distance(a.global_atoms, b.global_atoms) < 1e-9
-
-
 def test_consensus_survives_bad_clients_and_the_chain_does_not(shared):
     dictionaries, truth = shared(40, 0.3, bad=0.3)
     consensus = global_matching(dictionaries, 4)
@@ -197,13 +187,6 @@ def test_one_client_and_no_atoms(orthonormal, method):
     assert empty.indices.shape == (2, 0)
 
 
-def test_float32_is_kept(shared, method):
-    dictionaries, truth = shared(5)
-    found = global_matching([D.astype(np.float32) for D in dictionaries], 4, method=method)
-    assert found.global_atoms.dtype == np.float32
-    assert dictionary_distance(found.global_atoms.astype(float), truth) < 1e-6
-
-
 # The number of global atoms
 
 
@@ -229,43 +212,6 @@ def test_clients_with_few_atoms_do_not_make_others_agree(unit, method, sizes):
     for _ in range(5):
         dictionaries = [unit(size, 30) for size in sizes]
         assert len(global_matching(dictionaries, "auto", method=method).global_atoms) == 0
-
-
-def perturbed(seed, n_global, error, n_atoms=10, n_clients=10):
-    """Return orthonormal bases with so many atoms in common, each with an error of its own."""
-    rng = np.random.default_rng([seed, n_global, round(100 * error)])
-    truth = np.linalg.qr(rng.standard_normal((n_atoms, n_atoms)))[0]
-    found = []
-    for _ in range(n_clients):
-        own = rng.standard_normal((n_atoms - n_global, n_atoms))
-        Q = np.linalg.qr(np.vstack([truth[:n_global], own]).T)[0].T
-        Q = Q + error / np.sqrt(n_atoms) * rng.standard_normal(Q.shape)
-        found.append(normalize_atoms(Q)[rng.permutation(n_atoms)])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("n_global", "error", "least"),
-    [
-        (0, 0.25, 1.0),
-        (2, 0.3, 1.0),
-        (4, 0.3, 1.0),
-        (6, 0.3, 0.9),
-        (8, 0.1, 0.85),
-        (8, 0.25, 0.75),
-        (10, 0.1, 1.0),
-        (10, 0.2, 1.0),
-    ],
-)
-def test_the_count_is_as_good_as_the_largest_jump(n_global, error, least):
-    """In a full basis the last atoms that are not shared are near each other by need."""
-    right, jumps = [], []
-    for seed in range(20):
-        clients = perturbed(seed, n_global, error)
-        right.append(len(global_matching(clients, "auto").global_atoms) == n_global)
-        lengths = global_matching(clients, 10).path_lengths
-        jumps.append(np.diff(lengths).argmax() + 1 == n_global)
-    assert np.mean(right) >= max(least, np.mean(jumps) - 0.1)
 
 
 def test_counting_by_hand():

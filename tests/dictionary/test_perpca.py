@@ -7,7 +7,6 @@ from scipy.linalg import subspace_angles
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.perpca import (
     local_start,
-    next_step,
     perpca_step,
     personalized_pca,
     shared_start,
@@ -37,6 +36,8 @@ def angle(A: np.ndarray, B: np.ndarray) -> float:
 
 def test_the_planted_subspaces_are_found_where_own_features_dominate() -> None:
     samples, shared, local = planted(0)
+    single = personalized_pca([X.astype(np.float32) for X in samples], 3, 2, n_rounds=1)
+    assert single.global_components.dtype == single.local_components[0].dtype == np.float32
     found = personalized_pca(samples, 3, 2, n_rounds=200)
     assert angle(found.global_components, shared) < 1e-6
     assert max(map(angle, found.local_components, local)) < 1e-6
@@ -99,18 +100,6 @@ def test_starts_with_too_few_samples_are_completed_or_shorter() -> None:
     still = perpca_step(np.zeros((2, 6)), U, V, 1.0)
     assert still.loss == 0
     np.testing.assert_allclose(still.global_components, U, atol=1e-12)
-
-
-def test_the_step_is_halved_when_the_loss_has_risen() -> None:
-    assert next_step(1.0, [3.0]) == next_step(1.0, [3.0, 2.0]) == 1.0
-    assert next_step(1.0, [2.0, 3.0]) == 0.5
-
-
-def test_float32_stays_float32() -> None:
-    samples = [X.astype(np.float32) for X in planted(0)[0]]
-    found = personalized_pca(samples, 3, 2)
-    assert found.global_components.dtype == np.float32
-    assert {V.dtype for V in found.local_components} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize(("n_global", "n_local"), [(1, 1), (2, 0), (0, 0)])

@@ -22,11 +22,9 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
     aggregate_atoms,
     aggregate_statistics,
-    align_to_global,
     atom_support,
     global_matching,
     omp,
-    personalized_pca,
     refine_local,
     update_weights,
     warm_start,
@@ -178,21 +176,6 @@ def test_the_count_stays(shared: int, eps: float, method: str) -> None:
     assert counts == [shared] * len(moved)
 
 
-@pytest.mark.parametrize("method", ["consensus", "paths"])
-def test_signs_of_orthogonal_atoms_are_not_rounding(method: str) -> None:
-    """A chain that changes from one atom to another sums them up: with which sign is no chance."""
-    rng = np.random.default_rng(7)
-    Q = rotation(rng)
-    clients = [Q[:1], Q[:1], Q[1:2], Q[2:3]]
-    expected = global_matching([np.eye(D)[[i]] for i in (0, 0, 1, 2)], 1, method=method)
-    for _ in range(10):
-        found = global_matching([ulp(one, rng) for one in clients], 1, method=method)
-        np.testing.assert_array_equal(found.signs, expected.signs)
-        np.testing.assert_allclose(found.global_atoms, expected.global_atoms @ Q, atol=1e-9)
-        aligned = align_to_global(ulp(Q[1:3], rng), ulp(Q[3:4], rng))
-        assert aligned.signs.tolist() == [1]
-
-
 def replies(rng: Rng, kind: str, orthogonal: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the current atoms, and seven clients' statistics, the last one's of another world."""
     G = rotation(rng)[:SHARED]
@@ -245,18 +228,3 @@ def test_equal_atoms_with_rounding_stand_out_nowhere(method: str, alike: bool, d
         (odd,) = found.odd.values()
         assert not odd.any()
         stack[0] = ulp(ulp(stack[0], rng), rng)
-
-
-@kinds
-def test_personalized_components_stay(make: Any) -> None:
-    rng = np.random.default_rng(10)
-    samples = [make(rng, 10) for _ in range(4)]
-    first = personalized_pca(samples, 1, 1, n_rounds=4)
-    for clients in ([ulp(X, rng) for X in samples], [2.0**40 * X for X in samples]):
-        again = personalized_pca(clients, 1, 1, n_rounds=4)
-        total = sum(np.square(X).sum() for X in clients)
-        before = sum(np.square(X).sum() for X in samples)
-        assert again.losses[-1] / total == pytest.approx(first.losses[-1] / before, abs=1e-6)
-        for V in again.local_components:
-            gram = V @ np.vstack([again.global_components, V]).T
-            np.testing.assert_allclose(gram, [[0, 1]], atol=1e-9)

@@ -71,8 +71,3 @@ def test_where_pairs_say_nothing_it_is_the_learner_s_own_start(X, learner):
     found = spectral_start(X, learner, rng=draw(0), n_iter=1).dictionary
     own = iterate(learner, X, learner.start(X, draw(0)), [4.0])
     assert np.allclose(found, own)
-
-
-def test_missing_entries_are_an_error():
-    with pytest.raises(ValueError, match="X must be finite"):
-        spectral_start(np.full((4, 3), np.nan), LassoLearner(2), rng=np.random.default_rng(0))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from flwr_perdl.diffusion import (
     metropolis_weights,
 )
 from flwr_perdl.diffusion.averaging import METHODS, Averaged, AveragingProgram
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork
+from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ServerSettings
@@ -76,13 +75,7 @@ def models_of(learned: Averaged) -> Array:
 
 
 FAULTY = InMemoryNetwork(RING, faults=Faults(drop=0.2, sleep=0.1, seed=1))
-TURNS = InMemoryNetwork(
-    RING,
-    [
-        metropolis_weights(Topology.from_edges(N, [(0, 1), (2, 3), (4, 5)])),
-        metropolis_weights(Topology.from_edges(N, [(1, 2), (3, 4), (5, 0)])),
-    ],
-)
+PAIRS = InMemoryNetwork(Schedule.random_pairs(N), faults=Faults(drop=0.2, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +83,8 @@ TURNS = InMemoryNetwork(
     [
         ("exact_diffusion", InMemoryNetwork(RING)),
         ("gradient_tracking", FAULTY),
-        ("gradient_tracking", TURNS),
+        ("gradient_tracking", PAIRS),
         ("gradient_tracking", Schedule.members(RING, joins={2: 9}, leaves={5: 300})),
-        (
-            "gradient_tracking",
-            InMemoryNetwork(Schedule.random_pairs(N), faults=Faults(drop=0.2, seed=1)),
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -104,6 +93,7 @@ def test_corrected_methods_end_at_the_solution_of_all_data(method: str, network:
     learned = learner.fit(LeastSquares, network, 800, initial=START)
     np.testing.assert_allclose(models_of(learned), np.tile(CONSENSUS, (N, 1)), rtol=0, atol=1e-6)
     assert learned.disagreement < 1e-6
+    assert learned.unheard == {}  # no message of an honest node is beyond a limit
 
 
 @pytest.mark.parametrize("method", ["atc", "cta"])
@@ -118,16 +108,16 @@ def test_the_bias_of_the_other_methods_is_the_known_one_and_shrinks_with_the_ste
         H[rows, rows] = gram
     b, one = np.concatenate(MOMENTS), np.eye(N * FEATURES)
     biases = []
-    for step in (0.2, 0.1, 0.05):
+    for step in (0.2, 0.1):
         map_, shift = (one - step * H) @ A, step * b  # cta: w <- fit(A w)
         if method == "atc":  # w <- A fit(w)
             map_, shift = A @ (one - step * H), A @ (step * b)
         fixed = np.linalg.solve(one - map_, shift).reshape(N, FEATURES)
         learner = DiffusionAveraging(method=method, evaluate_every=0)
-        learned = learner.fit(with_step(step), RING, 1000, initial=START)
+        learned = learner.fit(with_step(step), RING, 500, initial=START)
         np.testing.assert_allclose(models_of(learned), fixed, rtol=0, atol=1e-6)
         biases.append(np.linalg.norm(fixed - CONSENSUS, axis=1).max())
-    assert biases[0] > biases[1] > biases[2] > 0.1
+    assert biases[0] > biases[1] > 0.1
 
 
 def test_one_round_by_hand() -> None:
@@ -221,8 +211,6 @@ def test_evaluations_come_every_few_rounds_and_see_the_model_after_the_round() -
 
 # The same bits everywhere ------------------------------------------------------------------------
 
-FAULTS = Faults(0.1, 0.1, {1: 5}, {3: 4}, 1, seed=2)
-
 
 def assert_same_bits(learned: Averaged, expected: Averaged) -> None:
     assert learned.curves.keys() == expected.curves.keys()
@@ -241,10 +229,8 @@ def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context]
     return make_client
 
 
-@pytest.mark.parametrize("graph", [RING, Schedule.random_pairs(N)], ids=["ring", "pairs"])
-def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(
-    graph: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    graph = Schedule.random_pairs(N)
     learner = DiffusionAveraging(method="gradient_tracking", metrics=["loss"])
     grid = InProcessGrid(client_app(federation(learner)), N)
 
@@ -262,40 +248,6 @@ def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(
     assert resumed.models == {}
     assert np.isnan(resumed.disagreement)
     assert_same_bits(resumed, learner.fit(LeastSquares, graph, 6, initial=START))
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_ray_actors() -> None:
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
-    try:
-        for method, faults, graph in (
-            ("exact_diffusion", None, RING),
-            ("atc", FAULTS, RING),
-            ("cta", FAULTS, RING),
-            ("gradient_tracking", FAULTS, RING),
-            ("gradient_tracking", None, Schedule.random_pairs(N)),
-            ("push_sum", None, Schedule(N, lambda t: Topology.star(N))),
-        ):
-            learner = DiffusionAveraging(method=method, evaluate_every=2, metrics=["loss"])
-            told: list[int] = []
-
-            def tell(round_: int, row: Any, told: list[int] = told) -> None:
-                told.append(round_)
-
-            stale = {"staleness": 2 if method == "atc" else 0}
-            network = RayNetwork(graph, faults=faults, agents_per_actor=4, **stale)
-            learned = learner.fit(LeastSquares, network, 9, initial=START, callback=tell)
-            memory = InMemoryNetwork(graph, faults=faults, **stale)
-            here = learner.fit(LeastSquares, memory, 9, initial=START)
-            assert_same_bits(learned, here)
-            np.testing.assert_array_equal(models_of(learned), models_of(here))
-            assert told == list(range(1, 10))
-    finally:
-        ray.shutdown()
 
 
 # Nodes that die, and nodes that lie --------------------------------------------------------------
@@ -334,8 +286,6 @@ class Lying(AveragingProgram):
 
 
 LIES: dict[str, Callable[[Array], Array]] = {
-    "huge": lambda array: np.full_like(array, 1e99),
-    "nan": lambda array: np.full_like(array, np.nan),
     "bias": lambda array: array + 1e6,
     "one bad value": lambda array: array + 1e6 * (np.arange(array.shape[1]) == 0),
 }
@@ -344,7 +294,7 @@ LIES: dict[str, Callable[[Array], Array]] = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_others_end_as_without_a_node_that_lies_without_measure(method: str, lie: str) -> None:
-    graph = RING if lie == "huge" else Topology.exponential(N)
+    graph = Topology.exponential(N)
 
     class Learner(DiffusionAveraging):
         def program(self, *args: Any, **options: Any) -> AveragingProgram:
@@ -363,8 +313,6 @@ def test_the_others_end_as_without_a_node_that_lies_without_measure(method: str,
     assert learned.alive.all()
     assert learned.unheard == {DEAD: 60}
 
-    if lie == "nan":  # without a network, no message may be NaN
-        return
     plain = Learner(**options).fit(LeastSquares, graph, 60, initial=START)
     assert_same_bits(plain, learned)
     np.testing.assert_array_equal(models_of(plain), models_of(learned))
@@ -384,19 +332,6 @@ def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
     np.testing.assert_array_equal(run.state.model, here.state.model)
     np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
     assert run.unheard == here.unheard == {DEAD: 6}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_among_honest_nodes_nothing_is_left_out(method: str) -> None:
-    class Unlimited(AveragingProgram):
-        limits = None
-
-    learner = DiffusionAveraging(method=method)
-    honest = learner.fit(LeastSquares, RING, 30, initial=START)
-    network = InMemoryNetwork(RING)
-    run = network.run(Unlimited(learner, LeastSquares, START), 30)
-    np.testing.assert_array_equal(models_of(honest), run.state.model)
-    assert honest.unheard == {}
 
 
 # Who learns what ---------------------------------------------------------------------------------
@@ -497,66 +432,13 @@ def test_flowers_nodes_have_clients_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "match"),
-    [
-        (([np.zeros(4)], 1, {}), r"fit of node 0 must have arrays of shapes \[\(3,\)\]"),
-        (([np.full(3, np.nan)], 1, {}), "fit of node 0 must be finite"),
-        (([np.zeros(3)], 1, {"loss": "low"}), "fit of node 0 must return a number as 'loss'"),
-    ],
+    "returned",
+    [([np.zeros(4)], 1, {}), ([np.full(3, np.nan)], 1, {}), ([np.zeros(3)], 1, {"loss": "low"})],
 )
-def test_what_a_client_returns_is_checked(returned: Any, match: str) -> None:
+def test_what_a_client_returns_is_checked(returned: Any) -> None:
     class Wrong(LeastSquares):
         def fit(self, parameters: list[Array], config: Any) -> Any:
             return returned
 
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=r"^fit of node 0"):
         DiffusionAveraging(metrics=["loss"]).fit(Wrong, RING, 1, initial=START)
-
-
-@pytest.mark.slow
-def test_the_worst_of_sixteen_nodes_is_as_good_as_fedavg_on_digits() -> None:
-    """scikit-learn's SGDClassifier; every node has two or three of the ten digits."""
-    from sklearn.datasets import load_digits
-    from sklearn.linear_model import SGDClassifier
-
-    X, y = load_digits(return_X_y=True)
-    X, order = X / 16, spawn(0).permutation(len(y))
-    test, train = order[:400], order[400:1040]
-    parts = np.array_split(train[np.argsort(y[train], kind="stable")], 32)
-    parts = [parts[i] for i in spawn(1).permutation(32)]
-    own = [np.concatenate(parts[2 * k : 2 * k + 2]) for k in range(16)]
-    assert max(len(np.unique(y[mine])) for mine in own) <= 4
-
-    class Digits(NumPyClient):
-        def __init__(self, node: int) -> None:
-            self.node = node
-
-        def model(self, parameters: list[Array], seed: int) -> Any:
-            model = SGDClassifier(
-                "log_loss", learning_rate="constant", eta0=0.05, random_state=seed
-            )
-            model.classes_, (model.coef_, model.intercept_) = np.arange(10), parameters
-            return model
-
-        def fit(self, parameters: list[Array], config: Any) -> Any:
-            model, mine = self.model(parameters, config["server-round"]), own[self.node]
-            model.partial_fit(X[mine], y[mine], classes=np.arange(10))
-            return [model.coef_, model.intercept_], len(mine), {}
-
-        def evaluate(self, parameters: list[Array], config: Any) -> Any:
-            model = self.model(parameters, 0)
-            return 0.0, len(test), {"accuracy": model.score(X[test], y[test])}
-
-    rounds, average = 80, [np.zeros((10, 64)), np.zeros(10)]
-    for round_ in range(1, rounds + 1):
-        copies = [[array.copy() for array in average] for _ in own]
-        fitted = [Digits(k).fit(w, {"server-round": round_})[0] for k, w in enumerate(copies)]
-        average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
-    fedavg = Digits(0).evaluate(average, {})[2]["accuracy"]
-    assert fedavg > 0.9
-    for topology in (Topology.ring(16), Topology.exponential(16)):
-        learner = DiffusionAveraging(
-            method="exact_diffusion", evaluate_every=rounds, metrics=["accuracy"]
-        )
-        learned = learner.fit(Digits, topology, rounds, initial=[np.zeros((10, 64)), np.zeros(10)])
-        assert learned.curves["evaluate-accuracy"][-1].min() >= fedavg - 0.01

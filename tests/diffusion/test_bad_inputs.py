@@ -16,14 +16,10 @@ from flwr_perdl.diffusion import (
     HuberNMF,
     ModelDiffusion,
     NonnegativeMF,
-    Schedule,
     SparseSVD,
     Topology,
-    averaging_weights,
     infer,
-    metropolis_weights,
 )
-from flwr_perdl.diffusion.data_diffusion import aligned
 from flwr_perdl.diffusion.model_diffusion import update_dictionary
 from tests.hostile import check_drawn
 
@@ -71,33 +67,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "step": 0.1,
             "replace_every": 2,
         },
-    ),
-    "aligned": (aligned, {"D": STACK[0], "reference": STACK[1]}),
-    "Topology.k_regular": (Topology.k_regular, {"n_nodes": 6, "degree": 2, "seed": 0}),
-    "Topology.erdos_renyi": (Topology.erdos_renyi, {"n_nodes": 6, "p": 0.7, "seed": 0}),
-    "Topology.small_world": (Topology.small_world, {"n_nodes": 6, "degree": 2, "p": 0.1}),
-    "Schedule.random_pairs": (
-        lambda **given: Schedule.random_pairs(**given).matrix(3).matrix.toarray(),
-        {"n_nodes": 4, "seed": 0},
-    ),
-    "Schedule.one_peer_exponential": (
-        lambda n: Schedule.one_peer_exponential(n).matrix(2).matrix.toarray(),
-        {"n": 4},
-    ),
-    "Schedule.members": (
-        lambda node, at: Schedule.members(RING, joins={node: at}).matrix(3).matrix.toarray(),
-        {"node": 2, "at": 3},
-    ),
-    "Topology.grid": (Topology.grid, {"rows": 2, "columns": 3}),
-    "Topology.ring": (lambda n: averaging_weights(Topology.ring(n)).matrix.toarray(), {"n": 4}),
-    "Topology.star": (lambda n: metropolis_weights(Topology.star(n)).matrix.toarray(), {"n": 4}),
-    "HuberNMF": (
-        lambda gamma, delta, eta: HuberNMF(gamma, delta, eta).step_bound(2),
-        {"gamma": 0.1, "delta": 0.1, "eta": 0.1},
-    ),
-    "Biclustering": (
-        lambda gamma, delta, beta, step: Biclustering(gamma, delta, beta).prox_dictionary(X, step),
-        {"gamma": 0.1, "delta": 0.1, "beta": 0.1, "step": 0.1},
     ),
 }
 VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flwr_perdl.dictionary import KSVDLearner, MODLearner, dictionary_distance, normalize_atoms, omp
 from flwr_perdl.diffusion import (
@@ -22,9 +20,7 @@ from flwr_perdl.diffusion.data_diffusion import (
     DataDiffusion,
     DictionaryProgram,
     DictionaryState,
-    aligned,
 )
-from flwr_perdl.diffusion.topology import news_takes, rounds_to_all
 from flwr_perdl.network import Faults, InMemoryNetwork
 from flwr_perdl.random import spawn
 
@@ -216,12 +212,10 @@ def test_batches_that_stream_in() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("update", "replacement"), [("mod", "private"), ("ksvd", "samples"), ("gradient", None)]
-)
-def test_float32_stays_float32(update: str, replacement: str | None) -> None:
+@pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
+def test_float32_stays_float32(update: str) -> None:
     data = [X.astype(np.float32) for X in draw(samples=60)[1]]
-    learner = DataDiffusion(14, n_nonzero=2, update=update, replacement=replacement)
+    learner = DataDiffusion(14, n_nonzero=2, update=update)
     after = states(learner, data, Topology.ring(4), 25)[-1]
     assert after.dictionaries.dtype == after.candidates.dtype == np.float32
 
@@ -278,34 +272,6 @@ def test_the_worst_samples_of_the_whole_network_come_in() -> None:
         node = int(np.argmax([own[rank[slot]] for own, rank in zip(scores, ranked, strict=True)]))
         worst = normalize_atoms(data[node][ranked[node][slot]][None])[0]
         np.testing.assert_allclose(after.dictionaries[:, FLAT + slot], np.tile(worst, (6, 1)))
-
-
-def test_news_moves_one_hop_a_round() -> None:
-    atoms, data = flat_data(5)
-    line = Topology.grid(1, 5)
-    data[0] = 3 * data[0]
-    data[0][7, :FLAT] = 100.0  # the worst sample of all
-    learner = DataDiffusion(8, n_nonzero=1, replacement="samples", replace_every=6)
-    after = states(learner, data, line, 9, start=atoms)
-    worst = normalize_atoms(data[0][7][None])[0]
-    for hops, state in enumerate(after[5:], start=1):
-        knows = [bool(np.allclose(own[0], worst)) for own in state.candidates]
-        assert knows == [node <= hops for node in range(5)]
-
-
-def test_nodes_agree_even_on_candidates_of_equal_score() -> None:
-    """A line whose ends have data of opposite signs: the middle hears both at once."""
-    atoms, (X, _) = flat_data(2)
-    line = Topology.grid(1, 4)
-    X = X - X.mean(axis=0)
-    data = [X, X[:10] * 1e-3, X[:10] * 1e-3, np.roll(X, 1, axis=1) * ([1.0] * 6 + [0.0] * 2)]
-    data[3][:, 0] = -X[:, 5]
-    data[3] = np.where(np.arange(8) < FLAT, -X, 0)
-    learner = DataDiffusion(8, n_nonzero=1, replacement="samples", replace_every=3)
-    after = states(learner, data, line, 5, start=atoms)[-1]
-    assert after.score[0, 0] > 1
-    for D in after.dictionaries:
-        np.testing.assert_array_equal(D[FLAT:], after.dictionaries[0, FLAT:])
 
 
 def test_an_atom_that_one_node_needs_stays() -> None:
@@ -439,27 +405,15 @@ def test_three_rounds_with_shared_observations_by_hand() -> None:
 # Alignment ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000))
-def test_aligned_undoes_order_and_signs(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    D = normalize_atoms(rng.standard_normal((6, 9)))
-    order, signs = rng.permutation(6), rng.choice([-1.0, 1.0], 6)[:, None]
-    np.testing.assert_array_equal(aligned(signs * D[order], D), D)
-    np.testing.assert_array_equal(aligned(signs * D, D, order=False), D)
-
-
-@pytest.mark.parametrize("alignment", ["assignment", "sign"])
-def test_what_is_the_same_is_combined_whatever_the_order_or_the_signs(alignment: str) -> None:
+def test_what_is_the_same_is_combined_whatever_the_order_or_the_signs() -> None:
     atoms, data = draw(samples=100, noise=0.02)
     rng = np.random.default_rng(3)
     rough = normalize_atoms(atoms + 0.1 * rng.standard_normal(atoms.shape))
     moved = rng.choice([-1.0, 1.0], (4, 12, 1)) * rough
-    if alignment == "assignment":
-        moved = np.stack([D[rng.permutation(12)] for D in moved])
+    moved = np.stack([D[rng.permutation(12)] for D in moved])
     ring, plain = Topology.ring(4), DataDiffusion(12, n_nonzero=2, replacement=None)
     together = plain.fit(data, ring, 10, start=rough)
-    apart = replace(plain, alignment=alignment).fit(data, ring, 10, start=moved)
+    apart = replace(plain, alignment="assignment").fit(data, ring, 10, start=moved)
     for pair in zip(together.dictionaries, apart.dictionaries, strict=True):
         assert dictionary_distance(*pair) < 1e-10
     assert apart.disagreement == pytest.approx(together.disagreement, rel=1e-6)
@@ -469,10 +423,9 @@ def test_what_is_the_same_is_combined_whatever_the_order_or_the_signs(alignment:
 # Networks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["mod", "gradient"])
-def test_the_network_in_memory_gives_the_same_bits(update: str) -> None:
+def test_the_network_in_memory_gives_the_same_bits() -> None:
     _, data = draw(samples=60)
-    learner, ring = DataDiffusion(14, n_nonzero=2, update=update), Topology.ring(4)
+    learner, ring = DataDiffusion(14, n_nonzero=2), Topology.ring(4)
     direct = learner.fit(data, ring, 25)
     through = learner.fit(data, InMemoryNetwork(ring), 25)
     np.testing.assert_array_equal(direct.dictionaries, through.dictionaries)
@@ -484,41 +437,22 @@ def test_separate_parts_of_a_network_are_refused_unless_they_meet_in_time() -> N
     _, data = draw()
     pairs = [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
     islands, others = (Topology.from_edges(4, edges) for edges in pairs)
-    assert news_takes(islands) == 1
-    learner, message = DataDiffusion(12, n_nonzero=2), "network must be connected, got .* 2 sep"
+    learner = DataDiffusion(12, n_nonzero=2)
     for network in (islands, metropolis_weights(islands), InMemoryNetwork(islands)):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"^network"):
             learner.fit(data, network, 2)
     turns = [metropolis_weights(islands), metropolis_weights(others)]
     network = InMemoryNetwork(islands, turns, Faults(drop=0.1))
-    assert rounds_to_all(network) == 4  # two turns of two links
     assert learner.fit(data, network, 40).disagreement < 0.2
     alone = learner.fit(data, Topology.from_edges(4, []), 2)
     assert alone.floats_sent == 0
-
-
-def test_nonnegative_atoms_cannot_be_learned_from_negative_data() -> None:
-    data = [-np.ones((5, 3)), np.ones((5, 3))]
-    with pytest.raises(ValueError, match=r"^data of node 0 must"):
-        DataDiffusion(2, coder="nonnegative", nonnegative=True).fit(data, Topology.ring(2), 2)
-
-
-@pytest.mark.parametrize("scale", [1e160, 1e-170])
-def test_data_whose_squares_leave_the_range_are_refused(scale: float) -> None:
-    _, data = draw()
-    with pytest.raises(ValueError, match=r"^data of node 0 must"):
-        DataDiffusion(12).fit([scale * X for X in data], Topology.ring(4), 2)
 
 
 # What is wrong ----------------------------------------------------------------------------------
 
 
 GOOD = [np.ones((3, 4))] * 4
-
-
-def test_atoms_that_are_matched_are_not_replaced() -> None:
-    with pytest.raises(ValueError, match="replacement"):
-        DataDiffusion(5, alignment="assignment")
+NONNEGATIVE = DataDiffusion(4, coder="nonnegative", nonnegative=True)
 
 
 @pytest.mark.parametrize(
@@ -528,13 +462,23 @@ def test_atoms_that_are_matched_are_not_replaced() -> None:
         ([*GOOD[:3], np.ones((3, 5))], {}, "data of node 3"),
         ([*GOOD[:3], np.full((3, 4), np.nan)], {}, "data of node 3"),
         ([np.ones((3, 4), dtype=int)] * 4, {}, "data of node 0"),
+        ([1e160 * X for X in GOOD], {}, "data of node 0"),
+        ([1e-170 * X for X in GOOD], {}, "data of node 0"),
+        ([-X for X in GOOD], {"learner": NONNEGATIVE}, "data of node 0"),
         (GOOD, {"start": "nothing"}, "start"),
         (GOOD, {"start": np.ones((3, 4))}, "start of node 0"),
-        (GOOD, {"start": np.ones((5, 3))}, "start of node 0"),
+        (GOOD, {"start": np.ones((4, 3))}, "start of node 0"),
         (GOOD, {"n_rounds": -1}, "n_rounds"),
         (GOOD, {"seed": -1}, "seed"),
     ],
 )
 def test_bad_data_are_named(data: Any, options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        DataDiffusion(5).fit(data, Topology.ring(4), **options)
+    learner = options.get("learner", DataDiffusion(4))
+    others = {key: value for key, value in options.items() if key != "learner"}
+    with pytest.raises(ValueError, match=f"^{name} "):
+        learner.fit(data, Topology.ring(4), **others)
+
+
+def test_atoms_that_are_matched_are_not_replaced() -> None:
+    with pytest.raises(ValueError, match=r"^replacement"):
+        DataDiffusion(5, alignment="assignment")

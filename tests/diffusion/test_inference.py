@@ -30,8 +30,6 @@ from flwr_perdl.diffusion.objectives import (
     SparseSVD,
 )
 from flwr_perdl.network import InMemoryNetwork
-from perdl_experiments.measures import rounds_to
-from perdl_experiments.studies.inference import FOUND, draw, trace
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.2, 0.5),
@@ -135,7 +133,6 @@ def test_bias_free_methods_agree_with_cvxpy(
     topology = Topology.erdos_renyi(8, 0.4, seed=n_atoms)
     found = infer(objective, X, D, topology, method=method, n_rounds=4000, tolerance=1e-8)
     assert found.converged
-    assert found.nu is not None
     for i, x in enumerate(X):
         codes, nu = by_cvxpy(objective, x, np.concatenate(D))
         assert decibels(np.concatenate([C[i] for C in found.codes]), codes) >= 100
@@ -217,7 +214,6 @@ def test_atc_takes_any_doubly_stochastic_weights(n_features: int, on_a_network: 
     weights = CombinationMatrix(A, topology)
     network = InMemoryNetwork(topology, weights) if on_a_network else weights
     found = infer(objective, X, D, network, method="atc", step=0.1, n_rounds=40, tolerance=0)
-    assert found.nu is not None
     for i, x in enumerate(X):
         np.testing.assert_allclose(
             found.nu[:, i], by_hand(objective, x, D, A, 0.1, 40), rtol=0, atol=1e-12
@@ -264,7 +260,6 @@ def test_codes_may_be_bounded_with_the_diffusions(seed: int, n_features: int) ->
         assert ((codes == low) | (codes == high)).any()
     A = metropolis_weights(topology).matrix.toarray()
     atc = infer(objective, X, D, topology, method="atc", step=0.1, n_rounds=40, tolerance=0)
-    assert atc.nu is not None
     np.testing.assert_allclose(
         atc.nu[:, 0], by_hand(objective, X[0], D, A, 0.1, 40), rtol=0, atol=1e-12
     )
@@ -305,29 +300,6 @@ def test_consensus_admm_is_the_recursion_of_multipliers_and_beliefs(r: float) ->
     np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("objective", "relaxation"), [(SparseSVD(0.05, 0.1), 0.5), (HuberNMF(0.05, 0.1, 0.2), 0.9)]
-)
-def test_rounding_moves_consensus_admm_by_a_few_eps_a_round_at_most(
-    objective: Objective, relaxation: float
-) -> None:
-    X, D = problem(objective, n_agents=20, n_features=30)
-    exact = exact_dual(objective, X, D).nu
-    found = infer(
-        objective,
-        X.astype(np.float32),
-        [W.astype(np.float32) for W in D],
-        Topology.erdos_renyi(20, 0.3, seed=0),
-        n_rounds=3000,
-        tolerance=0,
-        compress=False,
-        relaxation=relaxation,
-    )
-    assert found.nu is not None
-    error = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(exact, axis=1)
-    assert error.max() <= 3 * 3000 * np.finfo(np.float32).eps
-
-
 def test_jacobian_admm_is_the_papers_recursion_with_one_sign() -> None:
     objective = SparseSVD(0.2, 0.5)
     jacobian = program(JacobianADMM, objective, penalty=0.3, step=0.4)
@@ -349,7 +321,7 @@ def test_whoever_is_informed_the_answer_is_the_same(method: str) -> None:
     objective = HuberNMF(0.2, 0.5, 0.3)
     X, D = problem(objective)
     topology = Topology.small_world(8, 4, 0.3, seed=1)
-    tight: dict[str, Any] = {"n_rounds": 6000, "tolerance": 1e-10, "method": method}
+    tight: dict[str, Any] = {"n_rounds": 3000, "tolerance": 1e-10, "method": method}
     answers = [
         infer(objective, X, D, topology, informed=informed, **tight).nu
         for informed in (None, [5], [2, 3])
@@ -378,14 +350,13 @@ def test_the_span_of_sample_and_atoms_holds_it_all(objective: Objective, method:
         infer(objective, X, D, topology, method=method, n_rounds=80, tolerance=0, compress=how)
         for how in (False, True, None)
     )
-    assert plain.nu is not None
     np.testing.assert_allclose(short.nu, plain.nu, atol=1e-10)
     np.testing.assert_allclose(np.hstack(short.codes), np.hstack(plain.codes), atol=1e-10)
     np.testing.assert_array_equal(chosen.nu, short.nu)
 
 
-@each
-def test_samples_travel_together_as_they_do_alone(objective: Objective) -> None:
+def test_samples_travel_together_as_they_do_alone() -> None:
+    objective = HuberNMF(0.2, 0.5, 0.3)
     X, D = problem(objective, n_atoms=2, n_samples=7)
     options: dict[str, Any] = {"n_rounds": 20, "tolerance": 0}
     alone = [infer(objective, x[None], D, Topology.ring(8), **options).nu for x in X]
@@ -408,25 +379,18 @@ def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> Non
     assert network.rounds == memory.rounds == 23
 
 
-@pytest.mark.parametrize(
-    ("connectivity", "informed", "dtype"),
-    [(0.12, None, np.float32), (0.12, [3, 5], np.float64), (0.6, [3, 5], np.float32)],
-)
+@pytest.mark.parametrize(("connectivity", "dtype"), [(0.12, np.float64), (0.6, np.float32)])
 @every_method
-def test_compiled_rounds_give_the_same_bits(
-    method: str,
-    connectivity: float,
-    informed: list[int] | None,
-    dtype: type,
-) -> None:
+def test_compiled_rounds_give_the_same_bits(method: str, connectivity: float, dtype: type) -> None:
     objective = OBJECTIVES[0]
     X, D = problem(objective, n_agents=20, n_features=LONG + 3, n_samples=2)
     X, D = X.astype(dtype), [W.astype(dtype) for W in D]
     topology = Topology.erdos_renyi(20, connectivity, seed=2)
     assert is_sparse(topology.adjacency) == (connectivity == 0.12)
     options: dict[str, Any] = {"method": method, "n_rounds": 23, "tolerance": 0}
-    options |= {"informed": informed, "compress": False}
+    options |= {"informed": [3, 5], "compress": False}
     compiled = infer(objective, X, D, topology, **options)
+    assert {a.dtype for a in (compiled.nu, compiled.residual, *compiled.codes)} == {np.dtype(dtype)}
     network = infer(objective, X, D, InMemoryNetwork(topology), **options)
     np.testing.assert_array_equal(network.nu, compiled.nu)
     np.testing.assert_array_equal(network.residual, compiled.residual)
@@ -480,7 +444,6 @@ def test_the_residual_bounds_the_error(objective: Objective) -> None:
         for tolerance in (1e-2, 1e-4):
             found = infer(objective, X, D, topology, tolerance=tolerance)
             assert found.converged
-            assert found.nu is not None
             errors = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(found.nu, axis=2)
             assert (errors <= 2 * found.residual.max()).all()
 
@@ -491,49 +454,6 @@ def test_atc_says_that_it_has_not_converged() -> None:
     found = infer(objective, X, D, Topology.ring(8), method="atc", n_rounds=5000)
     assert not found.converged
     assert found.rounds == 5000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [0.5, 0.15])
-@pytest.mark.parametrize(("loss", "impulses"), [("squared", 0), ("huber", 0), ("huber", 0.05)])
-def test_the_default_reaches_40_db_within_200_rounds(loss: str, impulses: float, p: float) -> None:
-    rounds = []
-    for seed in range(10):
-        case = draw(loss, 50, 300, p, np.random.default_rng(seed), impulses)
-        assert bool((np.abs(case.nu) == 1).any()) == (impulses > 0)
-        admm = ConsensusADMM(case.objective, case.topology, list(case.atoms), case.X)
-        rounds.append(rounds_to(trace(case, admm, 450, top=50)[1], FOUND))
-    assert np.median(rounds) <= 200
-    assert max(rounds) <= 450
-
-
-@every_method
-def test_float32_stays_float32(method: str) -> None:
-    for objective in LOSSES:
-        X, D = problem(objective, n_atoms=2)
-        X, D = X.astype(np.float32), [W.astype(np.float32) for W in D]
-        kept = X.copy(), [W.copy() for W in D]
-        found = infer(objective, X, D, Topology.ring(8), method=method, n_rounds=30)
-        assert found.nu is not None
-        assert {a.dtype for a in (found.nu, found.residual, *found.codes)} == {np.dtype(np.float32)}
-        np.testing.assert_array_equal(X, kept[0])
-        np.testing.assert_array_equal(D, kept[1])
-
-
-@pytest.mark.parametrize(
-    ("topology", "gap", "top"),
-    [
-        (Topology.ring(601), 1 - np.cos(2 * np.pi / 601), 1 + np.cos(np.pi / 601)),
-        (Topology.ring(2000), 1 - np.cos(2 * np.pi / 2000), 2),
-        (Topology.grid(1, 2000), 1 - np.cos(np.pi / 1999), 2),
-        (Topology.complete(601), 601 / 600, 601 / 600),
-        (Topology.star(700), 1, 2),
-    ],
-)
-def test_the_spectrum_of_many_nodes_is_exact(topology: Topology, gap: float, top: float) -> None:
-    X, atoms = np.zeros((1, 4)), {0: np.zeros((1, 4))}
-    admm = ConsensusADMM(SparseSVD(0.1, 0.5), topology, atoms, X)
-    np.testing.assert_allclose(admm.spectrum, (gap, top), rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["admm", "exact_diffusion", "jacobian_admm"])
@@ -565,7 +485,6 @@ def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str
             continue
         n_rounds = 1000 if "admm" in method else 3000
         nu = infer(objective, X, D, network, method=method, n_rounds=n_rounds).nu
-        assert nu is not None
         far[links] = np.abs(nu - exact).max()
     assert max(far.values()) < (1.0 if method in ("atc", "consensus") else 1e-6)
     with pytest.raises(ValueError, match=r"^dictionaries"):
@@ -576,7 +495,6 @@ def test_a_lone_agent_is_the_exact_dual() -> None:
     objective = HuberNMF(0.2, 0.5, 0.3)
     X, D = problem(objective, n_agents=1, n_atoms=4)
     found = infer(objective, X, D, Topology.from_edges(1, []))
-    assert found.nu is not None
     np.testing.assert_allclose(found.nu[0], exact_dual(objective, X, D).nu, atol=1e-10)
 
 
@@ -595,42 +513,14 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     refuse("dictionaries", X, D[:3], ring)
     refuse("dictionaries", X, [W[:, :5] for W in D], ring)
     refuse("dictionaries", X, [np.float32(W) for W in D], ring)
-    refuse("X", np.full_like(X, np.nan), D, ring)
-    refuse("method", method="magic")
-    refuse("informed", informed=[])
     refuse("informed", informed=[4])
     refuse("relaxation", relaxation=1.0)
     refuse("penalty", penalty=0.0)
     refuse("step", method="atc", step=0.0)
-    refuse("tolerance", tolerance=-1)
     refuse("compress", X, D, InMemoryNetwork(ring), compress=True)
     lopsided = np.full((4, 4), 0.25)
     lopsided[0], everyone = [0.7, 0.1, 0.1, 0.1], Topology.complete(4)
     refuse("network", X, D, CombinationMatrix(lopsided, everyone))
-    with pytest.raises(ValueError, match=r"^dictionaries "):
-        exact_dual(objective, X, [])
-
-
-@pytest.mark.parametrize(
-    ("topology", "objective", "scale"),
-    [
-        (Topology.complete(6), SparseSVD(0.05, 0.1), 1.0),
-        (Topology.complete(6), HuberNMF(0.05, 0.1, 0.5), 0.05),  # no bound is met
-        (Topology.complete(6), HuberNMF(0.05, 0.1, 0.5), 10.0),  # most bounds are met
-        (Topology.from_edges(1, []), HuberNMF(0.05, 0.1, 0.5), 10.0),
-    ],
-)
-def test_atc_without_bias_converges_and_says_so(
-    topology: Topology, objective: Objective, scale: float
-) -> None:
-    rng = np.random.default_rng(0)
-    W = np.abs(rng.standard_normal((topology.n_nodes, 1, 10)))
-    W /= np.linalg.norm(W, axis=2, keepdims=True)
-    X = scale * np.abs(rng.standard_normal((3, 10)))
-    found = infer(objective, X, list(W), topology, method="atc")
-    assert found.converged
-    assert found.nu is not None
-    assert decibels(found.nu, exact_dual(objective, X, list(W)).nu) > 40
 
 
 @pytest.mark.parametrize(("dtype", "large", "small"), [("f4", 1e20, 1e-29), ("f8", 1e160, 1e-200)])
@@ -647,11 +537,9 @@ def test_samples_of_any_size_get_the_right_answer_or_a_sentence(
         infer(objective, (large * X).astype(dtype), D, ring, method=method)
     found = infer(objective, (small * X).astype(dtype), D, ring, method=method)
     assert found.converged
-    assert found.nu is not None
     # without an l1 norm the problem is linear in the sample
     truth = exact_dual(objective, X, [W.astype("f8") for W in D]).nu
     assert decibels(found.nu.astype("f8") / small, truth) > 40
     both = np.vstack([X[:1], small * X[1:2]]).astype(dtype)  # a faint sample beside a bright one
     found = infer(objective, both, D, ring, method=method)
-    assert found.nu is not None
     assert decibels(found.nu[:, 1].astype("f8") / small, truth[1]) > 40

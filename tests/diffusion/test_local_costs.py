@@ -83,7 +83,6 @@ def test_dual_variables_may_leave_their_bounds_by_rounding_only() -> None:
     W /= np.linalg.norm(W, axis=2, keepdims=True)
     X = 10 * np.abs(rng.standard_normal((3, 6)))
     nu = infer(objective, X, list(W), ring, tolerance=1e-8).nu
-    assert nu is not None
     assert np.abs(nu).max() == 1
     moved = local_costs(objective, X, nu * (1 + 1e-12), W)
     np.testing.assert_allclose(moved, local_costs(objective, X, nu, W), rtol=1e-9)

@@ -29,7 +29,7 @@ OBJECTIVES: list[Objective] = [
     NonnegativeMF(0.05, 0.1),
     HuberNMF(0.05, 0.1, 0.1),
 ]
-METHODS = ("admm", "atc", "exact_diffusion", "jacobian_admm", "consensus")
+METHODS = ("admm", "jacobian_admm", "exact_diffusion", "atc")
 NETWORK = Topology.erdos_renyi(6, 0.5, seed=1)
 
 
@@ -109,16 +109,6 @@ def test_the_network_learns_what_one_place_would(objective: Objective, n_atoms: 
     assert 20 < model.rounds < 2 * 2000
 
 
-def test_who_sees_the_samples_does_not_matter() -> None:
-    X, options = samples(6), {"batch_size": 6, "n_iterations": 3000, "tolerance": 1e-9}
-    learned = [
-        ModelDiffusion(OBJECTIVES[3], informed=informed, **options).fit(X, NETWORK).dictionaries
-        for informed in ([4], [0, 2, 5], None)
-    ]
-    np.testing.assert_allclose(learned[0], learned[2], atol=1e-7)
-    np.testing.assert_allclose(learned[1], learned[2], atol=1e-7)
-
-
 def test_planted_parts_are_found() -> None:
     """Samples are sums of two of six parts that do not overlap: each becomes an agent's atom."""
     rng = np.random.default_rng(0)
@@ -175,39 +165,11 @@ def test_the_default_rounds_reach_40_db() -> None:
     assert error.max() < 1e-2
 
 
-def test_float32_stays_float32() -> None:
-    X = samples().astype(np.float32)
-    for method in METHODS:
-        learner = ModelDiffusion(OBJECTIVES[0], method=method, n_iterations=10)
-        model = learner.fit(X, NETWORK)
-        assert model.dictionaries.dtype == np.float32
-        program = learner.program(X, NETWORK, show=True)
-        assert InMemoryNetwork(NETWORK).run(program, 20).observed["dictionary"].dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("objective", "options"),
-    [
-        (Biclustering(np.float64(0.1), np.float64(0.1), beta=np.float64(0.1)), {}),
-        (SparseSVD(0.1, 0.1), {"step": np.float64(0.1)}),
-        (SparseSVD(0.1, 0.1), {"options": {"relaxation": np.float64(0.8)}}),
-    ],
-)
-def test_options_that_are_numpys_numbers_do_not_change_the_dtype(
-    objective: Objective, options: dict[str, Any]
-) -> None:
-    X, ring = samples(5).astype(np.float32), Topology.ring(3)
-    learner = ModelDiffusion(objective, batch_size=2, n_iterations=5, **options)
-    first = learner.start(3, 20, np.float32)
-    assert learner.partial_fit(first, X, ring).dictionaries.dtype == np.float32
-
-
 # Bounded dual variables in fewer coordinates ------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["atc", "exact_diffusion"])
-@pytest.mark.parametrize("informed", [None, [1, 3]])
-def test_fewer_coordinates_change_nothing(method: str, informed: list[int] | None) -> None:
+def test_fewer_coordinates_change_nothing(method: str) -> None:
     X = samples(12, 60)
     assert (X > 0.2).any()  # some residuals exceed eta
 
@@ -217,7 +179,7 @@ def test_fewer_coordinates_change_nothing(method: str, informed: list[int] | Non
             2,
             method=method,
             n_iterations=60,
-            informed=informed,
+            informed=[1, 3],
             compress=compress,
             options={"step": 0.04},
         ).fit(X, NETWORK)
@@ -254,10 +216,7 @@ def own(kind: type[Objective], repeats: Any = 1, *more: float) -> Objective:
     return kind(gamma, delta, *more)
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [(SparseSVD, ()), (Biclustering, (0.01,)), (NonnegativeMF, ()), (HuberNMF, (0.1,))],
-)
+@pytest.mark.parametrize(("kind", "more"), [(SparseSVD, ()), (HuberNMF, (0.1,))])
 def test_an_agent_with_several_atoms_learns_as_several_agents_with_one(
     kind: Any, more: Any
 ) -> None:
@@ -332,7 +291,7 @@ def test_new_agents_bring_an_h_and_a_number_of_atoms_of_their_own() -> None:
     assert grown.dictionaries.shape == (3, 3, 20)
     assert not grown.dictionaries[:2, 2].any()
     assert more.partial_fit(grown, samples(4), Topology.star(3)).n_samples == 8
-    with pytest.raises(ValueError, match=r"^n_atoms_per_agent .* 3, got 2"):
+    with pytest.raises(ValueError, match=r"^n_atoms_per_agent"):
         first.grow(model, 1)
     for bad, argument in (
         ({"objective": SparseSVD([0.1, 0.2], 0.1)}, "gamma"),
@@ -340,28 +299,27 @@ def test_new_agents_bring_an_h_and_a_number_of_atoms_of_their_own() -> None:
         ({"n_atoms_per_agent": (1, 2)}, "n_atoms_per_agent"),
     ):
         for network in (Topology.star(3), InMemoryNetwork(Topology.star(3))):
-            with pytest.raises(ValueError, match=f"^{argument} .* one per agent, 3, got"):
+            with pytest.raises(ValueError, match=f"^{argument} "):
                 replace(ModelDiffusion(SparseSVD(0.1, 0.1)), **bad).fit(samples(4), network)
-    for broken in ([1, 0], ["2"]):
-        with pytest.raises(ValueError, match=r"^n_atoms_per_agent"):
-            ModelDiffusion(SparseSVD(0.1, 0.1), broken)
-        with pytest.raises(ValueError, match=r"^delta"):
-            SparseSVD(0.1, broken)
 
 
 # On a network -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "n_atoms"), list(zip(METHODS, (1, 3, 1, 3, 1), strict=True)))
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
+@pytest.mark.parametrize(
+    ("objective", "method"), list(zip(OBJECTIVES, METHODS, strict=False)), ids=name
+)
+@pytest.mark.parametrize(("n_atoms", "dtype"), [(1, np.float32), (3, np.float64)])
 def test_a_network_learns_the_same_as_memory(
-    objective: Objective, method: str, n_atoms: int
+    objective: Objective, method: str, n_atoms: int, dtype: Any
 ) -> None:
-    X, options = samples(), {"step": 0.3, "decay": 0.5, "batch_size": 5, "n_iterations": 25}
+    options = {"step": 0.3, "decay": 0.5, "batch_size": 5, "n_iterations": 25}
+    X, rounding = samples().astype(dtype), 1e3 * np.finfo(dtype).eps
     learner = ModelDiffusion(objective, n_atoms, method=method, informed=[0, 2], **options)
     model = learner.fit(X, NETWORK)
     by_messages = learner.fit(X, InMemoryNetwork(NETWORK))
-    np.testing.assert_allclose(by_messages.dictionaries, model.dictionaries, atol=1e-10)
+    assert by_messages.dictionaries.dtype == model.dictionaries.dtype == dtype
+    np.testing.assert_allclose(by_messages.dictionaries, model.dictionaries, atol=rounding)
     assert np.abs(model.dictionaries - learner.start(6, 20).dictionaries).max() > 1e-3
     assert by_messages[1:4] == model[1:4] == (13, 3, 75)
 
@@ -436,17 +394,15 @@ def test_an_agent_that_wakes_up_in_the_second_batch_begins_with_it() -> None:
 # Size ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_a_network", [False, True])
-def test_two_thousand_agents_learn_in_memory_in_proportion_to_the_edges(on_a_network: bool) -> None:
+def test_two_thousand_agents_learn_in_memory_in_proportion_to_the_edges() -> None:
     """Per edge the same at 1,000 agents and at 2,000, and far from a number per pair of agents."""
     learner = ModelDiffusion(SparseSVD(0.1, 0.5), batch_size=2, n_iterations=10)
     X = samples(4, 8)
     peaks = {}
     for n in (1000, 2000):
         topology = Topology.small_world(n, 6, 0.2, seed=0)
-        network = InMemoryNetwork(topology) if on_a_network else topology
         tracemalloc.start()
-        model = learner.fit(X, network)
+        model = learner.fit(X, topology)
         peaks[n] = tracemalloc.get_traced_memory()[1] / topology.n_edges
         tracemalloc.stop()
         assert model.n_updates == 2

@@ -102,7 +102,7 @@ PROGRAMS: dict[str, Maker] = {
     "exact_diffusion": inference("exact_diffusion", SparseSVD(0.1, 0.2)),
     "jacobian_admm": inference("jacobian_admm", SparseSVD(0.1, 0.2)),
     "data-mod": data_diffusion(),
-    "data-gradient": data_diffusion(update="gradient", alignment="sign", replacement=None),
+    "data-gradient": data_diffusion(update="gradient", replacement=None),
     "model": model_diffusion(SparseSVD(0.1, 0.2)),
     "model-huber": model_diffusion(HuberNMF(0.1, 0.2, 0.3)),
 }

@@ -1,46 +1,8 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from flwr_perdl.diffusion import Topology, averaging_weights
-from flwr_perdl.network.exchange import Mailbox, Plan
 from flwr_perdl.network.messages import Message, Rejected, inbox_of
-
-
-@settings(max_examples=50)
-@given(st.integers(2, 7), st.integers(0, 99), st.data())
-def test_a_node_alone_with_its_messages_hears_what_a_mailbox_hears(
-    n: int, seed: int, draw: st.DataObject
-) -> None:
-    weights = averaging_weights(Topology.erdos_renyi(n, 0.6, seed=seed))
-    plan = Plan.make(weights.topology, weights, None)
-    rng = np.random.default_rng(seed)
-    arrays = (rng.standard_normal((n, 2)), rng.standard_normal(n))
-    broken = draw.draw(st.sets(st.integers(0, n - 1), max_size=2))
-    gone = draw.draw(st.sets(st.integers(0, n - 1), max_size=2))
-    arrays[0][list(broken)] = np.nan
-    for k in range(n):
-        senders = plan.senders_to(np.array([k]))
-        arrived = np.array([j == k or j not in gone for j in senders])
-        whole = Mailbox(plan, np.array([k]), senders).inbox(
-            1, tuple(array[senders] for array in arrays), None, arrived
-        )
-        messages = [
-            Message(int(j), 0, weights.matrix[k, j], tuple(array[[j]] for array in arrays))
-            for j in senders
-            if j != k and j not in gone
-        ]
-        own, left_out = inbox_of(k, 1, tuple(array[[k]] for array in arrays), messages)
-        assert sorted(left_out) == sorted((broken - gone - {k}) & {*senders})
-        np.testing.assert_allclose(own.mean(), whole.mean(), atol=1e-15)
-        np.testing.assert_allclose(own.mean(1), whole.mean(1), atol=1e-15)
-        np.testing.assert_allclose(own.total(), whole.total(), atol=1e-15)
-        np.testing.assert_array_equal(own.degrees, whole.degrees)
-        np.testing.assert_allclose(own.weights.sum(), 1)
-        best = own.senders[own.argmax(own.arrays[1][:, None])]
-        np.testing.assert_array_equal(best, whole.senders[whole.argmax(whole.arrays[1][:, None])])
 
 
 def test_which_messages_count() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from flwr_perdl.random import spawn
 
 N, BAD = 12, 4
 TOPOLOGY = Topology.erdos_renyi(N, 0.4, seed=1)
-PARTS = Topology.from_edges(4, [(0, 1), (2, 3)])
 OTHERS = np.arange(N) != BAD
 OBJECTIVES = [SparseSVD(0.1, 0.3), HuberNMF(0.1, 0.3, 0.5)]
 X = spawn(0).standard_normal((4, 10))
@@ -44,10 +42,9 @@ def test_the_default_inference_is_exact_although_nodes_sleep(objective: Objectiv
     assert found.converged
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_inference_survives_dropping_links(objective: Objective, method: str) -> None:
-    found, errors = inferred(objective, method, Faults(drop=0.2, seed=3))
+def test_every_inference_survives_dropping_links(method: str) -> None:
+    found, errors = inferred(OBJECTIVES[1], method, Faults(drop=0.2, seed=3))
     assert np.isfinite(found.nu).all()
     assert errors.max() < (0.8 if method == "consensus" else 0.3)  # 0.63 is its bias without faults
     if method == "admm":
@@ -57,13 +54,10 @@ def test_every_inference_survives_dropping_links(objective: Objective, method: s
     assert found.residual.max() > errors.max() / 10
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("faults", [Faults(dead={BAD: 30}), Faults(corrupt={BAD: 10})])
-def test_without_one_agent_the_others_end_well(
-    objective: Objective, method: str, faults: Faults
-) -> None:
-    found, errors = inferred(objective, method, faults)
+def test_without_one_agent_the_others_end_well(method: str, faults: Faults) -> None:
+    found, errors = inferred(OBJECTIVES[1], method, faults)
     assert np.isfinite(found.nu).all()
     assert errors[OTHERS].max() < 1  # its atoms are gone: another problem; nu = 0 has 1
     agreed = found.nu[OTHERS]
@@ -83,17 +77,13 @@ def test_an_inference_that_delays_throw_off_says_so() -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(
-    "faults",
-    [Faults(drop=0.2, seed=1), Faults(dead={BAD: 25}), Faults(corrupt={BAD: 25})],
-    ids=["drop", "dead", "corrupt"],
-)
-def test_the_learner_over_models_keeps_unit_atoms(objective: Objective, faults: Faults) -> None:
-    stream = np.abs(spawn(2).standard_normal((12, 10)))
-    learner = ModelDiffusion(objective, n_atoms_per_agent=2, n_iterations=15, batch_size=3)
-    program = learner.program(
-        dict.fromkeys(range(N), stream), TOPOLOGY, shape=stream.shape, show=True
+def test_the_learner_over_models_keeps_unit_atoms(objective: Objective) -> None:
+    stream, faults = (
+        np.abs(spawn(2).standard_normal((12, 10))),
+        Faults(0.2, 0.1, {0: 25}, {BAD: 25}),
     )
+    learner = ModelDiffusion(objective, n_atoms_per_agent=2, n_iterations=15, batch_size=3)
+    program = learner.program(stream, TOPOLOGY, show=True)
     run = InMemoryNetwork(TOPOLOGY, faults=faults).run(program, 60)
     norms = np.linalg.norm(run.observed["dictionary"], axis=-1)
     assert np.isfinite(norms).all()
@@ -119,37 +109,18 @@ def learned_with(faults: Faults, replacement: str | None) -> Diffused:
     return learner.fit([samples(k) for k in range(N)], network, 40)
 
 
-@cache
-def without_faults(replacement: str | None) -> Diffused:
-    return learned_with(Faults(), replacement)
-
-
 @pytest.mark.parametrize(
     ("faults", "replacement"),
     [
-        *((Faults(drop=0.2, seed=2), how) for how in ("private", "samples", None)),
-        (Faults(sleep=0.2, seed=2), "private"),
+        (Faults(drop=0.2, seed=2), None),
+        (Faults(drop=0.2, sleep=0.2, seed=2), "private"),
         (Faults(dead={BAD: 20}), "private"),
         (Faults(corrupt={BAD: 20}), "samples"),
         (Faults(max_delay=2, seed=2), "private"),
     ],
 )
 def test_the_learner_over_data_ends_well(faults: Faults, replacement: str | None) -> None:
-    clean, learned = without_faults(replacement), learned_with(faults, replacement)
+    learned = learned_with(faults, replacement)
     np.testing.assert_allclose(np.linalg.norm(learned.dictionaries, axis=2), 1)
     well = OTHERS if faults.dead else np.ones(N, dtype=bool)
-    assert learned.error[well].max() < clean.error.max() + 0.05
-
-
-@pytest.mark.parametrize("replacement", ["private", None])
-def test_nodes_in_two_parts_agree_part_by_part(replacement: str | None) -> None:
-    data = [samples(k) for k in range(4)]
-    learner = DataDiffusion(8, n_nonzero=2, replacement=replacement)
-    with pytest.raises(ValueError, match="network must be connected"):
-        learner.fit(data, PARTS, 60)
-    program = learner.program(dict(enumerate(data)), agreement=1)
-    learned = InMemoryNetwork(PARTS).run(program, 60).observed
-    assert learned["error"].max() < 0.5
-    one, two = learned["dictionaries"][:2], learned["dictionaries"][2:]
-    within = max(np.abs(one[0] - one[1]).max(), np.abs(two[0] - two[1]).max())
-    assert within < np.abs(one[0] - two[0]).max()
+    assert learned.error[well].max() < learned_with(Faults(), replacement).error.max() + 0.05

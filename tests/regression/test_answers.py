@@ -33,6 +33,7 @@ def answer(X: np.ndarray, y: np.ndarray, ask: Ask, loss: Any = SQUARED) -> np.nd
     dtype=st.sampled_from([np.float64, np.float32]),
     options=st.sampled_from([{}, {"n_steps": 1}, {"local": "fedprox"}, {"local": "exact"}]),
     grouped=st.booleans(),
+    loss=st.sampled_from([SQUARED, LogisticLoss()]),
     seed=st.integers(0, 2**16),
 )
 def test_updates_of_many_are_those_of_one(
@@ -43,16 +44,17 @@ def test_updates_of_many_are_those_of_one(
     dtype: type,
     options: dict[str, Any],
     grouped: bool,
+    loss: Any,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    X, y = rng.standard_normal((m, n, d)).astype(dtype), rng.standard_normal((m, n)).astype(dtype)
+    X, y = rng.standard_normal((m, n, d)).astype(dtype), rng.choice([-1, 1], (m, n)).astype(dtype)
     centers = rng.standard_normal((k, d))
     ask = Ask("update", (centers, centers[::-1]) if grouped else (centers,), UPDATE | options)
-    together = answer(X, y, ask)
+    together = answer(X, y, ask, loss)
     assert np.isfinite(together).all()
     for A, b, found in zip(X, y, together, strict=True):
-        assert_same_bits(found, answer(A.copy(), b.copy(), ask))
+        assert_same_bits(found, answer(A.copy(), b.copy(), ask, loss))
 
 
 @given(
@@ -63,7 +65,7 @@ def test_updates_of_many_are_those_of_one(
     width=st.integers(1, 8),
     step=st.sampled_from(["describe", "moment", "anchors"]),
     estimate=st.sampled_from(["u-statistic", "halves", "pair"]),
-    anchor_step=st.sampled_from(["least-squares", "line-search", "paper"]),
+    anchor_step=st.sampled_from(["least-squares", "paper"]),
     known=st.booleans(),
     seed=st.integers(0, 2**16),
 )
@@ -92,21 +94,3 @@ def test_phase_1_of_many_is_that_of_one(
     together = answer(X, y, ask)
     for A, b, found in zip(X, y, together, strict=True):
         assert_same_bits(found, answer(A.copy(), b.copy(), ask))
-
-
-@pytest.mark.parametrize("loss", [SQUARED, LogisticLoss()])
-@pytest.mark.parametrize("step", ["describe", "update"])
-def test_what_is_not_computed_at_once_is_computed_one_by_one(step: str, loss: Any) -> None:
-    rng = np.random.default_rng(0)
-    X, y = rng.standard_normal((3, 7, 4)), np.sign(rng.standard_normal((3, 7)))
-    ask = Ask(step, (rng.standard_normal((2, 4)),), UPDATE)
-    together = answer(X, y, ask, loss)
-    for A, b, found in zip(X, y, together, strict=True):
-        assert_same_bits(found, answer(A, b, ask, loss))
-
-
-def test_no_groups_and_empty_groups_ask_the_same() -> None:
-    rng = np.random.default_rng(0)
-    X, y, centers = rng.standard_normal((5, 3)), rng.standard_normal(5), rng.standard_normal((2, 3))
-    one, other = (answer(X, y, Ask("update", (centers, *g), UPDATE)) for g in ((), (centers[:0],)))
-    np.testing.assert_array_equal(one, other)

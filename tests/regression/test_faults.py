@@ -22,7 +22,7 @@ from flwr_perdl.regression import (
     simulate,
     simulate_rounds,
 )
-from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
+from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 
 THIRDS = np.full(3, 1 / 3)
 
@@ -50,14 +50,23 @@ class Faulty(Clients):
         super().__init__(data.X, data.y)
         self.fault = fault
 
-    def answer(self, ask: Ask, present: np.ndarray | None = None) -> Answers:
+    def answer(self, ask: Ask) -> Answers:
         self.asked += 1
-        return self.fault(self.asked, ask, super().answer(ask, present))
+        return self.fault(self.asked, ask, super().answer(ask))
 
 
 def of(answers: Answers, present: np.ndarray) -> Answers:
     """Return the answers of who is present."""
     return Answers(*(part[present] for part in answers))
+
+
+def absent(data: Mixed, share: float, seed: int = 0) -> Faulty:
+    """Return clients of whom so many do not answer, others in every round."""
+
+    def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
+        return of(answers, spawn(seed, 0, round_).random(len(data.y)) >= share)
+
+    return Faulty(data, fault)
 
 
 def test_without_faults_and_with_duplicated_rows() -> None:
@@ -154,10 +163,9 @@ def test_without_any_anchor_phase_1_says_so() -> None:
         simulate(Faulty(planted(), fault), TwoPhase.paper(3), 60)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_an_anchor_that_is_absent_keeps_its_estimate(seed: int) -> None:
+def test_an_anchor_that_is_absent_keeps_its_estimate() -> None:
     data = mixed_regression(np.full(60, 40), THIRDS, np.random.default_rng(4), d=5)
-    run = simulate(Clients(data.X, data.y), TwoPhase.paper(3), 90, seed=seed, dropout=0.5)
+    run = simulate(absent(data, 0.5), TwoPhase.paper(3), 90)
     assert model_error(run.state.centers, data.theta) < 0.1
 
 
@@ -167,8 +175,7 @@ def test_a_cluster_whose_clients_are_not_drawn_in_a_check_is_kept(seed: int) -> 
     data = mixed_regression(
         np.full(60, 40), np.array([0.6, 0.3, 0.1]), np.random.default_rng(0), d=5
     )
-    clients, settings = Clients(data.X, data.y), TwoPhase()
-    run = simulate(clients, settings, 200, centers=data.theta, seed=seed, dropout=0.85)
+    run = simulate(absent(data, 0.85, seed), TwoPhase(), 200, centers=data.theta)
     assert {len(centers) for _, centers in run.history} == {3}
 
 
@@ -201,6 +208,15 @@ def two_kinds(sizes: tuple[int, int]) -> Mixed:
     return Mixed(X, y, labels, theta)
 
 
+def test_momentum_takes_over_where_clients_come_and_go() -> None:
+    data = mixed_regression(np.full(40, 40), THIRDS, np.random.default_rng(0), d=5)
+    best = model_error(oracle(data), data.theta)
+    for share, remembered in ((0.0, 11), (0.3, 1)):
+        run = simulate(absent(data, share), TwoPhase(3), 30)
+        assert np.array_equal(run.state.memory.clip(max=11), np.full(3, remembered))
+        assert model_error(run.state.centers, data.theta) <= 2 * best
+
+
 def test_one_shot_clustering_starts_no_model_from_an_outlier() -> None:
     data, settings = two_kinds((4, 8)), TwoPhase(2, OneShot(), robust="filtered")
 
@@ -227,13 +243,3 @@ def test_a_robust_run_goes_on_where_noise_makes_every_client_look_like_a_liar(se
     settings = TwoPhase(2, robust="filtered", phase_2=check)
     found = simulate(Faulty(data, fault), settings, 40, seed=seed).state.centers
     assert found.shape == data.theta.shape
-
-
-def test_a_round_without_any_answer_changes_nothing() -> None:
-    data = mixed_regression(np.full(4, 40), np.array([0.5, 0.5]), np.random.default_rng(0), d=3)
-    clients = Clients(data.X, data.y)
-    for seed in range(4):
-        run = simulate(clients, TwoPhase(2), 40, centers=data.theta, seed=seed, dropout=0.7)
-        assert np.isfinite(run.state.centers).all()
-    with pytest.raises(ValueError, match="dropout must"):
-        simulate(clients, TwoPhase(2), 1, dropout=2)

@@ -73,8 +73,7 @@ def test_products_of_a_sketch_come_to_the_eigenspace(n_products: int, within: fl
     for _ in range(n_products - 1):
         Q = orthonormal(Y @ Q)
     found = symmetric_subspace(Q, Y @ Q, 3)
-    assert angle(found.U[0], np.linalg.eigh(Y)[1][:, -3:]) < within
-    np.testing.assert_allclose(found.values[0, :3], np.linalg.eigvalsh(Y)[:-4:-1], rtol=1e-2)
+    assert angle(found[0], np.linalg.eigh(Y)[1][:, -3:]) < within
 
 
 def test_federated_orthogonal_iteration_finds_left_singular_vectors() -> None:
@@ -86,7 +85,7 @@ def test_federated_orthogonal_iteration_finds_left_singular_vectors() -> None:
     for _ in range(10):
         Q = orthonormal(Y @ Q)
         product = Y.T @ Q
-        U = left_subspace(Q, product, 2).U[0]
+        U = left_subspace(Q, product, 2)[0]
         Q = orthonormal(product)
     assert angle(U, np.linalg.svd(Y)[0][:, :2]) < 1e-8
 
@@ -94,8 +93,8 @@ def test_federated_orthogonal_iteration_finds_left_singular_vectors() -> None:
 def test_the_number_of_dimensions_is_found() -> None:
     Y, _ = planted()
     Q = np.eye(30)[None]
-    assert symmetric_subspace(Q, Y @ Q).U.shape == (1, 30, 3)
-    assert symmetric_subspace(Q, np.zeros((1, 30, 30))).U.shape == (1, 30, 1)
+    assert symmetric_subspace(Q, Y @ Q).shape == (1, 30, 3)
+    assert symmetric_subspace(Q, np.zeros((1, 30, 30))).shape == (1, 30, 1)
 
 
 def test_least_squares_in_the_subspace() -> None:
@@ -121,17 +120,6 @@ def test_nothing_moves_along_directions_in_which_the_points_hardly_vary() -> Non
     assert moved.sum() == pytest.approx(best, abs=1e-2)
 
 
-def test_the_line_search_is_exact_and_no_step_of_this_direction_is_better() -> None:
-    X, y, thetas = client(20)
-    U = orthonormal(np.random.default_rng(1).standard_normal((4, 2)))
-    theta = thetas[0, 0]
-    searched = moment_step(X, y, theta, U, step="line-search") - theta
-    paper = moment_step(X, y, theta, U, step="paper") - theta
-    cosine = searched @ paper / np.linalg.norm(searched) / np.linalg.norm(paper)
-    assert abs(cosine) == pytest.approx(1)
-    assert (X @ searched) @ (y - X @ (theta + searched)) == pytest.approx(0, abs=1e-12)
-
-
 def test_the_papers_step_halves_the_error() -> None:
     """eta = sigma / 2 with sigma = ||delta||, for standard normal features in plenty."""
     rng = np.random.default_rng(8)
@@ -141,7 +129,7 @@ def test_the_papers_step_halves_the_error() -> None:
     np.testing.assert_allclose(moved, delta / 2, atol=0.05)
 
 
-@pytest.mark.parametrize("step", ["least-squares", "line-search", "paper"])
+@pytest.mark.parametrize("step", ["least-squares", "paper"])
 def test_steps_without_information_stay_finite(step: str) -> None:
     U = np.eye(3)[:, :2]
     X = np.array([[1.0, 1.0, 1.0]])

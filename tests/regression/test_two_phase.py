@@ -132,21 +132,6 @@ def test_estimates_that_show_no_groups_are_found_too_many_models_for_phase_2_to_
     assert model_error(run.state.centers, data.theta) <= bound
 
 
-def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
-    good = []
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        data = mixed_regression(np.full(90, 30), THIRDS, rng, d=40)
-        clients, bound = Clients(data.X, data.y), 1.3 * model_error(oracle(data), data.theta)
-        ifca = paper_with(work=1.0)
-        start = rng.standard_normal((3, 40)) / np.sqrt(40)
-        runs = (simulate(clients, ifca, 200, centers=start), simulate(clients, TwoPhase(), 60))
-        good.append([model_error(run.state.centers, data.theta) <= bound for run in runs])
-    ifca_good, two_phase_good = np.sum(good, axis=0)
-    assert two_phase_good == 4
-    assert ifca_good <= 1
-
-
 def test_the_papers_variant_works_where_every_cluster_has_an_anchor() -> None:
     data = setting("C1", np.random.default_rng(0))
     run = simulate(Clients(data.X, data.y), paper_with(work=1.0), 160)
@@ -181,43 +166,6 @@ def test_the_defaults_are_the_oracle_in_a_few_rounds(
     assert errors[20] == pytest.approx(best, rel=1e-3)
 
 
-def ill_conditioned(seed: int, n_clients: int, size: int) -> Mixed:
-    """Clients whose features' covariance has condition number 1e4, and no axis is special."""
-    rng = np.random.default_rng(seed)
-    d, turn = 20, np.linalg.qr(rng.standard_normal((20, 20)))[0]
-    theta = rng.standard_normal((3, d)) / np.sqrt(d)
-    labels = np.arange(n_clients) % 3
-    spread = np.geomspace(1, 1e-2, d)[:, None] * turn
-    X = [rng.standard_normal((size, d)) @ spread for _ in labels]
-    y = [A @ theta[j] + 0.2 * rng.standard_normal(size) for A, j in zip(X, labels, strict=True)]
-    return Mixed(X, y, labels, theta)
-
-
-@pytest.mark.parametrize(("n_clients", "size"), [(200, 50), (400, 10)])
-def test_ill_conditioned_features_are_predicted_as_by_the_oracle(n_clients: int, size: int) -> None:
-    data = ill_conditioned(0, n_clients, size)
-    run = simulate(Clients(data.X, data.y), TwoPhase(3), 100)
-
-    def excess(centers: np.ndarray) -> float:
-        """Largest error of a cluster's predictions, beyond its noise, on the clients' points."""
-        points = np.vstack(data.X)
-        return max(
-            min(float(np.sum((points @ (model - theta)) ** 2)) for model in centers)
-            for theta in data.theta
-        )
-
-    assert excess(run.state.centers) <= 1.05 * excess(oracle(data))
-
-
-def test_momentum_takes_over_where_clients_come_and_go() -> None:
-    data = small(n_clients=40, d=5)
-    clients, best = Clients(data.X, data.y), model_error(oracle(data), data.theta)
-    for dropout, remembered in ((0.0, 11), (0.3, 1)):
-        run = simulate(clients, TwoPhase(3), 30, dropout=dropout)
-        assert np.array_equal(run.state.memory.clip(max=11), np.full(3, remembered))
-        assert model_error(run.state.centers, data.theta) <= 2 * best
-
-
 def test_logistic_models_are_clustered() -> None:
     rng = np.random.default_rng(0)
     theta = np.array([[3.0, 0.0], [-3.0, 1.0]])
@@ -239,8 +187,8 @@ def test_logistic_models_are_clustered() -> None:
 class Recording(Clients):
     """Clients that remember what they were asked, and answered."""
 
-    def answer(self, ask: Ask, present: np.ndarray | None = None) -> Answers:
-        answers = super().answer(ask, present)
+    def answer(self, ask: Ask) -> Answers:
+        answers = super().answer(ask)
         vars(self).setdefault("seen", []).append((ask, answers))
         return answers
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
     "clip": (3, {"robust": "clip"}, None),
     "filtered": (3, {"robust": "filtered"}, None),
     "the paper's": (3, PAPER, None),
-    "line search": (3, {"phase_1": MomentDescent(anchor_step="line-search", n_iterations=2)}, None),
+    "two iterations": (3, {"phase_1": MomentDescent(n_iterations=2)}, None),
     "models are added": ("auto", refined(check_every=5), NEAR[:2]),
     "given models": (3, refined(check_every=0), NEAR),
     "given models and step": (3, refined(check_every=0, step_size=0.02), NEAR),
