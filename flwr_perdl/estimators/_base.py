@@ -150,7 +150,7 @@ class Estimator:
             kind = type("NotFittedError", (NotFittedError, theirs), {})
         raise kind(f"{type(self).__name__} must be fitted first: call fit.")
 
-    def _read_sites(self, X: Any, *, min_columns: int = 1, missing: bool = False) -> list[Matrix]:
+    def _read_sites(self, X: Any, *, min_columns: int = 1) -> list[Matrix]:
         """Return the sites' tables of a call of ``fit``."""
         tables = tables_of(X)
         first = feature_names(next(iter(tables.values())))
@@ -161,9 +161,9 @@ class Estimator:
                     f"X[{i}] must have the columns of X[0] in the same order, but it "
                     f"{difference(feature_names(table), first)}."
                 )
-            name, columns = f"X[{i}]", sites[0].shape[1] if sites else None
-            site = as_matrix(name, table, min_rows=1, min_columns=min_columns, missing=missing)
-            sites.append(check_array(name, site, columns=columns, missing=missing))
+            name, columns, nan = f"X[{i}]", sites[0].shape[1] if sites else None, self._allow_nan
+            site = as_matrix(name, table, min_rows=1, min_columns=min_columns, missing=nan)
+            sites.append(check_array(name, site, columns=columns, missing=nan))
         kind = np.result_type(*sites)
         return [site.astype(kind, copy=False) for site in sites]
 
@@ -179,7 +179,7 @@ class Estimator:
             self.feature_names_in_ = np.array(names, dtype=object)
         return self
 
-    def _read_rows(self, X: Any, *, missing: bool = False) -> Matrix:
+    def _read_rows(self, X: Any) -> Matrix:
         """Return the rows of a call after ``fit``, with the columns that ``fit`` saw."""
         self._check_fitted()
         names, known = feature_names(X), getattr(self, "feature_names_in_", None)
@@ -188,7 +188,7 @@ class Estimator:
                 "X must have the columns of fit in the same order, but it "
                 f"{difference(names, list(known))}."
             )
-        rows = as_matrix("X", X, missing=missing)
+        rows = as_matrix("X", X, missing=self._allow_nan)
         if rows.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting "
@@ -205,13 +205,16 @@ class Federated(Estimator):
 
     def _federate(
         self,
-        strategy: ProtocolStrategy,
+        make_strategy: Callable[..., ProtocolStrategy],
         make_client: Callable[[Context], NumPyClient],
         n_sites: int,
         n_rounds: int,
         **start: Any,
     ) -> tuple[Matrix, InProcessGrid]:
         """Run the strategy, and return what it learned, and the grid; set the history."""
+        strategy = make_strategy(
+            seed=self._one_seed(), num_clients=n_sites, min_clients=n_sites, fraction_evaluate=0.0
+        )
         if self.grid is not None and not callable(self.grid):
             raise TypeError(f"grid must be a function (app, n_sites) or None, got {self.grid!r}.")
         grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)

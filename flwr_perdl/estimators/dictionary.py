@@ -220,7 +220,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             check_count("n_global", n_global, 1, self.n_atoms)
         check_count("min_support", self.min_support)
         # of one column there is one atom
-        sites = self._read_sites(X, min_columns=2, missing=True)
+        sites = self._read_sites(X, min_columns=2)
         self._check_missing(sites, learner)
         most = max(map(len, sites))
         if most < self.min_support:
@@ -273,7 +273,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             raise ValueError(
                 f'aggregation must be "statistics" for partial_fit, got {self.aggregation!r}.'
             )
-        sites = self._read_sites(X, missing=True)
+        sites = self._read_sites(X)
         if not self.__sklearn_is_fitted__():
             PersonalizedDictionaryLearning.fit(self, X)  # a subclass's may take other tables
             known = [_Known(None, [table], [1.0]) for table in sites]
@@ -311,14 +311,11 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     ) -> None:
         """Run the strategy, from the atoms that there are or from starts of the sites' own."""
         given = self._dictionaries() if go_on else []
-        strategy = PerMA(
+        strategy = partial(
+            PerMA,
             len(self.global_atoms_) if go_on else self.n_global,
             aggregation=self.aggregation,
             matching=self.matching,
-            seed=self._one_seed(),
-            num_clients=len(sites),
-            min_clients=len(sites),
-            fraction_evaluate=0.0,
         )
 
         def make_client(context: Context) -> DictionaryClient:
@@ -348,7 +345,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
 
     def _check_known(self, sites: list[Matrix], X: Any) -> None:
         """Raise a ValueError if tables are not of the sites, with the columns, of the model."""
-        self._read_rows(next(iter(tables_of(X).values())), missing=True)
+        self._read_rows(next(iter(tables_of(X).values())))
         if len(sites) != len(self.local_atoms_):
             raise ValueError(
                 f"X must have a table of each of the {len(self.local_atoms_)} sites that the model "
@@ -432,7 +429,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         """
         self._check_fitted()
         G, learner, number = self.global_atoms_, self._learner(), len(self.local_atoms_)
-        rows = self._read_rows(X, missing=True).astype(G.dtype, copy=False)
+        rows = self._read_rows(X).astype(G.dtype, copy=False)
         if not len(rows):
             raise ValueError("X must have at least one sample, got n_samples=0.")
         alone = _start(learner)(rows, learner, rng=spawn(self._one_seed(), number)).dictionary
@@ -495,7 +492,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
 
     def _transform(self, X: Any, client: Any) -> Any:
         """Return the codes of one table."""
-        rows, D = self._read_rows(X, missing=True), self.atoms(client)
+        rows, D = self._read_rows(X), self.atoms(client)
         rows = rows.astype(D.dtype, copy=False)
         if self.n_nonzero is None:
             codes = self._learner().code(rows, D)
@@ -550,9 +547,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         >>> search.best_params_
         {'n_global': 2}
         """
-        pairs = [
-            (self._read_rows(table, missing=True), site) for table, site in self._pairs(X, client)
-        ]
+        pairs = [(self._read_rows(table), site) for table, site in self._pairs(X, client)]
         approximations = [self.reconstruct(rows, site) for rows, site in pairs]
         return explained(np.vstack([rows for rows, _ in pairs]), np.vstack(approximations))
 

@@ -7,6 +7,7 @@ receives.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -165,14 +166,7 @@ class MixedRegression(Federated):
         units = Units.of(inputs, responses, np.isin(which, enough)) if self.fit_intercept else None
         design, target = (inputs, responses) if units is None else units.apply(inputs, responses)
         own = [(design[which == i], target[which == i]) for i in enough]
-        strategy = FedX(
-            self.k,
-            max_clusters=self.max_clusters,
-            seed=self._one_seed(),
-            num_clients=len(own),
-            min_clients=len(own),
-            fraction_evaluate=0.0,
-        )
+        strategy = partial(FedX, self.k, max_clusters=self.max_clusters)
 
         def make_client(context: Context) -> RegressionClient:
             data = own[int(context.node_config[PARTITION_ID])]

@@ -171,16 +171,6 @@ def test_polar_factor_does_not_depend_on_scale_and_keeps_float32(rng, orthonorma
     assert np.allclose(single, polar_factor(S, fallback), atol=1e-6)
 
 
-@pytest.mark.parametrize("n_features", [20, 600])
-def test_the_rounding_of_float32_is_no_direction(rng, orthonormal, n_features):
-    fallback = orthonormal(12, n_features)
-    C, X = rng.standard_normal((3, 12)), rng.standard_normal((3, n_features))
-    exact = polar_factor(C.T @ X, fallback)
-    for scale in (1, 1.1):
-        S = C.astype(np.float32).T @ (scale * X).astype(np.float32)
-        assert np.allclose(polar_factor(S, fallback.astype(np.float32)), exact, atol=1e-5)
-
-
 def test_least_squares_leaves_open_what_the_equations_leave_open(rng, unit):
     current = unit(4, 6)
     C = rng.standard_normal((30, 4))

@@ -146,18 +146,6 @@ def test_the_automatic_penalty_is_a_share_of_each_sample_s_norm(rng, unit):
     assert np.isclose(LassoLearner(5).loss(X, C, D), loss)
 
 
-@pytest.mark.parametrize("alpha", ["auto", 0.3])
-def test_codes_of_the_last_iteration_are_a_start_and_change_nothing(alpha, rng):
-    X, learner = rng.standard_normal((60, 8)), LassoLearner(12, alpha)
-    X[3] = 0
-    one = several = learner.start(X, rng)
-    scales = [4.0, 2.0, 1.0, 1.0, 1.0]
-    for scale in scales:
-        one = learner.update(X, learner.code(X, one, scale), one)
-    several = learner.steps(X, several, scales)
-    np.testing.assert_allclose(several, one, atol=1e-7)
-
-
 def test_the_lasso_s_learner_comes_near_the_planted_dictionary(rng, unit, sparse):
     truth = unit(12, 8)  # more atoms than features
     X = sparse(600, 12) @ truth

@@ -116,28 +116,6 @@ def test_the_error_of_the_consensus_does_not_grow_with_the_clients(shared):
     assert errors[1] < errors[0] < 0.3
 
 
-def between_clients(dictionaries, found):
-    """Path lengths of the consensus from the distances of all pairs of clients."""
-    n = len(dictionaries)
-    lengths = []
-    for rows in found.indices.T:
-        own = np.stack([D[row] for D, row in zip(dictionaries, rows, strict=True)])
-        medians = []
-        for i, atom in enumerate(own):
-            rest = np.delete(own, i, axis=0)
-            apart = (np.linalg.norm(rest - atom, axis=1), np.linalg.norm(rest + atom, axis=1))
-            medians.append(np.median(np.minimum(*apart)))
-        lengths.append((n - 1) * np.median(medians))
-    return np.array(lengths)
-
-
-@pytest.mark.parametrize(("n", "rtol"), [(30, 1e-5), (700, 0.03)])  # of many, some stand for all
-def test_path_lengths_of_the_consensus_are_medians_over_pairs_of_clients(shared, n, rtol):
-    dictionaries, _ = shared(n, 0.3, bad=0.2)
-    found = global_matching(dictionaries, 4)
-    assert np.allclose(found.path_lengths, between_clients(dictionaries, found), rtol=rtol)
-
-
 def test_the_memory_of_the_consensus_does_not_grow_with_the_pairs_of_clients(shared):
     dictionaries, _ = shared(800)
     tracemalloc.start()

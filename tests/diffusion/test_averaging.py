@@ -84,13 +84,13 @@ PAIRS = InMemoryNetwork(Schedule.random_pairs(N), faults=Faults(drop=0.2, seed=1
         ("exact_diffusion", InMemoryNetwork(RING)),
         ("gradient_tracking", FAULTY),
         ("gradient_tracking", PAIRS),
-        ("gradient_tracking", Schedule.members(RING, joins={2: 9}, leaves={5: 300})),
+        ("gradient_tracking", Schedule.members(RING, joins={2: 9}, leaves={5: 150})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_corrected_methods_end_at_the_solution_of_all_data(method: str, network: Any) -> None:
     learner = DiffusionAveraging(method=method, evaluate_every=0)
-    learned = learner.fit(LeastSquares, network, 800, initial=START)
+    learned = learner.fit(with_step(0.2), network, 250, initial=START)
     np.testing.assert_allclose(models_of(learned), np.tile(CONSENSUS, (N, 1)), rtol=0, atol=1e-6)
     assert learned.disagreement < 1e-6
     assert learned.unheard == {}  # no message of an honest node is beyond a limit
@@ -114,7 +114,7 @@ def test_the_bias_of_the_other_methods_is_the_known_one_and_shrinks_with_the_ste
             map_, shift = A @ (one - step * H), A @ (step * b)
         fixed = np.linalg.solve(one - map_, shift).reshape(N, FEATURES)
         learner = DiffusionAveraging(method=method, evaluate_every=0)
-        learned = learner.fit(with_step(step), RING, 500, initial=START)
+        learned = learner.fit(with_step(step), RING, 300, initial=START)
         np.testing.assert_allclose(models_of(learned), fixed, rtol=0, atol=1e-6)
         biases.append(np.linalg.norm(fixed - CONSENSUS, axis=1).max())
     assert biases[0] > biases[1] > 0.1

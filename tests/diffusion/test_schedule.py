@@ -110,11 +110,11 @@ def test_push_sum_finds_the_mean_where_plain_averaging_does_not() -> None:
     lossy = InMemoryNetwork(UNEQUAL, weights, Faults(drop=0.3, sleep=0.1, seed=1))
     changing = Schedule(N, lambda t: UNEQUAL if t % 2 else one_way(t), window=2)
     for network in (UNEQUAL, changing, lossy):
-        learned = learn(network, 300)
+        learned = learn(network, 120)
         np.testing.assert_allclose(values(learned.models), mean, rtol=0, atol=1e-10)
     plain = DiffusionAveraging(evaluate_every=0, method="atc").program(SAME)
     for other in (weights, averaging_weights(UNEQUAL)):
-        ended = InMemoryNetwork(UNEQUAL, other).run(plain, 200).state.model[:, 0]
+        ended = InMemoryNetwork(UNEQUAL, other).run(plain, 60).state.model[:, 0]
         assert np.abs(ended - mean).max() > 0.1
 
 

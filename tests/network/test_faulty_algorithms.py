@@ -20,7 +20,7 @@ N, BAD = 12, 4
 TOPOLOGY = Topology.erdos_renyi(N, 0.4, seed=1)
 OTHERS = np.arange(N) != BAD
 OBJECTIVES = [SparseSVD(0.1, 0.3), HuberNMF(0.1, 0.3, 0.5)]
-X = spawn(0).standard_normal((4, 10))
+X = spawn(0).standard_normal((2, 10))
 ATOMS = [normalize_atoms(spawn(1, k).standard_normal((2, 10))) for k in range(N)]
 
 # Inference ---------------------------------------------------------------------------------------

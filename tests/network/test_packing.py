@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_perdl.core.npy import write_files
-from flwr_perdl.core.packing import pack, pack_arrays, text_array, unpack, unpack_arrays
+from flwr_perdl.core.packing import pack, pack_arrays, unpack, unpack_arrays
 
 
 @given(st.binary(max_size=100))
@@ -48,20 +47,3 @@ def test_arrays_travel_as_they_are() -> None:
 def test_objects_do_not_travel() -> None:
     with pytest.raises(ValueError, match="Object arrays"):
         unpack_arrays(pack_arrays({"code": np.array([print], dtype=object)}))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"no array",
-        write_files([np.ones(3)]),
-        write_files([text_array(["a"])]),
-        write_files([text_array(["a"]), np.ones(1), np.ones(1)]),
-        write_files([np.frombuffer(b"[1]", dtype=np.uint8), np.ones(1)]),
-        write_files([np.frombuffer(b"[" * 9999, dtype=np.uint8)]),
-    ],
-)
-def test_other_bytes_hold_no_arrays(data: bytes) -> None:
-    with pytest.raises(ValueError, match="hold no arrays"):
-        unpack_arrays(pack(data))

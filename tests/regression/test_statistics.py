@@ -94,23 +94,6 @@ def test_no_origin_of_the_features_matters_beside_a_constant_one(origin: float) 
     assert distances.max() < 0.1
 
 
-def test_no_origin_of_the_responses_matters() -> None:
-    data = planted()
-    X = [np.column_stack([A, np.ones(len(A))]) for A in data.X]
-    one, other = (
-        fit(data._replace(X=X, y=[b + origin for b in data.y]), 3) for origin in (0.0, 290.0)
-    )
-    np.testing.assert_allclose(other.weights, one.weights, atol=1e-6)
-    np.testing.assert_allclose(other.centers - 290 * np.eye(6)[-1], one.centers, atol=1e-6)
-
-
-def test_as_many_models_as_are_asked_for_are_kept() -> None:
-    statistics = by_client(planted(clusters=2), 4)
-    choice = choose(statistics, (5,))
-    assert choice.mixture.centers.shape == (5, 5)
-    assert choice.mixture.weights.shape == (60, 5)
-
-
 def test_the_shrinkage_that_predicts_best_is_taken() -> None:
     rng = np.random.default_rng(1)
     data = mixed_regression(np.full(20, 10), np.full(2, 0.5), rng, d=3, noise=0.1)
