@@ -20,7 +20,6 @@ from flwr_perdl.dictionary import (
     Learner,
     MODLearner,
     OrthogonalLearner,
-    aggregate_atoms,
     aggregate_statistics,
     atom_support,
     global_matching,
@@ -212,19 +211,3 @@ def test_who_is_left_out_stays(kind: str, orthogonal: bool, dtype: Any) -> None:
     np.testing.assert_array_equal(again.kept, found.kept[order])
     tolerance = 1e-9 if dtype is np.float64 else 1e-3
     np.testing.assert_allclose(again.global_atoms, found.global_atoms, atol=tolerance)
-
-
-@dtypes
-@pytest.mark.parametrize("method", ["mean", "median", "geometric-median", "trimmed"])
-@pytest.mark.parametrize("alike", [True, False])
-def test_equal_atoms_with_rounding_stand_out_nowhere(method: str, alike: bool, dtype: Any) -> None:
-    rng = np.random.default_rng(9)
-    G = rotation(rng)[:SHARED].astype(dtype)
-    stack = np.stack([G] * 9)
-    if not alike:
-        stack[2:4] = ulp(stack[2:4], rng)
-    for _ in range(5):
-        found = aggregate_atoms(stack, G, method=method, orthogonal=True)
-        (odd,) = found.odd.values()
-        assert not odd.any()
-        stack[0] = ulp(ulp(stack[0], rng), rng)

@@ -18,17 +18,12 @@ from flwr_perdl.diffusion import (
     NonnegativeMF,
     SparseSVD,
     Topology,
-    infer,
 )
-from flwr_perdl.diffusion.model_diffusion import update_dictionary
 from tests.hostile import check_drawn
 
 RNG = np.random.default_rng(0)
 RING = Topology.ring(4)
 X = np.abs(RNG.standard_normal((6, 5)))
-ATOMS = [D / np.linalg.norm(D, axis=1, keepdims=True) for D in np.abs(RNG.random((4, 2, 5)))]
-STACK = np.stack(ATOMS)
-NU = infer(HuberNMF(0.05, 0.1, 0.5), X, ATOMS, RING).nu
 DATA = [RNG.standard_normal((12, 5)) for _ in range(4)]
 OBJECTIVES = (
     SparseSVD(0.05, 0.1),
@@ -52,10 +47,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         learned,
         {"X": X, "n_atoms_per_agent": 2, "step": 0.1, "decay": 0.5, "batch_size": 3, "seed": 0},
     ),
-    "update_dictionary": (
-        lambda objective, **given: update_dictionary(OBJECTIVES[objective], **given),
-        {"dictionaries": STACK, "nu": NU, "codes": np.ones((4, 6, 2)), "step": 0.1},
-    ),
     "DataDiffusion": (
         diffused,
         {
@@ -71,7 +62,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "ModelDiffusion": {"objective": (0, 1, 2, 3), "method": ("admm", "atc", "exact")},
-    "update_dictionary": {"objective": (0, 1, 2, 3)},
     "DataDiffusion": {
         "update": ("mod", "ksvd", "gradient"),
         "coder": ("omp", "lasso", "focuss", "nonnegative"),

@@ -81,16 +81,6 @@ def test_two_rounds_of_algorithm_1_by_hand() -> None:
         np.testing.assert_allclose(state.dictionaries, D, atol=1e-14)
 
 
-def test_the_step_is_one_over_the_largest_eigenvalue() -> None:
-    _, (X,) = draw(nodes=1, samples=60)
-    D = normalize_atoms(np.random.default_rng(1).standard_normal((12, 8)))
-    C = omp(X, D, 2)
-    step = 1 / np.linalg.eigvalsh(C.T @ C)[-1]
-    expected = D + step * C.T @ (X - C @ D)
-    learner = DataDiffusion(12, update="gradient")
-    np.testing.assert_allclose(learner.adapted(X, C, D), expected, atol=1e-13)
-
-
 @pytest.mark.parametrize(("update", "local"), [("mod", MODLearner), ("ksvd", KSVDLearner)])
 def test_one_node_alone_is_the_local_learner(update: str, local: Any) -> None:
     _, (X,) = draw(nodes=1)
@@ -152,13 +142,6 @@ def test_atoms_that_clipping_makes_equal_do_not_end_the_run() -> None:
     assert (ended.error < 0.1).all()
     with pytest.raises(ValueError, match=r"^n_atoms must"):
         DataDiffusion(5, coder="nonnegative").fit(data, Topology.ring(4), 1)
-
-
-def test_nothing_of_an_atom_that_would_be_all_negative_is_lost() -> None:
-    X, D = -np.eye(3)[:2], np.eye(3)
-    C = np.array([[1.0, 0, 0], [1.0, 0, 0]])
-    learner = DataDiffusion(3, update="gradient", step=10.0, nonnegative=True)
-    np.testing.assert_array_equal(learner.adapted(X, C, D)[0], D[0])
 
 
 def test_a_good_weight_keeps_one_noisy_node_from_spoiling_all() -> None:

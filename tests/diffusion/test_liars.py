@@ -8,7 +8,6 @@ import pytest
 from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
 from flwr_perdl.diffusion.robust import RULES, clipped, trimmed
 from flwr_perdl.network import InMemoryNetwork
-from perdl_experiments.liars import NEIGHBORS
 from perdl_experiments.studies.decentralized import among_liars
 from tests.studies import config_of
 
@@ -49,18 +48,10 @@ def worst(robust: str | None, attack: str | None) -> float:
     return among_liars(config, SEED, robust, attack)
 
 
-@pytest.fixture(scope="module")
-def honest() -> float:
-    return worst(None, None)
-
-
-@pytest.mark.parametrize("attack", NEIGHBORS)
 @pytest.mark.parametrize("robust", RULES)
-def test_two_liars_in_sixteen_cost_at_most_a_point(robust: str, attack: str, honest: float) -> None:
-    assert worst(robust, attack) >= honest - 0.01
-
-
-def test_the_mean_does_not_withstand_a_reversed_step(honest: float) -> None:
+def test_two_liars_in_sixteen_cost_at_most_a_point_where_the_mean_is_lost(robust: str) -> None:
+    honest = worst(None, None)
+    assert worst(robust, "flip") >= honest - 0.01
     assert worst(None, "flip") < honest - 0.5
 
 

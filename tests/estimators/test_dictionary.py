@@ -96,25 +96,15 @@ def test_n_nonzero_is_the_number_of_atoms_per_sample() -> None:
     )
 
 
-class Frame:
-    """What is asked of a data frame."""
-
-    def __init__(self, values: np.ndarray, columns: list[str]) -> None:
-        self.values, self.columns = values, columns
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.values, dtype)
-
-
 def test_one_seed_gives_the_same_atoms_and_a_data_frame_the_same_as_an_array() -> None:
     sites = planted(40)
     names = [f"gene {j}" for j in range(12)]
-    tables = [Frame(site, names) for site in sites]
+    tables = [pd.DataFrame(site, columns=names) for site in sites]
     first, second = orthogonal(seed=4).fit(sites), orthogonal(seed=4).fit(tables)
     np.testing.assert_array_equal(first.global_atoms_, second.global_atoms_)
     assert list(second.feature_names_in_) == names
     assert not hasattr(first, "feature_names_in_")
-    other = Frame(sites[1], names[::-1])
+    other = pd.DataFrame(sites[1], columns=names[::-1])
     with pytest.raises(ValueError, match=r"X\[1\] must"):
         second.fit([tables[0], other])
     with pytest.raises(ValueError, match="X must"):

@@ -35,12 +35,3 @@ class Consensus:
 
     def observe(self, state: Held) -> dict[str, NDArray[np.float64]]:
         return {"value": state.value}
-
-
-class Flood(Consensus):
-    """Every node takes over the largest value that it has heard, entry by entry."""
-
-    def combine(self, state: Held, inbox: Inbox) -> Held:
-        heard = inbox.arrays[0]
-        best = inbox.argmax(heard)
-        return state._replace(value=np.take_along_axis(heard, best, axis=0))

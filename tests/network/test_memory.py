@@ -82,16 +82,6 @@ def test_consensus_reaches_the_mean_at_the_rate_of_the_spectral_gap() -> None:
     assert run.floats_sent == 80 * 3 * 2 * topology.n_edges
 
 
-def test_the_largest_value_reaches_everyone_within_the_diameter() -> None:
-    topology = Topology.ring(9)
-    values = draw(9, 5)
-    network = InMemoryNetwork(topology)
-    after = network.run(programs.Flood(values), topology.diameter).state.value
-    np.testing.assert_array_equal(after, np.tile(values.max(axis=0), (9, 1)))
-    before = network.run(programs.Flood(values), topology.diameter - 1).state.value
-    assert (before != values.max(axis=0)).any()
-
-
 @settings(max_examples=25)
 @given(
     st.integers(2, 9),

@@ -139,14 +139,6 @@ def test_of_numbers_that_predict_alike_the_smallest_is_chosen() -> None:
     assert len(choice.mixture.centers) == 1
 
 
-def test_no_scale_of_a_feature_matters() -> None:
-    data = planted()
-    scale = np.array([1.0, 1e3, 1e-3, 10.0, 1.0])
-    scaled = Mixed([X * scale for X in data.X], data.y, data.labels, data.theta)
-    one, other = fit(data, 2), fit(scaled, 2)
-    np.testing.assert_allclose(one.centers, other.centers * scale, rtol=1e-5)
-
-
 @pytest.mark.parametrize("fault", ["collinear", "constant", "zero"])
 def test_degenerate_data_stay_finite(fault: str) -> None:
     data = planted()
