@@ -56,19 +56,19 @@ def consistent(points: Matrix) -> NDArray[np.bool_]:
 
 
 def supported(
-    points: Matrix, n_groups: int, group: Callable[[Matrix], NDArray[np.intp]]
+    points: Matrix, n_groups: int = 1, group: Callable[[Matrix], NDArray[np.intp]] | None = None
 ) -> NDArray[np.intp]:
     """Return the points that models may start from.
 
     Set aside are those more than ``LONG`` times as long as the median, and those that are alone in
     their group, as long as half of all are left and can be grouped so that none is alone. ``group``
-    returns the group of each of at least ``n_groups`` points, as a count from 0. The rows of
-    ``points`` are returned in ascending order.
+    returns the group of each of at least ``n_groups`` points, as a count from 0; without it all are
+    of one. The rows of ``points`` are returned in ascending order.
     """
     lengths = row_norms(points)
     kept = near = np.flatnonzero(lengths <= LONG * np.median(lengths))
     # Who stands alone has nobody who says the same; without it another one may stand alone.
-    while n_groups > 1 and 2 * len(kept) >= max(len(points), 4 * n_groups):
+    while group and n_groups > 1 and 2 * len(kept) >= max(len(points), 4 * n_groups):
         groups = group(points[kept])
         alone = np.bincount(groups)[groups] == 1
         if not alone.any():

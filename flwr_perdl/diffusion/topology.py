@@ -601,18 +601,12 @@ def rounds_to_all(network: Any) -> int:
     matrices = matrices_of(network)
     topologies = [matrix.topology for matrix in matrices] or [network.topology]
     links = sum(topology.adjacency for topology in topologies)
-    count = 1
-    if links.nnz:
-        weights = sum((matrix.matrix for matrix in matrices), links * 0)
-        count, _ = connected_components(weights if matrices else links, connection="strong")
+    if not links.nnz:
+        return 0
+    weights = sum(matrix.matrix for matrix in matrices) if matrices else links
+    count, _ = connected_components(weights, connection="strong")
     if count > 1:
         raise ValueError(
             f"network must be connected, got {network.topology!r} in {count} separate parts."
         )
-    return len(topologies) * news_takes(Topology(links))
-
-
-def news_takes(topology: Topology) -> int:
-    """Return the diameter; of a topology in several parts, the largest diameter of a part."""
-    distances = shortest_path(topology.adjacency, unweighted=True)
-    return int(distances[np.isfinite(distances)].max())
+    return len(topologies) * Topology(links).diameter

@@ -204,7 +204,7 @@ def _grouped(settings: TwoPhase, state: Descent) -> Refining:
     if not len(estimates):
         return Refining.start(state, state.centers)
     if settings.robust != "mean":
-        estimates = estimates[supported(estimates, 1, _alike)]
+        estimates = estimates[supported(estimates)]
     delta, most = settings.descent.separation, settings.max_clusters
     group = partial(cluster_anchors, estimates, separation=delta, max_clusters=most)
     k = None if settings.n_clusters == "auto" or len(state.centers) else int(settings.n_clusters)
@@ -217,11 +217,6 @@ def _grouped(settings: TwoPhase, state: Descent) -> Refining:
         found = group(min(state.columns.shape[2], most)).centers
     room = settings.most_clusters - len(state.centers)  # those already there stay
     return Refining.start(state, np.vstack([state.centers, found[:room]]))
-
-
-def _alike(estimates: Matrix) -> NDArray[np.intp]:
-    """Return one group for all."""
-    return np.zeros(len(estimates), np.intp)
 
 
 def one_shot(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:

@@ -17,7 +17,6 @@ from flwr_perdl.diffusion.data_diffusion import DataDiffusion
 from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import HuberNMF, SparseSVD
-from flwr_perdl.diffusion.topology import news_takes
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork, Run
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
@@ -59,7 +58,7 @@ def data_diffusion(**options: Any) -> Maker:
             codes = spawn(2, k).standard_normal((40, 8)) * (spawn(3, k).random((40, 8)) < 0.3)
             data[k] = codes @ normalize_atoms(spawn(5).standard_normal((8, FEATURES)))
         learner = DataDiffusion(8, n_nonzero=2, replace_every=4, **options)
-        return learner.program(data, agreement=news_takes(topology))
+        return learner.program(data, agreement=topology.diameter)
 
     return make
 
