@@ -204,7 +204,8 @@ def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Matrix:
     Q, product = _like(Q, product)
     check_count("n_dimensions", n_dimensions, 1)
     rotations = np.linalg.svd(product, full_matrices=False)[2]
-    return Q @ rotations[:, :n_dimensions].swapaxes(1, 2)
+    U: Matrix = Q @ rotations[:, :n_dimensions].swapaxes(1, 2)
+    return U
 
 
 def moment_step(
