@@ -108,10 +108,6 @@ def test_a_spectral_distance_that_takes_too_long_is_an_error(unit):
     assert dictionary_distance(A, near, norm="2") == dictionary_distance(A, near, norm="2-bound")
 
 
-def test_empty_dictionaries_are_at_distance_zero():
-    assert dictionary_distance(np.zeros((0, 3)), np.zeros((0, 3))) == 0
-
-
 @settings(max_examples=50)
 @given(arrays(float, (4, 3), elements=numbers), arrays(float, (4, 3), elements=numbers), st.data())
 def test_the_distance_is_a_metric_on_classes_of_dictionaries(A, B, data):

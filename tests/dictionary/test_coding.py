@@ -254,12 +254,3 @@ def test_nonnegative_least_squares_ends_where_atoms_are_nearly_dependent(seed, p
     assert (C >= 0).all()
     best = np.array([nnls(D.T.astype(float), x)[1] ** 2 for x in X.astype(float)])
     assert (((X - C @ D) ** 2).sum(axis=1) <= best + 1e-3 * best.max()).all()
-
-
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_omp_by_residual_is_spams(rng, unit, k):
-    spams = pytest.importorskip("spams")  # there are no wheels but for Linux
-    X, D = rng.standard_normal((40, 12)), unit(25, 12)
-    X[:, 3] *= 4
-    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
-    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)
