@@ -254,3 +254,23 @@ def test_nonnegative_least_squares_ends_where_atoms_are_nearly_dependent(seed, p
     assert (C >= 0).all()
     best = np.array([nnls(D.T.astype(float), x)[1] ** 2 for x in X.astype(float)])
     assert (((X - C @ D) ** 2).sum(axis=1) <= best + 1e-3 * best.max()).all()
+
+
+def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(rng, unit):
+    D = unit(20, 12)
+    C = np.zeros((40, 20))
+    C[np.arange(40), rng.integers(0, 10, 40)] = 4.0
+    C[np.arange(40), rng.integers(10, 20, 40)] = -9.0
+    ours, theirs = focuss(C @ D, D, 0.05), lasso(C @ D, D, 0.05).codes
+    right = ((ours != 0) == (C != 0)).all(axis=1)
+    assert right.mean() > 0.7
+    assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_omp_by_residual_is_spams(rng, unit, k):
+    spams = pytest.importorskip("spams")  # there are no wheels but for Linux
+    X, D = rng.standard_normal((40, 12)), unit(25, 12)
+    X[:, 3] *= 4
+    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
+    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)

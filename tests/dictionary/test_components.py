@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flwr_perdl.dictionary import hmf, robust_components
-from flwr_perdl.dictionary.components import Factors, perpca_factors
+from flwr_perdl.dictionary.components import Factors, hmf_step, perpca_factors
 
 
 def planted(seed: int, *, noise: float = 0.0) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
@@ -103,3 +103,25 @@ def test_zeros_float32_and_no_components_have_an_answer() -> None:
         assert not any(one.common.any() or one.unique.any() for one in found.factors)
         assert found.factors[0].common.dtype == found.sparse[0].dtype == np.float32
     assert hmf(zeros, 0, 0)[0].unique.shape == (4, 3)
+
+
+def test_a_step_is_the_gradient_of_the_penalized_error() -> None:
+    rng = np.random.default_rng(0)
+    X, sizes = rng.standard_normal((5, 6)), ((5, 2), (2, 6), (5, 1), (1, 6))
+    factors = Factors(*(rng.standard_normal(size) for size in sizes))
+
+    def loss(one: Factors) -> float:
+        grams = [W @ W.T - np.eye(len(W)) for W in (one.global_components, one.local_components)]
+        error = np.sum((X - one.common - one.unique) ** 2)
+        return float(error + 0.3 * sum(np.sum(gram**2) for gram in grams))
+
+    stepped = hmf_step(X, factors, 1.0, 0.3)
+    for position in range(4):
+        moved = list(factors)
+        moved[position] = factors[position] + 1e-6 * (
+            pushed := rng.standard_normal(sizes[position])
+        )
+        slope = (loss(Factors(*moved)) - loss(factors)) / 1e-6
+        assert slope == pytest.approx(
+            np.sum((factors[position] - stepped[position]) * pushed), rel=1e-3
+        )

@@ -260,3 +260,16 @@ def test_a_pursuit_that_stops_is_hard_thresholding_of_orthonormal_atoms(rng, ort
         assert np.allclose(found, sparse_code(X, D, threshold=threshold), atol=1e-12)
     found = MODLearner(7, threshold=0.7).code(X, np.vstack([D, D[:2]]))  # twice the same atoms
     assert not found[:, 7:].any()
+
+
+@pytest.mark.parametrize("cls", PLAIN, indirect=True)  # the codes of the lasso shrink
+def test_steps_converge_to_the_planted_dictionary(cls, rng, orthonormal, sparse):
+    truth = orthonormal(5, 7)
+    X = sparse(300, 5) @ truth
+    D = normalize_atoms(truth + 0.05 * rng.standard_normal((5, 7)))
+    if cls.orthogonal:
+        D = polar_factor(D, truth)
+    learner = cls(5, threshold=0.15)
+    for _ in range(150):
+        D = learner.step(X, D)
+    assert dictionary_distance(D, truth) < 1e-8

@@ -442,3 +442,52 @@ def test_what_a_client_returns_is_checked(returned: Any) -> None:
 
     with pytest.raises(ValueError, match=r"^fit of node 0"):
         DiffusionAveraging(metrics=["loss"]).fit(Wrong, RING, 1, initial=START)
+
+
+@pytest.mark.slow
+def test_the_worst_of_sixteen_nodes_is_as_good_as_fedavg_on_digits() -> None:
+    """scikit-learn's SGDClassifier; every node has two or three of the ten digits."""
+    from sklearn.datasets import load_digits
+    from sklearn.linear_model import SGDClassifier
+
+    X, y = load_digits(return_X_y=True)
+    X, order = X / 16, spawn(0).permutation(len(y))
+    test, train = order[:400], order[400:1040]
+    parts = np.array_split(train[np.argsort(y[train], kind="stable")], 32)
+    parts = [parts[i] for i in spawn(1).permutation(32)]
+    own = [np.concatenate(parts[2 * k : 2 * k + 2]) for k in range(16)]
+    assert max(len(np.unique(y[mine])) for mine in own) <= 4
+
+    class Digits(NumPyClient):
+        def __init__(self, node: int) -> None:
+            self.node = node
+
+        def model(self, parameters: list[Array], seed: int) -> Any:
+            model = SGDClassifier(
+                "log_loss", learning_rate="constant", eta0=0.05, random_state=seed
+            )
+            model.classes_, (model.coef_, model.intercept_) = np.arange(10), parameters
+            return model
+
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            model, mine = self.model(parameters, config["server-round"]), own[self.node]
+            model.partial_fit(X[mine], y[mine], classes=np.arange(10))
+            return [model.coef_, model.intercept_], len(mine), {}
+
+        def evaluate(self, parameters: list[Array], config: Any) -> Any:
+            model = self.model(parameters, 0)
+            return 0.0, len(test), {"accuracy": model.score(X[test], y[test])}
+
+    rounds, average = 80, [np.zeros((10, 64)), np.zeros(10)]
+    for round_ in range(1, rounds + 1):
+        copies = [[array.copy() for array in average] for _ in own]
+        fitted = [Digits(k).fit(w, {"server-round": round_})[0] for k, w in enumerate(copies)]
+        average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
+    fedavg = Digits(0).evaluate(average, {})[2]["accuracy"]
+    assert fedavg > 0.9
+    for topology in (Topology.ring(16), Topology.exponential(16)):
+        learner = DiffusionAveraging(
+            method="exact_diffusion", evaluate_every=rounds, metrics=["accuracy"]
+        )
+        learned = learner.fit(Digits, topology, rounds, initial=[np.zeros((10, 64)), np.zeros(10)])
+        assert learned.curves["evaluate-accuracy"][-1].min() >= fedavg - 0.01

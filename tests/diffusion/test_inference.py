@@ -30,6 +30,8 @@ from flwr_perdl.diffusion.objectives import (
     SparseSVD,
 )
 from flwr_perdl.network import InMemoryNetwork
+from perdl_experiments.measures import rounds_to
+from perdl_experiments.studies.inference import FOUND, draw, trace
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.2, 0.5),
@@ -543,3 +545,55 @@ def test_samples_of_any_size_get_the_right_answer_or_a_sentence(
     both = np.vstack([X[:1], small * X[1:2]]).astype(dtype)  # a faint sample beside a bright one
     found = infer(objective, both, D, ring, method=method)
     assert decibels(found.nu[:, 1].astype("f8") / small, truth[1]) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0.5, 0.15])
+@pytest.mark.parametrize(("loss", "impulses"), [("squared", 0), ("huber", 0), ("huber", 0.05)])
+def test_the_default_reaches_40_db_within_200_rounds(loss: str, impulses: float, p: float) -> None:
+    rounds = []
+    for seed in range(10):
+        case = draw(loss, 50, 300, p, np.random.default_rng(seed), impulses)
+        assert bool((np.abs(case.nu) == 1).any()) == (impulses > 0)
+        admm = ConsensusADMM(case.objective, case.topology, list(case.atoms), case.X)
+        rounds.append(rounds_to(trace(case, admm, 450, top=50)[1], FOUND))
+    assert np.median(rounds) <= 200
+    assert max(rounds) <= 450
+
+
+@pytest.mark.parametrize(
+    ("topology", "gap", "top"),
+    [
+        (Topology.ring(601), 1 - np.cos(2 * np.pi / 601), 1 + np.cos(np.pi / 601)),
+        (Topology.ring(2000), 1 - np.cos(2 * np.pi / 2000), 2),
+        (Topology.grid(1, 2000), 1 - np.cos(np.pi / 1999), 2),
+        (Topology.complete(601), 601 / 600, 601 / 600),
+        (Topology.star(700), 1, 2),
+    ],
+)
+def test_the_spectrum_of_many_nodes_is_exact(topology: Topology, gap: float, top: float) -> None:
+    X, atoms = np.zeros((1, 4)), {0: np.zeros((1, 4))}
+    admm = ConsensusADMM(SparseSVD(0.1, 0.5), topology, atoms, X)
+    np.testing.assert_allclose(admm.spectrum, (gap, top), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("topology", "objective", "scale"),
+    [
+        (Topology.complete(6), SparseSVD(0.05, 0.1), 1.0),
+        (Topology.complete(6), HuberNMF(0.05, 0.1, 0.5), 0.05),  # no bound is met
+        (Topology.complete(6), HuberNMF(0.05, 0.1, 0.5), 10.0),  # most bounds are met
+        (Topology.from_edges(1, []), HuberNMF(0.05, 0.1, 0.5), 10.0),
+    ],
+)
+def test_atc_without_bias_converges_and_says_so(
+    topology: Topology, objective: Objective, scale: float
+) -> None:
+    rng = np.random.default_rng(0)
+    W = np.abs(rng.standard_normal((topology.n_nodes, 1, 10)))
+    W /= np.linalg.norm(W, axis=2, keepdims=True)
+    X = scale * np.abs(rng.standard_normal((3, 10)))
+    found = infer(objective, X, list(W), topology, method="atc")
+    assert found.converged
+    assert found.nu is not None
+    assert decibels(found.nu, exact_dual(objective, X, list(W)).nu) > 40

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import cvxpy as cp
 import numpy as np
 import pytest
@@ -138,3 +140,26 @@ def test_float32_stays_float32_and_inputs_stay_as_they_are(objective: Objective)
         assert value.shape[:2] == (2, 3)
     assert objective.prox_dictionary(A, 0.1).dtype == np.float32
     np.testing.assert_array_equal(A, before)
+
+
+def differences(function: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
+    h = 1e-6
+    return np.stack(
+        [(function(at + h * e) - function(at - h * e)) / (2 * h) for e in np.eye(at.shape[1])],
+        axis=1,
+    )
+
+
+@every
+def test_gradients_are_those_of_finite_differences(objective: Objective) -> None:
+    rng = np.random.default_rng(0)
+    NU = objective.project(rng.standard_normal((6, 4))) * 0.9
+    np.testing.assert_allclose(
+        objective.conjugate_gradient(NU), differences(objective.conjugate, NU), atol=1e-8
+    )
+    S = 2 * rng.standard_normal((6, 4))
+    np.testing.assert_allclose(
+        objective.code(S), differences(objective.regulariser_conjugate, S), atol=1e-8
+    )
+    U = objective.conjugate_gradient(NU)  # (41)
+    np.testing.assert_allclose(NU, differences(objective.loss, U), atol=1e-8)  # (55)

@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.datasets import load_digits
+from sklearn.decomposition import MiniBatchDictionaryLearning
+from sklearn.exceptions import ConvergenceWarning
 
 from flwr_perdl.clients import local_atoms
 from flwr_perdl.dictionary import (
@@ -346,3 +348,49 @@ def test_a_site_leaves_and_another_one_joins_a_stream() -> None:
 def test_a_stream_that_cannot_be_learned_from_is_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must"):
         PersonalizedDictionaryLearning(5, 3, **options).partial_fit(planted())
+
+
+@pytest.mark.slow
+def test_digits_at_ten_sites_are_within_five_percent_of_pooled_scikit_learn() -> None:
+    X = load_digits().data / 16
+    train, new = X[:1500], X[1500:]
+    model = PersonalizedDictionaryLearning(n_atoms=32, n_global=32).fit(np.array_split(train, 10))
+
+    def error(D: np.ndarray, k: int) -> float:
+        return float(np.mean((new - sparse_code(new, D, n_nonzero=k) @ D) ** 2))
+
+    pooled = []
+    for penalty in (0.1, 0.2, 0.5, 1.0):
+        learner = MiniBatchDictionaryLearning(32, alpha=penalty, fit_algorithm="cd", random_state=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            pooled.append(normalize_atoms(learner.fit(train).components_))
+    for k in (10, 20):
+        own = float(np.mean((new - model.set_params(n_nonzero=k).reconstruct(new)) ** 2))
+        assert own == pytest.approx(error(model.global_atoms_, k))
+        assert own < 1.05 * min(error(D, k) for D in pooled)
+
+
+def cameras(n_images: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Four sites with digits of the usual view and of their own camera; and as many for a test."""
+    images = np.random.default_rng(seed).permutation(load_digits().images / 16)
+    views = [np.flipud, np.fliplr, np.rot90, np.transpose]
+    sites, tests = [], []
+    for i, turn in enumerate(views):
+        rows = images[4 * i * n_images : 4 * (i + 1) * n_images]
+        usual, own = rows[::2], np.stack([turn(image) for image in rows[1::2]])
+        for half, into in ((slice(None, None, 2), sites), (slice(1, None, 2), tests)):
+            into.append(np.concatenate([usual[half], own[half]]).reshape(2 * n_images, -1))
+    return sites, tests
+
+
+def test_the_chosen_number_of_shared_atoms_is_as_good_as_the_best() -> None:
+    sites, tests = cameras(30, seed=0)
+
+    def error(n_global: int | str) -> float:
+        model = PersonalizedDictionaryLearning(16, n_global, n_nonzero=3, rounds=8).fit(sites)
+        rebuilt = [model.reconstruct(X, client=i) for i, X in enumerate(tests)]
+        return float(np.mean((np.stack(tests) - np.stack(rebuilt)) ** 2))
+
+    best, worst = (f(error(n) for n in (4, 8, 12, 16)) for f in (min, max))
+    assert error("auto") <= 1.03 * best < worst

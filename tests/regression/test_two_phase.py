@@ -218,3 +218,46 @@ def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
     correlation = np.corrcoef(noise)
     np.fill_diagonal(correlation, 0)
     assert np.abs(correlation).max() < 0.5
+
+
+def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
+    good = []
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        data = mixed_regression(np.full(90, 30), THIRDS, rng, d=40)
+        clients, bound = Clients(data.X, data.y), 1.3 * model_error(oracle(data), data.theta)
+        ifca = paper_with(work=1.0)
+        start = rng.standard_normal((3, 40)) / np.sqrt(40)
+        runs = (simulate(clients, ifca, 200, centers=start), simulate(clients, TwoPhase(), 60))
+        good.append([model_error(run.state.centers, data.theta) <= bound for run in runs])
+    ifca_good, two_phase_good = np.sum(good, axis=0)
+    assert two_phase_good == 4
+    assert ifca_good <= 1
+
+
+def ill_conditioned(seed: int, n_clients: int, size: int) -> Mixed:
+    """Clients whose features' covariance has condition number 1e4, and no axis is special."""
+    rng = np.random.default_rng(seed)
+    d, turn = 20, np.linalg.qr(rng.standard_normal((20, 20)))[0]
+    theta = rng.standard_normal((3, d)) / np.sqrt(d)
+    labels = np.arange(n_clients) % 3
+    spread = np.geomspace(1, 1e-2, d)[:, None] * turn
+    X = [rng.standard_normal((size, d)) @ spread for _ in labels]
+    y = [A @ theta[j] + 0.2 * rng.standard_normal(size) for A, j in zip(X, labels, strict=True)]
+    return Mixed(X, y, labels, theta)
+
+
+@pytest.mark.parametrize(("n_clients", "size"), [(200, 50), (400, 10)])
+def test_ill_conditioned_features_are_predicted_as_by_the_oracle(n_clients: int, size: int) -> None:
+    data = ill_conditioned(0, n_clients, size)
+    run = simulate(Clients(data.X, data.y), TwoPhase(3), 100)
+
+    def excess(centers: np.ndarray) -> float:
+        """Largest error of a cluster's predictions, beyond its noise, on the clients' points."""
+        points = np.vstack(data.X)
+        return max(
+            min(float(np.sum((points @ (model - theta)) ** 2)) for model in centers)
+            for theta in data.theta
+        )
+
+    assert excess(run.state.centers) <= 1.05 * excess(oracle(data))
