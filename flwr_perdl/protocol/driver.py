@@ -522,16 +522,15 @@ class Conversation:
         self.run.names |= {partition: roster.called(partition) for partition in roster.names}
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
         dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}
-        aggregate = summarized(good, self._flags, self._labels)
+        metrics = {p: {NUM_EXAMPLES: r.num_examples, **r.metrics} for p, r in good.items()}
+        aggregate = summarized(metrics, self._flags, self._labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
         downs = [sum(array.size for array in self._asked[partition]) for partition in good]
         return RoundReport(
             round=round_,
             step=step,
-            metrics={
-                p: {NUM_EXAMPLES: reply.num_examples, **reply.metrics} for p, reply in good.items()
-            },
+            metrics=metrics,
             aggregate=aggregate,
             dropped=dropped,
             floats_down=float(np.mean(downs)) if downs else 0.0,
