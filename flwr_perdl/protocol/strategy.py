@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl.core.checks import Matrix, check_count, check_kind, check_real
+from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation, Plan, why_absent
@@ -561,8 +561,7 @@ def _check_start(
     for name, given in zip(("train_config", "evaluate_config"), configs, strict=True):
         check_kind(name, given, (ConfigRecord, type(None)), "a ConfigRecord or None")
     for name, function in zip(("evaluate_fn", "should_stop"), functions, strict=True):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function or None, got {function!r}.")
+        check_function(name, function)
     return check_verbose(verbose, local=_fixed(grid))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flwr_perdl.clients._clusters import CLUSTERED, for_evaluations
-from flwr_perdl.core.checks import Matrix, brief_repr, check_kind, plain
+from flwr_perdl.core.checks import Matrix, brief_repr, check_function, check_kind, plain
 from flwr_perdl.protocol.compat import older_interface
 from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
@@ -92,42 +94,31 @@ def as_legacy(
     for array in initial:
         check_kind("initial", array, np.ndarray, "a list of arrays")
     check_kind("evaluate_config", evaluate_config, (Mapping, type(None)), "a mapping or None")
-    for name, given in (
-        ("on_fit_config_fn", on_fit_config_fn),
-        ("on_evaluate_config_fn", on_evaluate_config_fn),
-    ):
-        if given is not None and not callable(given):
-            raise TypeError(f"{name} must be a function or None, got {given!r}.")
     return LegacyStrategy(
         strategy,
         list(initial),
-        evaluate_fn,
+        _of_three(check_function("evaluate_fn", evaluate_fn)),
         dict(evaluate_config or {}),
-        on_fit_config_fn,
-        on_evaluate_config_fn,
+        check_function("on_fit_config_fn", on_fit_config_fn),
+        check_function("on_evaluate_config_fn", on_evaluate_config_fn),
     )
 
 
+@dataclass(eq=False, repr=False)
 class LegacyStrategy:
     """See `as_legacy`, which makes a Flower ``Strategy`` of it."""
 
-    def __init__(
-        self,
-        strategy: ProtocolStrategy,
-        initial: list[Matrix],
-        evaluate_fn: EvaluateFn | None,
-        evaluate_config: dict[str, Scalar],
-        on_fit_config_fn: ConfigFn | None,
-        on_evaluate_config_fn: ConfigFn | None,
-    ) -> None:
+    strategy: ProtocolStrategy
+    initial: list[Matrix]
+    evaluate_fn: EvaluateFn | None
+    evaluate_config: dict[str, Scalar]
+    on_fit_config_fn: ConfigFn | None
+    on_evaluate_config_fn: ConfigFn | None
+
+    def __post_init__(self) -> None:
+        """Become one of Flower's strategies."""
         self._flower, kind = older_interface()
         kind.register(type(self))
-        self.strategy = strategy
-        self._initial = initial
-        self._evaluate_fn = None if evaluate_fn is None else _of_three(evaluate_fn)
-        self._evaluate_config = evaluate_config
-        self._on_fit_config_fn = on_fit_config_fn
-        self._on_evaluate_config_fn = on_evaluate_config_fn
         self._roster = self._new_roster()
         self._asked: dict[str, int] = {}
 
@@ -135,13 +126,14 @@ class LegacyStrategy:
     def conversation(self) -> Conversation:
         """The run that is on."""
         conversation = self.strategy._conversation
-        return self.strategy.open(self._initial) if conversation is None else conversation
+        return self.strategy.open(self.initial) if conversation is None else conversation
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Begin the run (or take it up from its checkpoint) and return its model."""
         self._roster = self._new_roster()
-        conversation = self.strategy.open(self._initial)
+        conversation = self.strategy.open(self.initial)
         conversation.begin(None)
+        atexit.register(conversation.end)  # nothing here says which round is the last
         return self._flower.ndarrays_to_parameters(conversation.run.model)
 
     def configure_fit(
@@ -154,7 +146,7 @@ class LegacyStrategy:
                 raise ValueError(_SECURE)
             proxies = self._present(client_manager)
             plan = self.conversation.plan(server_round, list(proxies), self._roster)
-            own = _config("on_fit_config_fn", self._on_fit_config_fn, server_round)
+            own = _config("on_fit_config_fn", self.on_fit_config_fn, server_round)
             if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
                 own |= for_evaluations(self._evaluation(server_round))
             return [
@@ -211,14 +203,14 @@ class LegacyStrategy:
         self, server_round: int, parameters: Parameters
     ) -> tuple[float, dict[str, Scalar]] | None:
         """Evaluate the model at the server."""
-        if self._evaluate_fn is None or not parameters.tensors:
+        if self.evaluate_fn is None or not parameters.tensors:
             return None
         known = self.conversation.run.server_metrics.get(server_round)
         if known is not None and _LOSS in known:
             return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
         if server_round < self.conversation.run.done:  # the model at hand is a later one
             return None
-        found = self._evaluate_fn(server_round, self._flower.parameters_to_ndarrays(parameters), {})
+        found = self.evaluate_fn(server_round, self._flower.parameters_to_ndarrays(parameters), {})
         if found is not None:
             numbers = {k: plain(v) for k, v in found[1].items()}
             numeric = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
@@ -227,8 +219,8 @@ class LegacyStrategy:
 
     def _evaluation(self, round_: int) -> dict[str, Scalar]:
         """Return the config of a round's evaluations."""
-        own = _config("on_evaluate_config_fn", self._on_evaluate_config_fn, round_)
-        return {**self._evaluate_config, **own}
+        own = _config("on_evaluate_config_fn", self.on_evaluate_config_fn, round_)
+        return {**self.evaluate_config, **own}
 
     def _new_roster(self) -> Roster[str]:
         allowed = self.strategy.options.clients_by_node
@@ -311,10 +303,10 @@ def _config(name: str, function: ConfigFn | None, round_: int) -> dict[str, Scal
     return {key: plain(value) for key, value in given.items()}
 
 
-def _of_three(evaluate_fn: EvaluateFn) -> EvaluateFn:
+def _of_three(evaluate_fn: EvaluateFn | None) -> EvaluateFn | None:
     """Return a function of Flower's three arguments: round, arrays and config."""
-    if not callable(evaluate_fn):
-        raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
+    if evaluate_fn is None:
+        return None
     for count in (3, 2):
         try:
             signature(evaluate_fn).bind(*range(count))
@@ -323,13 +315,5 @@ def _of_three(evaluate_fn: EvaluateFn) -> EvaluateFn:
         return evaluate_fn if count == 3 else lambda *three: evaluate_fn(*three[:2])
     raise TypeError(
         "evaluate_fn must take (server_round, parameters, config), got a function of other "
-        f"arguments: {_arguments(evaluate_fn)}."
+        f"arguments: {brief_repr(evaluate_fn)}."
     )
-
-
-def _arguments(function: EvaluateFn) -> str:
-    """Return what a function takes, or what it is where Python cannot say."""
-    try:
-        return str(signature(function))
-    except ValueError:
-        return brief_repr(function)

@@ -87,19 +87,15 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
 from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._dictionaries import (
+    DictionaryStrategy,
     alike,
     are_orthonormal,
     atoms_kind,
     atoms_of,
-    check_dictionary,
-    check_max_atoms,
     check_shape,
     given_atoms,
     is_orthogonal,
-    with_enough,
-    within_bounds,
 )
 
 AGGREGATIONS = ("statistics", *METHODS)
@@ -118,7 +114,7 @@ ROUNDING, FADES = 1e-12, 0.5
 ROBUST = "geometric-median"
 
 
-class PerMA(ProtocolStrategy):
+class PerMA(DictionaryStrategy):
     """Learn a global dictionary that all clients share, and each client's own local atoms.
 
     Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
@@ -225,7 +221,7 @@ class PerMA(ProtocolStrategy):
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(max_atoms, **options)
         named = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
         self.n_global = n_global if named else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
@@ -240,7 +236,6 @@ class PerMA(ProtocolStrategy):
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
-        self.max_atoms = check_max_atoms(max_atoms)
         self.privacy, self.secure = privacy, check_privacy(privacy, secure)
         if self._only_sums:
             name = "secure" if privacy is None else "privacy"
@@ -273,11 +268,12 @@ class PerMA(ProtocolStrategy):
                 "earlier one's."
             )
         if state is None:
-            check = partial(check_dictionary, max_atoms=self.max_atoms)
             config: dict[str, Scalar] = {SENDS: self._sends}
             if self.n_global == AUTO:
                 config[HOLD_OUT] = True
-            replies = yield Request(START, (), config, None, check, max_weight=None)
+            replies = yield Request(
+                START, config=config, check=self.check_dictionary, max_weight=None
+            )
             state = self._match(replies)
         if "rounds_left" in state:
             state = yield from self._choose(state)
@@ -438,10 +434,10 @@ class PerMA(ProtocolStrategy):
         """Find the global atoms in the clients' dictionaries (line 6)."""
         replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
         replies = alike(replies, is_orthogonal, atoms_kind)
-        replies = within_bounds(replies, self.max_atoms)
+        replies = self.within_bounds(replies)
         orthogonal = is_orthogonal(next(iter(replies.values())))
         numbers = [] if self.n_global == AGREE else self._numbers(replies)
-        replies = with_enough(replies, max(numbers, default=0), self.client_names)
+        replies = self.with_enough(replies, max(numbers, default=0))
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
