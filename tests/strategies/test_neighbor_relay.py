@@ -542,18 +542,3 @@ def test_the_older_interface_gives_the_same_bits(sealed: bool) -> None:
 
 
 # Arguments -------------------------------------------------------------------------------------
-
-
-def test_bad_arguments_are_refused() -> None:
-    topology = Topology.ring(3)
-    with pytest.raises(ValueError, match="weights must"):
-        FlowerNetwork(grid(values(3)), topology, metropolis_weights(Topology.ring(4)))
-    with pytest.raises(ValueError, match="n_rounds must"):
-        NeighborRelay(topology, -1)
-    with pytest.raises(ValueError, match="fraction_evaluate must"):
-        FlowerNetwork(grid(values(3)), topology, fraction_evaluate=0.5)
-    network = FlowerNetwork(grid(values(3)), topology)
-    with pytest.raises(ValueError, match="stop must"):
-        network.run(None, 1, stop=lambda state: True)
-    with pytest.raises(ValueError, match="state must"):
-        network.run(None, 1, state=Drift(values(3)).start(np.arange(3)))
