@@ -6,7 +6,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from logging import INFO, WARNING
 from typing import Any, ClassVar, TypeVar, Unpack
@@ -131,7 +130,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
-        #: Communication rounds of the run; None: not known.
         self._num_rounds: int | None = None
         self._evaluate_config: ConfigRecord | None = None
         self._show = Show()
@@ -165,6 +163,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         return self._options
 
     @property
+    def num_rounds(self) -> int | None:
+        """Communication rounds of the run; None: not known."""
+        return self._num_rounds
+
+    @property
     def history(self) -> list[RoundReport]:
         """What happened so far: one report per training round and per evaluation."""
         return History() if self._conversation is None else self._conversation.run.history
@@ -186,26 +189,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run (or take it up from its checkpoint) and return its conversation."""
-        identity = {
-            "protocol": type(self).__name__,
-            "settings": self.settings(),
-            "seed": self._options.seed,
-            "fraction_train": self._options.fraction_train,
-        }
         self._roster, self._returned = Roster(self._options.clients_by_node), None
-        self._conversation = Conversation(
-            self.protocol,
-            self._options,
-            identity,
-            initial,
-            names,
-            flags=self.flags,
-            labels=self.labels,
-            evaluation_config=self.evaluation_config,
-            check_evaluation=self.check_evaluation,
-            privacy=self.privacy,
-            rounds=self._num_rounds,
-        )
+        self._conversation = Conversation(self, initial, names)
         return self._conversation
 
     # Flower's interface --------------------------------------------------------------------
@@ -286,7 +271,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 f"resume has done, got {rounds}."
             )
         # From here on whatever ends the run is written to its events, also an interrupt.
-        conversation.begin(rounds)
+        conversation.begin()
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
             with poll_faster(grid), shown(mode, type(self).__name__, rounds) as self._show:
@@ -393,9 +378,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            names = conversation.run.array_names
-            read = partial(read_reply, limits=conversation.limits, names=names)
-            good, lost = self._gathered or read_replies(self._sent, replies, read)
+            limits, names = conversation.limits, conversation.run.array_names
+            good, lost = self._gathered or read_replies(
+                self._sent, replies, lambda reply: read_reply(reply.content, limits, names=names)
+            )
             _log_received("aggregate_train", good, lost)
             report: RoundReport | None = conversation.conclude(
                 server_round, good, lost, self._roster
@@ -428,8 +414,12 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Return the means (of flags and labels, the counts) of the clients' evaluation metrics."""
         conversation = self._running()
         if self._sent is not None:
-            read = partial(read_reply, with_arrays=False, limits=conversation.limits)
-            good, lost = read_replies(self._sent, replies, read)
+            limits = conversation.limits
+            good, lost = read_replies(
+                self._sent,
+                replies,
+                lambda reply: read_reply(reply.content, limits, with_arrays=False),
+            )
             _log_received("aggregate_evaluate", good, lost)
             report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
         else:
@@ -610,7 +600,7 @@ def _within(seconds: float | None) -> str:
 
 
 def read_replies(
-    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[RecordDict], T]
+    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[Message], T]
 ) -> tuple[dict[int, T], dict[int, Lost]]:
     """Read the replies: return them by who was asked, and why others have no good reply.
 
@@ -638,7 +628,7 @@ def read_replies(
             lost[who] = Lost(FAILED, why, answers[who].error.code)
             continue
         try:
-            good[who] = read(answers[who].content)
+            good[who] = read(answers[who])
         except Exception as error:
             lost[who] = Lost(REFUSED, brief(str(error)))
     return good, lost
@@ -649,9 +639,9 @@ def _log_received(phase: str, good: Sized, lost: Sized) -> None:
     log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
 
 
-def _properties(answer: RecordDict) -> Mapping[str, Any]:
+def _properties(answer: Message) -> Mapping[str, Any]:
     """Return the properties that a node reports."""
-    record = answer.get(CONFIG)
+    record = answer.content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise ValueError(f"no ConfigRecord {CONFIG!r}")
     return record

@@ -209,7 +209,7 @@ class DiffusionAveraging(NeighborRelay):
         configs = (train_config, evaluate_config, None, stops)
         rounds = self.exchanges
         super().start(grid, initial_arrays, rounds, timeout, *configs, verbose=verbose)
-        if self._running().finished:
+        if self._running().run.finished:
             self._learned = self._learner.fit(None, _Network(self, self.outcome), self.n_rounds)
         return self._reported(self.n_rounds)
 

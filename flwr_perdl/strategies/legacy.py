@@ -132,7 +132,7 @@ class LegacyStrategy:
         """Begin the run (or take it up from its checkpoint) and return its model."""
         self._roster = self._new_roster()
         conversation = self.strategy.open(self.initial)
-        conversation.begin(None)
+        conversation.begin()
         atexit.register(conversation.end)  # nothing here says which round is the last
         return self._flower.ndarrays_to_parameters(conversation.run.model)
 

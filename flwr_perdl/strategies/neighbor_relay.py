@@ -189,7 +189,7 @@ class NeighborRelay(ProtocolStrategy):
         RuntimeError
             If the run is not over.
         """
-        if self._conversation is None or not self._conversation.finished:
+        if self._conversation is None or not self._conversation.run.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
         end, n = _End.from_arrays(self._conversation.run.model), self.topology.n_nodes
         state = {name: rows for name, rows in end.shown.items() if name.startswith(STATE)}
@@ -528,23 +528,15 @@ class _Held:
                 here = self.took_part[receiver] or self.plan.staleness
                 if arrays is not None and here and not served:
                     messages[receiver].append(Message(sender, late, weight, arrays))
-        new = [*self.start.values()]
-        starts: list[list[Matrix]] = [[] if node in self.known else new for node in range(n)]
-        if not self.sealed:
-            return {
-                node: Delivery(messages[node], None, starts[node], totals[node])
-                for node in range(n)
-            }
-        hearers = sparse.csr_array(self.plan.hearing(round_).T)
-        return {
-            node: Delivery(
-                messages[node],
-                {to: self.cards[to] for to in _row(hearers, node) if to in self.cards},
-                starts[node],
-                totals[node],
-            )
-            for node in range(n)
-        }
+        hearers = sparse.csr_array(self.plan.hearing(round_).T) if self.sealed else None
+        new, deliveries = [*self.start.values()], {}
+        for node in range(n):
+            cards = None
+            if self.sealed:
+                cards = {to: self.cards[to] for to in _row(hearers, node) if to in self.cards}
+            start = [] if node in self.known else new
+            deliveries[node] = Delivery(messages[node], cards, start, totals[node])
+        return deliveries
 
     def count(self, replies: Replies, deliveries: Mapping[int, Delivery]) -> None:
         """Count what was heard: who answers has heard all messages that it has not left out."""
