@@ -68,7 +68,13 @@ from flwr_perdl.clients.diffusion import (
     STATE,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
-from flwr_perdl.core.packing import text_array, texts_of, unpack, unpack_arrays
+from flwr_perdl.core.packing import (
+    pack_arrays,
+    text_array,
+    texts_of,
+    unpack,
+    unpack_arrays,
+)
 from flwr_perdl.diffusion.combine import Run, curves
 from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
@@ -85,6 +91,9 @@ from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 
+#: In the final model beside what nodes show, whose names are none of these: all traffic; and per
+#: node how many messages were not heard, whether it took part in the last round, and showed all.
+_TRAFFIC, _NODES = "/traffic", "/nodes"
 #: The "receiver" of a message that is the same for all neighbors.
 EVERYBODY = -1
 
@@ -191,17 +200,19 @@ class NeighborRelay(ProtocolStrategy):
         """
         if self._conversation is None or not self._conversation.run.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        end, n = _End.from_arrays(self._conversation.run.model), self.topology.n_nodes
-        state = {name: rows for name, rows in end.shown.items() if name.startswith(STATE)}
+        ended, n = unpack_arrays(self._conversation.run.model[0]), self.topology.n_nodes
+        unheard, alive, whole = ended.pop(_NODES)
+        traffic = ended.pop(_TRAFFIC)
+        state = {name: rows for name, rows in ended.items() if name.startswith(STATE)}
         reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(
-            state=_state(state, np.flatnonzero(end.whole)) if end.whole.any() else None,
-            observed={name: rows for name, rows in end.shown.items() if name not in state},
+            state=_state(state, np.flatnonzero(whole)) if whole.any() else None,
+            observed={name: rows for name, rows in ended.items() if name not in state},
             rounds=self.n_rounds,
-            floats_sent=float(end.traffic[2].sum()),
-            traffic=_matrix(end.traffic, n),
-            unheard={int(k): int(end.unheard[k]) for k in np.flatnonzero(end.unheard)},
-            alive=end.alive.astype(bool),
+            floats_sent=float(traffic[2].sum()),
+            traffic=_matrix(traffic, n),
+            unheard={int(k): int(unheard[k]) for k in np.flatnonzero(unheard)},
+            alive=alive.astype(bool),
             curves=curves([reported.get(i + 1, {}) for i in range(self.n_rounds)], n),
         )
 
@@ -295,13 +306,10 @@ class NeighborRelay(ProtocolStrategy):
         fields = [name for name in rows if name.startswith(STATE)]
         whole = np.all([np.full(n, bool(fields)), *(rows[name][1] for name in fields)], axis=0)
         states = {name: rows[name][0][whole[rows[name][1]]] for name in fields}
-        return _End(
-            traffic=_entries(held.traffic),
-            unheard=held.unheard,
-            alive=held.took_part if self.n_rounds else there & self.plan.awake(1),
-            whole=whole,
-            shown={name: spread(*row) for name, row in rows.items()} | states,
-        ).to_arrays()
+        alive = held.took_part if self.n_rounds else there & self.plan.awake(1)
+        ended = {name: spread(*row) for name, row in rows.items()} | states
+        ended |= {_TRAFFIC: _entries(held.traffic), _NODES: np.stack([held.unheard, alive, whole])}
+        return [pack_arrays(ended)]
 
 
 class FlowerNetwork:
@@ -436,40 +444,6 @@ class FlowerNetwork:
         if failed:
             raise failed[0]
         return relay.outcome
-
-
-class _End(NamedTuple):
-    """What a relay knows when the run is over: its final model.
-
-    Attributes
-    ----------
-    traffic : ndarray of shape (3, n_links)
-        Receiver, sender, and floats that were heard.
-    unheard, alive : ndarray of shape (n_nodes,)
-        As in `Run`.
-    whole : ndarray of shape (n_nodes,)
-        Which nodes have shown their state.
-    shown : dict of str to ndarray of shape (n_nodes, ...)
-        What the nodes have shown; of the state's fields the rows of these nodes only.
-    """
-
-    traffic: Matrix
-    unheard: Matrix
-    alive: NDArray[Any]
-    whole: NDArray[Any]
-    shown: dict[str, Matrix]
-
-    def to_arrays(self) -> list[Matrix]:
-        """Return what is shown, and then all else, as a model's arrays."""
-        nodes = np.stack([self.unheard, self.alive, self.whole])
-        return [*self.shown.values(), self.traffic, nodes, text_array(list(self.shown))]
-
-    @classmethod
-    def from_arrays(cls, arrays: Sequence[Matrix]) -> _End:
-        """Return what `to_arrays` was called on."""
-        *shown, traffic, (unheard, alive, whole), names = arrays
-        named = dict(zip(texts_of(names), shown, strict=True))
-        return cls(traffic, unheard, alive, whole.astype(bool), named)
 
 
 class _HeldMessage(NamedTuple):
