@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from hashlib import sha256
 
 import numpy as np
@@ -122,25 +121,7 @@ def admit(
         See the module's docstring.
     """
     record = context.state.get(ANSWERED)
-    known = str(record[ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
-    noted = _admitted(known, kind, asked, run, round_, first, max_runs, max_requests)
-    if noted is not known:
-        context.state[ANSWERED] = _record(noted)
-
-
-@lru_cache(maxsize=64)  # a round's request is the same for most clients, and so is their past
-def _admitted(
-    known: str,
-    kind: str,
-    asked: str,
-    run: str,
-    round_: int,
-    first: bool,
-    max_runs: int,
-    max_requests: int,
-) -> str:
-    """Return the note of what was answered, with this request."""
-    noted = json.loads(known)
+    noted = json.loads(str(record[ANSWERED])) if isinstance(record, ConfigRecord) else {}
     runs, counts = noted.setdefault("runs", {}), noted.setdefault("counts", {})
     token = sha256(run.encode()).hexdigest()[:16]
     if token not in runs and len(runs) >= max_runs:
@@ -151,7 +132,7 @@ def _admitted(
     before = runs.setdefault(token, {})
     last, digest_ = before.get(kind, (-1, ""))
     if round_ == last and asked == digest_:
-        return known
+        return
     if round_ <= last:
         raise ValueError(
             f"{ROUND} must be more than the last one, {last}, or the same request again, got "
@@ -166,13 +147,7 @@ def _admitted(
             f"to {kind} within one run of Flower."
         )
     before[kind] = round_, asked
-    return json.dumps(noted)
-
-
-@lru_cache(maxsize=64)
-def _record(noted: str) -> ConfigRecord:
-    """Return the record of a note; nobody changes it, so that clients in one process share it."""
-    return ConfigRecord({ANSWERED: noted})
+    context.state[ANSWERED] = ConfigRecord({ANSWERED: json.dumps(noted)})
 
 
 def rounded(value: float) -> float:

@@ -159,7 +159,9 @@ class NoisedSum:
         if self._distributed:  # more shares than are needed
             sigma *= sqrt(len(there) / self.n_required)
         arrays = self._finished(total, sigma, len(there))
-        metrics = {"clip": self.noise.clip, "sigma": sigma, "epsilon": self._epsilon()}
+        noise, (rounds, done) = self.noise, (int(self.kept[name]) for name in (_ROUNDS, _SPENT))
+        epsilon = spent(noise_multiplier(noise.epsilon, noise.delta, rounds), noise.delta, done)
+        metrics = {"clip": noise.clip, "sigma": sigma, "epsilon": epsilon}
         return {p: Reply(arrays, 1, {**metrics, **self.metrics}) for p in there}, lost
 
     def _spend(self, n_sums: int) -> None:
@@ -225,12 +227,6 @@ class NoisedSum:
     def _release(self, n_clients: int) -> Release:
         """Return how the sum of a round is noised in which so many clients are asked."""
         return self._promise(n_clients).release
-
-    def _epsilon(self) -> float:
-        """Return the share of epsilon that is spent."""
-        noise, rounds = self.noise, int(self.kept[_ROUNDS])
-        multiplier = noise_multiplier(noise.epsilon, noise.delta, rounds)
-        return spent(multiplier, noise.delta, int(self.kept[_SPENT]))
 
 
 def check_privacy(

@@ -30,6 +30,7 @@ from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.dictionary import aggregate_atoms, average_dictionaries, common_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
+from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
@@ -188,7 +189,7 @@ class DictionaryAveraging(DictionaryStrategy):
     def _weights(self, replies: Replies) -> Matrix | None:
         if not self.weighted:
             return None
-        return np.array([float(reply.num_examples) for reply in replies.values()])
+        return sizes_of(replies)
 
 
 def _all_orthogonal(replies: Replies, atoms: Matrix | None = None) -> bool:

@@ -24,7 +24,6 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -51,6 +50,7 @@ from flwr_perdl.regression import MomentDescent, OneShot, Refinement, TwoPhase, 
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.regression.phases import DESCENT, EXACT, REFINEMENT, reject_idle
+from flwr_perdl.strategies._dictionaries import alike
 from flwr_perdl.strategies._models import check_robust
 from flwr_perdl.strategies.clustered import check_cluster
 
@@ -403,11 +403,6 @@ def _check(ask: Ask, reply: Reply) -> None:
 
 def _collect(replies: Replies) -> Answers:
     """Return the answers of the width that most have: in round one no other is known."""
-    widths = {who: reply.arrays[0].shape[-1] for who, reply in replies.items()}
-    most = Counter(widths.values()).most_common(1)[0][0]
-    reason = "it has {} features, and most have {}"
-    same = replies.leave_out(
-        {who: reason.format(n - 1, most - 1) for who, n in widths.items() if n != most}
-    )
+    same = alike(replies, lambda reply: reply.arrays[0].shape[-1] - 1, "{} features".format)
     stack = np.stack([reply.arrays[0] for reply in same.values()])
     return Answers(np.array(list(same), dtype=np.intp), sizes_of(same), stack)

@@ -672,7 +672,7 @@ def _opened(node: int, reply: Reply) -> dict[str, Matrix]:
         return {}
     try:
         shown = unpack_arrays(reply.arrays[0])
-        check_names("arrays", shown)
+        check_names("arrays", tuple(shown))
     except ValueError as error:
         log(WARNING, "What node %d shows is left out: %s", node, brief(str(error)))
         return {}

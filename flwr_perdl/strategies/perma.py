@@ -83,6 +83,7 @@ from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
+from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
@@ -504,9 +505,9 @@ class PerMA(DictionaryStrategy):
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
-        weights = np.array([float(reply.num_examples) for reply in replies.values()])
+        weights, method = sizes_of(replies), self.aggregation
         found = aggregate_atoms(
-            stack, current, method=self.aggregation, weights=weights, orthogonal=orthogonal
+            stack, current, method=method, weights=weights, orthogonal=orthogonal
         )
         return _noted(replies, found)
 
@@ -534,4 +535,4 @@ def named_candidates(candidates: Sequence[Matrix]) -> dict[str, Matrix]:
 
 def median_samples(replies: Replies) -> Matrix:
     """Return the median over clients of their numbers of samples."""
-    return np.array(np.median([reply.num_examples for reply in replies.values()]))
+    return np.array(np.median(sizes_of(replies)))

@@ -29,6 +29,7 @@ from flwr_perdl.clients.perpca import COMPONENTS, STEP_LENGTH
 from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
+from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
@@ -129,7 +130,8 @@ class PerPCA(DictionaryStrategy):
                 max_weight=None,
             )
             stack = np.stack([reply.arrays[0] for reply in replies.values()])
-            errors = np.append(errors, _mean_error(replies))[-2:]
+            before = [reply.metrics["mse"] for reply in replies.values()]
+            errors = np.append(errors, np.average(before, weights=sizes_of(replies)))[-2:]
             state = {
                 "global_components": aggregate_atoms(stack, U, orthogonal=True).global_atoms,
                 "step": np.array(next_step(step, errors.tolist())),
@@ -167,12 +169,12 @@ def orthonormal(replies: Replies) -> Replies:
 
     A client that sent one direction many times would decide the start alone.
     """
-    odd = [who for who, reply in replies.items() if not _are_components(reply.arrays[0])]
+    odd = []
+    for who, reply in replies.items():
+        rows = reply.arrays[0]
+        if len(rows) > rows.shape[1] or not are_orthonormal(rows, tol=1e-3):
+            odd.append(who)
     return replies.leave_out(dict.fromkeys(odd, "its components are not orthonormal"))
-
-
-def _are_components(rows: Matrix) -> bool:
-    return len(rows) <= rows.shape[1] and are_orthonormal(rows, tol=1e-3)
 
 
 def _check_step(shape: tuple[int, int], reply: Reply) -> None:
@@ -180,9 +182,3 @@ def _check_step(shape: tuple[int, int], reply: Reply) -> None:
     check_shape(shape, reply)
     if not np.isfinite(reply.metrics.get("mse", np.nan)):
         raise ValueError("metrics must have a finite mse")
-
-
-def _mean_error(replies: Replies) -> float:
-    """Return the clients' mean squared error before their steps."""
-    sizes = [reply.num_examples for reply in replies.values()]
-    return float(np.average([reply.metrics["mse"] for reply in replies.values()], weights=sizes))
