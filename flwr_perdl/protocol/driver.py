@@ -56,11 +56,6 @@ if TYPE_CHECKING:
 
 #: Largest size of a number in replies where the model is in single precision.
 _SINGLE = 1e30
-#: What a project can do whose nodes do not say who they are.
-_REMEDY = (
-    "; an app of flwr_perdl.clients.client_app says who a client is, as does one that answers in "
-    'its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
-)
 
 
 class Plan(NamedTuple):
@@ -106,6 +101,8 @@ class Conversation:
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
         self._clients_evaluate = self._privacy is None
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
+        #: Which node is which client.
+        self.roster: Roster[Any] = Roster(options.clients_by_node)
         #: What the protocol asks next; None if it is over.
         self.request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
@@ -195,9 +192,7 @@ class Conversation:
             largest = min(largest, _SINGLE)
         return Limits(self.options.max_reply_bytes, most, largest)
 
-    def plan(
-        self, round_: int, partitions: Collection[int], roster: Roster[Any] | None = None
-    ) -> Plan | None:
+    def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
         if self.request is None or round_ <= self.run.done:
             return None
@@ -210,8 +205,7 @@ class Conversation:
             raise TooFewReplies(
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}"
-                + ("" if roster is None else why_absent(roster))
-                + "."
+                f"{self.roster.absence()}."
             )
         # Drawn by the round, not by a generator that lives on: a resumed run asks the same clients.
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
@@ -225,11 +219,7 @@ class Conversation:
         return self._plan(round_, arrays, request.step, {**request.config, **secure})
 
     def conclude(
-        self,
-        round_: int,
-        replies: Mapping[int, Reply],
-        lost: Mapping[int, Lost],
-        roster: Roster[Any],
+        self, round_: int, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport:
         """Check the replies to the last plan, move the protocol on, and save the new state.
 
@@ -241,8 +231,6 @@ class Conversation:
             Readable replies by partition.
         lost : mapping of int to Lost
             Who has no readable reply, and why, by partition.
-        roster : Roster
-            For the clients' names.
 
         Raises
         ------
@@ -255,10 +243,10 @@ class Conversation:
         good, bad = _checked(request, replies)
         bad = {**lost, **bad}
         if request.max_weight is not None:
-            self._cap(good, request.max_weight, round_, request.step, roster)
-        self._log_lost(round_, request.step, bad, roster)
+            self._cap(good, request.max_weight, round_, request.step)
+        self._log_lost(round_, request.step, bad)
         if len(good) < self.options.min_clients:
-            report = self._report(round_, request.step, good, bad, roster)
+            report = self._report(round_, request.step, good, bad)
             self._tell(report)
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
@@ -267,7 +255,7 @@ class Conversation:
                 + "."
             )
         # One thread: sums in another order would give other bits on a machine with more cores.
-        self._warn_of_lost_state(good, roster)
+        self._warn_of_lost_state(good)
         with one_blas_thread(), self._going_on():
             try:
                 replies = self._with_absent(request, round_, good)
@@ -278,14 +266,14 @@ class Conversation:
                 self._finish(end.value)
         self._resumed = None
         unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
-        self._log_lost(round_, request.step, unlike, roster)
+        self._log_lost(round_, request.step, unlike)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
         for partition in unlike:
             self.run.last.pop(partition, None)
         # A client that is back is named again when it is lost the next time.
         for partition in kept:
-            self._logged.discard((roster.label(partition), False))
-        report = self._report(round_, request.step, kept, bad | unlike, roster)
+            self._logged.discard((self.roster.label(partition), False))
+        report = self._report(round_, request.step, kept, bad | unlike)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
         self.run.done = round_
@@ -309,7 +297,7 @@ class Conversation:
         replies.note(REMEMBERED, dict.fromkeys(recalled, 1.0))
         return replies
 
-    def _cap(self, good: Replies, most: float, round_: int, step: str, roster: Roster[Any]) -> None:
+    def _cap(self, good: Replies, most: float, round_: int, step: str) -> None:
         """Have no reply count for more than ``most`` times the median number of examples."""
         numbers = [reply.num_examples for reply in good.values()]
         bound = int(min(most * np.median(numbers), 2**53)) if numbers else 0
@@ -320,11 +308,11 @@ class Conversation:
                 WARNING,
                 "Round %d (%s): %s counts for %d examples, as more than %g times the median is not "
                 "believed (Request.max_weight).",
-                *(round_, step, roster.label(partition), bound, most),
+                *(round_, step, self.roster.label(partition), bound, most),
             )
         good.note(CAPPED, {p: 1 - bound / reply.num_examples for p, reply in above.items()})
 
-    def _warn_of_lost_state(self, good: Mapping[int, Reply], roster: Roster[Any]) -> None:
+    def _warn_of_lost_state(self, good: Mapping[int, Reply]) -> None:
         """Warn of clients that took part before and have lost their private state since."""
         if ANEW not in self._strategy.flags:  # of anybody's clients it is a metric of their own
             return
@@ -341,7 +329,7 @@ class Conversation:
                 "those of a run without that loss. To keep it on disk, give every client a "
                 '"state-dir" in its node config or in the run config, or make the grid '
                 "InProcessGrid(..., state_dir=FOLDER).",
-                ", ".join(map(roster.label, sorted(anew & before))),
+                ", ".join(map(self.roster.label, sorted(anew & before))),
             )
 
     # Evaluation ----------------------------------------------------------------------------
@@ -366,11 +354,7 @@ class Conversation:
         return self._plan(round_, dict.fromkeys(chosen, self.run.model), EVALUATE, config)
 
     def conclude_evaluation(
-        self,
-        round_: int,
-        replies: Mapping[int, Reply],
-        lost: Mapping[int, Lost],
-        roster: Roster[Any],
+        self, round_: int, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport | None:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
         if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
@@ -389,10 +373,10 @@ class Conversation:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
                 del good[partition]
         replies = good
-        self._warn_of_lost_state(replies, roster)
-        self._log_lost(round_, EVALUATE, lost, roster)
-        self._logged -= {(roster.label(partition), True) for partition in replies}
-        report = self._report(round_, EVALUATE, replies, lost, roster)
+        self._warn_of_lost_state(replies)
+        self._log_lost(round_, EVALUATE, lost)
+        self._logged -= {(self.roster.label(partition), True) for partition in replies}
+        report = self._report(round_, EVALUATE, replies, lost)
         self.run.evaluated = round_
         self._remember(report)
         return report
@@ -476,17 +460,12 @@ class Conversation:
         self.run.state, self.run.finished = {}, True
 
     def _report(
-        self,
-        round_: int,
-        step: str,
-        good: Mapping[int, Reply],
-        lost: Mapping[int, Lost],
-        roster: Roster[Any],
+        self, round_: int, step: str, good: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport:
         """Return the report of an exchange."""
-        self.run.names |= {partition: roster.called(partition) for partition in roster.names}
-        dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
-        dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}
+        self.run.names |= {p: self.roster.called(p) for p in self.roster.names}
+        dropped = {self.roster.label(p): why.reason for p, why in sorted(lost.items())}
+        dropped |= {f"node {node}": why for node, why in self.roster.unanswered.items()}
         metrics = {p: {NUM_EXAMPLES: r.num_examples, **r.metrics} for p, r in good.items()}
         aggregate = summarized(metrics, self._strategy.flags, self._strategy.labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
@@ -503,13 +482,11 @@ class Conversation:
             anomalies={partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
         )
 
-    def _log_lost(
-        self, round_: int, step: str, lost: Mapping[int, Lost], roster: Roster[Any]
-    ) -> None:
+    def _log_lost(self, round_: int, step: str, lost: Mapping[int, Lost]) -> None:
         """Log who was left out, once until it is back; those with one reason in one line."""
         new: dict[str, list[str]] = {}
         for partition, (_, reason, _) in sorted(lost.items()):
-            label = roster.label(partition)
+            label = self.roster.label(partition)
             if (label, step == EVALUATE) not in self._logged:
                 self._logged.add((label, step == EVALUATE))
                 new.setdefault(reason, []).append(label)
@@ -580,10 +557,3 @@ def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, d
             )
         good[partition] = reply
     return good, bad
-
-
-def why_absent(roster: Roster[Any]) -> str:
-    """Return the clause that says why nodes take no part, and what to do; empty if all do."""
-    strangers = roster.strangers
-    reasons = {f"node {node}": why for node, why in strangers.items()}
-    return first_reason(reasons) + (_REMEDY if strangers else "")

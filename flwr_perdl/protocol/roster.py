@@ -19,10 +19,16 @@ from flwr_perdl.protocol.records import (
     printable,
     read_partition,
 )
+from flwr_perdl.protocol.report import first_reason
 from flwr_perdl.protocol.request import TooFewReplies
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
+#: What a project can do whose nodes do not say who they are.
+_REMEDY = (
+    "; an app of flwr_perdl.clients.client_app says who a client is, as does one that answers in "
+    'its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
+)
 #: A name that could be taken for the number of another client.
 _NUMBERED = re.compile(r"\d+( \(.*\))?")
 
@@ -140,6 +146,11 @@ class Roster(Generic[Node]):
                     *(holder, node, self.label(self._partitions[node]), holder),
                 )
         return dict(sorted(holders.items()))
+
+    def absence(self) -> str:
+        """Return the clause that says why nodes take no part, and what to do; empty if all do."""
+        reasons = {f"node {node}": why for node, why in self.strangers.items()}
+        return first_reason(reasons) + (_REMEDY if reasons else "")
 
     def _admits(self, node: Node) -> bool:
         """Whether a node may take part; why not is logged once."""

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation, Plan, why_absent
+from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.options import (
     Options,
     ServerOptions,
@@ -124,7 +124,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         refuse_unknown(type(self).__name__, options, known, inside)
         self._options = Options.of(options)
         self._conversation: Conversation | None = None
-        self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
         #: A secure round's replies, as `read_replies` returns those of other rounds.
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
@@ -178,10 +177,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
         Where several have one name, the number is before it.
         """
-        before = {} if self._conversation is None else self._conversation.run.names
-        return dict(
-            sorted({**before, **{p: self._roster.called(p) for p in self._roster.names}}.items())
-        )
+        if self._conversation is None:
+            return {}
+        run, roster = self._conversation.run, self._conversation.roster
+        return dict(sorted({**run.names, **{p: roster.called(p) for p in roster.names}}.items()))
 
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options by name."""
@@ -189,7 +188,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run (or take it up from its checkpoint) and return its conversation."""
-        self._roster, self._returned = Roster(self._options.clients_by_node), None
+        self._returned = None
         self._conversation = Conversation(self, initial, names)
         return self._conversation
 
@@ -355,7 +354,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             log(INFO, "configure_train: this round was finished before; nobody is asked again")
             return []
         nodes = self._present(grid)
-        plan = conversation.plan(server_round, list(nodes), self._roster)
+        plan = conversation.plan(server_round, list(nodes))
         if plan is None:
             return []
         self._log_asked("configure_train", plan, nodes, grid)
@@ -383,9 +382,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 self._sent, replies, lambda reply: read_reply(reply.content, limits, names=names)
             )
             _log_received("aggregate_train", good, lost)
-            report: RoundReport | None = conversation.conclude(
-                server_round, good, lost, self._roster
-            )
+            report: RoundReport | None = conversation.conclude(server_round, good, lost)
         else:
             report = conversation.past(server_round, evaluation=False)
         if report is None:
@@ -421,7 +418,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 lambda reply: read_reply(reply.content, limits, with_arrays=False),
             )
             _log_received("aggregate_evaluate", good, lost)
-            report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
+            report = conversation.conclude_evaluation(server_round, good, lost)
         else:
             report = conversation.past(server_round, evaluation=True)
         if report is None:
@@ -455,19 +452,20 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients' node ids by partition; new nodes are asked who they are."""
-        first = not self._roster.names
+        roster: Roster[int] = self._running().roster
+        first = not roster.names
         if first:
             await_nodes(grid, self._options)
         ids = sorted(grid.get_node_ids())
-        lost = self._ask_who(grid, self._roster.unknown(ids), "new")
-        self._ask_who(grid, self._roster.contested(ids), "known")
-        present, wanted = self._roster.present(ids), self._options.num_clients or 0
+        lost = self._ask_who(grid, roster.unknown(ids), "new")
+        self._ask_who(grid, roster.contested(ids), "known")
+        present, wanted = roster.present(ids), self._options.num_clients or 0
         if first and lost and len(present) < wanted and not self._options.allow_fewer:
             begin = "; with ServerSettings(allow_fewer=True) the run begins without the others"
             raise TooFewReplies(
                 f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
                 f"{begin if len(present) >= self._options.min_clients else ''}"
-                f"{why_absent(self._roster)}."
+                f"{roster.absence()}."
             )
         if first and self._options.min_clients <= len(present) < wanted <= len(ids):
             log(  # no error: a node that claims another one's place could stop every run
@@ -482,12 +480,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Ask nodes who they are, note their answers, and return why others have none."""
         if not nodes:
             return {}
+        roster: Roster[int] = self._running().roster
         questions = [
             (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
             for node in nodes
         ]
         patience = self._timeout  # None: as long as it takes
-        if self._roster.names:  # who has not answered before is not waited for as long again
+        if roster.names:  # who has not answered before is not waited for as long again
             patience = self._options.node_timeout
         elif patience is not None:  # workers may yet be starting
             patience = max(patience, self._options.node_timeout)
@@ -499,9 +498,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             try:
                 if node in lost:
                     raise ValueError(lost[node].reason)
-                self._roster.enrol(node, answers[node])
+                roster.enrol(node, answers[node])
             except ValueError as error:
-                self._roster.refuse(node, str(error))
+                roster.refuse(node, str(error))
         return lost
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:

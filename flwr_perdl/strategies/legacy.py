@@ -119,19 +119,16 @@ class LegacyStrategy:
         """Become one of Flower's strategies."""
         self._flower, kind = older_interface()
         kind.register(type(self))
-        self._roster = self._new_roster()
         self._asked: dict[str, int] = {}
 
     @property
     def conversation(self) -> Conversation:
         """The run that is on."""
-        conversation = self.strategy._conversation
-        return self.strategy.open(self.initial) if conversation is None else conversation
+        return self.strategy._conversation or self._open()
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Begin the run (or take it up from its checkpoint) and return its model."""
-        self._roster = self._new_roster()
-        conversation = self.strategy.open(self.initial)
+        conversation = self._open()
         conversation.begin()
         atexit.register(conversation.end)  # nothing here says which round is the last
         return self._flower.ndarrays_to_parameters(conversation.run.model)
@@ -145,7 +142,7 @@ class LegacyStrategy:
             if request is not None and request.secure is not None:
                 raise ValueError(_SECURE)
             proxies = self._present(client_manager)
-            plan = self.conversation.plan(server_round, list(proxies), self._roster)
+            plan = self.conversation.plan(server_round, list(proxies))
             own = _config("on_fit_config_fn", self.on_fit_config_fn, server_round)
             if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
                 own |= for_evaluations(self._evaluation(server_round))
@@ -166,7 +163,7 @@ class LegacyStrategy:
             for proxy, result in results
         }
         good, lost = self._read(replies, failures)
-        report = self.conversation.conclude(server_round, good, lost, self._roster)
+        report = self.conversation.conclude(server_round, good, lost)
         model = self._flower.ndarrays_to_parameters(self.conversation.run.model)
         return model, dict(report.aggregate)
 
@@ -194,7 +191,7 @@ class LegacyStrategy:
             for proxy, result in results
         }
         good, lost = self._read(replies, failures)
-        report = self.conversation.conclude_evaluation(server_round, good, lost, self._roster)
+        report = self.conversation.conclude_evaluation(server_round, good, lost)
         if report is None:
             return None, {}
         return report.aggregate.get("loss"), dict(report.aggregate)
@@ -222,26 +219,30 @@ class LegacyStrategy:
         own = _config("on_evaluate_config_fn", self.on_evaluate_config_fn, round_)
         return {**self.evaluate_config, **own}
 
-    def _new_roster(self) -> Roster[str]:
-        allowed = self.strategy.options.clients_by_node
-        named = None if allowed is None else {str(node): who for node, who in allowed.items()}
-        return Roster(named)
+    def _open(self) -> Conversation:
+        """Begin a run, in which nodes are known by their texts."""
+        conversation = self.strategy.open(self.initial)
+        allowed = conversation.roster.allowed
+        if allowed is not None:
+            allowed = {str(node): partition for node, partition in allowed.items()}
+        conversation.roster = Roster(allowed)
+        return conversation
 
     def _count(self, client_manager: ClientManager) -> int:
         """Return how many clients have registered that may take part."""
-        allowed = self._roster.allowed
+        allowed = self.conversation.roster.allowed
         if allowed is None:
             return int(client_manager.num_available())
         return sum(cid in allowed for cid in client_manager.all())
 
     def _present(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
         """Return the present clients by partition; new ones are asked who they are."""
-        if not self._roster.names:
+        if not self.conversation.roster.names:
             settle(lambda: self._count(client_manager), self.strategy.options)
-        proxies = client_manager.all()
-        self._ask_who(proxies, self._roster.unknown(list(proxies)))
-        self._ask_who(proxies, self._roster.contested(list(proxies)))
-        return {part: proxies[cid] for part, cid in self._roster.present(list(proxies)).items()}
+        proxies, roster = client_manager.all(), self.conversation.roster
+        self._ask_who(proxies, roster.unknown(list(proxies)))
+        self._ask_who(proxies, roster.contested(list(proxies)))
+        return {part: proxies[cid] for part, cid in roster.present(list(proxies)).items()}
 
     def _ask_who(self, proxies: Mapping[str, ClientProxy], cids: list[str]) -> None:
         """Ask clients who they are, and note their answers."""
@@ -251,9 +252,9 @@ class LegacyStrategy:
                 answer = proxies[cid].get_properties(ask, timeout=None, group_id=None)
                 if answer.status.code != self._flower.Code.OK:
                     raise ValueError(answer.status.message)
-                self._roster.enrol(cid, answer.properties)
+                self.conversation.roster.enrol(cid, answer.properties)
             except Exception as error:
-                self._roster.refuse(cid, str(error))
+                self.conversation.roster.refuse(cid, str(error))
 
     def _ask(
         self, plan: Plan | None, proxies: Mapping[int, ClientProxy]

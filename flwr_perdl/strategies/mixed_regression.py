@@ -117,7 +117,7 @@ class _MixedRegression(ProtocolStrategy):
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
-                n_clients = len(replies) if settings.one_shot else self._n_clients()
+                n_clients = len(replies) if settings.one_shot else len(self._running().roster.names)
                 self._check_clusters(n_clients, f"{n_clients} clients")
                 if self._random:  # the same question, with models
                     d = answers.stack.shape[1] - 1
@@ -185,13 +185,6 @@ class _MixedRegression(ProtocolStrategy):
             raise ValueError(
                 f"n_clusters must be at most the number of clients, got {k} with {found}."
             )
-
-    def _n_clients(self) -> int:
-        """Return how many clients there are, those that were not drawn or did not answer too."""
-        if self._roster.names:
-            return len(self._roster.names)
-        # The older interface has a roster of its own: at most so many, by who was asked.
-        return int((len(self._running()._asked) + 0.5) / self._options.fraction_train)
 
 
 class FedMD(_MixedRegression):
