@@ -5,13 +5,12 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flwr_perdl.clients._clusters import CLUSTERED, for_evaluations
-from flwr_perdl.core.checks import Matrix, brief_repr, check_function, check_kind, plain
+from flwr_perdl.core.checks import Matrix, check_function, check_kind, plain
 from flwr_perdl.protocol.compat import older_interface
 from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
@@ -35,7 +34,7 @@ EvaluateIns: TypeAlias = Any
 EvaluateRes: TypeAlias = Any
 Parameters: TypeAlias = Any
 
-#: Flower's ``(round, model arrays, config)``; also without the config.
+#: Flower's ``(round, model arrays, config)``.
 EvaluateFn = Callable[..., tuple[float, dict[str, Scalar]] | None]
 #: Flower's ``round -> config``.
 ConfigFn = Callable[[int], Mapping[str, Scalar]]
@@ -46,7 +45,6 @@ def as_legacy(
     *,
     initial: Sequence[Matrix] = (),
     evaluate_fn: EvaluateFn | None = None,
-    evaluate_config: Mapping[str, Scalar] | None = None,
     on_fit_config_fn: ConfigFn | None = None,
     on_evaluate_config_fn: ConfigFn | None = None,
 ) -> Any:
@@ -63,18 +61,15 @@ def as_legacy(
     evaluate_fn : callable, optional
         ``(round, model arrays, config) -> (loss, metrics) or None``: evaluation at the server,
         after every round, and of initial arrays where there are any. As in Flower's own strategies
-        the config is empty; a function of two arguments is called without it. What it said of
-        rounds before a resumed one is remembered.
-    evaluate_config : mapping, optional
-        Config of the clients' evaluations.
+        the config is empty. What it said of rounds before a resumed one is remembered.
     on_fit_config_fn, on_evaluate_config_fn : callable, optional
         ``round -> config``: what the clients' ``fit`` and ``evaluate`` receive in that round, such
-        as a learning rate. Keys that are also in ``evaluate_config`` replace those there.
+        as a learning rate.
 
     Raises
     ------
     TypeError
-        If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
+        If an argument is of another kind.
     ValueError
         If the strategy has ``secure=True``; a later secure round is refused when it comes.
     ImportError
@@ -93,12 +88,10 @@ def as_legacy(
     check_kind("initial", initial, (list, tuple), "a list of arrays")
     for array in initial:
         check_kind("initial", array, np.ndarray, "a list of arrays")
-    check_kind("evaluate_config", evaluate_config, (Mapping, type(None)), "a mapping or None")
     return LegacyStrategy(
         strategy,
         list(initial),
-        _of_three(check_function("evaluate_fn", evaluate_fn)),
-        dict(evaluate_config or {}),
+        check_function("evaluate_fn", evaluate_fn),
         check_function("on_fit_config_fn", on_fit_config_fn),
         check_function("on_evaluate_config_fn", on_evaluate_config_fn),
     )
@@ -111,7 +104,6 @@ class LegacyStrategy:
     strategy: ProtocolStrategy
     initial: list[Matrix]
     evaluate_fn: EvaluateFn | None
-    evaluate_config: dict[str, Scalar]
     on_fit_config_fn: ConfigFn | None
     on_evaluate_config_fn: ConfigFn | None
 
@@ -143,9 +135,9 @@ class LegacyStrategy:
                 raise ValueError(_SECURE)
             proxies = self._present(client_manager)
             plan = self.conversation.plan(server_round, list(proxies))
-            own = _config("on_fit_config_fn", self.on_fit_config_fn, server_round)
+            own = self._config("on_fit_config_fn", server_round)
             if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
-                own |= for_evaluations(self._evaluation(server_round))
+                own |= for_evaluations(self._config("on_evaluate_config_fn", server_round))
             return [
                 (p, self._flower.FitIns(a, {**own, **c})) for p, a, c in self._ask(plan, proxies)
             ]
@@ -174,7 +166,7 @@ class LegacyStrategy:
         if not self.conversation.evaluates(server_round):
             return []
         proxies = self._present(client_manager)
-        config = self._evaluation(server_round)
+        config = self._config("on_evaluate_config_fn", server_round)
         plan = self.conversation.plan_evaluation(server_round, list(proxies), config)
         return [(p, self._flower.EvaluateIns(a, c)) for p, a, c in self._ask(plan, proxies)]
 
@@ -214,10 +206,14 @@ class LegacyStrategy:
             self.conversation.measured(server_round, {**numeric, _LOSS: float(found[0])})
         return found
 
-    def _evaluation(self, round_: int) -> dict[str, Scalar]:
-        """Return the config of a round's evaluations."""
-        own = _config("on_evaluate_config_fn", self.on_evaluate_config_fn, round_)
-        return {**self.evaluate_config, **own}
+    def _config(self, name: str, round_: int) -> dict[str, Scalar]:
+        """Return what one of the user's functions gives as a round's config."""
+        function = getattr(self, name)
+        given = {} if function is None else function(round_)
+        check_kind(f"what {name} returns", given, Mapping, "a mapping")
+        for key in given:
+            check_kind(f"keys of what {name} returns", key, str, "strings")
+        return {key: plain(value) for key, value in given.items()}
 
     def _open(self) -> Conversation:
         """Begin a run, in which nodes are known by their texts."""
@@ -293,28 +289,3 @@ class LegacyStrategy:
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
         return good, lost
-
-
-def _config(name: str, function: ConfigFn | None, round_: int) -> dict[str, Scalar]:
-    """Return what one of the user's functions gives as a round's config."""
-    given = {} if function is None else function(round_)
-    check_kind(f"what {name} returns", given, Mapping, "a mapping")
-    for key in given:
-        check_kind(f"keys of what {name} returns", key, str, "strings")
-    return {key: plain(value) for key, value in given.items()}
-
-
-def _of_three(evaluate_fn: EvaluateFn | None) -> EvaluateFn | None:
-    """Return a function of Flower's three arguments: round, arrays and config."""
-    if evaluate_fn is None:
-        return None
-    for count in (3, 2):
-        try:
-            signature(evaluate_fn).bind(*range(count))
-        except (TypeError, ValueError):  # a class of Python's own has no signature
-            continue
-        return evaluate_fn if count == 3 else lambda *three: evaluate_fn(*three[:2])
-    raise TypeError(
-        "evaluate_fn must take (server_round, parameters, config), got a function of other "
-        f"arguments: {brief_repr(evaluate_fn)}."
-    )

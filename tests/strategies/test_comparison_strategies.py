@@ -35,7 +35,6 @@ from flwr_perdl.strategies import (
     ProtocolStrategy,
 )
 from perdl_experiments.engine import arranged, federate
-from tests.grids import failing
 
 MakeFederation = Callable[..., Any]
 STRATEGIES: dict[str, Callable[..., ProtocolStrategy]] = {
@@ -127,27 +126,6 @@ def test_perpca_halves_its_step_when_the_error_rises(federation: MakeFederation)
     planted.learn(strategy, 40)
     errors = [report.aggregate["mse"] for report in strategy.history[1:]]
     assert errors[-1] <= min(errors) * (1 + 1e-3)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("fault", ["error", "silence", "nan", "shape", "empty"])
-@pytest.mark.parametrize("round_", [1, 3])
-def test_a_client_that_fails_is_left_out(
-    federation: MakeFederation, name: str, fault: str, round_: int
-) -> None:
-    strategy, planted = STRATEGIES[name](fraction_evaluate=0.0), federation(client=CLIENTS[name])
-    atoms = planted.learn(strategy, faults=failing(fault, [2], [round_]))
-    assert np.isfinite(atoms).all()
-    if name == "perma":
-        assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
-    dropped = {report.round: list(report.dropped) for report in strategy.history}
-    if fault == "shape" and round_ == 1 and name != "averaging":  # an atom less is a good reply
-        assert dropped[1] == []
-    else:
-        if (name, fault, round_) == ("averaging", "shape", 1):  # another shape than most have
-            assert strategy.history[0].anomalies == {2: {"left out": 1.0}}
-        assert dropped.pop(round_) == ["client 2"]
-        assert not any(dropped.values())
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -13,9 +13,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient, client_app, keep_private
+from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.diffusion import (
-    Averaging,
     CombinationMatrix,
     RandomQuantization,
     TopK,
@@ -27,7 +26,7 @@ from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
 from flwr_perdl.network import Faults, InMemoryNetwork
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, as_legacy
 from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
 from tests.grids import Tapped, arrays_in, grid_of, partition_of
@@ -434,16 +433,6 @@ def test_a_node_that_returns_nonsense_is_counted_and_left_out(spoiled: Callable[
     honest = models_of(strategy)[:, [0, 1, 3, 4]]
     assert np.abs(honest).max() < 5
     assert strategy.result.alive.all()
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_nodes_that_cannot_take_part_are_named(wrapped: bool) -> None:
-    def program(context: Context) -> DiffusionClient:
-        return DiffusionClient(Averaging(np.zeros(N)), context)
-
-    app = client_app(program) if wrapped else make_app()
-    with pytest.raises(TooFewReplies, match=r"perdl\.step" if wrapped else "client_app"):
-        start(InProcessGrid(app, N))
 
 
 RING = Topology.ring(4)

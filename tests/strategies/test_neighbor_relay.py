@@ -479,22 +479,6 @@ def test_a_part_of_a_run_is_allowed_with_checkpoints_and_says_that_it_is_one(
     assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(values(3)), 3))
 
 
-@pytest.mark.parametrize(
-    ("one", "same"),
-    [
-        (Faults(dead={3: 4, 1: 1}), Faults(dead={1: 1, 3: 4})),
-        (Faults(sleep=0.0, max_delay=1), Faults(sleep=0, max_delay=np.int64(1))),
-    ],
-)
-def test_equal_faults_are_the_same_run(tmp_path: Path, one: Faults, same: Faults) -> None:
-    data, topology = values(4), Topology.ring(4)
-    nodes = grid(data, client={"max_delay": 1})
-    NeighborRelay(topology, 3, faults=one, checkpoint_dir=tmp_path).start(nodes, num_rounds=2)
-    again = NeighborRelay(topology, 3, faults=same, checkpoint_dir=tmp_path, server=RESUME)
-    again.start(nodes)
-    assert_same(again.outcome, InMemoryNetwork(topology, faults=one).run(Drift(data), 3))
-
-
 RING = metropolis_weights(Topology.ring(4))
 LAZY = CombinationMatrix(0.5 * RING.matrix.toarray() + 0.5 * np.eye(4), RING.topology)
 #: The same weights, and more who are heard without any.

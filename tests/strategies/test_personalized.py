@@ -179,14 +179,6 @@ def test_a_resumed_run_has_the_same_bits(kind: Any, optimizer: Any, tmp_path: Pa
     assert (resumed.arrays["body.bias"].numpy() != 0).all()
 
 
-def test_a_run_goes_on_where_all_clients_lost_their_part(tmp_path: Path) -> None:
-    start(Tapped(personal(), 2), 1, checkpoint_dir=tmp_path)
-    grid = Tapped(personal(), 2)
-    start(grid, 2, checkpoint_dir=tmp_path, server=RESUME)
-    assert grid.errors == []
-    assert grid.measured("head") == {0: 1, 1: 2}
-
-
 def by_hand(optimizer: Any, changes: list[float]) -> float:
     """Return where Reddi et al.'s Algorithm 2, in numbers of Python's, goes from 0."""
     x = m = 0.0
