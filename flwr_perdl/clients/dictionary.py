@@ -15,7 +15,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, Batches, reader
-from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
+from flwr_perdl.clients._requests import admit, check_atoms, rounded
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
@@ -184,16 +184,8 @@ class LearnerClient(ProtocolClient):
 
     def admit(self, kind: str, request: StepRequest) -> None:
         """Note the request, or refuse it: one too many, or not after the last one."""
-        admit(
-            self.context,
-            kind,
-            digest(request.arrays, request.config),
-            request.run,
-            request.round,
-            first=not request.arrays,
-            max_runs=self.max_runs,
-            max_requests=self.max_requests,
-        )
+        limits = {"max_runs": self.max_runs, "max_requests": self.max_requests}
+        admit(self.context, kind, request, **limits)
 
     def global_atoms(self, request: StepRequest) -> Matrix:
         """Return the atoms of a request, which have norm 1 and fit the client."""

@@ -525,10 +525,8 @@ class Conversation:
 
     def _where_saved(self) -> str:
         """Return the clause that says where the last good state is."""
-        if self._checkpoints is None:
-            return "nothing is saved, since there is no checkpoint_dir"
-        if not self.run.done:
-            return "nothing is saved, since no round has finished"
+        if self._checkpoints is None or not self.run.done:
+            return "nothing is saved"
         return f"the state after round {self.run.done} is saved in {self.options.checkpoint_dir}"
 
 

@@ -94,6 +94,8 @@ Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 #: In the final model beside what nodes show, whose names are none of these: all traffic; and per
 #: node how many messages were not heard, whether it took part in the last round, and showed all.
 _TRAFFIC, _NODES = "/traffic", "/nodes"
+#: The metrics of a reply that are no report of the node's program.
+_ABOUT_MESSAGES = NUM_EXAMPLES, ANEW, BROKEN, FLOATS
 #: The "receiver" of a message that is the same for all neighbors.
 EVERYBODY = -1
 
@@ -225,7 +227,8 @@ class NeighborRelay(ProtocolStrategy):
         rows: dict[str, Matrix] = {}
         for node, metrics in report.metrics.items():
             for name in metrics:
-                if node < self.topology.n_nodes and not _about_messages(name):
+                about_messages = name in _ABOUT_MESSAGES or name.startswith(REJECTED)
+                if node < self.topology.n_nodes and not about_messages:
                     row = rows.setdefault(name, np.full(self.topology.n_nodes, np.nan))
                     row[node] = metrics[name]
         return rows
@@ -699,8 +702,3 @@ def _state(fields: Mapping[str, Matrix], nodes: NDArray[np.intp]) -> Any:
     make: Any = namedtuple
     named = {name.removeprefix(STATE): own for name, own in fields.items()} | {"nodes": nodes}
     return make("State", named)(**named)
-
-
-def _about_messages(metric: str) -> bool:
-    """Whether a metric is `DiffusionClient`'s own, and not what its program reports."""
-    return metric in (NUM_EXAMPLES, ANEW, BROKEN, FLOATS) or metric.startswith(REJECTED)
