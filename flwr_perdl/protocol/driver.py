@@ -6,8 +6,9 @@ The adapters to Flower's two strategy interfaces only translate between their me
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -240,7 +241,7 @@ class Conversation:
         request = self.request
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
-        good, bad = _checked(request, replies)
+        good, bad = _checked(partial(_check, request), replies)
         bad = {**lost, **bad}
         if request.max_weight is not None:
             self._cap(good, request.max_weight, round_, request.step)
@@ -290,7 +291,7 @@ class Conversation:
             for p, (step, when, reply) in self.run.last.items()
             if p not in good and step == request.step and when >= round_ - request.remember
         }
-        recalled, _ = _checked(request, absent)
+        recalled, _ = _checked(partial(_check, request), absent)
         new = {p: (request.step, round_, reply) for p, reply in good.items()}
         self.run.last = {p: self.run.last[p] for p in recalled} | new
         replies = good.sharing(dict(sorted({**recalled, **good}.items())))
@@ -365,14 +366,9 @@ class Conversation:
                 "fraction_evaluate=0 it asks for none.",
             )
             return None
-        good, lost = dict(replies), dict(lost)
-        for partition, reply in replies.items():
-            try:
-                self._strategy.check_evaluation(reply, self.run.model)
-            except ValueError as error:
-                lost[partition] = Lost(REFUSED, brief(str(error)))
-                del good[partition]
-        replies = good
+        model, check = self.run.model, self._strategy.check_evaluation
+        replies, bad = _checked(lambda reply: check(reply, model), replies)
+        lost = {**lost, **bad}
         self._warn_of_lost_state(replies)
         self._log_lost(round_, EVALUATE, lost)
         self._logged -= {(self.roster.label(partition), True) for partition in replies}
@@ -530,18 +526,25 @@ class Conversation:
         return f"the state after round {self.run.done} is saved in {self.options.checkpoint_dir}"
 
 
-def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, dict[int, Lost]]:
-    """Return the replies that pass the request's check, and why the others do not."""
+def _check(request: Request, reply: Reply) -> object:
+    """Raise an error unless a reply has what is asked for; return what its own check does."""
+    for name in request.metrics:
+        if name not in reply.metrics:
+            raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
+    if request.combine is not None:
+        request.combine.check(reply)
+    returned: object = request.check(reply)
+    return returned
+
+
+def _checked(
+    check: Callable[[Reply], object], replies: Mapping[int, Reply]
+) -> tuple[Replies, dict[int, Lost]]:
+    """Return the replies that pass a check, and why the others do not."""
     good, bad = Replies(), {}
     for partition in sorted(replies):
-        reply = replies[partition]
         try:
-            for name in request.metrics:
-                if name not in reply.metrics:
-                    raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
-            if request.combine is not None:
-                request.combine.check(reply)
-            returned = request.check(reply)
+            returned = check(replies[partition])
         except ValueError as error:
             bad[partition] = Lost(REFUSED, brief(str(error)))
             continue
@@ -553,5 +556,5 @@ def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, d
                 "Request.check must raise a ValueError for a wrong reply, and return nothing, "
                 f"got {returned!r}."
             )
-        good[partition] = reply
+        good[partition] = replies[partition]
     return good, bad

@@ -219,14 +219,8 @@ def settle(
     deadline = time.monotonic() + options.node_timeout
     seen, same = count(), 0
     if not fixed:
-        patience = f"at most {options.node_timeout:g} s"
-        log(
-            INFO,
-            "Waiting for clients to register: %d so far, %d needed, %s.",
-            seen,
-            wanted,
-            patience,
-        )
+        text = "Waiting for clients to register: %d so far, %d needed, at most %g s."
+        log(INFO, text, seen, wanted, options.node_timeout)
     # Without a number to wait for, a run begins when no client has come for a while.
     while time.monotonic() < deadline and not (fixed and seen < wanted):
         if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):

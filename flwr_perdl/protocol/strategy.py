@@ -467,13 +467,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 f"{begin if len(present) >= self._options.min_clients else ''}"
                 f"{roster.absence()}."
             )
-        if first and self._options.min_clients <= len(present) < wanted <= len(ids):
-            log(  # no error: a node that claims another one's place could stop every run
-                WARNING,
-                "%d nodes are only %d clients, fewer than num_clients=%d: the run begins without "
-                "the others.",
-                *(len(ids), len(present), wanted),
-            )
         return present
 
     def _ask_who(self, grid: Grid, nodes: list[int], kind: str) -> dict[int, Lost]:
@@ -507,15 +500,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
         step = "" if phase == "configure_evaluate" else f" for step {plan.config[STEP]!r}"
         wait = "" if _fixed(grid) else f"; waiting for their replies, {_within(self._timeout)}"
-        log(
-            INFO,
-            "%s: Sampled %d nodes (out of %d)%s%s",
-            phase,
-            len(plan.arrays),
-            len(nodes),
-            step,
-            wait,
-        )
+        sampled, all_of_them = len(plan.arrays), len(nodes)
+        log(INFO, "%s: Sampled %d nodes (out of %d)%s%s", phase, sampled, all_of_them, step, wait)
 
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord

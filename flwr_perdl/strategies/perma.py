@@ -283,11 +283,7 @@ class PerMA(DictionaryStrategy):
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
-                {
-                    SENDS: self._sends,
-                    LOCAL_STEPS: self.local_steps,
-                    REFINE_STEPS: self.refine_steps,
-                },
+                self._config,
                 state,
                 partial(self._check, global_atoms, orthogonal),
                 most=global_atoms.size + len(global_atoms) ** 2,
@@ -308,8 +304,7 @@ class PerMA(DictionaryStrategy):
 
     def _choose(self, state: State) -> Generator[Request, Replies, State]:
         """Update the candidates side by side, and return the state of the best; "auto" only."""
-        config: dict[str, Scalar] = {SENDS: self._sends, LOCAL_STEPS: self.local_steps}
-        config[REFINE_STEPS] = self.refine_steps
+        config = self._config
         if self._evaluate_config is not None:
             config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
         for left in range(int(state["rounds_left"]), 0, -1):
@@ -373,6 +368,12 @@ class PerMA(DictionaryStrategy):
     def _sends(self) -> str:
         """What a client sends of an update."""
         return STATISTICS if self.aggregation == "statistics" else ATOMS
+
+    @property
+    def _config(self) -> dict[str, Scalar]:
+        """What a client is told of an update."""
+        steps = {LOCAL_STEPS: self.local_steps, REFINE_STEPS: self.refine_steps}
+        return {SENDS: self._sends, **steps}
 
     @property
     def _only_sums(self) -> bool:
