@@ -150,7 +150,7 @@ class Roster(Generic[Node]):
     def absence(self) -> str:
         """Return the clause that says why nodes take no part, and what to do; empty if all do."""
         reasons = {f"node {node}": why for node, why in self.strangers.items()}
-        return first_reason(reasons) + (_REMEDY if reasons else "")
+        return first_reason(reasons) + (_REMEDY if self._silent else "")
 
     def _admits(self, node: Node) -> bool:
         """Whether a node may take part; why not is logged once."""
