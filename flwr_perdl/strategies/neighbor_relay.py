@@ -133,7 +133,7 @@ class NeighborRelay(ProtocolStrategy):
     -----
     Floats per node and round: its message up (sealed: once per neighbor, a seventh more, and about
     ninety for keys and headers), its neighbors' messages down. A checkpoint holds the messages in
-    transit. ``outcome`` has the result.
+    transit. ``outcome`` has the result, which travels as one array of packed bytes.
 
     Examples
     --------
@@ -145,9 +145,10 @@ class NeighborRelay(ProtocolStrategy):
     >>> values = {node: np.array([float(node)]) for node in range(4)}
     >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
     >>> grid = InProcessGrid(app, 4)
-    >>> result = NeighborRelay(Topology.ring(4), n_rounds=30).start(grid, num_rounds=31)
-    >>> len(result.arrays.to_numpy_ndarrays())
-    4
+    >>> relay = NeighborRelay(Topology.ring(4), n_rounds=30)
+    >>> result = relay.start(grid, num_rounds=31)
+    >>> relay.outcome.rounds, relay.outcome.alive.tolist()
+    (30, [True, True, True, True])
     """
 
     flags = (ANEW, BROKEN, f"{REJECTED}*")
