@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients._clusters import CLUSTER
 from flwr_perdl.core.extras import load_extra
-from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply
 from flwr_perdl.protocol.report import RoundReport, summarized
 
 __all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "round_metrics"]
@@ -54,12 +53,9 @@ def round_metrics(report: RoundReport) -> dict[str, float]:
     """
     parts = {"": {**report.aggregate, **{n: getattr(report, n) for n in _FLOATS}}}
     parts |= {f"/client-{partition}": own for partition, own in report.metrics.items()}
-    clusters: dict[int, dict[int, Reply]] = {}
-    for partition, own in report.metrics.items():
-        if CLUSTER in own:
-            members = clusters.setdefault(int(own[CLUSTER]), {})
-            members[partition] = Reply([], int(own[NUM_EXAMPLES]), own)
-    parts |= {f"/cluster-{number}": summarized(clusters[number]) for number in sorted(clusters)}
+    for number in sorted({own[CLUSTER] for own in report.metrics.values() if CLUSTER in own}):
+        members = {p: own for p, own in report.metrics.items() if own.get(CLUSTER) == number}
+        parts[f"/cluster-{number:g}"] = summarized(members)
     return {
         f"{_plain(report.step)}/{_plain(name)}{whose}": float(value)
         for whose, numbers in parts.items()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, PerMA, RoundReport, TooFewReplies
+from flwr_perdl.strategies import ClusteredFedAvg, RoundReport, TooFewReplies
 from flwr_perdl.trackers import MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
@@ -255,12 +255,6 @@ def test_rounds_are_counted_over_all_federations_of_an_experiment() -> None:
     run_experiment("synthetic", **few, on_round=observers)
     assert sorted(set(seen)) == [1, 2, 3, 4]
     assert tracker.seen == ["begin", *["report"] * len(seen), "end with []"]
-
-
-@pytest.mark.parametrize("on_round", [3, [], [print, "mlflow"], {"a": print}])
-def test_on_round_is_callable(on_round: Any) -> None:
-    with pytest.raises(TypeError, match="on_round must"):
-        PerMA(3, on_round=on_round)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from flwr_perdl.clients._handlers import (
     evaluation_reply,
     floats,
     numbers_of,
-    says,
     sendable,
 )
 from flwr_perdl.core.checks import Matrix
@@ -232,11 +231,6 @@ def _weights(measured: Sequence[Evaluated], temperature: float) -> Matrix:
 
 
 # For messages -------------------------------------------------------------------------------
-
-
-def in_clustered_round(message: Message) -> bool:
-    """Whether a message asks for a step, or an evaluation, of clustered learning."""
-    return says(message, CLUSTERED)
 
 
 def answer_clustered(

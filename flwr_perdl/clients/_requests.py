@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from hashlib import sha256
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
 
+from flwr_perdl.clients.steps import StepRequest
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.records import ANSWERED, ROUND, Scalar
 
@@ -94,15 +94,7 @@ def digest(parameters: Sequence[Matrix], config: Mapping[str, Scalar]) -> str:
 
 
 def admit(
-    context: Context,
-    kind: str,
-    asked: str,
-    run: str,
-    round_: int,
-    *,
-    first: bool,
-    max_runs: int,
-    max_requests: int,
+    context: Context, kind: str, request: StepRequest, *, max_runs: int, max_requests: int
 ) -> None:
     """Note a request in ``context.state``, or raise a ValueError if it may not be answered.
 
@@ -112,37 +104,16 @@ def admit(
         The client's Flower context.
     kind : {"train", "evaluate"}
         What is asked for.
-    asked : str
-        The request's `digest`.
-    run, round_ : str, int
-        Its token of the strategy's run, and its round.
-    first : bool
-        Whether it is a protocol's first step, which sends a whole dictionary.
+    request : StepRequest
+        The request. One without arrays is a protocol's first step, which sends a whole dictionary.
     max_runs, max_requests : int
         See the module's docstring.
     """
     record = context.state.get(ANSWERED)
-    known = str(record[ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
-    noted = _admitted(known, kind, asked, run, round_, first, max_runs, max_requests)
-    if noted is not known:
-        context.state[ANSWERED] = _record(noted)
-
-
-@lru_cache(maxsize=64)  # a round's request is the same for most clients, and so is their past
-def _admitted(
-    known: str,
-    kind: str,
-    asked: str,
-    run: str,
-    round_: int,
-    first: bool,
-    max_runs: int,
-    max_requests: int,
-) -> str:
-    """Return the note of what was answered, with this request."""
-    noted = json.loads(known)
+    noted = json.loads(str(record[ANSWERED])) if isinstance(record, ConfigRecord) else {}
     runs, counts = noted.setdefault("runs", {}), noted.setdefault("counts", {})
-    token = sha256(run.encode()).hexdigest()[:16]
+    asked, round_ = digest(request.arrays, request.config), request.round
+    token = sha256(request.run.encode()).hexdigest()[:16]
     if token not in runs and len(runs) >= max_runs:
         raise ValueError(
             f"max_runs must be more to go on: this client takes part in {max_runs} runs of a "
@@ -151,13 +122,13 @@ def _admitted(
     before = runs.setdefault(token, {})
     last, digest_ = before.get(kind, (-1, ""))
     if round_ == last and asked == digest_:
-        return known
+        return
     if round_ <= last:
         raise ValueError(
             f"{ROUND} must be more than the last one, {last}, or the same request again, got "
             f"{round_}."
         )
-    if first and last >= 0:
+    if not request.arrays and last >= 0:
         raise ValueError("step must be a first one in a run's first request only, got it again.")
     counts[kind] = counts.get(kind, 0) + 1
     if counts[kind] > max_requests:
@@ -166,13 +137,7 @@ def _admitted(
             f"to {kind} within one run of Flower."
         )
     before[kind] = round_, asked
-    return json.dumps(noted)
-
-
-@lru_cache(maxsize=64)
-def _record(noted: str) -> ConfigRecord:
-    """Return the record of a note; nobody changes it, so that clients in one process share it."""
-    return ConfigRecord({ANSWERED: noted})
+    context.state[ANSWERED] = ConfigRecord({ANSWERED: json.dumps(noted)})
 
 
 def rounded(value: float) -> float:

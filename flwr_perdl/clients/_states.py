@@ -5,8 +5,7 @@ Thousands of files, one per node, take longer than all else that small nodes do 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from logging import WARNING
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from flwr_perdl.core import files
-from flwr_perdl.privacy.at_rest import KEY_VARIABLE, key_from_environment
-from flwr_perdl.protocol.compat import log
+from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.records import PARTITION_ID
 
 _FILE, _BYTES = "nodes.npz", "bytes"
@@ -41,12 +39,10 @@ class NodeStates:
         parts: list[bytes] = []
         nodes = [_described(context, parts) for context in contexts]
         named = {_BYTES: np.frombuffer(b"".join(parts), dtype=np.uint8)}
-        key = key_from_environment()
-        about = {"key": None if key is None else key.name, "nodes": nodes}
         files.refuse_link(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o700)
-        files.save(self._path, named if key is None else key.lock(named, about), about)
+        files.save(self._path, *locked(named, {"nodes": nodes}))
 
     def contexts(self) -> list[Context]:
         """Return contexts of their own for all nodes of the file, with these states; or none."""
@@ -71,31 +67,18 @@ class NodeStates:
         """
         if not self._path.exists():
             return
-        key = key_from_environment()
-        try:
-            for path in (self._folder, self._path):
-                files.refuse_link(path)
-            named, about = files.load(self._path)
-            about = {name: about[name] for name in ("key", "nodes")}
-            if len(about["nodes"]) != len(contexts):
-                raise ValueError(
-                    f"{self._path} must be of {len(contexts)} nodes, got {len(about['nodes'])}."
-                )
-        except (ValueError, KeyError) as error:
-            log(WARNING, "%s It is left out.", error)
+
+        def check(about: Mapping[str, Any]) -> None:
+            files.refuse_link(self._folder)
+            n_nodes = len(about["nodes"] or ())
+            if n_nodes != len(contexts):
+                raise ValueError(f"{self._path} must be of {len(contexts)} nodes, got {n_nodes}.")
+
+        saved = read(self._path, ["nodes"], check)
+        if saved is None:
             return
-        if about["key"] not in (None, None if key is None else key.name):
-            raise ValueError(
-                f"{KEY_VARIABLE} must be the key that {self._path.name} is locked with, got "
-                f"{'none' if key is None else 'another one'}."
-            )
-        try:
-            numbers = (named if key is None else key.unlock(named, about))[_BYTES]
-        except ValueError as error:
-            log(WARNING, "%s is left out: %s.", self._path, error)
-            return
-        whole, at = numbers.tobytes(), 0
-        for context, node in zip(contexts, about["nodes"], strict=True):
+        whole, at = saved.arrays[_BYTES].tobytes(), 0
+        for context, node in zip(contexts, saved.meta["nodes"], strict=True):
             for name, described in node.items():
                 arrays = {}
                 for key_, dtype, shape, stype, size in described:

@@ -15,7 +15,6 @@ from flwr_perdl.clients._clusters import (
     answer_clustered,
     evaluate_clustered,
     fit_clustered,
-    in_clustered_round,
 )
 from flwr_perdl.clients._handlers import (
     Evaluate,
@@ -31,12 +30,12 @@ from flwr_perdl.clients._handlers import (
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
-from flwr_perdl.clients.diffusion_averaging import answer_averaging, in_averaging_round
-from flwr_perdl.clients.ditto import answer_ditto, in_ditto_round
+from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
+from flwr_perdl.clients.ditto import DITTO, answer_ditto
 from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
-from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_list
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
@@ -159,16 +158,15 @@ def client_app(
             )
         _check_outermost("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
         return make_client if ours else OtherApp(make_client, min_clients, names, privacy)
-    for name, wanted, given in (
-        ("make_client", "a function that makes a client from Flower's Context", [make_client]),
-        ("train_mods", "functions", train_mods),
-        ("evaluate_mods", "functions", evaluate_mods),
-    ):
-        check_kind(name, given, Sequence, "a sequence of functions")
-        for function in given:
-            if not callable(function):
-                raise TypeError(f"{name} must be {wanted}, got {function!r}.")
-        _check_outermost(name, given)
+    if not callable(make_client):
+        raise TypeError(
+            f"make_client must be a function that makes a client from Flower's Context, got "
+            f"{make_client!r}."
+        )
+    for name, mods in (("train_mods", train_mods), ("evaluate_mods", evaluate_mods)):
+        if not all(map(callable, check_list(name, mods))):
+            raise TypeError(f"{name} must be functions, got {mods!r}.")
+        _check_outermost(name, mods)
     app = NumPyClientApp(
         make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy
     )
@@ -285,11 +283,11 @@ class AnsweringApp(ClientApp):
             if self._privacy is not None and kind == MessageType.EVALUATE:
                 raise NoEvaluateError
             call = self._answer
-            if in_clustered_round(message):
+            if says(message, CLUSTERED):
                 call = partial(self._answer_in_parts, answer_clustered)
-            elif in_ditto_round(message):
+            elif says(message, DITTO):
                 call = partial(self._answer_in_parts, answer_ditto)
-            elif in_averaging_round(message):
+            elif says(message, AVERAGING):
                 parts = partial(answer_averaging, keep=self._keep or self.own_keep)
                 call = partial(self._answer_in_parts, parts)
             if in_secure_round(message):

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count, check_kind
-from flwr_perdl.privacy.at_rest import KEY_VARIABLE, StateKey, key_from_environment
+from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import NumPyClient, log
 from flwr_perdl.protocol.records import (
     NAME,
@@ -280,28 +280,25 @@ class PrivateState:
 
     # On disk ---------------------------------------------------------------------------------
 
-    def _about(self, shelf: Shelf, round_: int, key: StateKey | None) -> dict[str, Any]:
+    def _about(self, shelf: Shelf, round_: int) -> dict[str, Any]:
         """Return what a file says in the clear."""
         return {
             "client": shelf.client,
             "algorithm": shelf.algorithm,
             "run": self._run,
             "round": round_,
-            "key": None if key is None else key.name,
         }
 
     def _write(
         self, shelf: Shelf, round_: int, arrays: Mapping[str, NDArray[Any]], kept: int
     ) -> None:
         """Save a round; only the owner of this process may look into the folder."""
-        key = key_from_environment()
-        about = self._about(shelf, round_, key)
+        written = locked(arrays, self._about(shelf, round_))
         folder = run_folder(shelf, self._run)
         _refuse_links(shelf, self._run)
         if not folder.is_dir():
             self._begin(shelf, folder)
-        locked = arrays if key is None else key.lock(arrays, about)
-        files.save_round(folder, round_, locked, about, kept=kept)
+        files.save_round(folder, round_, *written, kept=kept)
 
     def _begin(self, shelf: Shelf, folder: Path) -> None:
         """Make a run's folder, and delete the oldest ones."""
@@ -324,34 +321,17 @@ class PrivateState:
         self._records[_BEGUN] = begun
 
     def _read(self, shelf: Shelf, round_: int) -> PrivateArrays | None:
-        """Return what a round's file holds; None, with a word in the log, if it is not ours."""
+        """Return what a round's file holds; None if it is not ours."""
         path = files.round_path(run_folder(shelf, self._run), round_)
-        key = key_from_environment()
-        wanted = self._about(shelf, round_, key)
-        try:
-            files.refuse_link(path)
-            saved = files.load(path)
-            claimed = {name: saved.meta.get(name) for name in wanted}
-            for name in ("client", "algorithm", "run", "round"):
-                if claimed[name] != wanted[name]:
-                    raise ValueError(
-                        f"{path} must be of {name} {wanted[name]!r}, got {claimed[name]!r}."
-                    )
-        except ValueError as error:
-            log(WARNING, "%s It is left out.", error)
-            return None
-        if claimed["key"] not in (None, wanted["key"]):
-            raise ValueError(
-                f"{KEY_VARIABLE} must be the key that {path.parent.name}/{path.name} is locked "
-                f"with, got {'none' if key is None else 'another one'}."
-            )
-        if key is None:
-            return saved.arrays
-        try:
-            return key.unlock(saved.arrays, claimed)
-        except ValueError as error:
-            log(WARNING, "%s is left out: %s.", path, error)
-            return None
+        wanted = self._about(shelf, round_)
+
+        def check(about: Mapping[str, Any]) -> None:
+            for name, own in wanted.items():
+                if about[name] != own:
+                    raise ValueError(f"{path} must be of {name} {own!r}, got {about[name]!r}.")
+
+        saved = read(path, wanted, check)
+        return None if saved is None else saved.arrays
 
 
 def _refuse_links(shelf: Shelf, run: str) -> None:

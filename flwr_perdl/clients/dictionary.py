@@ -15,10 +15,17 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, Batches, reader
-from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
+from flwr_perdl.clients._requests import admit, check_atoms, rounded
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
 from flwr_perdl.core.arrays import has_missing, observed
-from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_members
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_function,
+    check_kind,
+    check_members,
+)
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS, check_samples, check_summed
 from flwr_perdl.privacy import may_send
@@ -145,15 +152,13 @@ class LearnerClient(ProtocolClient):
         self.n_samples = len(self.X) if self.batches is None else self.batches.n_samples
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
-        if extra_metrics is not None and not callable(extra_metrics):
-            raise TypeError(f"extra_metrics must be a function or None, got {extra_metrics!r}.")
         check_kind("evaluation", evaluation, (type(None), Mapping), "a mapping or None")
         self.evaluation = {
             name: self._samples(f"evaluation[{name!r}]", samples, columns=self.X.shape[1])
             for name, samples in (evaluation or {}).items()
         } or {"": self.X}
         self.start = start
-        self.extra_metrics = extra_metrics
+        self.extra_metrics = check_function("extra_metrics", extra_metrics)
         # Threads pay where this library's code alone computes, and mostly without the GIL.
         ours = type(learner) in LEARNERS and getattr(start, "func", start) is warm_start
         long = not learner.orthogonal or self.X.size >= _LARGE
@@ -179,16 +184,8 @@ class LearnerClient(ProtocolClient):
 
     def admit(self, kind: str, request: StepRequest) -> None:
         """Note the request, or refuse it: one too many, or not after the last one."""
-        admit(
-            self.context,
-            kind,
-            digest(request.arrays, request.config),
-            request.run,
-            request.round,
-            first=not request.arrays,
-            max_runs=self.max_runs,
-            max_requests=self.max_requests,
-        )
+        limits = {"max_runs": self.max_runs, "max_requests": self.max_requests}
+        admit(self.context, kind, request, **limits)
 
     def global_atoms(self, request: StepRequest) -> Matrix:
         """Return the atoms of a request, which have norm 1 and fit the client."""

@@ -14,7 +14,14 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_kind
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_choice,
+    check_count,
+    check_flag,
+    check_function,
+    check_kind,
+)
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.packing import pack_arrays, text_array, texts_of
 from flwr_perdl.core.threads import one_blas_thread
@@ -145,14 +152,12 @@ class DiffusionClient(Member):
                 raise TypeError(
                     f"program must be a Program with a method {method}, got {program!r}."
                 )
-        if on_end is not None and not callable(on_end):
-            raise TypeError(f"on_end must be a function or None, got {on_end!r}.")
         check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.program = program
         self.context = context
         self.shows = check_choice("shows", shows, SHOWS)
         self.max_delay = check_count("max_delay", max_delay)
-        self.on_end = on_end
+        self.on_end = check_function("on_end", on_end)
         self.node = self.partition
         key_file, pinned = (context.node_config.get(k) for k in ("key-file", "neighbour-keys"))
         self._own_key = read_key(str(key_file)) if key_file else None

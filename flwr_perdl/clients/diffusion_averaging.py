@@ -17,7 +17,7 @@ import numpy as np
 from flwr.app import Context, Message
 
 from flwr_perdl.clients._clusters import configs_of
-from flwr_perdl.clients._handlers import Evaluated, Fitted, Handlers, NoEvaluateError, says
+from flwr_perdl.clients._handlers import Evaluated, Fitted, Handlers, NoEvaluateError
 from flwr_perdl.clients.base import INNER
 from flwr_perdl.clients.diffusion import SEALED, DiffusionClient
 from flwr_perdl.clients.keep_private import LEFT_OUT, KeepPrivate, matched
@@ -48,11 +48,6 @@ def averaging_config(
     arrays = [[name, array.shape, array.dtype.str] for name, array in start.items()]
     about = {"learner": options, "max_delay": max_delay, "arrays": arrays}
     return {AVERAGING: json.dumps(about)}
-
-
-def in_averaging_round(message: Message) -> bool:
-    """Whether a message asks for an exchange of `DiffusionAveraging`."""
-    return says(message, AVERAGING)
 
 
 def answer_averaging(

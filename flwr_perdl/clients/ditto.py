@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import Context, Message, MessageType
 
-from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats, says
+from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats
 from flwr_perdl.clients.base import PrivateState, private_shelf
 from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.protocol.records import (
@@ -27,11 +27,6 @@ from flwr_perdl.protocol.records import (
 DITTO, PULL = "perdl.ditto", "perdl.pull"
 
 _ALGORITHM = "ditto"
-
-
-def in_ditto_round(message: Message) -> bool:
-    """Whether a message asks for a training, or an evaluation, of Ditto."""
-    return says(message, DITTO)
 
 
 def answer_ditto(

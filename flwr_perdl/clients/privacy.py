@@ -51,7 +51,14 @@ from flwr_perdl.clients.dictionary import LOCAL_STEPS
 from flwr_perdl.clients.perma import ATOMS, REFINE_STEPS, SENDS, UPDATE
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.core import files
-from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_real
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_function,
+    check_kind,
+    check_real,
+)
 from flwr_perdl.privacy.noise import discrete_gaussian, noise_multiplier, opendp_prelude
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
@@ -190,9 +197,7 @@ class LocalPrivacy:
                 "LocalPrivacy must have OpenDP for its noise, which is not installed "
                 "(pip install opendp)."
             )
-        if rng is not None and not callable(rng):
-            raise TypeError(f"rng must be a function that makes a generator, got {rng!r}.")
-        self._rng = rng
+        self._rng = check_function("rng", rng, "a function that makes a generator")
         self._multiplier(1)  # needs the accountant: it is missed now, and not in the first round
 
     def __call__(

@@ -241,6 +241,13 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
     return value
 
 
+def check_function(name: str, value: Any, wanted: str = "a function or None") -> Any:
+    """Return ``value`` if it can be called or is None, or raise a TypeError."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be {wanted}, got {brief_repr(value)}.")
+    return value
+
+
 def check_list(name: str, value: Any) -> Any:
     """Return ``value`` if it holds one thing after the other, or raise a TypeError."""
     if (

@@ -13,10 +13,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -88,8 +86,6 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Let the block write a file; afterwards ``path`` holds all of it, or what it held.
 
-    Inside `together` that is so when its block ends.
-
     Examples
     --------
     >>> from pathlib import Path
@@ -103,77 +99,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     whole
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = _WAITING.get()
-    ours = set() if waiting is None else waiting.temporary.setdefault(path.parent, set())
-    _remove_stale(path.parent, ours)
+    _remove_stale(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX, suffix=_SUFFIX)
     try:
         with os.fdopen(handle, "wb") as stream:
             yield stream
-            if waiting is None:
-                stream.flush()
-                os.fsync(stream.fileno())
-        if waiting is None:
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-        else:
-            waiting.files.append((temporary, path))
-            ours.add(os.path.basename(temporary))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-class _Waiting(NamedTuple):
-    """What `together` does when its block ends."""
-
-    #: Files, complete but perhaps not on the disk yet, and the paths that they are to have.
-    files: list[tuple[str, Path]]
-    #: By folder, the names that these files have there until then.
-    temporary: dict[Path, set[str]]
-    #: By folder, what deletes the files of earlier rounds there.
-    afterward: dict[Path, Callable[[], None]]
-
-
-_WAITING: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Bring all files that the block saves to the disk at its end, with one sync for all of them.
-
-    One sync per file, or per folder, would take longer than everything else that hundreds of
-    clients in one process do in a round. The sync therefore comes after the renames, and the files
-    of earlier rounds are deleted after the sync: where the power fails before its end, a file may
-    be incomplete, which `load` notices, and the round before it is there.
-    """
-    waiting = _Waiting([], {}, {})
-    token = _WAITING.set(waiting)
-    try:
-        yield
-        for temporary, path in waiting.files:
-            os.replace(temporary, path)
-        if waiting.files:
-            _sync([path for _, path in waiting.files])
-        for delete in waiting.afterward.values():
-            delete()
-    except BaseException:
-        for temporary, _ in waiting.files:
-            Path(temporary).unlink(missing_ok=True)
-        raise
-    finally:
-        _WAITING.reset(token)
-
-
-def _sync(files: Iterable[Path]) -> None:
-    """Wait until these files, and their names, are on the disk."""
-    if hasattr(os, "sync"):
-        # One call for the whole disk: a call per file took longer than hundreds of clients' work.
-        os.sync()
-        return
-    for file in files:  # Windows has no sync of all files
-        with file.open("rb+") as stream:
-            os.fsync(stream.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -187,12 +124,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _remove_stale(folder: Path, ours: Container[str]) -> None:
+def _remove_stale(folder: Path) -> None:
     """Delete the unfinished files that processes which died have left in a folder."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            unfinished = entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX)
-            if not unfinished or entry.name in ours:
+            if not (entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX)):
                 continue
             with suppress(FileNotFoundError):  # somebody else was faster
                 if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
@@ -348,18 +284,7 @@ def save_round(
     kept: int = 2,
 ) -> None:
     """Save one round; keep the last ``kept`` up to it, and nothing of an abandoned future."""
-    path = round_path(folder, round_)
-    save(path, arrays, meta)
-    forget = partial(_forget, folder, round_, kept)
-    waiting = _WAITING.get()
-    if waiting is None:
-        forget()
-    else:
-        waiting.afterward[folder] = forget
-
-
-def _forget(folder: Path, round_: int, kept: int) -> None:
-    """Delete the files of all rounds in the folder but the last ``kept`` up to ``round_``."""
+    save(round_path(folder, round_), arrays, meta)
     rounds = rounds_in(folder)
     for stale in set(rounds) - set([r for r in rounds if r <= round_][-kept:]):
         round_path(folder, stale).unlink(missing_ok=True)

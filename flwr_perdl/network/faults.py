@@ -59,8 +59,8 @@ class Faults:
         """Check the parameters; equal ones get one form, so that their texts are equal."""
         for name in ("drop", "sleep"):
             object.__setattr__(self, name, check_real(name, getattr(self, name), 0.0, 1.0))
-        for name in ("max_delay", "seed"):
-            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        object.__setattr__(self, "max_delay", check_count("max_delay", self.max_delay, 0, 10**6))
+        object.__setattr__(self, "seed", check_count("seed", self.seed))
         for name in ("dead", "corrupt"):
             object.__setattr__(self, name, node_rounds(name, getattr(self, name)))
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from io import BytesIO
+from logging import WARNING
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,16 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from numpy.typing import NDArray
 
+from flwr_perdl.core import files
+from flwr_perdl.protocol.compat import log
+
 #: The environment variable with the key: 64 hexadecimal digits, as `openssl rand -hex 32` prints.
 KEY_VARIABLE = "FLWR_PERDL_STATE_KEY"
 
 _KEY, _NONCE = 32, 12
 _SEALED = "sealed"
+#: What a file says of its key in the clear.
+_KEY_NAME = "key"
 
 
 class StateKey:
@@ -93,6 +100,51 @@ def key_from_environment() -> StateKey | None:
             f"got {len(given)} characters that are not."
         )
     return StateKey(key)
+
+
+def locked(
+    arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]
+) -> tuple[Mapping[str, NDArray[Any]], dict[str, Any]]:
+    """Return what a file of private state holds; the arrays are locked if there is a key."""
+    key = key_from_environment()
+    about = {**about, _KEY_NAME: None if key is None else key.name}
+    return arrays if key is None else key.lock(arrays, about), about
+
+
+def read(
+    path: Path, names: Collection[str], check: Callable[[Mapping[str, Any]], None]
+) -> files.Saved | None:
+    """Return the arrays of a file of private state, and what it says under these names.
+
+    None, with a line in the log, if the file cannot be read, was changed, or ``check`` raises a
+    ValueError for what it says.
+
+    Raises
+    ------
+    ValueError
+        If the file is locked with a key that is not the one in the environment.
+    """
+    key = key_from_environment()
+    try:
+        files.refuse_link(path)
+        saved = files.load(path)
+        about = {name: saved.meta.get(name) for name in (*names, _KEY_NAME)}
+        check(about)
+    except ValueError as error:
+        log(WARNING, "%s It is left out.", error)
+        return None
+    if about[_KEY_NAME] not in (None, None if key is None else key.name):
+        raise ValueError(
+            f"{KEY_VARIABLE} must be the key that {path.name} is locked with, got "
+            f"{'none' if key is None else 'another one'}: {path}."
+        )
+    if key is None:
+        return files.Saved(saved.arrays, about)
+    try:
+        return files.Saved(key.unlock(saved.arrays, about), about)
+    except ValueError as error:
+        log(WARNING, "%s is left out: %s.", path, error)
+        return None
 
 
 def _bound(about: Mapping[str, Any]) -> bytes:

@@ -67,6 +67,7 @@ from flwr_perdl.core.checks import (
     Matrix,
     check_choice,
     check_count,
+    check_function,
     check_kind,
     check_real,
     own_numbers,
@@ -139,8 +140,7 @@ class Noise:
         check_choice("level", self.level, ("record", "client"))
         check_real("clip", self.clip, 0, LARGE, open_low=True)
         check_kind("basis", self.basis, (PublicBasis, type(None)), "a PublicBasis or None")
-        if self.rng is not None and not callable(self.rng):
-            raise TypeError(f"rng must be a function that makes a generator, got {self.rng!r}.")
+        check_function("rng", self.rng, "a function that makes a generator")
 
     def release(
         self,

@@ -23,8 +23,9 @@ from flwr_perdl.privacy.noise import Noise, Release, floor_eigenvalues, noise_mu
 from flwr_perdl.privacy.noised_client import BALANCE, HEAD, PROMISE, SUMS, UPDATES, Promise
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
+from flwr_perdl.protocol.combine import check_shapes
 from flwr_perdl.protocol.records import Limits, Reply, Scalar, read_reply
-from flwr_perdl.protocol.request import FAILED, REFUSED, Channel, Lost
+from flwr_perdl.protocol.request import FAILED, Channel, Lost
 from flwr_perdl.protocol.strategy import read_replies
 
 #: The largest magnitude of a sum in steps of the grid, where the server itself adds the noise.
@@ -158,7 +159,9 @@ class NoisedSum:
         if self._distributed:  # more shares than are needed
             sigma *= sqrt(len(there) / self.n_required)
         arrays = self._finished(total, sigma, len(there))
-        metrics = {"clip": self.noise.clip, "sigma": sigma, "epsilon": self._epsilon()}
+        noise, (rounds, done) = self.noise, (int(self.kept[name]) for name in (_ROUNDS, _SPENT))
+        epsilon = spent(noise_multiplier(noise.epsilon, noise.delta, rounds), noise.delta, done)
+        metrics = {"clip": noise.clip, "sigma": sigma, "epsilon": epsilon}
         return {p: Reply(arrays, 1, {**metrics, **self.metrics}) for p in there}, lost
 
     def _spend(self, n_sums: int) -> None:
@@ -182,19 +185,19 @@ class NoisedSum:
     ) -> tuple[Matrix, list[int], dict[int, Lost]]:
         """Return the clients' sum with the server's noise, who is in it, and why others are not."""
         replies = grid.send_and_receive([message for _, message in sent], timeout=timeout)
-        good, lost = read_replies(sent, replies, partial(read_reply, limits=limits))
-        for partition, reply in list(good.items()):
-            shapes = [array.shape for array in reply.arrays]
-            if shapes != [(self._size,)]:
-                del good[partition]
-                why = f"wrong shape: {(self._size,)} is asked for, got {shapes}"
-                lost[partition] = Lost(REFUSED, why)
+        good, lost = read_replies(sent, replies, partial(self._read, limits))
         release, rng = self._release(len(sent)), self.noise.rng
         total = np.zeros(self._size)
         for partition in sorted(good):
             total += good[partition].arrays[0]
         noised = release.read(release.noised(total, None if rng is None else rng()))
         return noised, sorted(good), lost
+
+    def _read(self, limits: Limits, reply: Message) -> Reply:
+        """Return what a client adds to the sum."""
+        read = read_reply(reply.content, limits)
+        check_shapes([(self._size,)], read)
+        return read
 
     def _finished(self, total: Matrix, sigma: float, n_clients: int) -> list[Matrix]:
         """Return what the protocol goes on with: all that is done here costs no privacy."""
@@ -224,12 +227,6 @@ class NoisedSum:
     def _release(self, n_clients: int) -> Release:
         """Return how the sum of a round is noised in which so many clients are asked."""
         return self._promise(n_clients).release
-
-    def _epsilon(self) -> float:
-        """Return the share of epsilon that is spent."""
-        noise, rounds = self.noise, int(self.kept[_ROUNDS])
-        multiplier = noise_multiplier(noise.epsilon, noise.delta, rounds)
-        return spent(multiplier, noise.delta, int(self.kept[_SPENT]))
 
 
 def check_privacy(

@@ -30,10 +30,10 @@ from flwr_perdl.protocol.records import (
     Scalar,
     brief,
     encode,
-    error_of,
     read_parts,
 )
 from flwr_perdl.protocol.request import FAILED, REFUSED, Lost
+from flwr_perdl.protocol.strategy import read_replies
 
 #: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
 #: can be told different things and both be enough.
@@ -47,6 +47,7 @@ _BITS, _MOST_BITS = 32, 30
 #: How often a sum is asked for where too many clients fail on the way.
 _ATTEMPTS = 2
 _MASKED = 2  # the exchange in which the masked replies come
+_REMEDY = " (make the ClientApp with client_app, which takes part in secure sums)"
 
 
 @dataclass(frozen=True)
@@ -320,43 +321,26 @@ class _Exchanges:
         """Return the good replies of one exchange, at most one per node."""
         asked = list(messages)
         self.masked = self._number >= _MASKED
-        replies = list(self._grid.send_and_receive(asked, timeout=timeout))
-        nodes = {one.metadata.message_id: one.metadata.dst_node_id for one in asked}
-        good: dict[int, Message] = {}
-        lost: dict[int, Lost] = {}
-        for reply in replies:
-            node = nodes.pop(reply.metadata.reply_to_message_id, None)
-            if node is None:
-                continue
-            if reply.has_error():
-                lost[node] = Lost(FAILED, f"{error_of(reply)}{self._remedy()}")
-                continue
-            try:
-                self._check(reply, node)
-            except ValueError as error:
-                lost[node] = Lost(REFUSED, brief(f"{error}{self._remedy()}"))
-            else:
-                good[node] = reply
-        lost |= {node: Lost(FAILED, "no reply in time") for node in nodes.values()}
+        replies = self._grid.send_and_receive(asked, timeout=timeout)
+        sent = [(message.metadata.dst_node_id, message) for message in asked]
+        good, lost = read_replies(sent, replies, self._checked)
+        for node in [node for node, reply in good.items() if reply.metadata.src_node_id != node]:
+            del good[node]
+            lost[node] = Lost(REFUSED, "the reply is another node's")
+        if not self._number:  # what may be missing at a client that cannot answer
+            lost = {node: why._replace(reason=why.reason + _REMEDY) for node, why in lost.items()}
         self.lost |= lost
         self.answered = len(good)
         self._number += 1
         return list(good.values())
 
-    def _remedy(self) -> str:
-        """Return what may be missing at a client that cannot answer the first question."""
-        hint = " (make the ClientApp with client_app, which takes part in secure sums)"
-        return "" if self._number else hint
-
-    def _check(self, reply: Message, node: int) -> None:
-        """Raise a ValueError unless a reply is what SecAgg+ asks for in this exchange."""
+    def _checked(self, reply: Message) -> Message:
+        """Return a reply, or raise a ValueError unless it is what SecAgg+ asks for now."""
         record = reply.content.get(SECAGG)
         answers: Mapping[str, Any] = record if isinstance(record, ConfigRecord) else {}
         for name, kind in self._answers[self._number].items():
             if not isinstance(answers.get(name), kind):
                 raise ValueError(f"no {name!r} of SecAgg+ in the reply")
-        if reply.metadata.src_node_id != node:
-            raise ValueError("the reply is another node's")
         if self._number == _MASKED:
             files = answers[secagg_server().Key.MASKED_PARAMETERS]
             if sum(map(len, files)) > self._limits.n_bytes:
@@ -367,3 +351,4 @@ class _Exchanges:
                     f"wrong shape: masked arrays of {self._shapes} are asked for, got "
                     f"{[shape for shape, _ in found]}"
                 )
+        return reply

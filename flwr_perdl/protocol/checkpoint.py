@@ -285,14 +285,13 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
         return repr(value)
 
     try:
-        found: dict[str, Any] = json.loads(json.dumps(identity, default=word))
+        text = json.dumps(identity, default=word, skipkeys=not strict)
     except (TypeError, ValueError) as error:
-        if not strict:
-            return {"settings": repr(identity)}
         raise ValueError(
             "settings must be numbers, texts, arrays, functions, or lists and mappings of them, "
             f"for a checkpoint to say which run it is of, got one that is not: {error}."
         ) from None
+    found: dict[str, Any] = json.loads(text)
     return found
 
 

@@ -47,14 +47,6 @@ SECAGG = "secaggplus_configs"
 class _Client:
     """A client by its methods, for Flower's versions without a ``NumPyClient``."""
 
-    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the client's properties."""
-        return {}
-
-    def get_parameters(self, config: dict[str, Any]) -> list[NDArray[Any]]:
-        """Return the client's model."""
-        return []
-
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Any]
     ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:

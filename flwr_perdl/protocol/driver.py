@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,16 +20,13 @@ from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canonical_identity
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.events import EventLog
-from flwr_perdl.protocol.options import Options
 from flwr_perdl.protocol.progress import Observers
 from flwr_perdl.protocol.records import (
     AFTER,
     ANEW,
-    CONFIG,
     EVALUATE,
     NO_EVALUATE,
     NUM_EXAMPLES,
-    PARTITION_ID,
     ROUND,
     RUN,
     SEED,
@@ -45,11 +43,8 @@ from flwr_perdl.protocol.request import (
     REFUSED,
     REMEMBERED,
     Lost,
-    Promised,
-    Protocol,
     Replies,
     Request,
-    State,
     TooFewReplies,
     check_arrays,
     check_request,
@@ -57,17 +52,11 @@ from flwr_perdl.protocol.request import (
 from flwr_perdl.protocol.roster import Roster
 from flwr_perdl.random import EVALUATION, SAMPLING, spawn
 
+if TYPE_CHECKING:
+    from flwr_perdl.protocol.strategy import ProtocolStrategy
+
 #: Largest size of a number in replies where the model is in single precision.
 _SINGLE = 1e30
-#: What a project can do whose nodes do not say who they are.
-_REMEDY = (
-    "; make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or "
-    'answer in its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
-)
-
-
-def accept_evaluation(reply: Reply, model: list[Matrix]) -> None:
-    """Accept every reply to an evaluation."""
 
 
 class Plan(NamedTuple):
@@ -82,76 +71,56 @@ class Conversation:
 
     Parameters
     ----------
-    protocol : callable
-        ``(initial arrays, state or None) -> generator`` as in `flwr_perdl.protocol.request`.
-    options : Options
-        The server's options.
-    identity : mapping
-        What makes two runs the same run; a checkpoint of another one is refused.
+    strategy : ProtocolStrategy
+        Whose protocol it is: what it promises of privacy, the rounds of the run where they are
+        known, which metrics are flags and labels, and what is asked of evaluations.
     initial : list of ndarray
         The user's initial arrays, possibly none.
     names : iterable of str, default ()
         Their names; a model of as many arrays has them, too.
-    flags, labels : collection of str
-        Metrics of which a mean says nothing, see `summarized`.
-    evaluation_config : mapping, optional
-        What is added to the config of all evaluations.
-    check_evaluation : callable, optional
-        ``(reply, model) -> None``: raises a ValueError that says what is wrong with a reply to an
-        evaluation, which is then left out.
-    privacy : Promised, optional
-        What the run promises: it then asks for nothing but what a channel of its own adds up, and
-        for no evaluations.
-    rounds : int, optional
-        The run's rounds in all, where they are known.
     """
 
     def __init__(
-        self,
-        protocol: Callable[[list[Matrix], State | None], Protocol],
-        options: Options,
-        identity: Mapping[str, Any],
-        initial: list[Matrix],
-        names: Iterable[str] = (),
-        *,
-        flags: Collection[str] = (),
-        labels: Collection[str] = (),
-        evaluation_config: Mapping[str, Scalar] | None = None,
-        check_evaluation: Callable[[Reply, list[Matrix]], None] = accept_evaluation,
-        privacy: Promised | None = None,
-        rounds: int | None = None,
+        self, strategy: ProtocolStrategy, initial: list[Matrix], names: Iterable[str] = ()
     ) -> None:
-        self.options = options
-        self._privacy, self._rounds = privacy, rounds
-        self._check_evaluation = check_evaluation
-        self._evaluation_config = dict(evaluation_config or {})
-        self._flags, self._labels = flags, labels
-        kept = options.checkpoint_dir is not None
-        identity = canonical_identity(identity, strict=kept)
+        self.options = options = strategy.options
+        self._strategy, self._privacy = strategy, strategy.privacy
+        #: What makes two runs the same run; a checkpoint of another one is refused.
+        self._identity = canonical_identity(
+            {
+                "protocol": type(strategy).__name__,
+                "settings": strategy.settings(),
+                "seed": options.seed,
+                "fraction_train": options.fraction_train,
+            },
+            strict=options.checkpoint_dir is not None,
+        )
         digests = canonical_identity({"": initial}, strict=False)[""] if initial else []
         #: What the run has come to, as a checkpoint holds it.
         self.run = Run(digests, list(names), initial)
         self._checkpoints: Checkpoints | None = None
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
-        self._clients_evaluate = privacy is None
+        self._clients_evaluate = self._privacy is None
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
-        self._request: Request | None = None
+        #: Which node is which client.
+        self.roster: Roster[Any] = Roster(options.clients_by_node)
+        #: What the protocol asks next; None if it is over.
+        self.request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
         if options.checkpoint_dir is not None:
             folder, resume = options.checkpoint_dir, options.resume
-            self._checkpoints = Checkpoints(folder, identity, resume=resume)
-        self._events = EventLog(options.events)
-        self._identity, self._observers = identity, Observers(options.on_round)
+            self._checkpoints = Checkpoints(folder, self._identity, resume=resume)
+        self._events, self._observers = EventLog(options.events), Observers(options.on_round)
         if self._checkpoints is not None and options.resume:
             self._resumed = self._checkpoints.load(self.run)
         # The checkpoint has the result: no generator is needed, and no client is asked.
         if self.run.finished:
             return
-        space = None if privacy is None else privacy.basis
-        if space is not None:
-            initial = [space.project(array) for array in initial]
-        self._steps = protocol(initial, None if self._resumed is None else self.run.state)
+        if self._space is not None:
+            initial = [self._space.project(array) for array in initial]
+        state = None if self._resumed is None else self.run.state
+        self._steps = strategy.protocol(initial, state)
         if not hasattr(self._steps, "send"):
             raise ValueError(
                 f"protocol must be a generator, with yield Request(...), got {self._steps!r}."
@@ -163,28 +132,22 @@ class Conversation:
                 self._finish(end.value)
 
     @property
-    def request(self) -> Request | None:
-        """What the protocol asks next; None if it is over."""
-        return self._request
-
-    @property
-    def finished(self) -> bool:
-        """Whether the protocol is over: ``model`` is what it returned."""
-        return self.run.finished
+    def _space(self) -> Any:
+        """Where the model is learned, if not where the samples are."""
+        return None if self._privacy is None else self._privacy.basis
 
     # Events --------------------------------------------------------------------------------
 
-    def begin(self, rounds: int | None) -> None:
-        """Note that the run begins or goes on; ``rounds`` of it in all, None where not known."""
-        options, identity = self.options, self._identity
-        name, least = identity.get("protocol"), options.min_clients
+    def begin(self) -> None:
+        """Note that the run begins or goes on."""
+        options, name, rounds = self.options, self._identity["protocol"], self._strategy.num_rounds
         self._events.write(
             "begin",
             protocol=name,
             seed=options.seed,
             rounds=rounds,
             done=self.run.done,
-            min_clients=least,
+            min_clients=options.min_clients,
         )
         if self._privacy is not None:
             log(
@@ -192,7 +155,7 @@ class Conversation:
                 "privacy: replies are sums with noise alone; the clients' evaluations, metrics and "
                 "numbers of examples are switched off.",
             )
-        own = {"strategy": name, **identity.get("settings", {}), "num_rounds": rounds}
+        own = {"strategy": name, **self._identity["settings"], "num_rounds": rounds}
         direct = ("seed", "min_clients", "num_clients", "fraction_train", "fraction_evaluate")
         self._observers.begin({**own, **{each: getattr(options, each) for each in direct}})
 
@@ -223,34 +186,31 @@ class Conversation:
     @property
     def limits(self) -> Limits:
         """What a reply to the last plan may be, decided before its arrays are read."""
-        most = None if self._request is None else self._request.most
+        most = None if self.request is None else self.request.most
         largest = self.options.max_magnitude
         # What float32 cannot hold would be infinite in the model, and in every later round.
         if any(array.dtype == np.float32 for array in self.run.model):
             largest = min(largest, _SINGLE)
         return Limits(self.options.max_reply_bytes, most, largest)
 
-    def plan(
-        self, round_: int, partitions: Collection[int], roster: Roster[Any] | None = None
-    ) -> Plan | None:
+    def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
-        if self._request is None or round_ <= self.run.done:
+        if self.request is None or round_ <= self.run.done:
             return None
-        channel = self._request.secure
+        channel = self.request.secure
         if channel is not None and channel.ended:
             log(WARNING, "The run ends after round %d: %s.", self.run.done, channel.ended)
-            self._request = None
+            self.request = None
             return None
         if len(partitions) < self.options.min_clients:
             raise TooFewReplies(
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}"
-                + ("" if roster is None else why_absent(roster))
-                + "."
+                f"{self.roster.absence()}."
             )
         # Drawn by the round, not by a generator that lives on: a resumed run asks the same clients.
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
-        request, own, same = self._request, self._request.own, list(self._request.arrays)
+        request, own, same = self.request, self.request.own, list(self.request.arrays)
         arrays = dict.fromkeys(chosen, same)
         if own is not None:
             # The first thing that a state from another program would break.
@@ -260,11 +220,7 @@ class Conversation:
         return self._plan(round_, arrays, request.step, {**request.config, **secure})
 
     def conclude(
-        self,
-        round_: int,
-        replies: Mapping[int, Reply],
-        lost: Mapping[int, Lost],
-        roster: Roster[Any],
+        self, round_: int, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport:
         """Check the replies to the last plan, move the protocol on, and save the new state.
 
@@ -276,24 +232,22 @@ class Conversation:
             Readable replies by partition.
         lost : mapping of int to Lost
             Who has no readable reply, and why, by partition.
-        roster : Roster
-            For the clients' names.
 
         Raises
         ------
         TooFewReplies
             If fewer than ``min_clients`` good replies remain.
         """
-        request = self._request
+        request = self.request
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
-        good, bad = _checked(request, replies)
+        good, bad = _checked(partial(_check, request), replies)
         bad = {**lost, **bad}
         if request.max_weight is not None:
-            self._cap(good, request.max_weight, round_, request.step, roster)
-        self._log_lost(round_, request.step, bad, roster)
+            self._cap(good, request.max_weight, round_, request.step)
+        self._log_lost(round_, request.step, bad)
         if len(good) < self.options.min_clients:
-            report = self._report(round_, request.step, good, bad, roster)
+            report = self._report(round_, request.step, good, bad)
             self._tell(report)
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
@@ -302,7 +256,7 @@ class Conversation:
                 + "."
             )
         # One thread: sums in another order would give other bits on a machine with more cores.
-        self._warn_of_lost_state(good, roster)
+        self._warn_of_lost_state(good)
         with one_blas_thread(), self._going_on():
             try:
                 replies = self._with_absent(request, round_, good)
@@ -313,14 +267,14 @@ class Conversation:
                 self._finish(end.value)
         self._resumed = None
         unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
-        self._log_lost(round_, request.step, unlike, roster)
+        self._log_lost(round_, request.step, unlike)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
         for partition in unlike:
             self.run.last.pop(partition, None)
         # A client that is back is named again when it is lost the next time.
         for partition in kept:
-            self._logged.discard((roster.label(partition), False))
-        report = self._report(round_, request.step, kept, bad | unlike, roster)
+            self._logged.discard((self.roster.label(partition), False))
+        report = self._report(round_, request.step, kept, bad | unlike)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
         self.run.done = round_
@@ -337,14 +291,14 @@ class Conversation:
             for p, (step, when, reply) in self.run.last.items()
             if p not in good and step == request.step and when >= round_ - request.remember
         }
-        recalled, _ = _checked(request, absent)
+        recalled, _ = _checked(partial(_check, request), absent)
         new = {p: (request.step, round_, reply) for p, reply in good.items()}
         self.run.last = {p: self.run.last[p] for p in recalled} | new
         replies = good.sharing(dict(sorted({**recalled, **good}.items())))
         replies.note(REMEMBERED, dict.fromkeys(recalled, 1.0))
         return replies
 
-    def _cap(self, good: Replies, most: float, round_: int, step: str, roster: Roster[Any]) -> None:
+    def _cap(self, good: Replies, most: float, round_: int, step: str) -> None:
         """Have no reply count for more than ``most`` times the median number of examples."""
         numbers = [reply.num_examples for reply in good.values()]
         bound = int(min(most * np.median(numbers), 2**53)) if numbers else 0
@@ -355,13 +309,13 @@ class Conversation:
                 WARNING,
                 "Round %d (%s): %s counts for %d examples, as more than %g times the median is not "
                 "believed (Request.max_weight).",
-                *(round_, step, roster.label(partition), bound, most),
+                *(round_, step, self.roster.label(partition), bound, most),
             )
         good.note(CAPPED, {p: 1 - bound / reply.num_examples for p, reply in above.items()})
 
-    def _warn_of_lost_state(self, good: Mapping[int, Reply], roster: Roster[Any]) -> None:
+    def _warn_of_lost_state(self, good: Mapping[int, Reply]) -> None:
         """Warn of clients that took part before and have lost their private state since."""
-        if ANEW not in self._flags:  # where clients are anybody's, it is a metric of their own
+        if ANEW not in self._strategy.flags:  # of anybody's clients it is a metric of their own
             return
         anew = {partition for partition, reply in good.items() if reply.metrics.get(ANEW)}
         before: set[int] = set()
@@ -374,9 +328,9 @@ class Conversation:
                 WARNING,
                 "The private state of %s was lost and is made anew, so the results differ from "
                 "those of a run without that loss. To keep it on disk, give every client a "
-                '"state-dir" in its node config (InProcessGrid(..., node_config=lambda partition: '
-                '{"state-dir": FOLDER})) or in the run config.',
-                ", ".join(map(roster.label, sorted(anew & before))),
+                '"state-dir" in its node config or in the run config, or make the grid '
+                "InProcessGrid(..., state_dir=FOLDER).",
+                ", ".join(map(self.roster.label, sorted(anew & before))),
             )
 
     # Evaluation ----------------------------------------------------------------------------
@@ -397,15 +351,11 @@ class Conversation:
         steps = (report.step for report in reversed(self.run.history) if report.step != EVALUATE)
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
-        config = {**config, **after, **self._evaluation_config}
+        config = {**config, **after, **self._strategy.evaluation_config}
         return self._plan(round_, dict.fromkeys(chosen, self.run.model), EVALUATE, config)
 
     def conclude_evaluation(
-        self,
-        round_: int,
-        replies: Mapping[int, Reply],
-        lost: Mapping[int, Lost],
-        roster: Roster[Any],
+        self, round_: int, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport | None:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
         if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
@@ -416,18 +366,13 @@ class Conversation:
                 "fraction_evaluate=0 it asks for none.",
             )
             return None
-        good, lost = dict(replies), dict(lost)
-        for partition, reply in replies.items():
-            try:
-                self._check_evaluation(reply, self.run.model)
-            except ValueError as error:
-                lost[partition] = Lost(REFUSED, brief(str(error)))
-                del good[partition]
-        replies = good
-        self._warn_of_lost_state(replies, roster)
-        self._log_lost(round_, EVALUATE, lost, roster)
-        self._logged -= {(roster.label(partition), True) for partition in replies}
-        report = self._report(round_, EVALUATE, replies, lost, roster)
+        model, check = self.run.model, self._strategy.check_evaluation
+        replies, bad = _checked(lambda reply: check(reply, model), replies)
+        lost = {**lost, **bad}
+        self._warn_of_lost_state(replies)
+        self._log_lost(round_, EVALUATE, lost)
+        self._logged -= {(self.roster.label(partition), True) for partition in replies}
+        report = self._report(round_, EVALUATE, replies, lost)
         self.run.evaluated = round_
         self._remember(report)
         return report
@@ -470,20 +415,20 @@ class Conversation:
         asked = check_request(request)
         if asked.secure is not None:
             least = self.options.min_clients
-            channel = asked.secure.begin(self.run.kept, self._rounds, least, self.save)
+            channel = asked.secure.begin(self.run.kept, self._strategy.num_rounds, least, self.save)
             asked = asked._replace(secure=channel)
         elif self._privacy is not None:
             raise ValueError(
                 "initial_arrays must be given with privacy, public or random ones, so that every "
                 f"reply is a part of a sum, got none, and a step {asked.step!r} whose is not."
             )
-        self._request = asked
+        self.request = asked
         self.run.model = self._lifted(asked.arrays if asked.model is None else asked.model)
         self.run.state = asked.state
 
     def _lifted(self, model: Sequence[Matrix]) -> list[Matrix]:
         """Return a model as evaluations and the result see it."""
-        space = None if self._privacy is None else self._privacy.basis
+        space = self._space
         return list(model) if space is None else [space.lift(array) for array in model]
 
     @contextmanager
@@ -506,32 +451,26 @@ class Conversation:
                 "protocol must end with `return [arrays]`, its final model, got its end without "
                 "one."
             )
-        self._request = None
+        self.request = None
         self.run.model = self._lifted(check_arrays("what protocol returns", model))
         self.run.state, self.run.finished = {}, True
 
     def _report(
-        self,
-        round_: int,
-        step: str,
-        good: Mapping[int, Reply],
-        lost: Mapping[int, Lost],
-        roster: Roster[Any],
+        self, round_: int, step: str, good: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport:
         """Return the report of an exchange."""
-        self.run.names |= {partition: roster.called(partition) for partition in roster.names}
-        dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
-        dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}
-        aggregate = summarized(good, self._flags, self._labels)
+        self.run.names |= {p: self.roster.called(p) for p in self.roster.names}
+        dropped = {self.roster.label(p): why.reason for p, why in sorted(lost.items())}
+        dropped |= {f"node {node}": why for node, why in self.roster.unanswered.items()}
+        metrics = {p: {NUM_EXAMPLES: r.num_examples, **r.metrics} for p, r in good.items()}
+        aggregate = summarized(metrics, self._strategy.flags, self._strategy.labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
         downs = [sum(array.size for array in self._asked[partition]) for partition in good]
         return RoundReport(
             round=round_,
             step=step,
-            metrics={
-                p: {NUM_EXAMPLES: reply.num_examples, **reply.metrics} for p, reply in good.items()
-            },
+            metrics=metrics,
             aggregate=aggregate,
             dropped=dropped,
             floats_down=float(np.mean(downs)) if downs else 0.0,
@@ -539,13 +478,11 @@ class Conversation:
             anomalies={partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
         )
 
-    def _log_lost(
-        self, round_: int, step: str, lost: Mapping[int, Lost], roster: Roster[Any]
-    ) -> None:
+    def _log_lost(self, round_: int, step: str, lost: Mapping[int, Lost]) -> None:
         """Log who was left out, once until it is back; those with one reason in one line."""
         new: dict[str, list[str]] = {}
         for partition, (_, reason, _) in sorted(lost.items()):
-            label = roster.label(partition)
+            label = self.roster.label(partition)
             if (label, step == EVALUATE) not in self._logged:
                 self._logged.add((label, step == EVALUATE))
                 new.setdefault(reason, []).append(label)
@@ -584,25 +521,30 @@ class Conversation:
 
     def _where_saved(self) -> str:
         """Return the clause that says where the last good state is."""
-        if self._checkpoints is None:
-            return "nothing is saved, since there is no checkpoint_dir"
-        if not self.run.done:
-            return "nothing is saved, since no round has finished"
+        if self._checkpoints is None or not self.run.done:
+            return "nothing is saved"
         return f"the state after round {self.run.done} is saved in {self.options.checkpoint_dir}"
 
 
-def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, dict[int, Lost]]:
-    """Return the replies that pass the request's check, and why the others do not."""
+def _check(request: Request, reply: Reply) -> object:
+    """Raise an error unless a reply has what is asked for; return what its own check does."""
+    for name in request.metrics:
+        if name not in reply.metrics:
+            raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
+    if request.combine is not None:
+        request.combine.check(reply)
+    returned: object = request.check(reply)
+    return returned
+
+
+def _checked(
+    check: Callable[[Reply], object], replies: Mapping[int, Reply]
+) -> tuple[Replies, dict[int, Lost]]:
+    """Return the replies that pass a check, and why the others do not."""
     good, bad = Replies(), {}
     for partition in sorted(replies):
-        reply = replies[partition]
         try:
-            for name in request.metrics:
-                if name not in reply.metrics:
-                    raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
-            if request.combine is not None:
-                request.combine.check(reply)
-            returned = request.check(reply)
+            returned = check(replies[partition])
         except ValueError as error:
             bad[partition] = Lost(REFUSED, brief(str(error)))
             continue
@@ -614,17 +556,5 @@ def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, d
                 "Request.check must raise a ValueError for a wrong reply, and return nothing, "
                 f"got {returned!r}."
             )
-        good[partition] = reply
+        good[partition] = replies[partition]
     return good, bad
-
-
-def why_absent(roster: Roster[Any]) -> str:
-    """Return the clause that says why nodes take no part, and what to do; empty if all do."""
-    strangers = roster.strangers
-    remedy = _REMEDY if any(map(_asks_who, strangers.values())) else ""
-    return first_reason({f"node {node}": why for node, why in strangers.items()}) + remedy
-
-
-def _asks_who(why: str) -> bool:
-    """Whether this is why a node took no part: its app does not answer who it is."""
-    return any(word in why for word in ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}"))

@@ -147,7 +147,8 @@ class _Bar(Show):
         """Draw the bar, or note what a line will say."""
         self._round = report.round
         self._found.pop("replies", None)
-        self._found.update(_first_metric(report.aggregate))
+        for name, value in list(report.aggregate.items())[:1]:  # the loss or error of the step
+            self._found[name] = f"{value:.4g}"
         if report.dropped:
             self._found["left out"] = str(len(report.dropped))
         if self._bar is not None:
@@ -186,8 +187,3 @@ def _tqdm() -> ModuleType | None:
         return import_module("tqdm.auto")
     except ImportError:
         return None
-
-
-def _first_metric(aggregate: Mapping[str, float]) -> dict[str, str]:
-    """Return a report's first metric, which is the loss or error of its step."""
-    return {name: f"{value:.4g}" for name, value in list(aggregate.items())[:1]}

@@ -352,16 +352,12 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             count += len(value) - 1
     if count > _MOST_METRICS:
         raise ValueError(f"metrics must hold at most {_MOST_METRICS} numbers, got {count}")
-    check_names("metrics", metrics)
-
-
-def check_names(what: str, names: Iterable[str]) -> None:
-    """Raise a ValueError if a name from a client is too long, or not printable."""
-    _check_names(what, tuple(names))
+    check_names("metrics", tuple(metrics))
 
 
 @lru_cache(maxsize=64)  # all clients of a round use the same names; what raises is not kept
-def _check_names(what: str, names: tuple[str, ...]) -> None:
+def check_names(what: str, names: tuple[str, ...]) -> None:
+    """Raise a ValueError if a name from a client is too long, or not printable."""
     for name in names:
         if len(name) > _LONGEST_NAME:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import brief_repr, check_kind
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.protocol.records import Reply
+from flwr_perdl.protocol.records import NUM_EXAMPLES
 
 
 class RoundReport(NamedTuple):
@@ -108,28 +108,28 @@ def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]
 
 
 def summarized(
-    replies: Mapping[int, Reply], flags: Collection[str] = (), labels: Collection[str] = ()
+    metrics: Mapping[int, Mapping[str, float]],
+    flags: Collection[str] = (),
+    labels: Collection[str] = (),
 ) -> dict[str, float]:
-    """Return each metric's mean over the replies that have it, weighted by their examples.
+    """Return each metric's mean over the clients that have it, weighted by their examples.
 
     Of a flag, the number of clients where it is not zero instead; of a label, under
     ``"NAME_LABEL"``, the number of clients with each. A name that ends with ``*`` stands for all
     that begin so.
     """
-    names = {name: None for reply in replies.values() for name in reply.metrics}
+    names = dict.fromkeys(name for own in metrics.values() for name in own if name != NUM_EXAMPLES)
     prefixes = tuple(flag.removesuffix("*") for flag in flags if flag.endswith("*"))
     found: dict[str, float] = {}
     for name in names:
-        having = [reply for reply in replies.values() if name in reply.metrics]
-        values = [reply.metrics[name] for reply in having]
+        having = [(own[name], own[NUM_EXAMPLES]) for own in metrics.values() if name in own]
         if name in flags or name.startswith(prefixes):
-            found[name] = float(sum(value != 0 for value in values))
+            found[name] = float(sum(value != 0 for value, _ in having))
         elif name in labels:
-            sizes = Counter(values)
+            sizes = Counter(value for value, _ in having)
             found |= {f"{name}_{label:.15g}": float(sizes[label]) for label in sorted(sizes)}
         else:
-            total = sum(reply.num_examples for reply in having)
-            found[name] = sum(reply.num_examples * reply.metrics[name] for reply in having) / total
+            found[name] = sum(n * value for value, n in having) / sum(n for _, n in having)
     return found
 
 

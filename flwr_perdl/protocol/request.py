@@ -34,6 +34,7 @@ from flwr_perdl.core.checks import (
     brief_repr,
     check_count,
     check_kind,
+    check_list,
     check_real,
     plain,
 )
@@ -212,24 +213,12 @@ class Channel(typing.Protocol):
         ...
 
 
-class Space(typing.Protocol):
-    """Where a model is learned, if not where the samples are."""
-
-    def project(self, X: Matrix) -> Matrix:
-        """Return rows in this space."""
-        ...
-
-    def lift(self, atoms: Matrix) -> Matrix:
-        """Return rows of this space as rows of the samples' own."""
-        ...
-
-
 class Promised(typing.Protocol):
     """What a run promises of privacy: all requests are then such that a channel keeps it."""
 
     @property
-    def basis(self) -> Space | None:
-        """Where the model is learned; None: where the samples are."""
+    def basis(self) -> Any:
+        """The space where the model is learned (`PublicBasis`); None: where the samples are."""
         ...
 
 
@@ -298,17 +287,15 @@ Protocol = Generator[Request, Replies, list[Matrix]]
 
 
 def check_request(request: object) -> Request:
-    """Return what a protocol yielded, or raise a ValueError that says what is wrong with it."""
+    """Return what a protocol yielded, or raise an error that says what is wrong with it."""
     if not isinstance(request, Request):
-        raise ValueError(f"protocol must yield a Request, got {brief_repr(request)}.")
-    if not isinstance(request.step, str) or not request.step:
-        raise ValueError(f"Request.step must be a name, got {brief_repr(request.step)}.")
+        raise TypeError(f"protocol must yield a Request, got {brief_repr(request)}.")
+    if not check_kind("Request.step", request.step, str, "a name"):
+        raise ValueError("Request.step must be a name, got an empty one.")
     check_arrays("Request.arrays", request.arrays)
     if request.model is not None:
         check_arrays("Request.model", request.model)
-    if not isinstance(request.config, Mapping):
-        raise ValueError(f"Request.config must be a mapping, got {brief_repr(request.config)}.")
-    for name, value in request.config.items():
+    for name, value in check_kind("Request.config", request.config, Mapping, "a mapping").items():
         if not isinstance(name, str) or not isinstance(plain(value), Scalar):
             raise ValueError(
                 "Request.config must have names with numbers, texts or bytes, got "
@@ -316,8 +303,8 @@ def check_request(request: object) -> Request:
             )
     if request.state is not None:
         _check_state(request.state)
-    if isinstance(request.metrics, str) or not all(isinstance(m, str) for m in request.metrics):
-        raise ValueError(f"Request.metrics must be a list of names, got {request.metrics!r}.")
+    for name in check_list("Request.metrics", request.metrics):
+        check_kind("Request.metrics", name, str, "a list of names")
     if request.max_weight is not None:
         check_real("Request.max_weight", request.max_weight, 1)
     check_count("Request.remember", request.remember)
@@ -331,28 +318,20 @@ def check_request(request: object) -> Request:
 def check_arrays(name: str, arrays: object) -> list[Matrix]:
     """Return a list of arrays as such, or raise a ValueError that says what is wrong with it."""
     if isinstance(arrays, np.ndarray):
-        raise ValueError(
-            f"{name} must be a list of arrays, got one array, of shape {arrays.shape}: write "
-            "[array]."
-        )
-    if not isinstance(arrays, Sequence) or isinstance(arrays, str | bytes):
-        raise ValueError(f"{name} must be a list of arrays, got {brief_repr(arrays)}.")
-    for position, array in enumerate(arrays):
+        raise ValueError(f"{name} must be a list of arrays, got one array: write [array].")
+    given = list(check_list(name, arrays))
+    for array in given:
         if not isinstance(array, np.ndarray) or array.dtype.hasobject:
             raise ValueError(
-                f"{name} must be a list of arrays of numbers, got {brief_repr(array)} at position "
-                f"{position}."
+                f"{name} must be a list of arrays of numbers, got {brief_repr(array)}."
             )
-    return list(arrays)
+    return given
 
 
 def _check_state(state: object) -> None:
-    """Raise a ValueError unless a checkpoint can hold this state."""
-    if not isinstance(state, Mapping):
-        raise ValueError(
-            f"Request.state must be a mapping of names to arrays, got {brief_repr(state)}."
-        )
-    for name, value in state.items():
+    """Raise an error unless a checkpoint can hold this state."""
+    wanted = "a mapping of names to arrays"
+    for name, value in check_kind("Request.state", state, Mapping, wanted).items():
         number = isinstance(value, Real | np.generic)
         array = isinstance(value, np.ndarray) and not value.dtype.hasobject
         if not isinstance(name, str) or not (number or array):

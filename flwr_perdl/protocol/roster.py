@@ -19,10 +19,16 @@ from flwr_perdl.protocol.records import (
     printable,
     read_partition,
 )
+from flwr_perdl.protocol.report import first_reason
 from flwr_perdl.protocol.request import TooFewReplies
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
+#: What a project can do whose nodes do not say who they are.
+_REMEDY = (
+    "; an app of flwr_perdl.clients.client_app says who a client is, as does one that answers in "
+    'its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
+)
 #: A name that could be taken for the number of another client.
 _NUMBERED = re.compile(r"\d+( \(.*\))?")
 
@@ -141,6 +147,11 @@ class Roster(Generic[Node]):
                 )
         return dict(sorted(holders.items()))
 
+    def absence(self) -> str:
+        """Return the clause that says why nodes take no part, and what to do; empty if all do."""
+        reasons = {f"node {node}": why for node, why in self.strangers.items()}
+        return first_reason(reasons) + (_REMEDY if self._silent else "")
+
     def _admits(self, node: Node) -> bool:
         """Whether a node may take part; why not is logged once."""
         if self.allowed is None or node in self.allowed:
@@ -208,14 +219,8 @@ def settle(
     deadline = time.monotonic() + options.node_timeout
     seen, same = count(), 0
     if not fixed:
-        patience = f"at most {options.node_timeout:g} s"
-        log(
-            INFO,
-            "Waiting for clients to register: %d so far, %d needed, %s.",
-            seen,
-            wanted,
-            patience,
-        )
+        text = "Waiting for clients to register: %d so far, %d needed, at most %g s."
+        log(INFO, text, seen, wanted, options.node_timeout)
     # Without a number to wait for, a run begins when no client has come for a while.
     while time.monotonic() < deadline and not (fixed and seen < wanted):
         if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):

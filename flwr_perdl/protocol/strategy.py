@@ -6,7 +6,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from logging import INFO, WARNING
 from typing import Any, ClassVar, TypeVar, Unpack
@@ -16,10 +15,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl.core.checks import Matrix, check_count, check_kind, check_real
+from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation, Plan, why_absent
+from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.options import (
     Options,
     ServerOptions,
@@ -125,13 +124,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         refuse_unknown(type(self).__name__, options, known, inside)
         self._options = Options.of(options)
         self._conversation: Conversation | None = None
-        self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
         #: A secure round's replies, as `read_replies` returns those of other rounds.
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
-        #: Communication rounds of the run; None: not known.
         self._num_rounds: int | None = None
         self._evaluate_config: ConfigRecord | None = None
         self._show = Show()
@@ -165,6 +162,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         return self._options
 
     @property
+    def num_rounds(self) -> int | None:
+        """Communication rounds of the run; None: not known."""
+        return self._num_rounds
+
+    @property
     def history(self) -> list[RoundReport]:
         """What happened so far: one report per training round and per evaluation."""
         return History() if self._conversation is None else self._conversation.run.history
@@ -175,10 +177,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
         Where several have one name, the number is before it.
         """
-        before = {} if self._conversation is None else self._conversation.run.names
-        return dict(
-            sorted({**before, **{p: self._roster.called(p) for p in self._roster.names}}.items())
-        )
+        if self._conversation is None:
+            return {}
+        run, roster = self._conversation.run, self._conversation.roster
+        return dict(sorted({**run.names, **{p: roster.called(p) for p in roster.names}}.items()))
 
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options by name."""
@@ -186,26 +188,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run (or take it up from its checkpoint) and return its conversation."""
-        identity = {
-            "protocol": type(self).__name__,
-            "settings": self.settings(),
-            "seed": self._options.seed,
-            "fraction_train": self._options.fraction_train,
-        }
-        self._roster, self._returned = Roster(self._options.clients_by_node), None
-        self._conversation = Conversation(
-            self.protocol,
-            self._options,
-            identity,
-            initial,
-            names,
-            flags=self.flags,
-            labels=self.labels,
-            evaluation_config=self.evaluation_config,
-            check_evaluation=self.check_evaluation,
-            privacy=self.privacy,
-            rounds=self._num_rounds,
-        )
+        self._returned = None
+        self._conversation = Conversation(self, initial, names)
         return self._conversation
 
     # Flower's interface --------------------------------------------------------------------
@@ -286,7 +270,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 f"resume has done, got {rounds}."
             )
         # From here on whatever ends the run is written to its events, also an interrupt.
-        conversation.begin(rounds)
+        conversation.begin()
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
             with poll_faster(grid), shown(mode, type(self).__name__, rounds) as self._show:
@@ -370,7 +354,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             log(INFO, "configure_train: this round was finished before; nobody is asked again")
             return []
         nodes = self._present(grid)
-        plan = conversation.plan(server_round, list(nodes), self._roster)
+        plan = conversation.plan(server_round, list(nodes))
         if plan is None:
             return []
         self._log_asked("configure_train", plan, nodes, grid)
@@ -393,13 +377,12 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            names = conversation.run.array_names
-            read = partial(read_reply, limits=conversation.limits, names=names)
-            good, lost = self._gathered or read_replies(self._sent, replies, read)
-            _log_received("aggregate_train", good, lost)
-            report: RoundReport | None = conversation.conclude(
-                server_round, good, lost, self._roster
+            limits, names = conversation.limits, conversation.run.array_names
+            good, lost = self._gathered or read_replies(
+                self._sent, replies, lambda reply: read_reply(reply.content, limits, names=names)
             )
+            _log_received("aggregate_train", good, lost)
+            report: RoundReport | None = conversation.conclude(server_round, good, lost)
         else:
             report = conversation.past(server_round, evaluation=False)
         if report is None:
@@ -428,10 +411,14 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Return the means (of flags and labels, the counts) of the clients' evaluation metrics."""
         conversation = self._running()
         if self._sent is not None:
-            read = partial(read_reply, with_arrays=False, limits=conversation.limits)
-            good, lost = read_replies(self._sent, replies, read)
+            limits = conversation.limits
+            good, lost = read_replies(
+                self._sent,
+                replies,
+                lambda reply: read_reply(reply.content, limits, with_arrays=False),
+            )
             _log_received("aggregate_evaluate", good, lost)
-            report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
+            report = conversation.conclude_evaluation(server_round, good, lost)
         else:
             report = conversation.past(server_round, evaluation=True)
         if report is None:
@@ -465,26 +452,20 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients' node ids by partition; new nodes are asked who they are."""
-        first = not self._roster.names
+        roster: Roster[int] = self._running().roster
+        first = not roster.names
         if first:
             await_nodes(grid, self._options)
         ids = sorted(grid.get_node_ids())
-        lost = self._ask_who(grid, self._roster.unknown(ids), "new")
-        self._ask_who(grid, self._roster.contested(ids), "known")
-        present, wanted = self._roster.present(ids), self._options.num_clients or 0
+        lost = self._ask_who(grid, roster.unknown(ids), "new")
+        self._ask_who(grid, roster.contested(ids), "known")
+        present, wanted = roster.present(ids), self._options.num_clients or 0
         if first and lost and len(present) < wanted and not self._options.allow_fewer:
             begin = "; with ServerSettings(allow_fewer=True) the run begins without the others"
             raise TooFewReplies(
                 f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
                 f"{begin if len(present) >= self._options.min_clients else ''}"
-                f"{why_absent(self._roster)}."
-            )
-        if first and self._options.min_clients <= len(present) < wanted <= len(ids):
-            log(  # no error: a node that claims another one's place could stop every run
-                WARNING,
-                "%d nodes are only %d clients, fewer than num_clients=%d: the run begins without "
-                "the others.",
-                *(len(ids), len(present), wanted),
+                f"{roster.absence()}."
             )
         return present
 
@@ -492,12 +473,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Ask nodes who they are, note their answers, and return why others have none."""
         if not nodes:
             return {}
+        roster: Roster[int] = self._running().roster
         questions = [
             (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
             for node in nodes
         ]
         patience = self._timeout  # None: as long as it takes
-        if self._roster.names:  # who has not answered before is not waited for as long again
+        if roster.names:  # who has not answered before is not waited for as long again
             patience = self._options.node_timeout
         elif patience is not None:  # workers may yet be starting
             patience = max(patience, self._options.node_timeout)
@@ -509,24 +491,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             try:
                 if node in lost:
                     raise ValueError(lost[node].reason)
-                self._roster.enrol(node, answers[node])
+                roster.enrol(node, answers[node])
             except ValueError as error:
-                self._roster.refuse(node, str(error))
+                roster.refuse(node, str(error))
         return lost
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
         step = "" if phase == "configure_evaluate" else f" for step {plan.config[STEP]!r}"
         wait = "" if _fixed(grid) else f"; waiting for their replies, {_within(self._timeout)}"
-        log(
-            INFO,
-            "%s: Sampled %d nodes (out of %d)%s%s",
-            phase,
-            len(plan.arrays),
-            len(nodes),
-            step,
-            wait,
-        )
+        sampled, all_of_them = len(plan.arrays), len(nodes)
+        log(INFO, "%s: Sampled %d nodes (out of %d)%s%s", phase, sampled, all_of_them, step, wait)
 
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
@@ -561,8 +536,7 @@ def _check_start(
     for name, given in zip(("train_config", "evaluate_config"), configs, strict=True):
         check_kind(name, given, (ConfigRecord, type(None)), "a ConfigRecord or None")
     for name, function in zip(("evaluate_fn", "should_stop"), functions, strict=True):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function or None, got {function!r}.")
+        check_function(name, function)
     return check_verbose(verbose, local=_fixed(grid))
 
 
@@ -611,7 +585,7 @@ def _within(seconds: float | None) -> str:
 
 
 def read_replies(
-    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[RecordDict], T]
+    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[Message], T]
 ) -> tuple[dict[int, T], dict[int, Lost]]:
     """Read the replies: return them by who was asked, and why others have no good reply.
 
@@ -639,7 +613,7 @@ def read_replies(
             lost[who] = Lost(FAILED, why, answers[who].error.code)
             continue
         try:
-            good[who] = read(answers[who].content)
+            good[who] = read(answers[who])
         except Exception as error:
             lost[who] = Lost(REFUSED, brief(str(error)))
     return good, lost
@@ -650,9 +624,9 @@ def _log_received(phase: str, good: Sized, lost: Sized) -> None:
     log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
 
 
-def _properties(answer: RecordDict) -> Mapping[str, Any]:
+def _properties(answer: Message) -> Mapping[str, Any]:
     """Return the properties that a node reports."""
-    record = answer.get(CONFIG)
+    record = answer.content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise ValueError(f"no ConfigRecord {CONFIG!r}")
     return record

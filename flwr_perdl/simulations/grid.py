@@ -24,7 +24,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_perdl.core.checks import Matrix, check_count, check_kind
-from flwr_perdl.core.files import together
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.core.threads import in_threads
 from flwr_perdl.protocol import compat
@@ -199,13 +198,12 @@ class InProcessGrid(ShownAsCalled, Grid):
                 asked.append((message, self._fault(message)))
             else:
                 log(WARNING, "There is no node %d: nobody answers.", node)
-        with together():
-            for done, ((message, _), reply) in enumerate(
-                zip(asked, self._call_each(asked), strict=True), start=1
-            ):
-                if reply is not None and not self._late():
-                    self._replies[message.metadata.message_id] = reply
-                self.on_reply(done, len(asked))
+        for done, ((message, _), reply) in enumerate(
+            zip(asked, self._call_each(asked), strict=True), start=1
+        ):
+            if reply is not None and not self._late():
+                self._replies[message.metadata.message_id] = reply
+            self.on_reply(done, len(asked))
         trained = any(one.metadata.message_type == MessageType.TRAIN for one in pushed)
         if self._states is not None and trained:
             self._states.save(list(self.contexts.values()))

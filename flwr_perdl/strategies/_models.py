@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from flwr_perdl.core.checks import (
     check_real,
     own_numbers,
 )
+from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.request import State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.regression.clustering import ROBUST
 
 TRAIN = "train"
@@ -149,13 +151,32 @@ class Yogi(Adam):
         return moved
 
 
-def check_optimizer(optimizer: Any) -> Momentum | Adam | None:
-    """Return the optimizer, or raise a TypeError."""
-    kinds = (Momentum, Adam, type(None))
-    found: Momentum | Adam | None = check_kind(
-        "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
-    )
-    return found
+class ModelStrategy(ProtocolStrategy):
+    """A strategy that averages models of any kind, and may take a step along the mean change."""
+
+    def __init__(
+        self,
+        optimizer: Momentum | Adam | None,
+        robust: str | bool,
+        **options: Unpack[ServerOptions],
+    ) -> None:
+        super().__init__(**options)
+        kinds = (Momentum, Adam, type(None))
+        self.optimizer: Momentum | Adam | None = check_kind(
+            "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
+        )
+        self.robust = check_robust(robust)
+
+    def moved(
+        self, model: Sequence[Matrix], means: Sequence[Matrix], state: State
+    ) -> tuple[list[Matrix], list[Matrix]]:
+        """Return the next model and the optimizer's memory."""
+        if self.optimizer is None:
+            return list(means), []
+        changes = [new - old for new, old in zip(means, model, strict=True)]
+        memory = unpacked(state, _MEMORY) or self.optimizer.begin(model)
+        moved, memory = self.optimizer.step(model, changes, memory)
+        return [np.asarray(array) for array in moved], [np.asarray(array) for array in memory]
 
 
 def check_robust(robust: Any) -> str:
@@ -164,33 +185,21 @@ def check_robust(robust: Any) -> str:
     return check_choice("robust", rule, ROBUST)
 
 
-def as_floats(array: Matrix) -> Matrix:
-    """Return an initial array as what can be averaged: counters and half floats are converted."""
-    other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
-    values = array.astype(np.float64) if other else array
-    return check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape)
+def as_floats(initial: Sequence[Matrix]) -> list[Matrix]:
+    """Return a model as what can be averaged: counters and half floats are converted."""
+    check_given(initial)
+    model = []
+    for array in initial:
+        other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
+        values = array.astype(np.float64) if other else array
+        model.append(check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape))
+    return model
 
 
 def check_given(initial: Sequence[Matrix]) -> None:
     """Reject an initial model without arrays."""
     if not initial:
         raise ValueError("initial_arrays must be the arrays of a model, got none.")
-
-
-def advanced(
-    optimizer: Momentum | Adam | None,
-    model: Sequence[Matrix],
-    combined: Sequence[Matrix],
-    state: State,
-) -> tuple[list[Matrix], list[Matrix]]:
-    """Return the next model and the optimizer's memory."""
-    means = list(combined)
-    if optimizer is None:
-        return means, []
-    changes = [new - old for new, old in zip(means, model, strict=True)]
-    memory = unpacked(state, _MEMORY) or optimizer.begin(model)
-    moved, memory = optimizer.step(model, changes, memory)
-    return [np.asarray(array) for array in moved], [np.asarray(array) for array in memory]
 
 
 def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:

@@ -30,19 +30,17 @@ from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.dictionary import aggregate_atoms, average_dictionaries, common_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
+from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies._dictionaries import (
+    DictionaryStrategy,
     alike,
-    check_max_atoms,
-    check_number_of_atoms,
     check_shape,
     given_atoms,
     is_orthogonal,
-    within_bounds,
 )
 
 STARTS = ("common", "own")
@@ -50,7 +48,7 @@ STARTS = ("common", "own")
 _PACKED = "the client's atoms, one per row, and a last row for its residuals, which may be zeros"
 
 
-class DictionaryAveraging(ProtocolStrategy):
+class DictionaryAveraging(DictionaryStrategy):
     """Learn one dictionary for all clients by averaging theirs, atom by atom, in every round.
 
     Round one asks for the clients' own dictionaries, every further one for updates of the
@@ -67,8 +65,6 @@ class DictionaryAveraging(ProtocolStrategy):
         Whether clients count by their numbers of samples.
     local_steps : int, default 1
         Iterations of the client's learner per round.
-    replace_unused : bool, default True
-        Whether atoms that no client uses are replaced.
     max_atoms : int, optional
         Maximum number of atoms in a client's first reply; by default ten times the median over the
         clients, and at most 4,096. A client with more is left out of round one and named.
@@ -121,27 +117,22 @@ class DictionaryAveraging(ProtocolStrategy):
         start_from: str = "common",
         weighted: bool = True,
         local_steps: int = 1,
-        replace_unused: bool = True,
         max_atoms: int | None = None,
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(max_atoms, **options)
         self.privacy, self._secure = privacy, check_privacy(privacy)
         self.start_from = check_choice("start_from", start_from, STARTS)
         self.weighted = check_flag("weighted", weighted)
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
-        self.replace_unused = check_flag("replace_unused", replace_unused)
-        self.max_atoms = check_max_atoms(max_atoms)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
         if state is None and initial:
             state = {"atoms": given_atoms(initial)}
         if state is None:
-            replies = yield Request(
-                AVERAGE, check=partial(_check_own, self.max_atoms), max_weight=None
-            )
+            replies = yield Request(AVERAGE, check=self._check_own, max_weight=None)
             state = self._first(replies)
             if self.start_from == "own":
                 return [state["atoms"]]
@@ -163,13 +154,12 @@ class DictionaryAveraging(ProtocolStrategy):
                 atoms,
                 weights=self._weights(replies),
                 orthogonal=_all_orthogonal(replies, atoms),
-                replace=self.replace_unused,
             )
             state = {"atoms": average}
 
     def _first(self, replies: Replies) -> State:
         """Return the dictionary that all go on with, or the naive average."""
-        replies = within_bounds(replies, self.max_atoms)
+        replies = self.within_bounds(replies)
         replies = alike(replies, lambda reply: reply.arrays[0].shape, "an array of shape {}".format)
         own = {partition: reply.arrays[0][:-1] for partition, reply in replies.items()}
         sizes = {partition: reply.num_examples for partition, reply in replies.items()}
@@ -186,22 +176,21 @@ class DictionaryAveraging(ProtocolStrategy):
             ).global_atoms
         return {"atoms": atoms}
 
+    def _check_own(self, reply: Reply) -> None:
+        """Accept one matrix of atoms of norm 1, withheld ones zero, and a last row."""
+        shapes = [array.shape for array in reply.arrays]
+        if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] < 2:
+            raise ValueError(f"wrong shape: one matrix is asked for, got {shapes}: {_PACKED}")
+        self.check_number_of_atoms(shapes[0][0] - 1)
+        norms = np.linalg.norm(reply.arrays[0][:-1], axis=1)
+        if not np.allclose(norms[norms > 0], 1, atol=1e-3):
+            raise ValueError(f"atoms must have norm 1 or be zero: {_PACKED}")
+
     def _weights(self, replies: Replies) -> Matrix | None:
         if not self.weighted:
             return None
-        return np.array([float(reply.num_examples) for reply in replies.values()])
+        return sizes_of(replies)
 
 
 def _all_orthogonal(replies: Replies, atoms: Matrix | None = None) -> bool:
     return all(is_orthogonal(reply, atoms) for reply in replies.values())
-
-
-def _check_own(max_atoms: int | None, reply: Reply) -> None:
-    """Accept one matrix of atoms of norm 1, withheld ones zero, and a last row."""
-    shapes = [array.shape for array in reply.arrays]
-    if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] < 2:
-        raise ValueError(f"wrong shape: one matrix is asked for, got {shapes}: {_PACKED}")
-    check_number_of_atoms(shapes[0][0] - 1, max_atoms)
-    norms = np.linalg.norm(reply.arrays[0][:-1], axis=1)
-    if not np.allclose(norms[norms > 0], 1, atol=1e-3):
-        raise ValueError(f"atoms must have norm 1 or be zero: {_PACKED}")

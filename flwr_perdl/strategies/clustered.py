@@ -75,21 +75,17 @@ from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.combine import Combine, check_group, check_shapes, joined, sizes_of, split
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
+from flwr_perdl.protocol.records import Reply, Scalar, scalars, to_record
 from flwr_perdl.protocol.report import summarized
-from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
+from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.clustering import average_updates
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
 from flwr_perdl.strategies._models import (
     Adam,
+    ModelStrategy,
     Momentum,
-    advanced,
     as_floats,
-    check_given,
-    check_optimizer,
-    check_robust,
     packed,
     unpacked,
 )
@@ -142,7 +138,7 @@ class Clusters(NamedTuple):
         return html.titled(f"{len(self.sizes)} clusters", html.metrics_table(rows))
 
 
-class ClusteredFedAvg(ProtocolStrategy):
+class ClusteredFedAvg(ModelStrategy):
     """Learn k models of any kind for clients of k kinds, without knowing who is of which kind.
 
     In every round each client receives the k models, takes the one with the least loss by its own
@@ -251,7 +247,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(optimizer, robust, **options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.privacy, self._secure = privacy, check_privacy(privacy)
         if privacy is not None and (self.k != 1 or robust):
@@ -270,8 +266,6 @@ class ClusteredFedAvg(ProtocolStrategy):
         self.proximal_mu = proximal_mu
         if proximal_mu is not None:
             self.proximal_mu = check_real("proximal_mu", proximal_mu, 0, LARGE)
-        self.optimizer = check_optimizer(optimizer)
-        self.robust = check_robust(robust)
         self.max_clusters = check_count("max_clusters", max_clusters, 2)
         alone = start in ("one-shot", "anchors")
         most = self.options.num_clients
@@ -306,18 +300,16 @@ class ClusteredFedAvg(ProtocolStrategy):
         stacks, names = ([], []) if run is None else (run.model, run.array_names)
         k = len(stacks[0]) if stacks else 0
         members: dict[int, int] = {}
-        last: dict[int, Reply] = {}
+        last: dict[int, dict[str, float]] = {}
         for report in self.history:
             assigned = {p: own for p, own in report.metrics.items() if CLUSTER in own}
             members |= {partition: int(own[CLUSTER]) for partition, own in assigned.items()}
-            if assigned:
-                last = {p: Reply([], int(own[NUM_EXAMPLES]), own) for p, own in assigned.items()}
-        groups = [{p: r for p, r in last.items() if members[p] == j} for j in range(k)]
+            last = assigned or last
         return Clusters(
             [to_record([stack[j] for stack in stacks], names) for j in range(k)],
             dict(sorted(members.items())),
             [list(members.values()).count(j) for j in range(k)],
-            [_means(group) for group in groups],
+            [means_of_cluster(last, j) for j in range(k)],
         )
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
@@ -380,29 +372,27 @@ class ClusteredFedAvg(ProtocolStrategy):
                 model=stacks,
                 most=sum(map(prod, combine.shapes)),
                 combine=combine,
-                secure=self._channel(stacks),
+                secure=sum_channel(
+                    self._secure,
+                    self.privacy,
+                    [np.asarray(stack[0]) for stack in stacks],
+                    of="changes",
+                    metrics={CLUSTER: 0.0},
+                ),
             )
             # An absent client keeps the cluster that it chose last, until the next choice.
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}
             now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
-            moved, memory = self._moved(stacks, replies, state)
+            moved, memory = self.moved(stacks, replies.combined, state)
+            self._keep_untrained(moved, stacks, replies)
             state = _state(moved, round_ + 1, now, memory)
 
-    def _channel(self, stacks: list[Matrix]) -> Channel | None:
-        """Return how the sum of the changes is gathered where the server gets no more."""
-        model, metrics = [np.asarray(stack[0]) for stack in stacks], {CLUSTER: 0.0}
-        return sum_channel(self._secure, self.privacy, model, of="changes", metrics=metrics)
-
-    def _moved(
-        self, stacks: list[Matrix], replies: Replies, state: State
-    ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next models, and the optimizer's memory."""
-        moved, memory = advanced(self.optimizer, stacks, replies.combined, state)
+    def _keep_untrained(self, moved: list[Matrix], stacks: list[Matrix], replies: Replies) -> None:
+        """Put models that nobody trained back to where they were: the memory moves them, too."""
         trained = {int(reply.metrics[CLUSTER]) for reply in replies.values()}
         idle = [j for j in range(len(stacks[0])) if j not in trained and not self.temperature]
         for new, old in zip(moved, stacks, strict=True):
-            new[idle] = old[idle]  # which the memory would move
-        return moved, memory
+            new[idle] = old[idle]
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
@@ -415,8 +405,7 @@ class ClusteredFedAvg(ProtocolStrategy):
 
     def _checked(self, initial: list[Matrix]) -> list[Matrix]:
         """Return the initial arrays: one model, or k of them, stacked."""
-        check_given(initial)
-        model = [as_floats(array) for array in initial]
+        model = as_floats(initial)
         if self.start_from == "given":
             for array in model:
                 if not array.ndim or len(array) != self.k:
@@ -494,16 +483,18 @@ class ClusteredFedAvg(ProtocolStrategy):
         return [stack[groups] for stack in stacks]
 
 
+def means_of_cluster(metrics: Mapping[int, Mapping[str, float]], number: int) -> dict[str, float]:
+    """Return the means of the other metrics over the clients that name this cluster."""
+    means = summarized({p: own for p, own in metrics.items() if own.get(CLUSTER) == number})
+    means.pop(CLUSTER, None)
+    return means
+
+
 def _sent_to(
     known: Mapping[int, list[Matrix]], everything: list[Matrix], partition: int
 ) -> list[Matrix]:
     """Return what a client receives between choices: its own cluster's model, where it has one."""
     return known.get(partition, everything)
-
-
-def _means(group: Mapping[int, Reply]) -> dict[str, float]:
-    means = summarized(group)
-    return {name: x for name, x in means.items() if name not in (CLUSTER, NUM_EXAMPLES)}
 
 
 # States -------------------------------------------------------------------------------------

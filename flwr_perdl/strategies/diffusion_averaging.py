@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients._clusters import for_evaluations
 from flwr_perdl.clients.diffusion_averaging import averaging_config
-from flwr_perdl.core.checks import Matrix, check_count
+from flwr_perdl.core.checks import Matrix, check_count, check_function
 from flwr_perdl.diffusion.averaging import Averaged, Form
 from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.combine import Run
@@ -196,8 +196,7 @@ class DiffusionAveraging(NeighborRelay):
                 f"evaluate_fn must be None, got {evaluate_fn!r}: the server has no model to "
                 "evaluate, nodes evaluate their own."
             )
-        if should_stop is not None and not callable(should_stop):
-            raise TypeError(f"should_stop must be a function or None, got {should_stop!r}.")
+        check_function("should_stop", should_stop)
         self.n_rounds = check_count("num_rounds", 3 if num_rounds is None else num_rounds, 1)
         self._learned = None
 
@@ -210,7 +209,7 @@ class DiffusionAveraging(NeighborRelay):
         configs = (train_config, evaluate_config, None, stops)
         rounds = self.exchanges
         super().start(grid, initial_arrays, rounds, timeout, *configs, verbose=verbose)
-        if self._running().finished:
+        if self._running().run.finished:
             self._learned = self._learner.fit(None, _Network(self, self.outcome), self.n_rounds)
         return self._reported(self.n_rounds)
 

@@ -38,22 +38,18 @@ from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Scalar
 from flwr_perdl.protocol.request import Protocol, Request, State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._models import (
     TRAIN,
     Adam,
+    ModelStrategy,
     Momentum,
-    advanced,
     as_floats,
-    check_given,
-    check_optimizer,
-    check_robust,
     packed,
     unpacked,
 )
 
 
-class Ditto(ProtocolStrategy):
+class Ditto(ModelStrategy):
     """Learn a model for all clients, and for each a whole model of its own near it.
 
     A client trains both in every round: the global one, which is averaged, and its own, which never
@@ -116,17 +112,13 @@ class Ditto(ProtocolStrategy):
         robust: str | bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(optimizer, robust, **options)
         self.pull = check_real("pull", pull, 0, 1)
-        self.optimizer = check_optimizer(optimizer)
-        self.robust = check_robust(robust)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            check_given(initial)
-            model = [as_floats(array) for array in initial]
-            state = packed(model)
+            state = packed(as_floats(initial))
         while True:
             model = unpacked(state)
             replies = yield Request(
@@ -138,4 +130,4 @@ class Ditto(ProtocolStrategy):
                 metrics=(ANEW,),
                 combine=Combine(start=model, rule=self.robust),
             )
-            state = packed(*advanced(self.optimizer, model, replies.combined, state))
+            state = packed(*self.moved(model, replies.combined, state))

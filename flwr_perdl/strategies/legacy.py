@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flwr_perdl.clients._clusters import CLUSTERED, for_evaluations
-from flwr_perdl.core.checks import Matrix, brief_repr, check_kind, plain
+from flwr_perdl.core.checks import Matrix, check_function, check_kind, plain
 from flwr_perdl.protocol.compat import older_interface
 from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
@@ -33,7 +34,7 @@ EvaluateIns: TypeAlias = Any
 EvaluateRes: TypeAlias = Any
 Parameters: TypeAlias = Any
 
-#: Flower's ``(round, model arrays, config)``; also without the config.
+#: Flower's ``(round, model arrays, config)``.
 EvaluateFn = Callable[..., tuple[float, dict[str, Scalar]] | None]
 #: Flower's ``round -> config``.
 ConfigFn = Callable[[int], Mapping[str, Scalar]]
@@ -44,7 +45,6 @@ def as_legacy(
     *,
     initial: Sequence[Matrix] = (),
     evaluate_fn: EvaluateFn | None = None,
-    evaluate_config: Mapping[str, Scalar] | None = None,
     on_fit_config_fn: ConfigFn | None = None,
     on_evaluate_config_fn: ConfigFn | None = None,
 ) -> Any:
@@ -61,18 +61,15 @@ def as_legacy(
     evaluate_fn : callable, optional
         ``(round, model arrays, config) -> (loss, metrics) or None``: evaluation at the server,
         after every round, and of initial arrays where there are any. As in Flower's own strategies
-        the config is empty; a function of two arguments is called without it. What it said of
-        rounds before a resumed one is remembered.
-    evaluate_config : mapping, optional
-        Config of the clients' evaluations.
+        the config is empty. What it said of rounds before a resumed one is remembered.
     on_fit_config_fn, on_evaluate_config_fn : callable, optional
         ``round -> config``: what the clients' ``fit`` and ``evaluate`` receive in that round, such
-        as a learning rate. Keys that are also in ``evaluate_config`` replace those there.
+        as a learning rate.
 
     Raises
     ------
     TypeError
-        If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
+        If an argument is of another kind.
     ValueError
         If the strategy has ``secure=True``; a later secure round is refused when it comes.
     ImportError
@@ -91,57 +88,41 @@ def as_legacy(
     check_kind("initial", initial, (list, tuple), "a list of arrays")
     for array in initial:
         check_kind("initial", array, np.ndarray, "a list of arrays")
-    check_kind("evaluate_config", evaluate_config, (Mapping, type(None)), "a mapping or None")
-    for name, given in (
-        ("on_fit_config_fn", on_fit_config_fn),
-        ("on_evaluate_config_fn", on_evaluate_config_fn),
-    ):
-        if given is not None and not callable(given):
-            raise TypeError(f"{name} must be a function or None, got {given!r}.")
     return LegacyStrategy(
         strategy,
         list(initial),
-        evaluate_fn,
-        dict(evaluate_config or {}),
-        on_fit_config_fn,
-        on_evaluate_config_fn,
+        check_function("evaluate_fn", evaluate_fn),
+        check_function("on_fit_config_fn", on_fit_config_fn),
+        check_function("on_evaluate_config_fn", on_evaluate_config_fn),
     )
 
 
+@dataclass(eq=False, repr=False)
 class LegacyStrategy:
     """See `as_legacy`, which makes a Flower ``Strategy`` of it."""
 
-    def __init__(
-        self,
-        strategy: ProtocolStrategy,
-        initial: list[Matrix],
-        evaluate_fn: EvaluateFn | None,
-        evaluate_config: dict[str, Scalar],
-        on_fit_config_fn: ConfigFn | None,
-        on_evaluate_config_fn: ConfigFn | None,
-    ) -> None:
+    strategy: ProtocolStrategy
+    initial: list[Matrix]
+    evaluate_fn: EvaluateFn | None
+    on_fit_config_fn: ConfigFn | None
+    on_evaluate_config_fn: ConfigFn | None
+
+    def __post_init__(self) -> None:
+        """Become one of Flower's strategies."""
         self._flower, kind = older_interface()
         kind.register(type(self))
-        self.strategy = strategy
-        self._initial = initial
-        self._evaluate_fn = None if evaluate_fn is None else _of_three(evaluate_fn)
-        self._evaluate_config = evaluate_config
-        self._on_fit_config_fn = on_fit_config_fn
-        self._on_evaluate_config_fn = on_evaluate_config_fn
-        self._roster = self._new_roster()
         self._asked: dict[str, int] = {}
 
     @property
     def conversation(self) -> Conversation:
         """The run that is on."""
-        conversation = self.strategy._conversation
-        return self.strategy.open(self._initial) if conversation is None else conversation
+        return self.strategy._conversation or self._open()
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Begin the run (or take it up from its checkpoint) and return its model."""
-        self._roster = self._new_roster()
-        conversation = self.strategy.open(self._initial)
-        conversation.begin(None)
+        conversation = self._open()
+        conversation.begin()
+        atexit.register(conversation.end)  # nothing here says which round is the last
         return self._flower.ndarrays_to_parameters(conversation.run.model)
 
     def configure_fit(
@@ -153,10 +134,10 @@ class LegacyStrategy:
             if request is not None and request.secure is not None:
                 raise ValueError(_SECURE)
             proxies = self._present(client_manager)
-            plan = self.conversation.plan(server_round, list(proxies), self._roster)
-            own = _config("on_fit_config_fn", self._on_fit_config_fn, server_round)
+            plan = self.conversation.plan(server_round, list(proxies))
+            own = self._config("on_fit_config_fn", server_round)
             if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
-                own |= for_evaluations(self._evaluation(server_round))
+                own |= for_evaluations(self._config("on_evaluate_config_fn", server_round))
             return [
                 (p, self._flower.FitIns(a, {**own, **c})) for p, a, c in self._ask(plan, proxies)
             ]
@@ -174,7 +155,7 @@ class LegacyStrategy:
             for proxy, result in results
         }
         good, lost = self._read(replies, failures)
-        report = self.conversation.conclude(server_round, good, lost, self._roster)
+        report = self.conversation.conclude(server_round, good, lost)
         model = self._flower.ndarrays_to_parameters(self.conversation.run.model)
         return model, dict(report.aggregate)
 
@@ -185,7 +166,7 @@ class LegacyStrategy:
         if not self.conversation.evaluates(server_round):
             return []
         proxies = self._present(client_manager)
-        config = self._evaluation(server_round)
+        config = self._config("on_evaluate_config_fn", server_round)
         plan = self.conversation.plan_evaluation(server_round, list(proxies), config)
         return [(p, self._flower.EvaluateIns(a, c)) for p, a, c in self._ask(plan, proxies)]
 
@@ -202,7 +183,7 @@ class LegacyStrategy:
             for proxy, result in results
         }
         good, lost = self._read(replies, failures)
-        report = self.conversation.conclude_evaluation(server_round, good, lost, self._roster)
+        report = self.conversation.conclude_evaluation(server_round, good, lost)
         if report is None:
             return None, {}
         return report.aggregate.get("loss"), dict(report.aggregate)
@@ -211,45 +192,53 @@ class LegacyStrategy:
         self, server_round: int, parameters: Parameters
     ) -> tuple[float, dict[str, Scalar]] | None:
         """Evaluate the model at the server."""
-        if self._evaluate_fn is None or not parameters.tensors:
+        if self.evaluate_fn is None or not parameters.tensors:
             return None
         known = self.conversation.run.server_metrics.get(server_round)
         if known is not None and _LOSS in known:
             return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
         if server_round < self.conversation.run.done:  # the model at hand is a later one
             return None
-        found = self._evaluate_fn(server_round, self._flower.parameters_to_ndarrays(parameters), {})
+        found = self.evaluate_fn(server_round, self._flower.parameters_to_ndarrays(parameters), {})
         if found is not None:
             numbers = {k: plain(v) for k, v in found[1].items()}
             numeric = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
             self.conversation.measured(server_round, {**numeric, _LOSS: float(found[0])})
         return found
 
-    def _evaluation(self, round_: int) -> dict[str, Scalar]:
-        """Return the config of a round's evaluations."""
-        own = _config("on_evaluate_config_fn", self._on_evaluate_config_fn, round_)
-        return {**self._evaluate_config, **own}
+    def _config(self, name: str, round_: int) -> dict[str, Scalar]:
+        """Return what one of the user's functions gives as a round's config."""
+        function = getattr(self, name)
+        given = {} if function is None else function(round_)
+        check_kind(f"what {name} returns", given, Mapping, "a mapping")
+        for key in given:
+            check_kind(f"keys of what {name} returns", key, str, "strings")
+        return {key: plain(value) for key, value in given.items()}
 
-    def _new_roster(self) -> Roster[str]:
-        allowed = self.strategy.options.clients_by_node
-        named = None if allowed is None else {str(node): who for node, who in allowed.items()}
-        return Roster(named)
+    def _open(self) -> Conversation:
+        """Begin a run, in which nodes are known by their texts."""
+        conversation = self.strategy.open(self.initial)
+        allowed = conversation.roster.allowed
+        if allowed is not None:
+            allowed = {str(node): partition for node, partition in allowed.items()}
+        conversation.roster = Roster(allowed)
+        return conversation
 
     def _count(self, client_manager: ClientManager) -> int:
         """Return how many clients have registered that may take part."""
-        allowed = self._roster.allowed
+        allowed = self.conversation.roster.allowed
         if allowed is None:
             return int(client_manager.num_available())
         return sum(cid in allowed for cid in client_manager.all())
 
     def _present(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
         """Return the present clients by partition; new ones are asked who they are."""
-        if not self._roster.names:
+        if not self.conversation.roster.names:
             settle(lambda: self._count(client_manager), self.strategy.options)
-        proxies = client_manager.all()
-        self._ask_who(proxies, self._roster.unknown(list(proxies)))
-        self._ask_who(proxies, self._roster.contested(list(proxies)))
-        return {part: proxies[cid] for part, cid in self._roster.present(list(proxies)).items()}
+        proxies, roster = client_manager.all(), self.conversation.roster
+        self._ask_who(proxies, roster.unknown(list(proxies)))
+        self._ask_who(proxies, roster.contested(list(proxies)))
+        return {part: proxies[cid] for part, cid in roster.present(list(proxies)).items()}
 
     def _ask_who(self, proxies: Mapping[str, ClientProxy], cids: list[str]) -> None:
         """Ask clients who they are, and note their answers."""
@@ -259,9 +248,9 @@ class LegacyStrategy:
                 answer = proxies[cid].get_properties(ask, timeout=None, group_id=None)
                 if answer.status.code != self._flower.Code.OK:
                     raise ValueError(answer.status.message)
-                self._roster.enrol(cid, answer.properties)
+                self.conversation.roster.enrol(cid, answer.properties)
             except Exception as error:
-                self._roster.refuse(cid, str(error))
+                self.conversation.roster.refuse(cid, str(error))
 
     def _ask(
         self, plan: Plan | None, proxies: Mapping[int, ClientProxy]
@@ -300,36 +289,3 @@ class LegacyStrategy:
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
         return good, lost
-
-
-def _config(name: str, function: ConfigFn | None, round_: int) -> dict[str, Scalar]:
-    """Return what one of the user's functions gives as a round's config."""
-    given = {} if function is None else function(round_)
-    check_kind(f"what {name} returns", given, Mapping, "a mapping")
-    for key in given:
-        check_kind(f"keys of what {name} returns", key, str, "strings")
-    return {key: plain(value) for key, value in given.items()}
-
-
-def _of_three(evaluate_fn: EvaluateFn) -> EvaluateFn:
-    """Return a function of Flower's three arguments: round, arrays and config."""
-    if not callable(evaluate_fn):
-        raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
-    for count in (3, 2):
-        try:
-            signature(evaluate_fn).bind(*range(count))
-        except (TypeError, ValueError):  # a class of Python's own has no signature
-            continue
-        return evaluate_fn if count == 3 else lambda *three: evaluate_fn(*three[:2])
-    raise TypeError(
-        "evaluate_fn must take (server_round, parameters, config), got a function of other "
-        f"arguments: {_arguments(evaluate_fn)}."
-    )
-
-
-def _arguments(function: EvaluateFn) -> str:
-    """Return what a function takes, or what it is where Python cannot say."""
-    try:
-        return str(signature(function))
-    except ValueError:
-        return brief_repr(function)

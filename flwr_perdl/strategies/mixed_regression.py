@@ -24,7 +24,6 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -51,6 +50,7 @@ from flwr_perdl.regression import MomentDescent, OneShot, Refinement, TwoPhase, 
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.regression.phases import DESCENT, EXACT, REFINEMENT, reject_idle
+from flwr_perdl.strategies._dictionaries import alike
 from flwr_perdl.strategies._models import check_robust
 from flwr_perdl.strategies.clustered import check_cluster
 
@@ -117,7 +117,7 @@ class _MixedRegression(ProtocolStrategy):
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
-                n_clients = len(replies) if settings.one_shot else self._n_clients()
+                n_clients = len(replies) if settings.one_shot else len(self._running().roster.names)
                 self._check_clusters(n_clients, f"{n_clients} clients")
                 if self._random:  # the same question, with models
                     d = answers.stack.shape[1] - 1
@@ -185,13 +185,6 @@ class _MixedRegression(ProtocolStrategy):
             raise ValueError(
                 f"n_clusters must be at most the number of clients, got {k} with {found}."
             )
-
-    def _n_clients(self) -> int:
-        """Return how many clients there are, those that were not drawn or did not answer too."""
-        if self._roster.names:
-            return len(self._roster.names)
-        # The older interface has a roster of its own: at most so many, by who was asked.
-        return int((len(self._running()._asked) + 0.5) / self._options.fraction_train)
 
 
 class FedMD(_MixedRegression):
@@ -403,11 +396,6 @@ def _check(ask: Ask, reply: Reply) -> None:
 
 def _collect(replies: Replies) -> Answers:
     """Return the answers of the width that most have: in round one no other is known."""
-    widths = {who: reply.arrays[0].shape[-1] for who, reply in replies.items()}
-    most = Counter(widths.values()).most_common(1)[0][0]
-    reason = "it has {} features, and most have {}"
-    same = replies.leave_out(
-        {who: reason.format(n - 1, most - 1) for who, n in widths.items() if n != most}
-    )
+    same = alike(replies, lambda reply: reply.arrays[0].shape[-1] - 1, "{} features".format)
     stack = np.stack([reply.arrays[0] for reply in same.values()])
     return Answers(np.array(list(same), dtype=np.intp), sizes_of(same), stack)

@@ -68,7 +68,13 @@ from flwr_perdl.clients.diffusion import (
     STATE,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
-from flwr_perdl.core.packing import text_array, texts_of, unpack, unpack_arrays
+from flwr_perdl.core.packing import (
+    pack_arrays,
+    text_array,
+    texts_of,
+    unpack,
+    unpack_arrays,
+)
 from flwr_perdl.diffusion.combine import Run, curves
 from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
@@ -85,6 +91,11 @@ from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 
+#: In the final model beside what nodes show, whose names are none of these: all traffic; and per
+#: node how many messages were not heard, whether it took part in the last round, and showed all.
+_TRAFFIC, _NODES = "/traffic", "/nodes"
+#: The metrics of a reply that are no report of the node's program.
+_ABOUT_MESSAGES = NUM_EXAMPLES, ANEW, BROKEN, FLOATS
 #: The "receiver" of a message that is the same for all neighbors.
 EVERYBODY = -1
 
@@ -122,7 +133,7 @@ class NeighborRelay(ProtocolStrategy):
     -----
     Floats per node and round: its message up (sealed: once per neighbor, a seventh more, and about
     ninety for keys and headers), its neighbors' messages down. A checkpoint holds the messages in
-    transit. ``outcome`` has the result.
+    transit. ``outcome`` has the result, which travels as one array of packed bytes.
 
     Examples
     --------
@@ -134,9 +145,10 @@ class NeighborRelay(ProtocolStrategy):
     >>> values = {node: np.array([float(node)]) for node in range(4)}
     >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
     >>> grid = InProcessGrid(app, 4)
-    >>> result = NeighborRelay(Topology.ring(4), n_rounds=30).start(grid, num_rounds=31)
-    >>> len(result.arrays.to_numpy_ndarrays())
-    4
+    >>> relay = NeighborRelay(Topology.ring(4), n_rounds=30)
+    >>> result = relay.start(grid, num_rounds=31)
+    >>> relay.outcome.rounds, relay.outcome.alive.tolist()
+    (30, [True, True, True, True])
     """
 
     flags = (ANEW, BROKEN, f"{REJECTED}*")
@@ -189,19 +201,21 @@ class NeighborRelay(ProtocolStrategy):
         RuntimeError
             If the run is not over.
         """
-        if self._conversation is None or not self._conversation.finished:
+        if self._conversation is None or not self._conversation.run.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        end, n = _End.from_arrays(self._conversation.run.model), self.topology.n_nodes
-        state = {name: rows for name, rows in end.shown.items() if name.startswith(STATE)}
+        ended, n = unpack_arrays(self._conversation.run.model[0]), self.topology.n_nodes
+        unheard, alive, whole = ended.pop(_NODES)
+        traffic = ended.pop(_TRAFFIC)
+        state = {name: rows for name, rows in ended.items() if name.startswith(STATE)}
         reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(
-            state=_state(state, np.flatnonzero(end.whole)) if end.whole.any() else None,
-            observed={name: rows for name, rows in end.shown.items() if name not in state},
+            state=_state(state, np.flatnonzero(whole)) if whole.any() else None,
+            observed={name: rows for name, rows in ended.items() if name not in state},
             rounds=self.n_rounds,
-            floats_sent=float(end.traffic[2].sum()),
-            traffic=_matrix(end.traffic, n),
-            unheard={int(k): int(end.unheard[k]) for k in np.flatnonzero(end.unheard)},
-            alive=end.alive.astype(bool),
+            floats_sent=float(traffic[2].sum()),
+            traffic=_matrix(traffic, n),
+            unheard={int(k): int(unheard[k]) for k in np.flatnonzero(unheard)},
+            alive=alive.astype(bool),
             curves=curves([reported.get(i + 1, {}) for i in range(self.n_rounds)], n),
         )
 
@@ -214,7 +228,8 @@ class NeighborRelay(ProtocolStrategy):
         rows: dict[str, Matrix] = {}
         for node, metrics in report.metrics.items():
             for name in metrics:
-                if node < self.topology.n_nodes and not _about_messages(name):
+                about_messages = name in _ABOUT_MESSAGES or name.startswith(REJECTED)
+                if node < self.topology.n_nodes and not about_messages:
                     row = rows.setdefault(name, np.full(self.topology.n_nodes, np.nan))
                     row[node] = metrics[name]
         return rows
@@ -295,13 +310,10 @@ class NeighborRelay(ProtocolStrategy):
         fields = [name for name in rows if name.startswith(STATE)]
         whole = np.all([np.full(n, bool(fields)), *(rows[name][1] for name in fields)], axis=0)
         states = {name: rows[name][0][whole[rows[name][1]]] for name in fields}
-        return _End(
-            traffic=_entries(held.traffic),
-            unheard=held.unheard,
-            alive=held.took_part if self.n_rounds else there & self.plan.awake(1),
-            whole=whole,
-            shown={name: spread(*row) for name, row in rows.items()} | states,
-        ).to_arrays()
+        alive = held.took_part if self.n_rounds else there & self.plan.awake(1)
+        ended = {name: spread(*row) for name, row in rows.items()} | states
+        ended |= {_TRAFFIC: _entries(held.traffic), _NODES: np.stack([held.unheard, alive, whole])}
+        return [pack_arrays(ended)]
 
 
 class FlowerNetwork:
@@ -438,40 +450,6 @@ class FlowerNetwork:
         return relay.outcome
 
 
-class _End(NamedTuple):
-    """What a relay knows when the run is over: its final model.
-
-    Attributes
-    ----------
-    traffic : ndarray of shape (3, n_links)
-        Receiver, sender, and floats that were heard.
-    unheard, alive : ndarray of shape (n_nodes,)
-        As in `Run`.
-    whole : ndarray of shape (n_nodes,)
-        Which nodes have shown their state.
-    shown : dict of str to ndarray of shape (n_nodes, ...)
-        What the nodes have shown; of the state's fields the rows of these nodes only.
-    """
-
-    traffic: Matrix
-    unheard: Matrix
-    alive: NDArray[Any]
-    whole: NDArray[Any]
-    shown: dict[str, Matrix]
-
-    def to_arrays(self) -> list[Matrix]:
-        """Return what is shown, and then all else, as a model's arrays."""
-        nodes = np.stack([self.unheard, self.alive, self.whole])
-        return [*self.shown.values(), self.traffic, nodes, text_array(list(self.shown))]
-
-    @classmethod
-    def from_arrays(cls, arrays: Sequence[Matrix]) -> _End:
-        """Return what `to_arrays` was called on."""
-        *shown, traffic, (unheard, alive, whole), names = arrays
-        named = dict(zip(texts_of(names), shown, strict=True))
-        return cls(traffic, unheard, alive, whole.astype(bool), named)
-
-
 class _HeldMessage(NamedTuple):
     """A node's message of one round, as long as the server holds it.
 
@@ -528,23 +506,15 @@ class _Held:
                 here = self.took_part[receiver] or self.plan.staleness
                 if arrays is not None and here and not served:
                     messages[receiver].append(Message(sender, late, weight, arrays))
-        new = [*self.start.values()]
-        starts: list[list[Matrix]] = [[] if node in self.known else new for node in range(n)]
-        if not self.sealed:
-            return {
-                node: Delivery(messages[node], None, starts[node], totals[node])
-                for node in range(n)
-            }
-        hearers = sparse.csr_array(self.plan.hearing(round_).T)
-        return {
-            node: Delivery(
-                messages[node],
-                {to: self.cards[to] for to in _row(hearers, node) if to in self.cards},
-                starts[node],
-                totals[node],
-            )
-            for node in range(n)
-        }
+        hearers = sparse.csr_array(self.plan.hearing(round_).T) if self.sealed else None
+        new, deliveries = [*self.start.values()], {}
+        for node in range(n):
+            cards = None
+            if self.sealed:
+                cards = {to: self.cards[to] for to in _row(hearers, node) if to in self.cards}
+            start = [] if node in self.known else new
+            deliveries[node] = Delivery(messages[node], cards, start, totals[node])
+        return deliveries
 
     def count(self, replies: Replies, deliveries: Mapping[int, Delivery]) -> None:
         """Count what was heard: who answers has heard all messages that it has not left out."""
@@ -706,7 +676,7 @@ def _opened(node: int, reply: Reply) -> dict[str, Matrix]:
         return {}
     try:
         shown = unpack_arrays(reply.arrays[0])
-        check_names("arrays", shown)
+        check_names("arrays", tuple(shown))
     except ValueError as error:
         log(WARNING, "What node %d shows is left out: %s", node, brief(str(error)))
         return {}
@@ -733,8 +703,3 @@ def _state(fields: Mapping[str, Matrix], nodes: NDArray[np.intp]) -> Any:
     make: Any = namedtuple
     named = {name.removeprefix(STATE): own for name, own in fields.items()} | {"nodes": nodes}
     return make("State", named)(**named)
-
-
-def _about_messages(metric: str) -> bool:
-    """Whether a metric is `DiffusionClient`'s own, and not what its program reports."""
-    return metric in (NUM_EXAMPLES, ANEW, BROKEN, FLOATS) or metric.startswith(REJECTED)

@@ -83,23 +83,20 @@ from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
+from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
 from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._dictionaries import (
+    DictionaryStrategy,
     alike,
     are_orthonormal,
     atoms_kind,
     atoms_of,
-    check_dictionary,
-    check_max_atoms,
     check_shape,
     given_atoms,
     is_orthogonal,
-    with_enough,
-    within_bounds,
 )
 
 AGGREGATIONS = ("statistics", *METHODS)
@@ -118,7 +115,7 @@ ROUNDING, FADES = 1e-12, 0.5
 ROBUST = "geometric-median"
 
 
-class PerMA(ProtocolStrategy):
+class PerMA(DictionaryStrategy):
     """Learn a global dictionary that all clients share, and each client's own local atoms.
 
     Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
@@ -225,7 +222,7 @@ class PerMA(ProtocolStrategy):
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(max_atoms, **options)
         named = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
         self.n_global = n_global if named else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
@@ -240,7 +237,6 @@ class PerMA(ProtocolStrategy):
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
-        self.max_atoms = check_max_atoms(max_atoms)
         self.privacy, self.secure = privacy, check_privacy(privacy, secure)
         if self._only_sums:
             name = "secure" if privacy is None else "privacy"
@@ -273,11 +269,12 @@ class PerMA(ProtocolStrategy):
                 "earlier one's."
             )
         if state is None:
-            check = partial(check_dictionary, max_atoms=self.max_atoms)
             config: dict[str, Scalar] = {SENDS: self._sends}
             if self.n_global == AUTO:
                 config[HOLD_OUT] = True
-            replies = yield Request(START, (), config, None, check, max_weight=None)
+            replies = yield Request(
+                START, config=config, check=self.check_dictionary, max_weight=None
+            )
             state = self._match(replies)
         if "rounds_left" in state:
             state = yield from self._choose(state)
@@ -286,11 +283,7 @@ class PerMA(ProtocolStrategy):
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
-                {
-                    SENDS: self._sends,
-                    LOCAL_STEPS: self.local_steps,
-                    REFINE_STEPS: self.refine_steps,
-                },
+                self._config,
                 state,
                 partial(self._check, global_atoms, orthogonal),
                 most=global_atoms.size + len(global_atoms) ** 2,
@@ -311,8 +304,7 @@ class PerMA(ProtocolStrategy):
 
     def _choose(self, state: State) -> Generator[Request, Replies, State]:
         """Update the candidates side by side, and return the state of the best; "auto" only."""
-        config: dict[str, Scalar] = {SENDS: self._sends, LOCAL_STEPS: self.local_steps}
-        config[REFINE_STEPS] = self.refine_steps
+        config = self._config
         if self._evaluate_config is not None:
             config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
         for left in range(int(state["rounds_left"]), 0, -1):
@@ -378,6 +370,12 @@ class PerMA(ProtocolStrategy):
         return STATISTICS if self.aggregation == "statistics" else ATOMS
 
     @property
+    def _config(self) -> dict[str, Scalar]:
+        """What a client is told of an update."""
+        steps = {LOCAL_STEPS: self.local_steps, REFINE_STEPS: self.refine_steps}
+        return {SENDS: self._sends, **steps}
+
+    @property
     def _only_sums(self) -> bool:
         """Whether the server gets the sum of the clients' updates alone."""
         return self.secure is not None or self.privacy is not None
@@ -438,10 +436,10 @@ class PerMA(ProtocolStrategy):
         """Find the global atoms in the clients' dictionaries (line 6)."""
         replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
         replies = alike(replies, is_orthogonal, atoms_kind)
-        replies = within_bounds(replies, self.max_atoms)
+        replies = self.within_bounds(replies)
         orthogonal = is_orthogonal(next(iter(replies.values())))
         numbers = [] if self.n_global == AGREE else self._numbers(replies)
-        replies = with_enough(replies, max(numbers, default=0), self.client_names)
+        replies = self.with_enough(replies, max(numbers, default=0))
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
@@ -508,9 +506,9 @@ class PerMA(ProtocolStrategy):
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
-        weights = np.array([float(reply.num_examples) for reply in replies.values()])
+        weights, method = sizes_of(replies), self.aggregation
         found = aggregate_atoms(
-            stack, current, method=self.aggregation, weights=weights, orthogonal=orthogonal
+            stack, current, method=method, weights=weights, orthogonal=orthogonal
         )
         return _noted(replies, found)
 
@@ -538,4 +536,4 @@ def named_candidates(candidates: Sequence[Matrix]) -> dict[str, Matrix]:
 
 def median_samples(replies: Replies) -> Matrix:
     """Return the median over clients of their numbers of samples."""
-    return np.array(np.median([reply.num_examples for reply in replies.values()]))
+    return np.array(np.median(sizes_of(replies)))

@@ -26,32 +26,31 @@ from typing import Unpack
 import numpy as np
 
 from flwr_perdl.clients.perpca import COMPONENTS, STEP_LENGTH
-from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_real
+from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
+from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._dictionaries import (
+    DictionaryStrategy,
     alike,
     are_orthonormal,
-    check_dictionary,
-    check_max_atoms,
     check_shape,
     given_atoms,
-    with_enough,
-    within_bounds,
 )
 
 
-class PerPCA(ProtocolStrategy):
+class PerPCA(DictionaryStrategy):
     """Learn orthonormal components that all clients share, and others that are each client's own.
 
     Round one asks for the clients' principal directions, every further one for a step;
     ``num_rounds`` of `start` counts both. Started with ``[shared components]`` as initial arrays it
-    skips round one. With ``two_shot=True`` the run ends after round one. A client has
-    ``learner.n_atoms`` components in all; its learner does nothing but code in evaluations
+    skips round one. After round one alone (``num_rounds=1``: the authors' two-shot form) the shared
+    components are what the clients' principal directions have in common, and each client's own the
+    principal directions of what these leave of its samples. A client has ``learner.n_atoms``
+    components in all; its learner does nothing but code in evaluations
     (``OrthogonalLearner(n, threshold=0.0)`` projects).
 
     Parameters
@@ -61,12 +60,6 @@ class PerPCA(ProtocolStrategy):
     step : float, default 1.0
         The first step, as a multiple of ``1 / ||X_i W'||_2^2`` at every client, with its components
         ``W``; halved whenever the clients' mean error has risen.
-    two_shot : bool, default False
-        Whether the shared components are those that the clients' principal directions have in
-        common, without any step from there: the authors' two-shot form. Each client's own are the
-        principal directions of what these leave of its samples. It costs one round, and ends close
-        to where the steps end if the shared components are among the principal directions of
-        most clients.
     max_atoms : int, optional
         Maximum number of components in a client's first reply; by default ten times the median
         over the clients, and at most 4,096. A client with more is left out of round one and named.
@@ -110,34 +103,22 @@ class PerPCA(ProtocolStrategy):
         n_global: int,
         *,
         step: float = STEP,
-        two_shot: bool = False,
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(max_atoms, **options)
         self.n_global = check_count("n_global", n_global, 1)
         self.step = check_real("step", step, 0, open_low=True)
         if not isfinite(self.step):
             raise ValueError(f"step must be finite, got {self.step}.")
-        self.two_shot = check_flag("two_shot", two_shot)
-        if two_shot and step != STEP:
-            raise ValueError(f"step must be left out with two_shot=True, got {step}.")
-        self.max_atoms = check_max_atoms(max_atoms)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
-        if initial and self.two_shot:
-            raise ValueError(
-                f"initial_arrays must be left out with two_shot=True, got {len(initial)}."
-            )
         if state is None and initial:
             state = self._state(self._given(initial))
         if state is None:
-            check = partial(check_dictionary, max_atoms=self.max_atoms)
-            replies = yield Request(COMPONENTS, check=check, max_weight=None)
+            replies = yield Request(COMPONENTS, check=self.check_dictionary, max_weight=None)
             state = self._state(self._start(replies))
-        if self.two_shot:
-            return [state["global_components"]]
         while True:
             U, step, errors = state["global_components"], float(state["step"]), state["errors"]
             replies = yield Request(
@@ -149,7 +130,8 @@ class PerPCA(ProtocolStrategy):
                 max_weight=None,
             )
             stack = np.stack([reply.arrays[0] for reply in replies.values()])
-            errors = np.append(errors, _mean_error(replies))[-2:]
+            before = [reply.metrics["mse"] for reply in replies.values()]
+            errors = np.append(errors, np.average(before, weights=sizes_of(replies)))[-2:]
             state = {
                 "global_components": aggregate_atoms(stack, U, orthogonal=True).global_atoms,
                 "step": np.array(next_step(step, errors.tolist())),
@@ -169,9 +151,9 @@ class PerPCA(ProtocolStrategy):
 
     def _start(self, replies: Replies) -> Matrix:
         """Return what the clients' principal directions have in common."""
-        replies = with_enough(replies, self.n_global, self.client_names, "components")
+        replies = self.with_enough(replies, self.n_global, "components")
         replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
-        replies = within_bounds(replies, self.max_atoms)
+        replies = self.within_bounds(replies)
         replies = orthonormal(replies)
         directions = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not directions:
@@ -187,12 +169,12 @@ def orthonormal(replies: Replies) -> Replies:
 
     A client that sent one direction many times would decide the start alone.
     """
-    odd = [who for who, reply in replies.items() if not _are_components(reply.arrays[0])]
+    odd = []
+    for who, reply in replies.items():
+        rows = reply.arrays[0]
+        if len(rows) > rows.shape[1] or not are_orthonormal(rows, tol=1e-3):
+            odd.append(who)
     return replies.leave_out(dict.fromkeys(odd, "its components are not orthonormal"))
-
-
-def _are_components(rows: Matrix) -> bool:
-    return len(rows) <= rows.shape[1] and are_orthonormal(rows, tol=1e-3)
 
 
 def _check_step(shape: tuple[int, int], reply: Reply) -> None:
@@ -200,9 +182,3 @@ def _check_step(shape: tuple[int, int], reply: Reply) -> None:
     check_shape(shape, reply)
     if not np.isfinite(reply.metrics.get("mse", np.nan)):
         raise ValueError("metrics must have a finite mse")
-
-
-def _mean_error(replies: Replies) -> float:
-    """Return the clients' mean squared error before their steps."""
-    sizes = [reply.num_examples for reply in replies.values()]
-    return float(np.average([reply.metrics["mse"] for reply in replies.values()], weights=sizes))

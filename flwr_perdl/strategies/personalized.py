@@ -45,16 +45,12 @@ from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ARRAYS, named
 from flwr_perdl.protocol.request import Protocol, Request, State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._models import (
     TRAIN,
     Adam,
+    ModelStrategy,
     Momentum,
-    advanced,
     as_floats,
-    check_given,
-    check_optimizer,
-    check_robust,
     packed,
     unpacked,
 )
@@ -63,7 +59,7 @@ from flwr_perdl.strategies._models import (
 _PRIVATE = "private"
 
 
-class PersonalizedFedAvg(ProtocolStrategy):
+class PersonalizedFedAvg(ModelStrategy):
     """Average a part of the model; the arrays with the given names stay at the clients.
 
     The clients are any ClientApp around which `keep_private` stands, with the same patterns or
@@ -143,13 +139,11 @@ class PersonalizedFedAvg(ProtocolStrategy):
         robust: str | bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(optimizer, robust, **options)
         self.private = check_patterns("private", private)
         if not self.private:
             raise ValueError("private must name at least one array, got none.")
         self.alternate = check_flag("alternate", alternate)
-        self.optimizer = check_optimizer(optimizer)
-        self.robust = check_robust(robust)
         self._is_private: list[bool] = []
         #: Who has a private part, and who is asked in this round: not a part of the state, since
         #: clients may lose theirs while a run is not on.
@@ -172,11 +166,11 @@ class PersonalizedFedAvg(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
         if state is None:
-            check_given(initial)
-            floats = map(as_floats, initial)
             model = [
                 given if private else checked
-                for given, checked, private in zip(initial, floats, self._is_private, strict=True)
+                for given, checked, private in zip(
+                    initial, as_floats(initial), self._is_private, strict=True
+                )
             ]
             state = {**packed(model), _PRIVATE: np.array(self._is_private)}
         self._is_private = state[_PRIVATE].tolist()
@@ -194,7 +188,7 @@ class PersonalizedFedAvg(ProtocolStrategy):
                 combine=Combine(start=shared, rule=self.robust),
             )
             self._known = (self._known - self._asked_now) | set(replies)
-            moved, memory = advanced(self.optimizer, shared, replies.combined, state)
+            moved, memory = self.moved(shared, replies.combined, state)
             rest = iter(moved)
             pairs = zip(model, self._is_private, strict=True)
             model = [array if private else next(rest) for array, private in pairs]

@@ -279,13 +279,8 @@ def test_what_a_killed_process_left_is_removed_and_a_live_writers_file_is_not(
     foreign.touch()
     for file in (killed, foreign):
         os.utime(file, (long_ago,) * 2)
-    with files.together():  # these wait for as long as the round takes
-        files.save(path, {}, {})
-        (waiting,) = set(tmp_path.glob(".flwr-perdl-*.tmp"))
-        assert not killed.exists()
-        os.utime(waiting, (long_ago,) * 2)
-        files.save(Path("another.npz"), {}, {})
-    assert {file.name for file in tmp_path.iterdir()} == {"file.npz", "another.npz", ".report.tmp"}
+    files.save(path, {}, {})
+    assert {file.name for file in tmp_path.iterdir()} == {"file.npz", ".report.tmp"}
 
 
 def test_a_client_with_a_long_name_keeps_its_state(tmp_path: Path) -> None:
@@ -386,7 +381,7 @@ def test_names_are_on_the_disk_when_a_save_returns(
 ) -> None:
     """Before: a file's name could be lost in a power failure although its content was safe."""
     calls: list[str] = []
-    real = {name: getattr(os, name) for name in ("fsync", "sync", "replace")}
+    real = {name: getattr(os, name) for name in ("fsync", "replace")}
 
     def fsync(handle: int) -> None:
         real["fsync"](handle)
@@ -398,17 +393,5 @@ def test_names_are_on_the_disk_when_a_save_returns(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(os, "sync", lambda: calls.append("sync"))
     files.save(tmp_path / "file.npz", {}, {})
     assert calls == ["file", "replace", "folder"]
-    calls.clear()
-    for client in range(3):
-        files.save_round(tmp_path / str(client), 1, {}, {})
-    calls.clear()
-    with files.together():
-        for client in range(3):
-            for round_ in (2, 3):
-                files.save_round(tmp_path / str(client), round_, {}, {})
-        assert files.rounds_in(tmp_path / "0") == [1]
-    assert calls == ["replace"] * 6 + ["sync"]
-    assert [files.rounds_in(tmp_path / str(client)) for client in range(3)] == [[2, 3]] * 3

@@ -11,88 +11,16 @@ from hypothesis import strategies as st
 
 from flwr_perdl.clients import (
     DictionaryClient,
-    DiffusionClient,
-    LocalPrivacy,
     RegressionClient,
-    client_app,
 )
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.regression import LogisticLoss
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
 from tests.grids import context_of
 
 X = np.random.default_rng(0).standard_normal((30, 4))
 Y = X @ np.ones(4)
-LABELS = np.arange(90) % 3
 LEARNER = OrthogonalLearner(4)
-
-
-#: By what is made: its arguments that are right, and those that every wrong value is put into.
-MADE: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
-    "dictionary": (
-        DictionaryClient,
-        {"X": X, "learner": LEARNER, "context": context_of()},
-        ["X", "learner", "context", "evaluation", "start", "min_support", "state_dir"],
-    ),
-    "regression": (
-        RegressionClient,
-        {"X": X, "y": Y, "context": context_of()},
-        ["X", "y", "context", "features", "loss", "evaluation"],
-    ),
-    "diffusion": (
-        DiffusionClient,
-        {"program": None, "context": context_of()},
-        ["program", "shows", "sealed", "max_delay", "on_end", "state_dir"],
-    ),
-    "privacy": (
-        LocalPrivacy,
-        {"epsilon": 1.0, "delta": 1e-5, "n_rounds": 2, "clip": 1.0},
-        ["epsilon", "delta", "n_rounds", "clip", "rng"],
-    ),
-    "app": (client_app, {"make_client": len}, ["make_client", "train_mods", "evaluate_mods"]),
-    "grid": (
-        InProcessGrid,
-        {"app": client_app(len), "num_nodes": 2},
-        ["app", "num_nodes", "run_config", "node_config", "faults"],
-    ),
-    "imbalanced": (
-        imbalanced_partition,
-        {"y": LABELS, "n_clients": 3, "n_samples": 5, "rng": np.random.default_rng(0)},
-        ["y", "n_clients", "n_samples", "rng", "share"],
-    ),
-    "natural": (
-        natural_partition,
-        {"owners": LABELS, "n_clients": 3, "n_samples": 5, "rng": np.random.default_rng(0)},
-        ["owners", "n_clients", "n_samples", "rng"],
-    ),
-}
-CASES = [(name, argument) for name, (*_, arguments) in MADE.items() for argument in arguments]
-
-
-class Idle:
-    """A program that does nothing."""
-
-    start = message = combine = adapt = observe = staticmethod(lambda *args: None)
-
-
-@pytest.mark.parametrize(("name", "argument"), CASES)
-@given(value=st.sampled_from([object(), -1, -0.5, np.nan, 3j, b"3", True, 1.5, np.zeros((0, 4))]))
-@settings(max_examples=9)
-def test_what_cannot_be_is_refused_by_its_name(name: str, argument: str, value: Any) -> None:
-    make, right, _ = MADE[name]
-    fine = {"sealed": bool, "epsilon": float, "clip": float}.get(argument)
-    if fine is not None and type(value) is fine and value > 0:
-        return
-    given_ = {**right, argument: value}
-    if name == "diffusion" and argument != "program":
-        given_["program"] = Idle()
-    with pytest.raises((ValueError, TypeError)) as error:
-        make(**given_)
-    said = str(error.value)
-    assert argument in said
-    assert "\n" not in said
-    assert said.endswith((".", ")"))
 
 
 @given(

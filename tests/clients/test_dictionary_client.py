@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, PerPCAClient
 from flwr_perdl.dictionary import (
@@ -131,31 +130,6 @@ def test_evaluation_measures_global_and_full() -> None:
     expected = np.mean((held_out - held_out @ G.T @ G) ** 2)
     assert metrics["mse_global_2_test"] == pytest.approx(expected)
     assert loss == metrics["mse_full_2_test"] < metrics["mse_full_1_test"]
-
-
-def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
-    X = samples()
-    node = context_of(3, **{"state-dir": str(tmp_path)})
-    (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
-    (kept,), _, _ = DictionaryClient(X, LEARNER, node).fit([D[:2]], asks("update", 2))
-    restarted = context_of(3, **{"state-dir": str(tmp_path)})
-    (again,), _, _ = DictionaryClient(X, LEARNER, restarted).fit([D[:2]], asks("update", 2))
-    np.testing.assert_array_equal(again, kept)
-    assert sorted(p.name for p in (tmp_path / "client-3").glob("run-*/*")) == [
-        "round-000001.npz",
-        "round-000002.npz",
-    ]
-
-
-def test_a_client_must_know_who_it_is() -> None:
-    def properties(**node_config: Any) -> Any:
-        node = Context(1, 2, node_config, RecordDict(), {})
-        return DictionaryClient(samples(), LEARNER, node).get_properties({})
-
-    with pytest.raises(ValueError, match="node_config must"):
-        properties()
-    assert properties(name="north")["name"] == "north"
-    assert properties(name="north") == properties(name="north")
 
 
 def gaps() -> np.ndarray:

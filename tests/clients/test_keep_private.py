@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,21 +202,6 @@ def test_a_round_that_is_asked_for_again_has_the_same_reply() -> None:
     for round_, head in ((1, 1), (2, 2), (2, 2), (3, 3)):
         assert ask(app, context, round_, model()).content["arrays"].keys() == set(NAMES)
         assert ask(app, context, round_, model(), "evaluate").content["metrics"]["head"] == head
-
-
-def test_what_is_on_disk_survives_a_restart(tmp_path: Path) -> None:
-    def new() -> Context:
-        config = {"partition-id": 1, "state-dir": str(tmp_path)}
-        return Context(7, 5, config, RecordDict(), {})
-
-    app = make_app(keep_private("head.*"))
-    ask(app, new(), 1, model())
-    ask(app, new(), 2, model())
-    reply = ask(app, new(), 2, model(), "evaluate")
-    assert reply.content["metrics"]["head"] == 4
-    assert ask(app, Context(8, 5, new().node_config, RecordDict(), {}), 2, model(), "evaluate")
-    other = Context(8, 5, new().node_config, RecordDict(), {})  # another run of Flower
-    assert ask(app, other, 2, model(), "evaluate").content["metrics"]["head"] == 0
 
 
 def ask(

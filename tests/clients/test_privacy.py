@@ -13,8 +13,6 @@ from dp_accounting.pld.privacy_loss_distribution import (
 )
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import chisquare, kstest, norm
 
@@ -66,21 +64,6 @@ def test_an_independent_accountant_finds_the_budget(n_labels: int) -> None:
     label = from_randomized_response(lies, n_labels, value_discretization_interval=interval)
     assert label.get_epsilon_for_delta(0) <= epsilon / 2 / n_rounds + interval
     assert whole.compose(label.self_compose(n_rounds)).get_delta_for_epsilon(epsilon) < delta
-
-
-@given(
-    st.floats(1e-3, 1e3),
-    st.floats(1e-12, 0.5),
-    st.integers(1, 50),
-    st.integers(2, 9),
-)
-@settings(max_examples=25)
-def test_a_label_costs_no_more_than_its_share(
-    epsilon: float, delta: float, n_rounds: int, n_labels: int
-) -> None:
-    mod = LocalPrivacy(epsilon, delta, n_rounds, clip=1.0)
-    spent = np.log((1 - (n_labels - 1) * mod._odds(n_labels)) / mod._odds(n_labels))
-    assert spent <= epsilon / 2 / n_rounds * (1 + 1e-12) + 1e-12
 
 
 LOCAL = {

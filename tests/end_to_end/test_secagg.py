@@ -71,7 +71,7 @@ def aggregate(
     server = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
     found: list[np.ndarray] = []
 
-    def evaluate(round_: int, arrays: list[np.ndarray]) -> None:
+    def evaluate(round_: int, arrays: list[np.ndarray], config: Any) -> None:
         found.append(arrays[0])
 
     legacy = LegacyContext(

@@ -135,7 +135,7 @@ def reply(data: bytes) -> None:
     said = Message(
         RecordDict({"config": ConfigRecord({"name": tail.decode("latin1")})}), reply_to=request
     )
-    assert _properties(said.content)
+    assert _properties(said)
 
 
 def letter(data: bytes) -> None:

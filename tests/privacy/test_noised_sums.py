@@ -342,12 +342,7 @@ def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
     assert not grid.replies
 
 
-def test_other_interfaces_and_kinds_are_rejected() -> None:
-    wrong: Any = 8.0
-    with pytest.raises(TypeError, match="privacy must be a Noise"):
-        PerMA(ATOMS, privacy=wrong)
-    with pytest.raises(TypeError, match="privacy must be a Noise"):
-        client_app(lambda context: None, privacy=wrong)
+def test_the_older_interface_is_rejected() -> None:
     noise = Noise(epsilon=1.0, trust="central")
     with pytest.raises(ValueError, match="privacy must come with the strategy's own start"):
         as_legacy(PerMA(ATOMS, privacy=noise), initial=[START]).initialize_parameters(

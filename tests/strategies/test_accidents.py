@@ -195,12 +195,3 @@ def test_a_resumed_run_stops_where_one_without_a_break_does(tmp_path: Path) -> N
         strategy.start(grid, initial, rounds, should_stop=third(seen))
     assert seen == [1, 2, 3]
     assert strategy.history[-1].round == 3
-
-
-def test_initial_atoms_and_clusters_are_as_many_as_there_can_be() -> None:
-    grid = InProcessGrid(client_app(dictionary), 2)
-    with pytest.raises(ValueError, match="initial_arrays must"):
-        PerMA(3).start(grid, ArrayRecord([np.eye(5, 6)]))
-    with pytest.raises(ValueError, match="num_clients=6"):
-        ClusteredFedAvg(7, num_clients=6)
-    ClusteredFedAvg(7, start="given", num_clients=6)

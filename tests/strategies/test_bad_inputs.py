@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,19 +20,13 @@ from flwr_perdl.clients import (
     client_app,
 )
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.diffusion import Topology
-from flwr_perdl.regression import MomentDescent, Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     DictionaryAveraging,
     FedMD,
     FedX,
-    NeighborRelay,
-    OneShotClustering,
     PerMA,
     PerPCA,
-    ServerOptions,
-    ServerSettings,
     TooFewReplies,
 )
 
@@ -51,28 +44,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "PerPCA": lambda n_global=1, **options: PerPCA(n_global, **options),
     "FedMD": FedMD,
     "FedX": FedX,
-    "MomentDescent": MomentDescent,
-    "Refinement": Refinement,
-    "ServerSettings": ServerSettings,
-    "OneShotClustering": lambda n_clusters=1, **options: OneShotClustering(n_clusters, **options),
-    "NeighborRelay": lambda topology=None, n_rounds=1, **options: NeighborRelay(
-        Topology.ring(3) if topology is None else topology, n_rounds, **options
-    ),
 }
-OWN = {
-    "PerMA": ["n_global", "matching", "aggregation", "local_steps", "refine_steps", "remember"],
-    "DictionaryAveraging": ["start_from", "weighted", "local_steps", "replace_unused"],
-    "PerPCA": ["n_global", "step"],
-    "FedMD": ["n_clusters", "max_clusters", "phase_1", "robust"],
-    "FedX": ["n_clusters", "start", "phase_1", "phase_2"],
-    "OneShotClustering": ["n_clusters", "robust", "phase_2"],
-    "MomentDescent": [field.name for field in fields(MomentDescent)],
-    "Refinement": [field.name for field in fields(Refinement)],
-    "ServerSettings": [field.name for field in fields(ServerSettings) if field.name != "events"],
-    "NeighborRelay": ["topology", "n_rounds", "weights", "faults", "sealed"],
-}
-ALL = [(name, option) for name, own in OWN.items() for option in own]
-ALL += [("PerMA", option) for option in ServerOptions.__annotations__ if option != "checkpoint_dir"]
 
 #: The clients that the strategies ask.
 KINDS = {
@@ -105,26 +77,6 @@ def _quiet() -> Any:
     logger.setLevel(logging.CRITICAL)
     yield
     logger.setLevel(before)
-
-
-@pytest.mark.parametrize(("name", "option"), ALL)
-@given(value=NEVER)
-@settings(max_examples=6)
-def test_no_option_takes_a_value_that_cannot_be(name: str, option: str, value: Any) -> None:
-    with pytest.raises((ValueError, TypeError)) as error:
-        STRATEGIES[name](**{option: value})
-    assert option in sentence(error.value)
-
-
-def test_secure_rounds_need_shared_atoms() -> None:
-    def make(context: Any) -> DictionaryClient:
-        rng = np.random.default_rng(context.node_config["partition-id"])
-        basis = np.linalg.qr(rng.standard_normal((8, 8)))[0][:3]
-        codes = rng.choice([-1.0, 0.0, 1.0], (60, 3), p=[0.2, 0.6, 0.2])
-        return DictionaryClient(codes @ basis, OrthogonalLearner(3), context)
-
-    with pytest.raises(ValueError, match="n_global must"):
-        PerMA("auto", secure=True).start(InProcessGrid(client_app(make), 3), num_rounds=2)
 
 
 @pytest.mark.parametrize(

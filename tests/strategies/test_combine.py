@@ -68,24 +68,6 @@ def test_a_reply_that_does_not_fit_is_told_what_does_not(reply: Reply, named: st
         Combine(start=[np.zeros((2, 2))], group="kind").check(reply)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"start": []},
-        {"start": [1.0]},
-        {"start": [np.zeros(2, int)]},
-        {"start": [np.zeros(2)], "rule": "modal"},
-        {"start": [np.zeros(2)], "share": "w"},
-        {"start": [np.zeros(2), np.zeros(3)], "group": "kind"},
-        {"start": [np.zeros(())], "group": "kind"},
-        {"start": [np.zeros(2)], "group": 1},
-    ],
-)
-def test_bad_options_are_named(options: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"(start|rule|share|group) in combine"):
-        Combine(**options)
-
-
 class Median(ProtocolStrategy):
     def protocol(self, initial: list[Any], state: Any) -> Protocol:
         model = np.zeros(2)

@@ -13,9 +13,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient, client_app, keep_private
+from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.diffusion import (
-    Averaging,
     CombinationMatrix,
     RandomQuantization,
     TopK,
@@ -27,7 +26,7 @@ from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
 from flwr_perdl.network import Faults, InMemoryNetwork
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, as_legacy
 from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
 from tests.grids import Tapped, arrays_in, grid_of, partition_of
@@ -436,16 +435,6 @@ def test_a_node_that_returns_nonsense_is_counted_and_left_out(spoiled: Callable[
     assert strategy.result.alive.all()
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_nodes_that_cannot_take_part_are_named(wrapped: bool) -> None:
-    def program(context: Context) -> DiffusionClient:
-        return DiffusionClient(Averaging(np.zeros(N)), context)
-
-    app = client_app(program) if wrapped else make_app()
-    with pytest.raises(TooFewReplies, match=r"perdl\.step" if wrapped else "client_app"):
-        start(InProcessGrid(app, N))
-
-
 RING = Topology.ring(4)
 PATH = Topology.from_edges(3, [(0, 1), (1, 2)])
 THIRDS = np.array([[2, 1, 0], [1, 1, 1], [0, 1, 2]]) / 3.0
@@ -456,13 +445,10 @@ HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
-        ({"topology": 4}, TypeError, "topology"),
         ({"topology": Topology.from_edges(4, [(0, 1), (2, 3)])}, ValueError, "connected"),
         ({"topology": PATH, "weights": CombinationMatrix(HALVES, PATH)}, ValueError, "weights"),
         ({"topology": RING, "weights": CombinationMatrix(THIRDS, PATH)}, ValueError, "weights"),
-        ({"method": "average"}, ValueError, "method"),
         ({"method": "atc", "robust": "clip", "n_liars": 2}, ValueError, "n_liars"),
-        ({"staleness": -1}, ValueError, "staleness"),
         ({"method": "push_sum", "staleness": 1}, ValueError, "method"),
         ({"method": "atc", "staleness": 1, "compression": TopK(0.5)}, ValueError, "network"),
         (
@@ -470,9 +456,6 @@ HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
             ValueError,
             "staleness",
         ),
-        ({"evaluate_every": -1}, ValueError, "evaluate_every"),
-        ({"metrics": "loss"}, ValueError, "metrics"),
-        ({"sealed": "yes"}, ValueError, "sealed"),
         ({"fraction_evaluate": 1.0}, ValueError, "fraction_evaluate"),
         ({"optimizer": None}, TypeError, "optimizer"),
     ],

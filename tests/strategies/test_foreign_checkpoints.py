@@ -92,20 +92,3 @@ def test_a_state_that_a_protocol_cannot_go_on_from_names_the_file(
     now = Case(lambda **o: Older(when, **o), means, 1)
     with pytest.raises(ValueError, match=r"round-000001\.npz"):
         now.run(now.grid(), 2, checkpoint_dir=tmp_path, server=RESUME)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("numbers", 5), ("numbers", ["none"]), ("round", 1), ("arrays", 5)]
-)
-def test_a_record_of_another_kind_is_left_out(
-    key: str, value: Any, tmp_path: Path, warned: Any
-) -> None:
-    case = CASES["averaging"]
-    grid = case.grid()
-    case.run(grid, 2, checkpoint_dir=tmp_path)
-    path = tmp_path / "round-000002.npz"
-    saved = files.load(path)
-    files.save(path, saved.arrays, {**saved.meta, key: value})
-    found = case.run(grid, 3, checkpoint_dir=tmp_path, server=RESUME)
-    np.testing.assert_array_equal(found[0], case.run(case.grid(), 3)[0])
-    assert str(path) in warned.text

@@ -60,7 +60,6 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
 @pytest.mark.parametrize(
     ("combine", "error", "said"),
     [
-        (lambda: PerMA(2, **{"min_available_nodes": 3}), TypeError, "'min_available_nodes'"),
         (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "must have 'perdl."),
         (lambda: run(PerMA(2), MEANS), TooFewReplies, "aggregation must"),
         (lambda: run(PerMA(2, aggregation="mean"), MEANS), TooFewReplies, "fit must"),
@@ -72,8 +71,6 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             TypeError,
             "make_client must",
         ),
-        (lambda: run(ClusteredFedAvg(2), MEANS), ValueError, "initial_arrays must"),
-        (lambda: run(PerMA(2, num_clients=4), DICTIONARIES), TooFewReplies, "3 client(s) regis"),
         (
             lambda: run(PerMA(2), client_app(make_dictionary_client, train_mods=WITH_NOISE)),
             TooFewReplies,

@@ -26,7 +26,7 @@ from flwr.server.strategy import Strategy
 
 from flwr_perdl.clients.app import AnyClient
 from flwr_perdl.protocol.events import read_events
-from flwr_perdl.strategies import ClusteredFedAvg, PerMA, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import ClusteredFedAvg, PerMA, ServerSettings, as_legacy
 from tests.bits import assert_same_bits
 
 MakeFederation = Callable[..., Any]
@@ -76,13 +76,6 @@ def serve_all(planted: Any, strategy: Any, rounds: int, kind: Any = None) -> Any
     return serve(planted.make_client, contexts, strategy, rounds, kind)
 
 
-def test_the_history_has_the_clients_metrics(federation: MakeFederation) -> None:
-    strategy = as_legacy(PerMA(3, fraction_train=0.6, num_clients=5))
-    _, history = serve_all(federation(noise=0.05), strategy, 4)
-    assert [round_ for round_, _ in history.losses_distributed] == [1, 2, 3, 4]
-    assert history.metrics_distributed["mse_full"][-1][1] < 2 * 0.05**2
-
-
 def test_the_servers_evaluation_takes_flowers_three_arguments(federation: MakeFederation) -> None:
     def evaluate(server_round: int, parameters: Any, config: dict[str, Any]) -> Any:
         assert config == {}
@@ -92,8 +85,6 @@ def test_the_servers_evaluation_takes_flowers_three_arguments(federation: MakeFe
     assert isinstance(strategy, Strategy)
     _, history = serve_all(federation(), strategy, 2)
     assert history.losses_centralized == [(2, 2.0)]
-    with pytest.raises(TypeError, match="evaluate_fn must"):
-        as_legacy(PerMA(3), evaluate_fn=lambda round_: None)
 
 
 @pytest.mark.parametrize("strategy", ["PerMA", "ClusteredFedAvg"])
@@ -106,7 +97,7 @@ def test_configs_change_by_round(federation: MakeFederation, strategy: str) -> N
             return parameters or [np.eye(4, 6)], 10, {}
 
         def evaluate(self, parameters: Any, config: dict[str, Any]) -> Any:
-            seen.append(("evaluate", (config["steps"], config["depth"])))
+            seen.append(("evaluate", config["steps"]))
             return 0.0, 10, {}
 
     planted = federation(2)._replace(make_client=lambda context: AnyClient(Client(), context))
@@ -114,19 +105,15 @@ def test_configs_change_by_round(federation: MakeFederation, strategy: str) -> N
     adapted = as_legacy(
         PerMA(2, aggregation="mean") if perma else ClusteredFedAvg(2, start="given"),
         initial=[np.eye(2, 6)] if perma else [np.ones((2, 3))],
-        evaluate_config={"steps": 0, "depth": 3},
         on_fit_config_fn=lambda server_round: {"lr": np.float64(0.1 / server_round)},
         on_evaluate_config_fn=lambda server_round: {"steps": server_round},
     )
     serve_all(planted, adapted, 2)
     assert {what for what in seen if what[0] == "fit"} == {("fit", 0.1), ("fit", 0.05)}
-    expected = [("evaluate", (1, 3)), ("evaluate", (2, 3))]
-    assert list(dict.fromkeys(what for what in seen if what[0] == "evaluate")) == expected
+    assert {what for what in seen if what[0] == "evaluate"} == {("evaluate", 1), ("evaluate", 2)}
 
 
 def test_configs_by_round_are_functions_that_return_mappings(federation: MakeFederation) -> None:
-    with pytest.raises(TypeError, match="on_evaluate_config_fn must"):
-        as_legacy(PerMA(2), on_evaluate_config_fn=3)
     for wrong in (None, {1: 0.1}):
         adapted = as_legacy(PerMA(3, num_clients=5), on_fit_config_fn=lambda _, wrong=wrong: wrong)
         with pytest.raises(TypeError, match="on_fit_config_fn"):
@@ -136,7 +123,7 @@ def test_configs_by_round_are_functions_that_return_mappings(federation: MakeFed
 def test_a_resumed_run_remembers_what_the_server_measured(
     federation: MakeFederation, tmp_path: Path
 ) -> None:
-    def evaluate(round_: int, arrays: list[Any]) -> tuple[float, dict[str, Any]]:
+    def evaluate(round_: int, arrays: list[Any], _: Any) -> tuple[float, dict[str, Any]]:
         return float(np.abs(arrays[0]).sum()), {"size": np.float32(arrays[0][0, 0])}
 
     def run(rounds: int, **options: Any) -> Any:
@@ -183,9 +170,3 @@ def test_a_bad_client_is_left_out(
     assert events[0] == {**events[0], "event": "begin", "rounds": None}
     rounds = [event for event in events if event["event"] == "round"]
     assert [event["good"] for event in rounds if event["step"] != "evaluate"] == [4, 4, 4]
-
-
-def test_too_few_replies_stop_the_run(federation: MakeFederation) -> None:
-    strategy = as_legacy(PerMA(3, num_clients=5, min_clients=5))
-    with pytest.raises(TooFewReplies, match="min_clients=5"):
-        serve_all(federation(), strategy, 2, Dead)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,13 @@ from flwr_perdl.regression import (
     model_error,
     simulate,
 )
-from flwr_perdl.strategies import ProtocolStrategy, ServerSettings, as_legacy
+from flwr_perdl.strategies import ProtocolStrategy, as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering, random_models
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 from tests.grids import Tapped, arrays_in, grid_of
 
 D = 8
 PHASE_1 = 4  # describe, two products, anchors
-
-RESUME = ServerSettings(resume=True)
 
 
 def planted(seed: int = 0, n_clients: int = 24) -> Mixed:
@@ -214,22 +211,6 @@ def test_the_default_number_of_rounds_is_enough_from_given_models_only() -> None
     result = strategy.start(grid(data), ArrayRecord([NEAR]))
     assert result.arrays.to_numpy_ndarrays()[0].shape == (3, D)
     as_legacy(strategy).initialize_parameters(SimpleClientManager())  # does not know the number
-
-
-def test_with_a_checkpoint_a_run_may_stop_without_models(tmp_path: Path, warned: Any) -> None:
-    data, options = planted(), {**QUIET, "checkpoint_dir": tmp_path}
-    result = FedX(3, **options).start(grid(data), num_rounds=3)
-    assert not result.arrays
-    assert "no result yet: 3 of the 4 rounds" in warned.text
-    found = learn(data, FedX(3, **options, server=RESUME), 6)
-    np.testing.assert_array_equal(found, learn(data, FedX(3, **QUIET), 6))
-
-
-def test_a_resumed_run_from_given_models_may_be_short(tmp_path: Path) -> None:
-    data, options = planted(), {**QUIET, "checkpoint_dir": tmp_path}
-    learn(data, FedX(3, **options), 2, NEAR)
-    found = learn(data, FedX(3, **options, server=RESUME), 3)
-    np.testing.assert_array_equal(found, learn(data, FedX(3, **QUIET), 3, NEAR))
 
 
 # Faults -------------------------------------------------------------------------------------

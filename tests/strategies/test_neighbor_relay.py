@@ -479,22 +479,6 @@ def test_a_part_of_a_run_is_allowed_with_checkpoints_and_says_that_it_is_one(
     assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(values(3)), 3))
 
 
-@pytest.mark.parametrize(
-    ("one", "same"),
-    [
-        (Faults(dead={3: 4, 1: 1}), Faults(dead={1: 1, 3: 4})),
-        (Faults(sleep=0.0, max_delay=1), Faults(sleep=0, max_delay=np.int64(1))),
-    ],
-)
-def test_equal_faults_are_the_same_run(tmp_path: Path, one: Faults, same: Faults) -> None:
-    data, topology = values(4), Topology.ring(4)
-    nodes = grid(data, client={"max_delay": 1})
-    NeighborRelay(topology, 3, faults=one, checkpoint_dir=tmp_path).start(nodes, num_rounds=2)
-    again = NeighborRelay(topology, 3, faults=same, checkpoint_dir=tmp_path, server=RESUME)
-    again.start(nodes)
-    assert_same(again.outcome, InMemoryNetwork(topology, faults=one).run(Drift(data), 3))
-
-
 RING = metropolis_weights(Topology.ring(4))
 LAZY = CombinationMatrix(0.5 * RING.matrix.toarray() + 0.5 * np.eye(4), RING.topology)
 #: The same weights, and more who are heard without any.
@@ -542,18 +526,3 @@ def test_the_older_interface_gives_the_same_bits(sealed: bool) -> None:
 
 
 # Arguments -------------------------------------------------------------------------------------
-
-
-def test_bad_arguments_are_refused() -> None:
-    topology = Topology.ring(3)
-    with pytest.raises(ValueError, match="weights must"):
-        FlowerNetwork(grid(values(3)), topology, metropolis_weights(Topology.ring(4)))
-    with pytest.raises(ValueError, match="n_rounds must"):
-        NeighborRelay(topology, -1)
-    with pytest.raises(ValueError, match="fraction_evaluate must"):
-        FlowerNetwork(grid(values(3)), topology, fraction_evaluate=0.5)
-    network = FlowerNetwork(grid(values(3)), topology)
-    with pytest.raises(ValueError, match="stop must"):
-        network.run(None, 1, stop=lambda state: True)
-    with pytest.raises(ValueError, match="state must"):
-        network.run(None, 1, state=Drift(values(3)).start(np.arange(3)))

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import LocalDpMod
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
@@ -72,27 +71,6 @@ def test_an_app_that_does_not_say_who_it_is_is_told_the_remedy(how: str) -> None
         PerMA(2).start(InProcessGrid(app, 3), num_rounds=1)
     assert "node 1000" in str(error.value)
     assert "flwr_perdl.clients.client_app" in str(error.value)
-
-
-def test_before_the_first_round_nothing_is_saved_and_the_error_says_so(tmp_path: Path) -> None:
-    def stop(folder: Path | None) -> str:
-        with pytest.raises(TooFewReplies) as error:
-            PerMA(2, checkpoint_dir=folder).start(
-                grid(factory=lambda context: Template(np.ones(2))), num_rounds=2
-            )
-        return str(error.value)
-
-    assert "nothing is saved, since there is no checkpoint_dir" in stop(None)
-    assert "nothing is saved, since no round has finished" in stop(tmp_path / "run")
-    assert not list(tmp_path.rglob("*.npz"))
-
-
-def test_a_mod_that_answers_the_reply_has_its_reason_heard() -> None:
-    mods = [LocalDpMod(1.0, 1.0, 1.0, 1e-5)]
-    with pytest.raises(TooFewReplies, match="LocalDpMod expects"):
-        PerMA(2).start(grid(mods=mods), num_rounds=1)
-    atoms = ArrayRecord([np.eye(4)[:2]])
-    PerMA(2, aggregation="mean").start(grid(mods=mods), atoms, num_rounds=1)  # has arrays to match
 
 
 def test_a_mod_that_sends_another_message_is_named() -> None:

@@ -24,7 +24,6 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
 from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
-from tests.grids import failing
 
 MakeFederation = Callable[..., Any]
 
@@ -90,47 +89,6 @@ def test_float32_stays_float32(federation: MakeFederation) -> None:
     atoms = planted.learn(PerMA(3))
     assert atoms.dtype == np.float32
     assert dictionary_distance(atoms, planted.planted.global_atoms.astype(np.float32)) < 1e-3
-
-
-def test_a_client_with_a_new_node_id_and_no_state_carries_on(federation: MakeFederation) -> None:
-    planted = federation()
-    grid = planted.grid()
-
-    def replace(report: Any) -> None:
-        if report.round == 2 and report.step == "evaluate":
-            old = next(iter(grid.contexts))
-            context = grid.contexts.pop(old)
-            context.node_id = 4711
-            context.state.clear()
-            grid.contexts[4711] = context
-
-    strategy = PerMA(3, on_round=replace)
-    result = strategy.start(grid, num_rounds=5)
-    atoms = result.arrays.to_numpy_ndarrays()[0]
-    assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
-    assert all(list(report.metrics) == [0, 1, 2, 3, 4] for report in strategy.history)
-    assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
-
-
-@pytest.mark.parametrize("remember", [1, 3])
-def test_an_absent_client_counts_with_its_last_contribution(
-    federation: MakeFederation, remember: int
-) -> None:
-    """Client 2 is silent from round 4 on; who is remembered for long enough is as good as there."""
-    faults = failing("silence", [2], range(4, 7))
-
-    def learn(**options: Any) -> tuple[np.ndarray, PerMA]:
-        strategy = PerMA(3, fraction_evaluate=0.0, remember=remember)
-        return federation(noise=0.05).learn(strategy, 6, **options), strategy
-
-    whole, _ = learn()
-    atoms, strategy = learn(faults=faults)
-    without = federation(noise=0.05).learn(PerMA(3, fraction_evaluate=0.0), 6, faults=faults)
-    lost = dictionary_distance(without, whole)
-    if remember == 3:
-        assert dictionary_distance(atoms, whole) < 0.2 * lost
-    noted = [report.anomalies.get(2, {}).get("remembered", 0) for report in strategy.history]
-    assert noted == [0, 0, 0] + [1] * remember + [0] * (3 - remember)
 
 
 def test_a_run_that_ends_while_it_chooses_is_resumed_to_the_same_bits(

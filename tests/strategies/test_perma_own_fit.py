@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
+from flwr_perdl.strategies import PerMA, ServerSettings
 from tests.grids import as_app, partition_of
 
 N_ATOMS, N_GLOBAL, CLIENTS = 12, 3, 4
@@ -90,28 +90,6 @@ def test_a_client_that_was_not_there_at_the_start_makes_its_own_atoms_anew() -> 
     anew = [r.aggregate["anew"] for r in strategy.history if r.step != "evaluate"]
     assert anew == [CLIENTS, 0]
     assert all(len(own) == N_ATOMS - N_GLOBAL for own in grid.local_atoms())
-
-
-@pytest.mark.parametrize(
-    ("options", "reply", "named"),
-    [
-        ({}, np.eye(4), "fit"),
-        ({}, np.zeros((12, 12)), "D must have no zero row"),
-        ({"refine_steps": 1}, None, "refine_steps"),
-        ({"aggregation": "statistics"}, None, "aggregation"),
-    ],
-)
-def test_what_such_a_client_cannot_do_is_named(
-    options: dict[str, Any], reply: Any, named: str
-) -> None:
-    class Odd(Ordinary):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            trained, n, metrics = super().fit(parameters, config)
-            return [reply] if parameters and reply is not None else trained, n, metrics
-
-    strategy = PerMA(N_GLOBAL, **{"aggregation": "mean", **options})
-    with pytest.raises(TooFewReplies, match=named):
-        strategy.start(InProcessGrid(client_app(Odd), CLIENTS), num_rounds=2)
 
 
 @pytest.mark.parametrize("app", [Ordinary, messages()], ids=["NumPyClient", "ClientApp"])

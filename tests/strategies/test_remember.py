@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from flwr.app import Context
 from flwr.client import NumPyClient
 
@@ -17,7 +16,6 @@ from flwr_perdl.strategies import (
     ProtocolStrategy,
     Replies,
     Request,
-    SecureMean,
     ServerSettings,
 )
 from tests.grids import partition_of
@@ -87,13 +85,3 @@ def test_a_resumed_run_remembers_what_the_first_one_did(tmp_path: Path) -> None:
     means(Rounds(2, checkpoint_dir=tmp_path), 2)
     resumed = Rounds(2, checkpoint_dir=tmp_path, server=ServerSettings(resume=True))
     assert means(resumed) == means(Rounds(2))
-
-
-def test_a_secure_round_has_no_reply_to_remember() -> None:
-    class Secure(Rounds):
-        def protocol(self, initial: list[Any], state: Any) -> Protocol:
-            yield Request("mean", remember=1, secure=SecureMean((1,)))
-            return []
-
-    with pytest.raises(ValueError, match=r"Request\.remember must"):
-        means(Secure(1))

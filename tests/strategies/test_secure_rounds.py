@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import Context
 from flwr.client import NumPyClient
 from flwr.server.client_manager import SimpleClientManager
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Protocol,
     ProtocolStrategy,
@@ -95,36 +94,8 @@ def test_another_shape_is_refused_and_named() -> None:
         mean(SecureMean((3,), norm=10.0))
 
 
-def test_a_client_that_insists_on_masks_gives_nothing_in_the_clear() -> None:
-    app = client_app(Client, secure=True)
-    Mean(SecureMean((2,))).start(InProcessGrid(app, 3), num_rounds=1)
-    with pytest.raises(TooFewReplies, match="secure=True must"):
-        Mean(None).start(InProcessGrid(app, 3), ArrayRecord(), num_rounds=1)
-
-
 def test_the_older_interface_refuses_a_secure_round_before_it_asks() -> None:
     legacy = as_legacy(Mean(SecureMean((2,))))
     start = legacy.initialize_parameters(SimpleClientManager())
     with pytest.raises(ValueError, match="secure"):
         legacy.configure_fit(1, start, SimpleClientManager())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"shape": [2]}, "shape in secure must be a tuple of integers"),
-        ({"shape": (0,)}, "sizes of shape in secure must be at least 1, got 0"),
-        ({"shape": (2,), "norm": 0.0}, "norm in secure must be"),
-        ({"shape": (2,), "max_weight": 0}, "max_weight in secure must be between 1 and"),
-        ({"shape": (2,), "num_shares": 2}, "num_shares in secure must be at least 3, got 2"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=said):
-        SecureMean(**options)
-
-
-def test_something_else_than_a_secure_mean_is_refused() -> None:
-    asked: Any = True
-    with pytest.raises((ValueError, TypeError), match=r"Request\.secure must be a SecureMean"):
-        mean(asked)

@@ -64,11 +64,6 @@ def test_a_run_shows_what_is_asked(
         assert not error
 
 
-def test_an_unknown_way_to_show_is_refused_before_the_run() -> None:
-    with pytest.raises(ValueError, match="verbose must"):
-        PerMA(n_global=2).start(grid(), verbose="loud")
-
-
 class Pictures(HTMLParser):
     """What a notebook's HTML has in it."""
 
