@@ -76,16 +76,6 @@ def test_flower_pins_are_within_the_supported_range() -> None:
     assert version("flwr") in flwr.specifier
 
 
-def test_every_python_of_the_metadata_is_declared() -> None:
-    declared = {
-        entry.rpartition(" ")[2]
-        for entry in PYPROJECT["project"]["classifiers"]
-        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", entry)
-    }
-    assert declared == {"3.11", "3.12", "3.13", "3.14"}
-    assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.15"
-
-
 def test_the_library_imports_nothing_of_the_application() -> None:
     above = {"perdl_experiments", "matplotlib", "rich", "typer", "joblib", "sklearn", "skimage"}
     for file in sorted((ROOT / "flwr_perdl").rglob("*.py")):

@@ -85,13 +85,6 @@ def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> N
         assert (np.diff(np.diag(products)) <= 0).all()
 
 
-def test_a_resumed_run_takes_the_methods_from_disk(ran: Any) -> None:
-    results, out, _ = ran
-    again = run_experiment("digits", out=out, resume=True, **GIVEN)
-    for name, value in results["metrics"].items():
-        assert again["metrics"][name] == value or name == "perma_seconds"
-
-
 @pytest.mark.slow
 def test_they_run_inside_a_flower_run(ran: Any) -> None:
     def make(context: Any) -> Any:
