@@ -27,14 +27,7 @@ from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.dictionary import (
-    OrthogonalLearner,
-    global_matching,
-    normalize_atoms,
-    polar_factor,
-    warm_start,
-)
-from flwr_perdl.dictionary.aggregation import aggregate_statistics
+from flwr_perdl.dictionary import OrthogonalLearner, normalize_atoms, warm_start
 from flwr_perdl.diffusion import (
     DataDiffusion,
     DiffusionAveraging,
@@ -150,36 +143,6 @@ def perma(
     }
 
 
-def matching(n_clients: int, method: str) -> dict[str, float]:
-    """Measure the server's part of the matching round alone."""
-    rng = np.random.default_rng(0)
-
-    def unit(n: int) -> np.ndarray:
-        return normalize_atoms(rng.standard_normal((n, FEATURES)))
-
-    shared = unit(GLOBAL)
-    dictionaries = [
-        normalize_atoms(np.vstack([shared, unit(ATOMS - GLOBAL)]) + 0.1 * unit(ATOMS))
-        for _ in range(n_clients)
-    ]
-    return at_best(lambda: global_matching(dictionaries, GLOBAL, method=method))
-
-
-def aggregation(n_clients: int) -> dict[str, float]:
-    """Measure the server's part of an update alone: the sum, and who is an outlier."""
-    rng = np.random.default_rng(0)
-    current = np.linalg.qr(rng.standard_normal((FEATURES, GLOBAL)))[0].T
-    stack = 20 * current + rng.standard_normal((n_clients, GLOBAL, FEATURES))
-    current = polar_factor(current, current)
-    return at_best(lambda: aggregate_statistics(stack, current, orthogonal=True))
-
-
-def at_best(run: Callable[[], Any]) -> dict[str, float]:
-    """Measure the least time of some runs, and their memory."""
-    before = most_memory()
-    return {"seconds": fastest({0: run}, TIMES)[0], "mb": most_memory() - before}
-
-
 def per_round(run: Callable[[int], Any], long: int) -> dict[str, float]:
     """Time a round, what comes before the first, and the memory of all."""
     before = most_memory()
@@ -245,9 +208,6 @@ MEASURES: dict[str, Callable[..., dict[str, float]]] = {
     "sampled": partial(perma, fraction=FRACTION),
     "atoms": lambda x: perma(FEW, d=WIDE, r=x),
     "features": lambda x: perma(FEW, d=x),
-    "consensus": lambda x: matching(x, "consensus"),
-    "paths": lambda x: matching(x, "paths"),
-    "aggregation": aggregation,
     "inference, agents": lambda x: inference(x, NEIGHBORS),
     "inference, neighbors": lambda x: inference(MANY, x),
     "diffusion, agents": lambda x: diffusion(x, NEIGHBORS),
@@ -259,9 +219,6 @@ POINTS: dict[str, Sequence[int]] = {
     "sampled": CLIENTS[-1:],
     "atoms": (8, 16, 32, 64, 128, 256),
     "features": (16, 64, 256, 1024),
-    "consensus": CLIENTS,
-    "paths": CLIENTS,
-    "aggregation": CLIENTS,
     "inference, agents": AGENTS,
     "inference, neighbors": (4, 8, 16, 32, 64, 128),
     "diffusion, agents": AGENTS,
@@ -276,9 +233,6 @@ KINDS = {
     "sampled": f"The same where {FRACTION:.0%} of the clients are asked",
     "atoms": f"PerMA with {FEW} clients of {WIDE} features, by atoms",
     "features": f"PerMA with {FEW} clients, by features",
-    "consensus": "The matching alone, by consensus, by clients",
-    "paths": "The matching alone, by shortest paths, by clients",
-    "aggregation": "The aggregation of statistics alone, by clients",
     "inference, agents": f"A round of dual inference, {NEIGHBORS} neighbors, by agents",
     "inference, neighbors": f"A round of dual inference, {MANY} agents, by neighbors",
     "diffusion, agents": f"A round of learning over data, {NEIGHBORS} neighbors, by agents",
@@ -299,8 +253,6 @@ ABOUT = (
 #: Curves that are to be linear, and their number.
 LINEAR = {
     "clients": "seconds_update",
-    "consensus": "seconds",
-    "aggregation": "seconds",
     "inference, agents": "seconds",
     "diffusion, agents": "seconds",
     "averaging, nodes": "seconds",
@@ -362,18 +314,14 @@ def picture(results: dict[str, Any]) -> Figure:
         ("an update of PerMA", "clients", "seconds"): {
             "clients and messages": ("clients", "seconds_update_clients"),
             "server": ("clients", "seconds_update_server"),
-            "aggregation alone": ("aggregation", "seconds"),
         },
         ("the matching round", "clients", "seconds"): {
             "clients and messages": ("clients", "seconds_start_clients"),
             "server": ("clients", "seconds_start_server"),
-            "consensus alone": ("consensus", "seconds"),
-            "shortest paths alone": ("paths", "seconds"),
         },
         ("memory", "clients", "MB"): {
             "samples": ("clients", "mb_data"),
             "all else": ("clients", "mb_rest"),
-            "aggregation alone": ("aggregation", "mb"),
         },
         (f"an update of PerMA, {FEW} clients", "atoms or features", "seconds"): {
             "atoms": ("atoms", "seconds_update"),

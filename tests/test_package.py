@@ -186,7 +186,7 @@ def test_every_option_of_every_federated_experiment_is_a_run_config_key() -> Non
     assert listed == all_keys()
     assert read_run_config(listed) == ("digits", {})
     for key in ("n-atoms", "n_atoms"):  # Flower's spelling, and the option's own
-        assert read_run_config({**listed, key: 12}).options == {"n_atoms": 12}
+        assert read_run_config({**listed, key: 12}) == ("digits", {"n_atoms": 12})
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower
