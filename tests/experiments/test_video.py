@@ -63,6 +63,7 @@ def test_the_street_is_taken_apart_and_better_than_by_perpca(street: Any) -> Non
         assert arrays["objects"].shape == clip.frames.shape
 
 
+@pytest.mark.slow
 def test_a_clip_that_nothing_was_tuned_on(tmp_path: Path) -> None:
     X, mask, background = make_clip(0)
     np.savez(tmp_path / "clip.npz", X=X, mask=mask)
