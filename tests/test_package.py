@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -43,6 +44,7 @@ FLOORS = {
 }
 
 
+@cache
 def imported_modules(file: Path) -> set[str]:
     """Return the modules that a file imports anywhere, by their full names."""
     package = file.relative_to(ROOT).with_suffix("").parts[:-1]
