@@ -136,6 +136,19 @@ def regression(n_models: int) -> tuple[Callable[[Context], NumPyClient], np.ndar
     return make_client, data.theta
 
 
+def test_fedavg_takes_a_mean() -> None:
+    make_client, truth = regression(1)
+    options: dict[str, Any] = {"num_clients": 5, "fraction_evaluate": 0.0}
+    start = np.zeros_like(truth)
+    found, grid = aggregate(make_client, 5, FedX(1, phase_2=STEP, **options), start)
+    plain = FedX(1, phase_2=STEP, **options).start(
+        InProcessGrid(client_app(make_client), 5), ArrayRecord([start]), num_rounds=ROUNDS
+    )
+    np.testing.assert_allclose(found, plain.arrays.to_numpy_ndarrays()[0], atol=3e-4)
+    assert grid.shown == 0
+    assert np.abs(found - truth).max() < np.abs(truth).max() / 2
+
+
 def test_a_mean_of_cluster_names_is_refused(warned: Any) -> None:
     make_client, truth = regression(2)
     options: dict[str, Any] = {"num_clients": 5, "fraction_evaluate": 0.0}
