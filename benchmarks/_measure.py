@@ -71,7 +71,7 @@ def main(
     about: str,
     ratios: Callable[[], dict[str, Any]],
     rest: Callable[[], dict[str, Any]],
-    tables: Callable[[dict[str, Any]], str],
+    tables: Callable[[dict[str, Any]], str | dict[str, str]],
     picture: Callable[[dict[str, Any]], Figure] | None = None,
 ) -> None:
     """Measure with one BLAS thread, print, and write ``NAME.json``, ``NAME.md`` and ``NAME.png``.
@@ -88,7 +88,7 @@ def main(
     rest : callable
         Measures everything else; left out with ``--ratios``.
     tables : callable
-        Results to Markdown.
+        Results to Markdown, or to a text per file.
     picture : callable, optional
         Results to a drawing.
     """
@@ -111,8 +111,10 @@ def main(
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
     if not given.ratios:
-        (given.out / f"{name}.md").write_text(tables(results))
-        sys.stdout.write(tables(results))
+        made = tables(results)
+        for file, text in ({name: made} if isinstance(made, str) else made).items():
+            (given.out / f"{file}.md").write_text(text)
+            sys.stdout.write(text)
         if picture is not None:
             picture(results).savefig(given.out / f"{name}.png", dpi=80)
 

@@ -15,18 +15,23 @@ from _measure import RESULTS
 from matplotlib.figure import Figure
 
 from perdl_experiments.plots import COLORS, SMALL, WIDTH
+from perdl_experiments.render import markdown_table
 
 #: What is drawn: script and ratio -> what is compared, the faster of which is named.
 SHOWN = {
     ("matching", "networkx / chain"): "shortest paths for matching: networkx's time over ours",
-    ("learners", "sparse_encode / ours, 784 x 100, k = 20"): "pursuit of images: scikit-learn's "
-    "sparse_encode over ours",
+    (
+        "coding",
+        "scikit-learn / ours, images, 5,000 x 784, 100 atoms: pursuit, k = 20",
+    ): "pursuit of images: scikit-learn's sparse_encode over ours",
     ("inference", "loop / float64, atc, p = 0.1"): "dual inference, sparse network: a loop over "
     "agents over ours",
     ("learners", "MiniBatchDictionaryLearning / MOD, digits"): "digits to the same error: "
     "scikit-learn's mini-batches over MOD",
-    ("coding", "images, 5,000 x 784, 100 atoms: lasso, penalty 1, SPAMS's time over ours"): "lasso "
-    "of images: SPAMS over ours",
+    (
+        "coding",
+        "SPAMS / ours, images, 5,000 x 784, 100 atoms: lasso, penalty 1",
+    ): "lasso of images: SPAMS over ours",
     ("rounds", "arithmetic / round, d = 64, r = 32"): "a round of PerMA: its arithmetic alone over "
     "the whole round",
 }
@@ -68,25 +73,22 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return all ratios, and what was measured where, as Markdown."""
-    lines = [
-        "| script | what is divided by ours | ratios | median | least | greatest |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    where = []
+    rows, where = [], []
     for script, of in results.items():
         groups: dict[str, list[float]] = {}
         for name, ratio in of["ratios"].items():
-            rival = "SPAMS" if "SPAMS" in name else name.partition(" / ")[0]
+            rival = name.partition(" / ")[0]
             groups.setdefault(rival, []).append(ratio)
         for rival, ratios in groups.items():
             found = [f"{value:.3g}" for value in (np.median(ratios), min(ratios), max(ratios))]
-            lines.append(f"| `{script}.py` | {rival} | {len(ratios)} | {' | '.join(found)} |")
+            rows.append([f"`{script}.py`", rival, str(len(ratios)), *found])
         machine, versions = of["machine"], of["versions"]
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
         place = f"{machine['platform'].partition('-')[0]}, {machine['cores']} cores"
-        where.append(f"| `{script}.py` | {(of['commit'] or '-')[:7]} | {place} | {packages} |")
-    lines += ["", "| script | commit | machine | versions |", "| --- | --- | --- | --- |", *where]
-    return "\n".join(lines) + "\n"
+        where.append([f"`{script}.py`", (of["commit"] or "-")[:7], place, packages])
+    heads = ["script", "what is divided by ours", "ratios", "median", "least", "greatest"]
+    measured = markdown_table(["script", "commit", "machine", "versions"], where)
+    return f"{markdown_table(heads, rows)}\n{measured}"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg
 from perdl_experiments.engine import on_ray
+from perdl_experiments.render import markdown_table
 
 CLIENTS, ROUNDS, TIMES = 20, 4, 3
 #: On Ray: clients, rounds of a run, runs of each strategy.
@@ -157,37 +158,25 @@ def ratios() -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    lines = [
-        f"Milliseconds per client and round, {CLIENTS} clients in process that train nothing "
-        "(times FedAvg's):",
-        "",
-        f"| numbers in a model | FedAvg | {' | '.join(STRATEGIES)} |",
-        f"|---:|---:|{'---:|' * len(STRATEGIES)}",
-    ]
+    here, ray = [], []
     for size in MODELS:
         base = results["seconds"][f"FedAvg, {size} numbers"]
-        row = [f"{1e3 * base:.3f}"]
-        for name in STRATEGIES:
-            own = results["seconds"][f"{name}, {size} numbers"]
-            row.append(f"{1e3 * own:.3f} ({own / base:.2f})")
-        lines.append(f"| {size} | {' | '.join(row)} |")
-    lines += [
-        "",
-        f"The same on Flower's simulation engine (Ray), {RAY_CLIENTS} clients, processor time of "
-        "all processes, and wall-clock time:",
-        "",
-        "| numbers in a model | FedAvg | k = 1 | FedAvg, wall clock | k = 1, wall clock |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    for size in MODELS:
-        row = [size]
+        own = [results["seconds"][f"{name}, {size} numbers"] for name in STRATEGIES]
+        here.append([size, f"{1e3 * base:.3f}", *(f"{1e3 * s:.3f} ({s / base:.2f})" for s in own)])
+        ray.append([size])
         for clock in ("processor", "wall"):
-            base, own = (
+            base, one = (
                 results["ray"][f"{name}, {size} numbers"][clock] for name in ("FedAvg", "k = 1")
             )
-            row += [f"{1e3 * base:.2f}", f"{1e3 * own:.2f} ({own / base:.2f})"]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
+            ray[-1] += [f"{1e3 * base:.2f}", f"{1e3 * one:.2f} ({one / base:.2f})"]
+    size, wall = "numbers in a model", ["FedAvg, wall clock", "k = 1, wall clock"]
+    return (
+        f"Milliseconds per client and round, {CLIENTS} clients in process that train nothing "
+        f"(times FedAvg's):\n\n{markdown_table([size, 'FedAvg', *STRATEGIES], here)}\n"
+        f"The same on Flower's simulation engine (Ray), {RAY_CLIENTS} clients, processor time of "
+        "all processes, and wall-clock time:\n\n"
+        + markdown_table([size, "FedAvg", "k = 1", *wall], ray)
+    )
 
 
 if __name__ == "__main__":

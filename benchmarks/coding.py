@@ -29,6 +29,7 @@ from sklearn.decomposition import sparse_encode
 from threadpoolctl import threadpool_limits
 
 from flwr_perdl.dictionary import lasso, normalize_atoms, omp
+from perdl_experiments.render import markdown_table
 
 #: Kind of samples, their number, features, atoms; atoms per sample of the pursuit.
 CASES = {
@@ -131,7 +132,8 @@ def timed_cases() -> dict[str, Any]:
             busy = {n: min(busiest(code) for _ in range(TIMES)) for n, code in shared.items()}
             rows.append({"what": what, "how": how, "seconds": seconds, "objectives": reached})
             rows[-1]["two_threads"] = busy[1] / busy[2] if CORES > 1 else None
-            ratios[f"{what}: {how}, SPAMS's time over ours"] = seconds["SPAMS"] / seconds["ours"]
+            for rival in ("SPAMS", "scikit-learn"):
+                ratios[f"{rival} / ours, {what}: {how}"] = seconds[rival] / seconds["ours"]
     return {"ratios": ratios, "rows": rows}
 
 
@@ -149,23 +151,21 @@ def memories() -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    lines = [
-        f"Milliseconds in one thread, least of {TIMES}; how many times as fast ours is in two "
-        "threads; how far its objective (the pursuit's error) is above SPAMS's.",
-        "",
-        "| | | ours | SPAMS | scikit-learn | two threads | objective |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    cells = []
     for row in results["rows"]:
         times = [row["seconds"][name] for name in ("ours", "SPAMS", "scikit-learn")]
         more = "-" if row["two_threads"] is None else f"{row['two_threads']:.2f}"
         apart = row["objectives"]["ours"] / row["objectives"]["SPAMS"] - 1
         milliseconds = [f"{1000 * t:.0f}" for t in times]
-        cells = [row["what"], row["how"], *milliseconds, more, f"{apart:+.0e}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells.append([row["what"], row["how"], *milliseconds, more, f"{apart:+.0e}"])
+    heads = ["", "", "ours", "SPAMS", "scikit-learn", "two threads", "objective"]
+    first = (
+        f"Milliseconds in one thread, least of {TIMES}; how many times as fast ours is in two "
+        "threads; how far its objective (the pursuit's error) is above SPAMS's."
+    )
     held = ", ".join(f"{name} {mb:.0f} MB" for name, mb in results["extra_megabytes"].items())
     last = f"Memory beside the codes, 20,000 samples, {CORES} thread(s): {held}."
-    return "\n".join([*lines, "", last]) + "\n"
+    return f"{first}\n\n{markdown_table(heads, cells)}\n{last}\n"
 
 
 if __name__ == "__main__":

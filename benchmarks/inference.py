@@ -19,6 +19,7 @@ from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.diffusion.inference import ConsensusADMM, Inference, infer
 from flwr_perdl.diffusion.objectives import SparseSVD
 from perdl_experiments.measures import rounds_to
+from perdl_experiments.render import markdown_table
 from perdl_experiments.studies.inference import FOUND, METHODS, draw, trace
 
 GRAPHS, LIMIT = 10, 1200
@@ -185,39 +186,27 @@ def tables(results: dict[str, Any]) -> str:
     def count(n: float) -> str:
         return f"{n:.0f}" if n >= 0 else f"> {LIMIT:,}"
 
-    lines = [
-        f"Rounds to {FOUND:.0f} dB on the worst agent's nu, median (worst) of {GRAPHS} graphs that "
-        f"are not fully connected, default parameters; N = {AGENTS}, M = 300, one atom each:",
-        "",
-        "| | " + " | ".join(method.words for method in METHODS.values()) + " |",
-        "|---" * (len(METHODS) + 1) + "|",
-    ]
+    counted, timed = [], []
     for row in results["rounds"]:
         name = row["loss"] + (", impulses" if row["impulses"] else "")
         cells = [f"{count(row[m]['median'])} ({count(row[m]['worst'])})" for m in METHODS]
-        lines.append(f"| {name}, p = {row['connectivity']} | " + " | ".join(cells) + " |")
-    cores = results["speed"][0]["cores"]
-    lines += [
-        "",
-        f"Milliseconds per round and sample, N = {AGENTS}, M = {FEATURES}, {SAMPLES} samples, "
-        f"{IN_SPAN} in the span (times faster than the loop over agents); in brackets what setting "
-        "up all samples takes, once. Stacked is on one core, and on all:",
-        "",
-        f"| | loop | float64 | float32 | float64, {cores} cores | float32, {cores} cores | "
-        "span, float64 | span, float32 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+        counted.append([f"{name}, p = {row['connectivity']}", *cells])
     for row in results["speed"]:
         ms, times, first = (
             row[name] for name in ("ms_per_round_and_sample", "times_faster", "ms_set_up")
         )
         cells = [f"{ms[n]:.3f} ({times[n]:.0f}) [{first[n]:.0f}]" for n in times]
-        lines.append(
-            f"| {row['method']}, p = {row['connectivity']} | {ms['loop']:.2f} | "
-            + " | ".join(cells)
-            + " |"
-        )
-    return "\n".join(lines) + "\n"
+        timed.append([f"{row['method']}, p = {row['connectivity']}", f"{ms['loop']:.2f}", *cells])
+    return (
+        f"Rounds to {FOUND:.0f} dB on the worst agent's nu, median (worst) of {GRAPHS} graphs that "
+        f"are not fully connected, default parameters; N = {AGENTS}, M = 300, one atom each:\n\n"
+        f"{markdown_table(['', *(method.words for method in METHODS.values())], counted)}\n"
+        f"Milliseconds per round and sample, N = {AGENTS}, M = {FEATURES}, {SAMPLES} samples, "
+        f"{IN_SPAN} in the span (times faster than the loop over agents); in brackets what setting "
+        "up all samples takes, once. Stacked is on one core, and on all "
+        f"{results['speed'][0]['cores']}:\n\n"
+        + markdown_table(["", "loop", *results["speed"][0]["times_faster"]], timed)
+    )
 
 
 def ratios() -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Local learners and matching pursuit against scikit-learn's, and averaging against a plain loop.
+"""Local learners against scikit-learn's: time to the same error.
 
 Run from the repository's root: ``python benchmarks/learners.py``; it writes
-``benchmarks/results/learners.json`` and the tables of it, ``learners.md``. Some three minutes.
+``benchmarks/results/learners.json`` and the table of it, ``learners.md``. Some two minutes.
 
 *Time to the same error*: two learners start from the same dictionary on the same samples; after
 every iteration (scikit-learn's `DictionaryLearning`: every fifth, `MiniBatchDictionaryLearning`:
@@ -14,21 +14,18 @@ scikit-learn's learners have the best of several penalties, separately in each c
 from __future__ import annotations
 
 import logging
-import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any, NamedTuple
 
 import numpy as np
 from _measure import fastest, main
-from flwr.app import ArrayRecord, Context
 from sklearn.datasets import load_digits
-from sklearn.decomposition import DictionaryLearning, MiniBatchDictionaryLearning, sparse_encode
+from sklearn.decomposition import DictionaryLearning, MiniBatchDictionaryLearning
 from sklearn.exceptions import ConvergenceWarning
 
-from flwr_perdl.clients import DictionaryAveragingClient, client_app
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -37,8 +34,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     sparse_code,
 )
-from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DictionaryAveraging
+from perdl_experiments.render import markdown_table
 
 #: Starts per comparison; medians are reported.
 STARTS = 3
@@ -48,12 +44,6 @@ OURS, BATCH, MINI = 80, 26, 16
 PENALTIES = (0.1, 0.2)
 #: What both are to reach, as a multiple of the worse one's least error.
 SLACK = 1.02
-#: Samples, features, atoms, atoms per sample.
-PURSUITS = [(2000, 64, 96, 5), (2000, 64, 256, 10), (500, 784, 100, 20)]
-#: Clients, and features, atoms and samples of each, of the loop that averages.
-LOOPS = [(100, 64, 32, 200), (20, 784, 100, 500)]
-#: A round's time is the difference of a long and a short run, each the fastest of so many.
-SHORT, LONG, TIMES = 1, 3, 3
 
 
 class Curve(NamedTuple):
@@ -69,23 +59,22 @@ class Curve(NamedTuple):
         )
 
 
-def planted(
-    seed: int, n: int, d: int, r: int, k: int, *, orthonormal: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return samples of ``k`` atoms each, with a noise of 0.05, and the atoms."""
+def planted(seed: int, n: int, d: int, r: int, k: int, *, orthonormal: bool) -> np.ndarray:
+    """Return samples of ``k`` atoms each, with a noise of 0.05."""
     rng = np.random.default_rng(seed)
     atoms = rng.standard_normal((d if orthonormal else r, d))
     atoms = np.linalg.qr(atoms)[0][:r] if orthonormal else normalize_atoms(atoms)
     codes = np.zeros((n, r))
     for row in codes:
         row[rng.choice(r, k, replace=False)] = rng.choice([-1, 1], k) * (0.5 + rng.random(k))
-    return codes @ atoms + 0.05 * rng.standard_normal((n, d)), atoms
+    samples: np.ndarray = codes @ atoms + 0.05 * rng.standard_normal((n, d))
+    return samples
 
 
 #: Samples, atoms, atoms per sample.
 DATA: dict[str, Callable[[], tuple[np.ndarray, int, int]]] = {
-    "planted, orthonormal": lambda: (planted(0, 2000, 64, 32, 4, orthonormal=True)[0], 32, 4),
-    "planted, overcomplete": lambda: (planted(0, 2000, 64, 96, 4, orthonormal=False)[0], 96, 4),
+    "planted, orthonormal": lambda: (planted(0, 2000, 64, 32, 4, orthonormal=True), 32, 4),
+    "planted, overcomplete": lambda: (planted(0, 2000, 64, 96, 4, orthonormal=False), 96, 4),
     "digits": lambda: (load_digits().data / 16, 48, 5),
 }
 LEARNERS = {
@@ -205,181 +194,37 @@ def alone(X: np.ndarray, D: np.ndarray, learner: Any) -> dict[str, float]:
     return {"ms_step": 1000 * least["step"], "ms_products": 1000 * least["products"]}
 
 
-def peak(run: Callable[[], Any]) -> float:
-    """Return the most megabytes that ``run`` holds at once."""
-    tracemalloc.start()
-    run()
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return most / 2**20
-
-
-def pursuits() -> list[dict[str, Any]]:
-    """Time orthogonal matching pursuit, and compare the codes."""
-    rows = []
-    for n, d, r, k in PURSUITS:
-        rng = np.random.default_rng(0)
-        D = normalize_atoms(rng.standard_normal((r, d)))
-        X, _ = planted(1, n, d, r, k, orthonormal=False)
-        runs: dict[str, Callable[[], np.ndarray]] = {
-            "ours": lambda X=X, D=D, k=k: sparse_code(X, D, n_nonzero=k),
-            "sklearn": lambda X=X, D=D, k=k: sparse_encode(
-                X, D, algorithm="omp", n_nonzero_coefs=k, check_input=False
-            ),
-            "products": lambda X=X, D=D: (X @ D.T, D @ D.T)[0],
-        }
-        least = fastest(runs, 3 * TIMES)
-        codes = {name: runs[name]() for name in ("ours", "sklearn")}
-        difference = float(np.abs(codes["ours"] - codes["sklearn"]).max())
-        if difference > 1e-8:
-            raise AssertionError(f"the codes differ by {difference}")
-        rows.append(
-            {
-                "samples": n,
-                "features": d,
-                "atoms": r,
-                "nonzero": k,
-                "seconds": least,
-                "megabytes": {name: peak(runs[name]) for name in codes},
-                "largest_difference": difference,
-            }
-        )
-    return rows
-
-
-def loops() -> list[dict[str, Any]]:
-    """Time rounds of federated averaging: a plain loop, and on Flower."""
-    rows = []
-    for n_clients, d, r, n in LOOPS:
-        # A start near the truth: every client uses every atom, and a plain loop does all there is.
-        samples, truth = planted(0, n_clients * n, d, r, 4, orthonormal=True)
-        X, learner = samples.reshape(n_clients, n, d), MODLearner(r, n_nonzero=4)
-        error = np.random.default_rng(0).standard_normal(truth.shape)
-        start = normalize_atoms(truth + 0.3 / np.sqrt(d) * error)
-
-        def plain(n_rounds: int, X: Any = X, D: Any = start, learner: Any = learner) -> np.ndarray:
-            for _ in range(n_rounds):
-                total = np.zeros_like(D)
-                for samples in X:
-                    total += learner.step(samples, D)
-                D = normalize_atoms(total / len(X))
-            return D
-
-        def make_client(
-            context: Context, X: Any = X, learner: Any = learner
-        ) -> DictionaryAveragingClient:
-            samples = X[int(context.node_config["partition-id"])]
-            return DictionaryAveragingClient(samples, learner, context, min_support=0)
-
-        def messages(
-            n_rounds: int, n_clients: int = n_clients, D: Any = start, make: Any = make_client
-        ) -> np.ndarray:
-            grid = InProcessGrid(client_app(make), n_clients)
-            strategy = DictionaryAveraging(fraction_evaluate=0.0)
-            result = strategy.start(grid, ArrayRecord([D]), num_rounds=n_rounds)
-            return result.arrays.to_numpy_ndarrays()[0]
-
-        ways = {"plain": plain, "messages": messages}
-        ends = {name: way(LONG) for name, way in ways.items()}
-        differences = {name: float(np.abs(D - ends["plain"]).max()) for name, D in ends.items()}
-        if max(differences.values()) > 1e-9:
-            raise AssertionError(f"the dictionaries differ: {differences}")
-        runs = {
-            (name, length): lambda way=way, length=length: way(length)
-            for name, way in ways.items()
-            for length in (SHORT, LONG)
-        }
-        least = fastest(runs, TIMES, clock=perf_counter)  # clients compute in threads
-        rows.append(
-            {
-                "clients": n_clients,
-                "features": d,
-                "atoms": r,
-                "samples": n,
-                "ms_round": {
-                    name: 1000 * (least[name, LONG] - least[name, SHORT]) / (LONG - SHORT)
-                    for name in ways
-                },
-                "largest_difference": max(differences.values()),
-            }
-        )
-    return rows
-
-
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    lines = [
-        f"Seconds to the same error, ours and scikit-learn's, and how many times faster ours is; "
-        f"medians of {STARTS} starts. In brackets the least error that each reaches, as a share of "
-        "the samples' energy. An iteration: all samples coded and the dictionary updated, and how "
-        "many times the two products with all samples that takes.",
-        "",
-        "| | error | an iteration (ms) | `DictionaryLearning` | `MiniBatchDictionaryLearning` |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for row in results["same_error"]:
         cells = [
             f"{row[name]['seconds_ours']:.2f} : {row[name]['seconds']:.2f} = "
             f"**{row[name]['ratio']:.1f}** ({row[name]['error']:.4f})"
             for name in PEERS
         ]
-        lines.append(
-            f"| {row['data']}: {row['learner']} | {row['error']:.4f} | {row['ms_step']:.1f} "
-            f"({row['ms_step'] / row['ms_products']:.1f}) | {' | '.join(cells)} |"
-        )
-    lines += [
-        "",
-        'Orthogonal matching pursuit, against `sparse_encode(algorithm="omp")`, which has the '
-        "same codes:",
-        "",
-        "| samples, features, atoms, atoms per sample | ours (ms) | scikit-learn's (ms) | times "
-        "faster | times the products | memory, ours and theirs (MB) | codes differ by |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in results["pursuits"]:
-        took, held = row["seconds"], row["megabytes"]
-        sizes = ", ".join(f"{row[key]:,}" for key in ("samples", "features", "atoms", "nonzero"))
-        lines.append(
-            f"| {sizes} | {1000 * took['ours']:.0f} | {1000 * took['sklearn']:.0f} "
-            f"| {took['sklearn'] / took['ours']:.1f} | {took['ours'] / took['products']:.0f} "
-            f"| {held['ours']:.1f}, {held['sklearn']:.1f} | {row['largest_difference']:.0e} |"
-        )
-    lines += [
-        "",
-        "A round of federated averaging, in process (milliseconds; the same dictionaries): a loop "
-        "of five lines; through Flower's messages:",
-        "",
-        "| clients; features, atoms, samples | loop | messages |",
-        "| --- | ---: | ---: |",
-    ]
-    for row in results["loops"]:
-        ms = row["ms_round"]
-        sizes = ", ".join(str(row[key]) for key in ("features", "atoms", "samples"))
-        lines.append(
-            f"| {row['clients']}; {sizes} | {ms['plain']:.0f} | "
-            f"{ms['messages']:.0f} "
-            f"({ms['messages'] / ms['plain']:.2f}) |"
-        )
-    return "\n".join(lines) + "\n"
+        step = f"{row['ms_step']:.1f} ({row['ms_step'] / row['ms_products']:.1f})"
+        rows.append([f"{row['data']}: {row['learner']}", f"{row['error']:.4f}", step, *cells])
+    heads = ["", "error", "an iteration (ms)", *(f"`{name}`" for name in PEERS)]
+    return (
+        f"Seconds to the same error, ours and scikit-learn's, and how many times faster ours is; "
+        f"medians of {STARTS} starts. In brackets the least error that each reaches, as a share of "
+        "the samples' energy. An iteration: all samples coded and the dictionary updated, and how "
+        f"many times the two products with all samples that takes.\n\n{markdown_table(heads, rows)}"
+    )
 
 
 def ratios() -> dict[str, Any]:
     """Measure times."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", ConvergenceWarning)
-    learned, coded, averaged = same_error(), pursuits(), loops()
+    learned = same_error()
     compared = {
         f"{name} / {row['learner']}, {row['data']}": row[name]["ratio"]
         for row in learned
         for name in PEERS
     }
-    for row in coded:
-        took, sizes = row["seconds"], f"{row['features']} x {row['atoms']}, k = {row['nonzero']}"
-        compared[f"sparse_encode / ours, {sizes}"] = took["sklearn"] / took["ours"]
-    for row in averaged:
-        ms, sizes = row["ms_round"], f"{row['features']} x {row['atoms']}"
-        compared[f"plain loop / through messages, {sizes}"] = ms["plain"] / ms["messages"]
-    return {"ratios": compared, "same_error": learned, "pursuits": coded, "loops": averaged}
+    return {"ratios": compared, "same_error": learned}
 
 
 if __name__ == "__main__":

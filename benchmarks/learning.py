@@ -30,6 +30,7 @@ from sklearn.decomposition import MiniBatchDictionaryLearning
 from flwr_perdl.dictionary import LassoLearner, normalize_atoms, sparse_code
 from flwr_perdl.dictionary.learners import AUTO_PENALTY
 from perdl_experiments.engine import federate
+from perdl_experiments.render import markdown_table
 from perdl_experiments.studies import configure, find, images
 
 N_NONZERO = (10, 20)
@@ -109,13 +110,13 @@ def _row(learn: Callable[[Any], np.ndarray], of: Any, test: np.ndarray) -> dict[
 
 def table(measured: dict[str, Any]) -> str:
     """Return the table."""
-    lines = ["| | | processor seconds | MSE, k = 10 | MSE, k = 20 |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row['method']} | {row['of']:.3g} | {row['seconds']:.1f} | {row['mse_10']:.5f} "
-        f"| {row['mse_20']:.5f} |"
+    rows = [
+        [row["method"], f"{row['of']:.3g}", f"{row['seconds']:.1f}"]
+        + [f"{row[f'mse_{k}']:.5f}" for k in N_NONZERO]
         for row in measured["rows"]
     ]
-    return "\n".join(lines) + "\n"
+    heads = ["", "", "processor seconds", *(f"MSE, k = {k}" for k in N_NONZERO)]
+    return markdown_table(heads, rows)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from _measure import main, timed
 
 from flwr_perdl.dictionary import dictionary_distance, global_matching, normalize_atoms
 from flwr_perdl.dictionary.atoms import atom_distances
+from perdl_experiments.render import markdown_table
 
 DRAWS = 10
 #: Clients, error per atom, share of clients whose dictionaries are random.
@@ -128,27 +129,24 @@ def speed() -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    lines = [
-        "| clients | error per atom | random clients | chain: share < 0.2 (median) "
-        "| consensus: share < 0.2 (median) | chain, consensus (ms) |",
-        "|---|---|---|---|---|---|",
+    rows = [
+        [
+            *(str(row["clients"]), str(row["error"]), f"{row['random']:.0%}"),
+            *(f"{row[f'share_{m}']:.1f} ({row[f'error_{m}']:.3f})" for m in ("paths", "consensus")),
+            f"{row['ms_paths']:.0f}, {row['ms_consensus']:.0f}",
+        ]
+        for row in results["robustness"]
     ]
-    for row in results["robustness"]:
-        lines.append(
-            f"| {row['clients']} | {row['error']} | {row['random']:.0%} "
-            f"| {row['share_paths']:.1f} ({row['error_paths']:.3f}) "
-            f"| {row['share_consensus']:.1f} ({row['error_consensus']:.3f}) "
-            f"| {row['ms_paths']:.0f}, {row['ms_consensus']:.0f} |"
-        )
+    heads = ["clients", "error per atom", "random clients", "chain: share < 0.2 (median)"]
+    heads += ["consensus: share < 0.2 (median)", "chain, consensus (ms)"]
     took = results["speed"]
-    lines += [
-        "",
+    return (
+        f"{markdown_table(heads, rows)}\n"
         f"Algorithm 2 at N = 100, d = 64, r = 128, r_g = 32: networkx "
         f"{took['seconds_networkx']:.1f} s, here {took['seconds_paths']:.3f} s, "
         f"{took['ratio']:.0f} times faster; path lengths differ by at most "
-        f"{took['largest_difference_of_path_lengths']:.0e}.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{took['largest_difference_of_path_lengths']:.0e}.\n"
+    )
 
 
 def ratios() -> dict[str, Any]:

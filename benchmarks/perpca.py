@@ -15,6 +15,7 @@ from _measure import fastest, main
 from sklearn.datasets import load_digits
 
 from flwr_perdl.dictionary import personalized_pca
+from perdl_experiments.render import markdown_table
 
 ROUNDS, TIMES = 20, 5
 
@@ -123,23 +124,24 @@ def rest() -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    lines = [
+    rows = [
+        [
+            row["name"],
+            *(f"{row[name]:.2f}" for name in ("ms_plain", "ms_ours")),
+            *(f"{row['ms_ours'] / row['ms_plain']:.2f}", f"{row['difference']:.0e}"),
+            *(f"{row['ms_all_rounds']:.0f}", f"{results['errors'][row['name']][str(ROUNDS)]:.4f}"),
+            *(f"{row['ms_two_shot']:.0f}", f"{results['errors'][row['name']]['0']:.4f}"),
+        ]
+        for row in results["speed"]
+    ]
+    heads = ["", "plain round", "round", "ratio", "difference of loss"]
+    heads += ["all", "error", "two-shot", "error"]
+    return (
         "A round of PerPCA by its authors' arithmetic in a plain loop, and this library's, in "
         f"milliseconds; {ROUNDS} rounds and the two-shot form, the start included: time, and the "
-        "share of the samples' squares that shared and own components leave:",
-        "",
-        "| | plain round | round | ratio | difference of loss | all | error | two-shot | error |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in results["speed"]:
-        errors = results["errors"][row["name"]]
-        lines.append(
-            f"| {row['name']} | {row['ms_plain']:.2f} | {row['ms_ours']:.2f} | "
-            f"{row['ms_ours'] / row['ms_plain']:.2f} | {row['difference']:.0e} | "
-            f"{row['ms_all_rounds']:.0f} | {errors[str(ROUNDS)]:.4f} | {row['ms_two_shot']:.0f} | "
-            f"{errors['0']:.4f} |"
-        )
-    return "\n".join(lines) + "\n"
+        "share of the samples' squares that shared and own components leave:\n\n"
+        + markdown_table(heads, rows)
+    )
 
 
 if __name__ == "__main__":

@@ -7,19 +7,16 @@ from the repository's root: ``python benchmarks/privacy.py``; it writes
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
-import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from _measure import RESULTS, commit
+from _measure import main
 from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
-from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.clients.privacy import LocalPrivacy
@@ -34,6 +31,7 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX, PerMA, ProtocolStrategy
 from perdl_experiments.data import planted_clients
 from perdl_experiments.mixed_regression_data import mixed_regression
+from perdl_experiments.render import markdown_table
 
 EPSILONS = (1.0, 3.0, 10.0, 30.0, 100.0)
 DELTA = 1e-5
@@ -116,47 +114,25 @@ def table(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     columns = [*(f"{epsilon:g}" for epsilon in EPSILONS), "none", "start"]
     heads = [*(f"ε = {name}" for name in columns[:-2]), "no privacy", "at the start"]
-    lines = [
-        f"| | clients | rounds | clip | {' | '.join(heads)} |",
-        f"|---|---:|---:|---:|{'---:|' * len(heads)}",
+    rows = [
+        [
+            *(str(row[key]) for key in ("what", "clients", "rounds", "clip")),
+            *(f"{row['medians'][name]:.3f}" for name in columns),
+        ]
+        for row in results["errors"]
     ]
-    for row in results["errors"]:
-        cells = " | ".join(f"{row['medians'][name]:.3f}" for name in columns)
-        about = f"{row['what']} | {row['clients']} | {row['rounds']} | {row['clip']}"
-        lines.append(f"| {about} | {cells} |")
-    return "\n".join(lines) + "\n"
+    return markdown_table(["", "clients", "rounds", "clip", *heads], rows)
 
 
-def main() -> None:
-    """Measure, print and write."""
+def rest() -> dict[str, Any]:
+    """Measure errors."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     errors = []
-    with threadpool_limits(1):
-        for what, (make, n_rounds, clip) in TASKS.items():
-            for n_clients in CLIENTS:
-                medians = measure(make, n_rounds, clip, n_clients)
-                errors.append(
-                    {
-                        "what": what,
-                        "clients": n_clients,
-                        "rounds": n_rounds,
-                        "clip": clip,
-                        "medians": medians,
-                    }
-                )
-    results = {
-        "command": "python benchmarks/privacy.py",
-        "commit": commit(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "seeds": SEEDS,
-        "delta": DELTA,
-        "errors": errors,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "privacy.json").write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / "privacy.md").write_text(table(results))
-    sys.stdout.write(table(results))
+    for (what, (make, n_rounds, clip)), n_clients in product(TASKS.items(), CLIENTS):
+        given = {"what": what, "clients": n_clients, "rounds": n_rounds, "clip": clip}
+        errors.append({**given, "medians": measure(make, n_rounds, clip, n_clients)})
+    return {"seeds": SEEDS, "delta": DELTA, "errors": errors}
 
 
 if __name__ == "__main__":
-    main()
+    main("privacy", (__doc__ or "").splitlines()[0], dict, rest, table)

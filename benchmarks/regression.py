@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from _measure import fastest, main, timed
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
@@ -29,6 +28,7 @@ from perdl_experiments.mixed_regression_data import (
     oracle,
     setting,
 )
+from perdl_experiments.render import markdown_table
 
 SEEDS = 4
 #: Rounds of the paper's Phase 2, of one that divides by the cluster's points, of exact solves.
@@ -219,7 +219,7 @@ def messages(
     ms_plain: float,
     ms_batched: float,
 ) -> dict[str, Any]:
-    """Time rounds through Flower's messages, in process: many clients at once, and one by one.
+    """Time rounds through Flower's messages, in process.
 
     A round's time is the median of all rounds', by the processor's clock.
     """
@@ -228,32 +228,26 @@ def messages(
         i = int(context.node_config["partition-id"])
         return RegressionClient(data.X[i], data.y[i], context, min_support=0)  # as batched
 
-    def unchanged(message: Message, context: Context, call: Any) -> Message:
-        return call(message, context)  # a mod: clients are then called one by one
-
-    def through_flower(n_rounds: int, mods: Sequence[Any] = ()) -> tuple[np.ndarray, float]:
+    def through_flower() -> tuple[np.ndarray, float]:
         ends: list[float] = []
         strategy = FedX(
             **vars(settings),
             fraction_evaluate=0.0,
             on_round=lambda report: ends.append(time.process_time()),
         )
-        grid = InProcessGrid(client_app(make_client, train_mods=mods), len(data.X))
-        result = strategy.start(grid, ArrayRecord([start]), num_rounds=n_rounds)
+        grid = InProcessGrid(client_app(make_client), len(data.X))
+        result = strategy.start(grid, ArrayRecord([start]), num_rounds=ROUNDS)
         return result.arrays.to_numpy_ndarrays()[0], 1000 * float(np.median(np.diff(ends)))
 
-    seconds, (models, ms) = timed(lambda: through_flower(ROUNDS))
-    _, alone = through_flower(ROUNDS // 10, [unchanged])
+    seconds, (models, ms) = timed(through_flower)
     return {
         "clients": len(data.X),
         "rounds": ROUNDS,
         "seconds": seconds,
         "ms_round": ms,
-        "ms_round_one_by_one": alone,
         "ms_client_over_batched": (ms - ms_batched) / len(data.X),
         "over_batched": ms / ms_batched,
         "over_plain": ms / ms_plain,
-        "one_by_one_over_plain": alone / ms_plain,
         "largest_difference": _apart(models, expected),
     }
 
@@ -273,10 +267,6 @@ def _cell(cell: dict[str, Any]) -> str:
     return f"{cell['good']} of {SEEDS}, {rounds}, {ratio}"
 
 
-def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
-
-
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     took, sent = results["speed"], results["speed"]["messages"]
@@ -286,23 +276,21 @@ def tables(results: dict[str, Any]) -> str:
         "stay there, the median final error "
         "over the oracle's:",
         "",
-        *_lines(
+        markdown_table(
             ["", *SETTINGS],
             [[row["change"], *(_cell(row[s]) for s in SETTINGS)] for row in results["changes"]],
         ),
-        "",
         f"Defaults, k unknown, 10,000 points in all: seeds of {SEEDS} within 5 % of the oracle and "
         f"with k = 3 after {FEWER} rounds, by points per client and the noise's standard deviation "
         "(the models are √2 apart):",
         "",
-        *_lines(
+        markdown_table(
             ["points", *map(str, NOISES)],
             [[str(r["points"]), *(str(r[str(n)]) for n in NOISES)] for r in results["limits"]],
         ),
-        "",
         "A round of Phase 2, s = 5:",
         "",
-        *_lines(
+        markdown_table(
             ["", "plain loops (ms)", "batched (ms)", "ratio", "largest difference"],
             [
                 [
@@ -315,12 +303,11 @@ def tables(results: dict[str, Any]) -> str:
                 for where in ("C1", "C2")
             ],
         ),
-        "",
         "Until within 5 % of the oracle: the defaults (Phase 1 included), batched, and IFCA as a "
         "plain loop with one local step of length 1 (medians of the draws, of "
         f"{DRAWS}, in which IFCA finds the clusters from its one random start):",
         "",
-        *_lines(
+        markdown_table(
             ["", "draws", "plain: rounds", "plain: ms", "batched: rounds", "batched: ms", "ratio"],
             [
                 [
@@ -335,13 +322,11 @@ def tables(results: dict[str, Any]) -> str:
                 for where, own in results["peers"].items()
             ],
         ),
-        "",
         f"{sent['clients']} clients x {sent['rounds']} rounds through Flower's messages, in "
-        f"process, one core: {sent['seconds']:.0f} s, a round {sent['ms_round']:.0f} ms "
-        f"({sent['ms_round_one_by_one']:.0f} ms where clients are called one by one), a client's "
-        f"message {sent['ms_client_over_batched']:.3f} ms. That is {sent['over_plain']:.1f} times "
-        f"the plain loops ({sent['one_by_one_over_plain']:.1f}) and {sent['over_batched']:.0f} "
-        f"times the batched path; the results differ by at most "
+        f"process, one core: {sent['seconds']:.0f} s, a round {sent['ms_round']:.0f} ms, a "
+        f"client's message {sent['ms_client_over_batched']:.3f} ms. That is "
+        f"{sent['over_plain']:.1f} times the plain loops and {sent['over_batched']:.0f} times the "
+        "batched path; the results differ by at most "
         f"{sent['largest_difference']:.0e}.",
     ]
     return "\n".join(lines) + "\n"

@@ -26,6 +26,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.render import markdown_table
 
 CLIENTS = 1000
 #: Features, atoms, samples of a client.
@@ -151,31 +152,24 @@ def messages() -> dict[str, float]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    lines = [
+    rows = [
+        [", ".join(str(row[key]) for key in ("features", "atoms", "samples"))]
+        + [f"{row['seconds'][way]:.2f}" for way in ("arithmetic", "maths", "round")]
+        for row in results["perma"]
+    ]
+    heads, whole = ["features, atoms, samples", "arithmetic", "maths", "round"], results["images"]
+    return (
         f"A round of PerMA, {CLIENTS:,} clients in process, in seconds of processor time. "
         "Arithmetic is two products and a polar factor per client, maths all that clients compute, "
-        "a round that and the messages, the checks and the server:",
-        "",
-        "| features, atoms, samples | arithmetic | maths | round |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for row in results["perma"]:
-        took = row["seconds"]
-        sizes = ", ".join(str(row[key]) for key in ("features", "atoms", "samples"))
-        cells = " | ".join(f"{took[way]:.2f}" for way in ("arithmetic", "maths", "round"))
-        lines.append(f"| {sizes} | {cells} |")
-    whole = results["images"]
-    lines += [
-        "",
-        f"A message there and back, of 16 x 64 numbers: {results['messages']['message']:.3f} ms.",
-        "",
-        f"A run of the size of the paper's Table 1 ({IMAGE_CLIENTS} clients of {IMAGES[2]} "
+        "a round that and the messages, the checks and the server:\n\n"
+        f"{markdown_table(heads, rows)}\n"
+        f"A message there and back, of 16 x 64 numbers: {results['messages']['message']:.3f} ms."
+        f"\n\nA run of the size of the paper's Table 1 ({IMAGE_CLIENTS} clients of {IMAGES[2]} "
         f"samples, {IMAGES[0]} features, {IMAGES[1]} atoms, {ROUNDS} rounds, the clients' own "
         f"starts among them): {whole['run']:.1f} s on one core, "
         f"{whole['run'] / whole['products']:.1f} times its products with the samples, and "
-        f"{whole['run_all']:.1f} s on {whole['cores']}, where the paper took {PAPER} s.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{whole['run_all']:.1f} s on {whole['cores']}, where the paper took {PAPER} s.\n"
+    )
 
 
 def ratios() -> dict[str, Any]:

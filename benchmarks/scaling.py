@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import resource
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -28,14 +27,7 @@ from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.dictionary import (
-    OrthogonalLearner,
-    global_matching,
-    normalize_atoms,
-    polar_factor,
-    warm_start,
-)
-from flwr_perdl.dictionary.aggregation import aggregate_statistics
+from flwr_perdl.dictionary import OrthogonalLearner, normalize_atoms, warm_start
 from flwr_perdl.diffusion import (
     DataDiffusion,
     DiffusionAveraging,
@@ -46,6 +38,7 @@ from flwr_perdl.diffusion import (
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.plots import COLORS
+from perdl_experiments.render import markdown_table
 
 #: Features, atoms, global atoms and samples of a client, where they are not what is varied.
 FEATURES, ATOMS, GLOBAL, SAMPLES = 32, 16, 8, 100
@@ -69,7 +62,6 @@ NUMBERS = 10_000
 SHORT, LONG = 1, {"inference": 41, "diffusion": 6, "averaging": 6}
 #: Where nothing else is said, a time is the least of so many.
 TIMES = 2
-MILLION = 1_000_000
 
 #: Points of one curve: the number that is varied is ``"x"``.
 Curve = list[dict[str, float]]
@@ -140,8 +132,6 @@ def perma(
     strategy.start(grid, num_rounds=1 + UPDATES)
     whole, clients = np.diff(np.array(times), axis=0).T
     server = whole - clients
-    asked = max(2, round(fraction * n_clients))
-    reports = sum(map(size_of, strategy.history)) / len(strategy.history) / asked
     return {
         "seconds_start_clients": clients[0],
         "seconds_start_server": server[0],
@@ -150,48 +140,7 @@ def perma(
         "seconds_update_server": server[1:].min(),
         "mb_data": data - imported,
         "mb_rest": held[-1] - data,
-        "kb_reports_per_client_and_round": reports / 2**10,
     }
-
-
-def size_of(thing: Any) -> int:
-    """Return the bytes of nested containers and of the numbers in them."""
-    inside: Iterable[Any] = ()
-    if isinstance(thing, Mapping):
-        inside = (*thing.keys(), *thing.values())
-    elif isinstance(thing, tuple | list):
-        inside = thing
-    return sys.getsizeof(thing) + sum(0 if isinstance(x, str) else size_of(x) for x in inside)
-
-
-def matching(n_clients: int, method: str) -> dict[str, float]:
-    """Measure the server's part of the matching round alone."""
-    rng = np.random.default_rng(0)
-
-    def unit(n: int) -> np.ndarray:
-        return normalize_atoms(rng.standard_normal((n, FEATURES)))
-
-    shared = unit(GLOBAL)
-    dictionaries = [
-        normalize_atoms(np.vstack([shared, unit(ATOMS - GLOBAL)]) + 0.1 * unit(ATOMS))
-        for _ in range(n_clients)
-    ]
-    return at_best(lambda: global_matching(dictionaries, GLOBAL, method=method))
-
-
-def aggregation(n_clients: int) -> dict[str, float]:
-    """Measure the server's part of an update alone: the sum, and who is an outlier."""
-    rng = np.random.default_rng(0)
-    current = np.linalg.qr(rng.standard_normal((FEATURES, GLOBAL)))[0].T
-    stack = 20 * current + rng.standard_normal((n_clients, GLOBAL, FEATURES))
-    current = polar_factor(current, current)
-    return at_best(lambda: aggregate_statistics(stack, current, orthogonal=True))
-
-
-def at_best(run: Callable[[], Any]) -> dict[str, float]:
-    """Measure the least time of some runs, and their memory."""
-    before = most_memory()
-    return {"seconds": fastest({0: run}, TIMES)[0], "mb": most_memory() - before}
 
 
 def per_round(run: Callable[[int], Any], long: int) -> dict[str, float]:
@@ -259,9 +208,6 @@ MEASURES: dict[str, Callable[..., dict[str, float]]] = {
     "sampled": partial(perma, fraction=FRACTION),
     "atoms": lambda x: perma(FEW, d=WIDE, r=x),
     "features": lambda x: perma(FEW, d=x),
-    "consensus": lambda x: matching(x, "consensus"),
-    "paths": lambda x: matching(x, "paths"),
-    "aggregation": aggregation,
     "inference, agents": lambda x: inference(x, NEIGHBORS),
     "inference, neighbors": lambda x: inference(MANY, x),
     "diffusion, agents": lambda x: diffusion(x, NEIGHBORS),
@@ -273,9 +219,6 @@ POINTS: dict[str, Sequence[int]] = {
     "sampled": CLIENTS[-1:],
     "atoms": (8, 16, 32, 64, 128, 256),
     "features": (16, 64, 256, 1024),
-    "consensus": CLIENTS,
-    "paths": CLIENTS,
-    "aggregation": CLIENTS,
     "inference, agents": AGENTS,
     "inference, neighbors": (4, 8, 16, 32, 64, 128),
     "diffusion, agents": AGENTS,
@@ -284,11 +227,32 @@ POINTS: dict[str, Sequence[int]] = {
 }
 
 
+#: What a curve is of, and against what.
+KINDS = {
+    "clients": "PerMA in process, by clients",
+    "sampled": f"The same where {FRACTION:.0%} of the clients are asked",
+    "atoms": f"PerMA with {FEW} clients of {WIDE} features, by atoms",
+    "features": f"PerMA with {FEW} clients, by features",
+    "inference, agents": f"A round of dual inference, {NEIGHBORS} neighbors, by agents",
+    "inference, neighbors": f"A round of dual inference, {MANY} agents, by neighbors",
+    "diffusion, agents": f"A round of learning over data, {NEIGHBORS} neighbors, by agents",
+    "diffusion, neighbors": f"A round of learning over data, {MANY} agents, by neighbors",
+    "averaging, nodes": "A round of averaging models on an exponential graph, by nodes",
+}
+ABOUT = (
+    f"PerMA: {FEATURES} features, {ATOMS} atoms, of which {GLOBAL} global, {SAMPLES} samples of "
+    "each client; seconds of one core, memory in MB. Clients: their arithmetic and the messages "
+    f"there and back. The matching round has {START} iterations of every client's own start, of "
+    "which a real run has 100. Data: the samples, which clients elsewhere would hold; rest: "
+    "clients' states, messages, replies and what the server makes of them. The exponent is the "
+    "slope between the last two points on logarithmic axes: 1 is linear. Inference: "
+    f"{SMALL} features, {FOUR} samples, an atom per agent; learning: {SHARED} features and atoms, "
+    f"50 samples per agent; averaging: models of {NUMBERS:,} numbers, training that costs next to "
+    "nothing."
+)
 #: Curves that are to be linear, and their number.
 LINEAR = {
     "clients": "seconds_update",
-    "consensus": "seconds",
-    "aggregation": "seconds",
     "inference, agents": "seconds",
     "diffusion, agents": "seconds",
     "averaging, nodes": "seconds",
@@ -322,138 +286,18 @@ def exponent(rows: Curve, key: str) -> float | None:
     return float(np.log(last[key] / before[key]) / np.log(last["x"] / before["x"]))
 
 
-def at(n: int, rows: Curve, key: str) -> float:
-    """Return ``key`` for ``n`` on the line through the last two points."""
-    before, last = rows[-2:]
-    each = (last[key] - before[key]) / (last["x"] - before["x"])
-    return last[key] + each * (n - last["x"])
-
-
-def million(found: Mapping[str, Curve]) -> dict[str, float]:
-    """Return what a round of a million clients would take."""
-    clients = found["clients"]
-    keys = [key for key in clients[0] if key.startswith(("seconds", "mb"))]
-    alone = {
-        f"{kind}: {key}": at(MILLION, found[kind], key)
-        for kind in ("consensus", "paths", "aggregation")
-        for key in ("seconds", "mb")
-    }
-    reports = clients[-1]["kb_reports_per_client_and_round"] * MILLION / 2**10
-    return {key: at(MILLION, clients, key) for key in keys} | alone | {"mb_reports": reports}
-
-
 def tables(results: dict[str, Any]) -> str:
-    """Return the results as Markdown."""
-    found, paper = results["curves"], results["million"]
-
-    def slope(kind: str, key: str) -> str:
-        value = exponent(found[kind], key)
-        return "-" if value is None else f"{value:.2f}"
-
-    lines = [
-        f"PerMA in process, against the number of clients ({FEATURES} features, {ATOMS} atoms, of "
-        f"which {GLOBAL} global, {SAMPLES} samples each; seconds of one core, memory in MB). "
-        "Clients: their arithmetic and the messages there and back. The matching round has "
-        f"{START} iterations of every client's own start, of which a real run has 100. Memory: of "
-        "the samples, which clients elsewhere would hold, and of all else, that is, clients' "
-        "states, messages, replies and what the server makes of them. The last line is the line "
-        "through the last two points, the exponent their slope on logarithmic axes.",
-        "",
-        "| clients | update: clients | update: server | matching round: clients | matching round: "
-        "server | samples | all else |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    columns = (
-        "seconds_update_clients",
-        "seconds_update_server",
-        "seconds_start_clients",
-        "seconds_start_server",
-        "mb_data",
-        "mb_rest",
-    )
-
-    def cells(row: Mapping[str, float]) -> str:
-        return " | ".join(number(row[key]) for key in columns)
-
-    for row in found["clients"]:
-        lines.append(f"| {row['x']:,} | {cells(row)} |")
-    (sampled,) = found["sampled"]
-    lines += [
-        f"| {sampled['x']:,}, of whom {FRACTION:.0%} are asked | {cells(sampled)} |",
-        "| exponent | " + " | ".join(slope("clients", key) for key in columns) + " |",
-        f"| {MILLION:,}, on paper | {cells(paper)} |",
-        "",
-        "The server's part alone, on arrays that are there:",
-        "",
-        "| | seconds, 10,000 clients | exponent | a million, on paper | MB, 10,000 clients | "
-        "exponent | a million, on paper |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for kind, words in {
-        "consensus": "matching, consensus",
-        "paths": "matching, shortest paths",
-        "aggregation": "aggregation of statistics",
-    }.items():
-        row = found[kind][-1]
-        lines.append(
-            f"| {words} | "
-            + " | ".join(
-                f"{number(row[key])} | {slope(kind, key)} | {number(paper[f'{kind}: {key}'])}"
-                for key in ("seconds", "mb")
-            )
-            + " |"
-        )
-    last = found["clients"][-1]
-    held, reply = 2**10 * last["mb_rest"] / last["x"], 8 * GLOBAL * FEATURES / 2**10
-    share = last["seconds_update_server"] / last["seconds_update"]
-    lines += [
-        "",
-        f"With {last['x']:,} clients the server's part is {share:.0%} of an update. All else comes "
-        f"to {held:.0f} KB per client that is asked, {held / reply:.0f} times its reply of "
-        f"{reply:.0f} KB: 4 GB hold a round of {number(4 * 2**20 / held)} clients beside their "
-        f"samples. Of {MILLION:,} clients, {last['x'] / MILLION:.0%} asked at a time cost the "
-        f"server what {last['x']:,} do. The reports that a run keeps add "
-        f"{last['kb_reports_per_client_and_round']:.2f} KB per client and round, "
-        f"{number(paper['mb_reports'])} MB per round of {MILLION:,}.",
-        "",
-        "| what | against | from, to | seconds there | exponent |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
-    for kind, (what, against, key) in OTHERS.items():
-        first, last = found[kind][0], found[kind][-1]
-        lines.append(
-            f"| {what} | {against} | {first['x']:,}, {last['x']:,} "
-            f"| {number(first[key])}, {number(last[key])} | {slope(kind, key)} |"
-        )
-    lines += [
-        "",
-        f"Atoms: {FEW} clients, {WIDE} features, 100 samples; features: "
-        f"{FEW} clients, {ATOMS} atoms. Dual inference: {SMALL} features, {FOUR} samples, an atom "
-        f"per agent; learning: {SHARED} features and atoms, 50 samples per agent. Agents have "
-        f"{NEIGHBORS} neighbors; {MANY} agents where neighbors are varied. Averaging: models of "
-        f"{NUMBERS:,} numbers on an exponential graph, about 2 log2(nodes) neighbors, training "
-        "that costs next to nothing:",
-        "",
-        "| nodes | seconds of a round | MB |",
-        "| ---: | ---: | ---: |",
-        *(
-            f"| {row['x']:,} | {number(row['seconds'])} | {number(row['mb'])} |"
-            for row in found["averaging, nodes"]
-        ),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-#: What, against what, which number: the curves that are not over clients.
-OTHERS = {
-    "atoms": ("an update of PerMA", "atoms", "seconds_update"),
-    "features": ("an update of PerMA", "features", "seconds_update"),
-    "inference, agents": ("a round of dual inference", "agents", "seconds"),
-    "inference, neighbors": ("a round of dual inference", "neighbors", "seconds"),
-    "diffusion, agents": ("a round of learning over data", "agents", "seconds"),
-    "diffusion, neighbors": ("a round of learning over data", "neighbors", "seconds"),
-    "averaging, nodes": ("a round of averaging models", "nodes", "seconds"),
-}
+    """Return the results as Markdown: a table per curve, with the exponents below."""
+    lines = [f"{ABOUT}\n"]
+    for kind, rows in results["curves"].items():
+        keys = [key for key in rows[0] if key != "x"]
+        cells = [[f"{row['x']:,.0f}", *(number(row[key]) for key in keys)] for row in rows]
+        if len(rows) > 1:
+            slopes = [exponent(rows, key) for key in keys]
+            cells.append(["exponent", *("-" if s is None else f"{s:.2f}" for s in slopes)])
+        heads = [key.replace("_", " ") for key in keys]
+        lines.append(f"{KINDS[kind]}:\n\n{markdown_table(['', *heads], cells)}")
+    return "\n".join(lines)
 
 
 def number(value: float) -> str:
@@ -470,18 +314,14 @@ def picture(results: dict[str, Any]) -> Figure:
         ("an update of PerMA", "clients", "seconds"): {
             "clients and messages": ("clients", "seconds_update_clients"),
             "server": ("clients", "seconds_update_server"),
-            "aggregation alone": ("aggregation", "seconds"),
         },
         ("the matching round", "clients", "seconds"): {
             "clients and messages": ("clients", "seconds_start_clients"),
             "server": ("clients", "seconds_start_server"),
-            "consensus alone": ("consensus", "seconds"),
-            "shortest paths alone": ("paths", "seconds"),
         },
         ("memory", "clients", "MB"): {
             "samples": ("clients", "mb_data"),
             "all else": ("clients", "mb_rest"),
-            "aggregation alone": ("aggregation", "mb"),
         },
         (f"an update of PerMA, {FEW} clients", "atoms or features", "seconds"): {
             "atoms": ("atoms", "seconds_update"),
@@ -530,7 +370,7 @@ def ratios(found: dict[str, Curve]) -> dict[str, Any]:
 def rest(found: dict[str, Curve]) -> dict[str, Any]:
     """Measure everything else."""
     add_curves(found, [kind for kind in POINTS if kind not in found])
-    return {"curves": found, "million": million(found)}
+    return {"curves": found}
 
 
 if __name__ == "__main__":

@@ -9,19 +9,15 @@ likes, by the rule of withholding).
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
-import sys
 import time
 from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
-from _measure import RESULTS, commit
+from _measure import main
 from flwr.app import Context, RecordDict
 from sklearn.datasets import load_digits
-from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.core.checks import Matrix
@@ -36,6 +32,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.render import markdown_table
 
 SEEDS = 1
 GLOBAL, ATOMS = 20, 32
@@ -225,61 +222,48 @@ def attackers(n_requests: int = 100, n_atoms: int = 12) -> list[dict[str, Any]]:
     return [*found, {"samples": "all", "learner": "", **total}]
 
 
-def write(
-    cost: list[dict[str, float]], differ: list[dict[str, Any]], attacked: list[dict[str, Any]]
-) -> None:
-    """Print and write the tables."""
-    lines = [
-        "| clients | samples of each | error in the clear | secure |"
-        " seconds of an update round in the clear | secure |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {row['clients']} | {row['samples']} | {row['error_clear']:.4f} | "
-        f"{row['error_secure']:.4f} | {row['seconds_clear']:.2f} | "
-        f"{row['seconds_secure']:.2f} |"
-        for row in cost
-    ]
-    total = SHOWN[0] * SHOWN[1]
-    others = [
-        f"| a client sends | of {total} samples, at a cosine above 0.99 | above 0.95 | error |",
-        "|---|---:|---:|---:|",
-    ]
-    others += [
-        f"| {row['sent']} | {row['above_99']:.0f} | {row['above_95']:.0f} | {row['error']:.4f} |"
-        for row in differ
-    ]
-    rows = [
-        "| samples, learner | nothing withheld: rows that show a sample | the rule |",
-        "|---|---:|---:|",
-    ]
-    rows += [
-        f"| {row['samples']}{row['learner'] and ', ' + row['learner']} | "
-        f"{row['shown_0']} of {row['left_0']:,} | {row['shown_3']} of {row['left_3']:,} |"
-        for row in attacked
-    ]
-    results = {
-        "command": "python benchmarks/secure.py",
-        "commit": commit(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "seeds": SEEDS,
-        "cost": cost,
-        "differences": differ,
-        "attackers": attacked,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "secure.json").write_text(json.dumps(results, indent=2) + "\n")
-    for name, table in (("secure", lines), ("differences", others), ("attackers", rows)):
-        (RESULTS / f"{name}.md").write_text("\n".join(table) + "\n")
-        sys.stdout.write("\n".join(table) + "\n")
-
-
-def main() -> None:
-    """Measure, print and write."""
+def rest() -> dict[str, Any]:
+    """Measure everything."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    with threadpool_limits(1):
-        write(costs(), differences(), attackers())
+    return {
+        "seeds": SEEDS,
+        "cost": costs(),
+        "differences": differences(),
+        "attackers": attackers(),
+    }
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the results as Markdown."""
+    cost = [
+        [
+            *(f"{row[key]}" for key in ("clients", "samples")),
+            *(f"{row[f'error_{how}']:.4f}" for how in ("clear", "secure")),
+            *(f"{row[f'seconds_{how}']:.2f}" for how in ("clear", "secure")),
+        ]
+        for row in results["cost"]
+    ]
+    differ = [
+        [row["sent"], f"{row['above_99']:.0f}", f"{row['above_95']:.0f}", f"{row['error']:.4f}"]
+        for row in results["differences"]
+    ]
+    attacked = [
+        [
+            ", ".join(filter(None, (row["samples"], row["learner"]))),
+            *(f"{row[f'shown_{least}']} of {row[f'left_{least}']:,}" for least in (0, 3)),
+        ]
+        for row in results["attackers"]
+    ]
+    sizes = ["clients", "samples of each", "error in the clear", "secure"]
+    clocks = ["seconds of an update round in the clear", "secure"]
+    at = f"of {SHOWN[0] * SHOWN[1]} samples, at a cosine above 0.99"
+    rows = "nothing withheld: rows that show a sample"
+    return {
+        "secure": markdown_table([*sizes, *clocks], cost),
+        "differences": markdown_table(["a client sends", at, "above 0.95", "error"], differ),
+        "attackers": markdown_table(["samples, learner", rows, "the rule"], attacked),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    main("secure", (__doc__ or "").splitlines()[0], dict, rest, tables)

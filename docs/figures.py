@@ -26,6 +26,7 @@ import numpy as np
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from perdl_experiments import run_experiment
 from perdl_experiments.pictures import networks
+from perdl_experiments.render import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -94,7 +95,7 @@ def content(source: str) -> str:
         for words, options in settings.items():
             measured = run_experiment(name, options=options)["metrics"]
             rows.append([words, *(f"{measured[metric]:.3g}" for metric in metrics)])
-        return markdown(["", *metrics.values()], rows)
+        return markdown_table(["", *metrics.values()], rows)
     if kind == "topologies":
         return topologies()
     if kind == "examples":
@@ -147,7 +148,7 @@ def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:
             for name in ("ring", "grid, 8 x 8", "small world (4, .2)", "4-regular")
         }
     ).savefig(ROOT / "docs" / "images" / "topologies.png", dpi=100)
-    return markdown(
+    return markdown_table(
         ["", "edges", "diameter", "spectral gap", f"rounds to {accuracy:g}", "messages"], rows
     )
 
@@ -160,16 +161,11 @@ def tables(name: str) -> str:
 
 def shown(found: Sequence[Mapping[str, Any]]) -> str:
     """Return an experiment's tables as Markdown."""
-    return "\n".join(
-        f"**{table['title']}**\n\n{markdown(table['columns'], table['rows'])}\n{table['caption']}\n"
-        for table in found
-    )
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    parts = []
+    for one in found:
+        table = markdown_table(one["columns"], one["rows"])
+        parts += [f"**{one['title']}**\n", table, f"{one['caption']}\n"]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ all of Flower's; the names of options have underscores, and are taken as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from perdl_experiments.studies import EXPERIMENTS
 
@@ -22,21 +22,14 @@ _HOW: dict[str, Any] = {
 }
 
 
-class RunConfig(NamedTuple):
-    """What a run config asks for."""
-
-    experiment: str
-    options: dict[str, Any]
-
-
-def read_run_config(run_config: Mapping[str, Any]) -> RunConfig:
+def read_run_config(run_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the experiment's name and the options that are set."""
     options = {
         key.replace("-", "_"): value
         for key, value in run_config.items()
         if key not in _HOW and value != ""
     }
-    return RunConfig(str(run_config.get("experiment", "digits")), options)
+    return str(run_config.get("experiment", "digits")), options
 
 
 def to_key(option: str) -> str:

@@ -25,13 +25,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary.coding import soft_threshold
 
-#: How thresholds are chosen where they are not given.
-RULES = ("sure", "bic")
-#: The most that a threshold or a tolerance may be.
-_LARGE = 1e30
 #: From so many iterations on, a layer keeps its thresholds: chosen anew, they may go in circles.
 SETTLED = 100
 
@@ -97,7 +93,7 @@ def ssvd(
     Raises
     ------
     ValueError
-        If an argument is not as it must be, or the given thresholds leave nothing of a layer.
+        If there are more layers than sides allow, or the given thresholds leave nothing of one.
 
     Examples
     --------
@@ -106,17 +102,7 @@ def ssvd(
     >>> np.abs(layers.codes @ layers.atoms).round(3).max()
     np.float64(2.4)
     """
-    X = check_array("X", X, min_rows=1, squares=True)
     check_count("n_layers", n_layers, 1, min(X.shape))
-    check_count("max_iter", max_iter, 1)
-    check_real("tol", tol, 0, _LARGE)
-    if isinstance(thresholds, str):
-        check_choice("thresholds", thresholds, RULES)
-    else:
-        if len(thresholds) != 2:
-            raise ValueError(f"thresholds must be two, of codes and atoms, got {thresholds!r}.")
-        for value in thresholds:
-            check_real("thresholds", value, 0, _LARGE)
     tol = max(tol, 10 * float(np.finfo(X.dtype).eps))
     layers, floor, left = [], _floor(X), X
     for _ in range(n_layers):
@@ -213,12 +199,7 @@ def choose_threshold(products: Matrix, residual: float, size: int, rule: str = "
     float
         The threshold; 0 where there is no noise to be seen.
     """
-    check_choice("rule", rule, RULES)
-    products = check_array("products", products, ndim=1, min_rows=1)
-    residual = check_real("residual", residual, 0, float(np.finfo(np.float64).max))
-    size = check_count("size", size, 1)
     falling = np.sort(np.abs(products).astype(np.float64))[::-1]
-    check_real("products", falling[0], 0, 1e150)  # its square is a number
     squares = np.square(falling)
     # at most what rounding leaves of `residual` where this layer is all there is
     nothing = len(products) * float(np.finfo(products.dtype).eps) * float(squares.sum())
@@ -254,8 +235,6 @@ def profiles(atoms: Matrix, strengths: Matrix) -> Matrix:
     ndarray of shape (n_features, n_layers)
         Rows of norm one; a feature that is in no layer is zero.
     """
-    atoms = check_array("atoms", atoms, squares=True)
-    strengths = check_array("strengths", strengths, ndim=1, columns=len(atoms), squares=True)
     places = atoms.T * strengths
     norms = np.linalg.norm(places, axis=1, keepdims=True)
     directions: Matrix = places / np.where(norms > 0, norms, 1)

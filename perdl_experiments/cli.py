@@ -34,7 +34,7 @@ from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import (
     LOCAL_ATOMS,
     Progress,
-    check_deployed,
+    check_run,
     resumable,
     run_experiment,
 )
@@ -418,7 +418,7 @@ def up(
         if rounds is not None:
             deployed["rounds"] = rounds
         how: dict[str, Any] = {"out": str(folder), "resume": resume, "overwrite": overwrite}
-        check_deployed(experiment, node_config=node_config(0), how=how, options=given, **deployed)
+        check_run(experiment, how=how, node_config=node_config(0), options=given, **deployed)
         with Deployment(
             folder / "deployment", nodes, tls=tls, node_config=node_config, tell=shown.print
         ) as deployment:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, wraps
 from hashlib import file_digest, sha256
 from inspect import signature
-from math import isqrt, prod
+from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
 from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.npy import view_file
 
 Given = ParamSpec("Given")
 Loaded = TypeVar("Loaded")
@@ -258,23 +258,17 @@ def check_pixels(X: NDArray[Any], path: str) -> None:
 
 def _entry(archive: ZipFile, entry: ZipInfo) -> NDArray[Any]:
     """Return one array of an ``.npz`` file."""
-    with archive.open(entry) as stream:
-        if npy.read_magic(stream) != (1, 0):
-            raise ValueError(f"{entry.filename} is no .npy file of version 1.0")
-        shape, _, dtype = npy.read_array_header_1_0(stream)
-        if dtype.hasobject:
-            raise ValueError(f"{entry.filename} holds Python objects; text must be saved as str")
-        if min(shape, default=0) < 0 or not dtype.itemsize:
-            raise ValueError(f"{entry.filename} has the shape {shape} and dtype {dtype}")
-        if stream.tell() + dtype.itemsize * prod(shape) != entry.file_size:
-            raise ValueError(f"{entry.filename} has not as many bytes as its shape {shape} says")
-    with archive.open(entry) as stream:
-        array: NDArray[Any] = npy.read_array(stream, allow_pickle=False)
-    if dtype.kind == "U":
-        letters = np.frombuffer(array.tobytes(), np.dtype(np.uint32).newbyteorder(dtype.byteorder))
-        if letters.max(initial=0) > sys.maxunicode:
+    try:
+        array, end = view_file(archive.read(entry))
+    except ValueError as error:
+        raise ValueError(f"{entry.filename}: {error}") from error
+    if end != entry.file_size:
+        raise ValueError(f"{entry.filename} has not as many bytes as its shape {array.shape} says")
+    if array.dtype.kind == "U":
+        code = np.dtype(np.uint32).newbyteorder(array.dtype.byteorder)
+        if np.frombuffer(array.tobytes(), code).max(initial=0) > sys.maxunicode:
             raise ValueError(f"{entry.filename} has text that is no Unicode")
-    return array
+    return array.copy("A")
 
 
 def read_arrays(path: str, *keys: str) -> list[NDArray[Any]]:

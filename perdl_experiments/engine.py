@@ -121,14 +121,38 @@ def federate(
     **options
         Further server options, such as ``checkpoint_dir``, ``resume`` and ``on_round``.
     """
-    run = partial(
-        _run_on,
-        experiment=experiment,
-        config=config,
-        evaluate_fn=evaluate_fn,
-        evaluate_config=evaluate_config,
-        options=options,
-    )
+
+    def run(grid: Grid) -> Federated:
+        server: dict[str, Any] = {
+            "seed": config.seed,
+            "num_clients": config.clients,
+            "min_clients": min(2, config.clients),
+        }
+        strategy = experiment.strategy(config, **{**server, **options})
+        initial = getattr(experiment, "initial", None)
+        started = time.perf_counter()
+        result = strategy.start(
+            grid,
+            None if initial is None else ArrayRecord(initial(config)),
+            num_rounds=config.rounds,
+            evaluate_config=ConfigRecord(dict(evaluate_config or {})),
+            evaluate_fn=evaluate_fn,
+        )
+        seconds = time.perf_counter() - started
+        training = [report for report in strategy.history if report.step != EVALUATE]
+        return Federated(
+            arrays=result.arrays.to_numpy_ndarrays(),
+            history=list(strategy.history),
+            names={who: str(who) for who in client_report(strategy.history)}
+            | strategy.client_names,
+            result=result,
+            rounds=len(training),
+            floats_up=float(np.sum([report.floats_up for report in training])),
+            floats_down=float(np.sum([report.floats_down for report in training])),
+            seconds=seconds,
+            local_atoms=_local_atoms(grid),
+        )
+
     if isinstance(engine, Grid):
         return run(engine)
     check_engine(engine)
@@ -156,45 +180,6 @@ def check_engine(engine: str) -> None:
             "engine must be 'in-process' where Ray is not installed (the extra 'simulation' "
             "brings it), got 'ray'."
         )
-
-
-def _run_on(
-    grid: Grid,
-    experiment: Federation,
-    config: Any,
-    evaluate_fn: EvaluateFn | None,
-    evaluate_config: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-) -> Federated:
-    """Run the strategy to its end on any grid."""
-    server: dict[str, Any] = {
-        "seed": config.seed,
-        "num_clients": config.clients,
-        "min_clients": min(2, config.clients),
-    }
-    strategy = experiment.strategy(config, **{**server, **options})
-    initial = getattr(experiment, "initial", None)
-    started = time.perf_counter()
-    result = strategy.start(
-        grid,
-        None if initial is None else ArrayRecord(initial(config)),
-        num_rounds=config.rounds,
-        evaluate_config=ConfigRecord(dict(evaluate_config or {})),
-        evaluate_fn=evaluate_fn,
-    )
-    seconds = time.perf_counter() - started
-    training = [report for report in strategy.history if report.step != EVALUATE]
-    return Federated(
-        arrays=result.arrays.to_numpy_ndarrays(),
-        history=list(strategy.history),
-        names={who: str(who) for who in client_report(strategy.history)} | strategy.client_names,
-        result=result,
-        rounds=len(training),
-        floats_up=float(np.sum([report.floats_up for report in training])),
-        floats_down=float(np.sum([report.floats_down for report in training])),
-        seconds=seconds,
-        local_atoms=_local_atoms(grid),
-    )
 
 
 def _local_atoms(grid: Grid) -> list[Matrix]:

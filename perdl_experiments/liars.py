@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
-from flwr_perdl.core.checks import Matrix, check_choice
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging
 from flwr_perdl.diffusion.averaging import AveragingProgram, AveragingState
 from flwr_perdl.protocol.records import STEP, Scalar
@@ -65,7 +65,6 @@ def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
     -------
     ndarray of the same shape
     """
-    check_choice("attack", attack, (*MESSAGES, NUDGE))
     lied = honest
     if attack.startswith("collude") or attack == NUDGE:
         agreed = np.random.default_rng(group).standard_normal(honest.shape[-2:])

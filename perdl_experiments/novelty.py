@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_real
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import (
     Averaging,
     CombinationMatrix,
@@ -41,7 +41,6 @@ from flwr_perdl.diffusion import (
 )
 from flwr_perdl.diffusion.combine import run_program, shown
 
-SCORES = ("normalised", "raw")
 #: To what part of its start the error falls.
 _ACCURACY = 1e-6
 _MAX_ROUNDS = 10_000
@@ -81,18 +80,9 @@ def novelty_scores(
     -------
     ndarray of shape (n_agents, n_samples)
         Every agent's own scores.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range, shapes differ, or the network is not connected.
     """
-    check_choice("score", score, SCORES)
-    X = check_array("X", X)
     costs = local_costs(objective, X, nu, dictionaries)
     n_agents, weights = len(costs), metropolis_weights(topology)
-    if topology.n_nodes != n_agents or not weights.is_connected:
-        raise ValueError(f"topology must connect {n_agents} agents, got {topology}.")
     program = Averaging(-n_agents * costs, step)
     run = run_program(program, weights, averaging_rounds(weights, step))
     (values,) = shown(run.observed, "estimate")
@@ -118,8 +108,6 @@ def averaging_rounds(weights: CombinationMatrix, step: float | None = None) -> i
     int
         At most 10,000.
     """
-    if step is not None:
-        check_real("step", step, 0, 1, open_low=True)
     rate = 1 - (weights.spectral_gap if step is None else step)
     if rate <= _ACCURACY:
         return 1

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.core.checks import Matrix
 
 
 class Separated(NamedTuple):
@@ -57,11 +57,6 @@ def principal_component_pursuit(X: Matrix, *, tol: float = 1e-5, max_iter: int =
     -------
     Separated
 
-    Raises
-    ------
-    ValueError
-        If an argument is not as it must be.
-
     Examples
     --------
     >>> X = np.outer(np.ones(20), np.arange(1.0, 31))
@@ -70,9 +65,6 @@ def principal_component_pursuit(X: Matrix, *, tol: float = 1e-5, max_iter: int =
     >>> np.argwhere(np.abs(found.sparse) > 1).tolist()
     [[3, 7]]
     """
-    X = check_array("X", X, min_rows=1)
-    check_real("tol", tol, 0, open_low=True)
-    check_count("max_iter", max_iter, 1)
     size, total = float(np.linalg.norm(X)), float(np.abs(X).sum())
     L, S, Y = np.zeros_like(X), np.zeros_like(X), np.zeros_like(X)
     if not total:

@@ -182,26 +182,26 @@ def _outcome(path: Path) -> list[Path]:
     return [path / name for name in (RESULTS, ARRAYS, REPORT, *_own_figures(path))]
 
 
-def check_deployed(
+def check_run(
     name: str,
     *,
-    node_config: Mapping[str, Any],
     how: Mapping[str, Any],
+    node_config: Mapping[str, Any] | None = None,
     options: Mapping[str, Value] | None = None,
     **given: Any,
 ) -> None:
-    """Refuse what `run_experiment` would refuse in a deployment, before any node starts.
+    """Reject what `run_experiment` would reject, before anything runs or any node starts.
 
     Parameters
     ----------
     name : str
         The experiment.
-    node_config : mapping
-        What the first client's node config has besides its partition.
     how : mapping
         ``out``, ``resume`` and ``overwrite`` of `run_experiment`.
+    node_config : mapping, optional
+        In a deployment: what the first client's node config has besides its partition.
     options : mapping, optional
-        As those of `run_experiment`; ``seeds`` is 1 by default, as for all Flower runs.
+        As those of `run_experiment`; in a deployment ``seeds`` is 1 by default.
     **given
         Further arguments of `configure`.
 
@@ -210,34 +210,17 @@ def check_deployed(
     ValueError
         As in `run_experiment`.
     """
-    if not find(name).federated:
+    deployed = node_config is not None
+    if deployed and not find(name).federated:
         raise ValueError(f"{name} must run in process: there is no server in it.")
-    options = {**one_federation(find(name)), **(options or {})}
+    options = {**(one_federation(find(name)) if deployed else {}), **(options or {})}
     experiment, config, folder = _prepared(name, "in-process", how, options=options, **given)
-    session = _Session(experiment, config, "in-process", folder, False, None)
-    session.check_single()
+    # a deployment's state is the nodes'
+    resume = bool(how["resume"]) and not deployed
+    session = _Session(experiment, config, "in-process", folder, resume, None)
+    if deployed:
+        session.check_single()
     session.check(node_config)
-
-
-def check_run(name: str, *, how: Mapping[str, Any], **given: Any) -> None:
-    """Reject what `run_experiment` would reject in process, before anything runs.
-
-    Parameters
-    ----------
-    name : str
-        The experiment.
-    how : mapping
-        ``out``, ``resume`` and ``overwrite`` of `run_experiment`.
-    **given
-        Further arguments of `configure`.
-
-    Raises
-    ------
-    ValueError
-        As in `run_experiment`.
-    """
-    experiment, config, folder = _prepared(name, "in-process", how, **given)
-    _Session(experiment, config, "in-process", folder, how["resume"], None).check()
 
 
 def resumable(folder: Path) -> bool:

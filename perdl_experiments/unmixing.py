@@ -24,7 +24,7 @@ VCA's paper, Algorithm 1 (columns)             here (rows)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,11 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
 from flwr_perdl.diffusion.combine import Inbox, run_program, shown
-from flwr_perdl.diffusion.data_diffusion import DataDiffusion, DictionaryState, Diffused
+from flwr_perdl.diffusion.data_diffusion import DataDiffusion, Diffused
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
 from flwr_perdl.random import spawn
 
@@ -98,7 +98,6 @@ def vca(X: Matrix, n_endmembers: int, *, rng: np.random.Generator) -> Endmembers
     pixel's product are left out. As in the paper, if there are fewer materials than asked for, the
     last directions yield arbitrary pixels, possibly some that were chosen before.
     """
-    X = check_array("X", X, min_rows=1, squares=True)
     n, bands = X.shape
     p = check_count("n_endmembers", n_endmembers, 2, min(n, bands))
     if not X.any():
@@ -164,9 +163,7 @@ def abundances(X: Matrix, spectra: Matrix) -> Matrix:
     ValueError
         If the spectra are linearly dependent: the abundances would not be determined.
     """
-    spectra = check_array("spectra", spectra, squares=True)
-    X = check_array("X", X, columns=spectra.shape[1], squares=True)
-    if len(spectra) and np.linalg.matrix_rank(spectra) < len(spectra):
+    if np.linalg.matrix_rank(spectra) < len(spectra):
         raise ValueError(
             f"spectra must be linearly independent, got shape {spectra.shape}, dependent."
         )
@@ -189,8 +186,7 @@ def spectral_angles(A: Matrix, B: Matrix) -> Matrix:
     ndarray of shape (n_a, n_b)
         Within [0, pi], accurate for small angles too.
     """
-    A = normalize_atoms(check_array("A", A).astype(np.float64))
-    B = normalize_atoms(check_array("B", B, columns=A.shape[1]).astype(np.float64))
+    A, B = normalize_atoms(A.astype(np.float64)), normalize_atoms(B.astype(np.float64))
     apart = np.linalg.norm(A[:, None] - B, axis=2)
     angles: Matrix = 2 * np.arctan2(apart, np.linalg.norm(A[:, None] + B, axis=2))
     return angles
@@ -258,17 +254,7 @@ def tile_topology(means: Matrix, tiles: int, *, n_spectral: int = 3) -> Topology
     -------
     Topology
         Undirected.
-
-    Raises
-    ------
-    ValueError
-        If the means are not one per tile, or a number is negative.
     """
-    check_count("tiles", tiles, 1)
-    check_count("n_spectral", n_spectral)
-    means = check_array("means", means, min_rows=1)
-    if len(means) != tiles**2:
-        raise ValueError(f"means must have {tiles**2} rows, got {len(means)}.")
     links = Topology.grid(tiles, tiles).adjacency.toarray()
     unit = normalize_atoms(means, np.ones_like(means))  # a black tile looks like a flat one
     angles = spectral_angles(unit, unit)
@@ -287,7 +273,6 @@ def unmix(
     *,
     start: str = "pooled",
     seed: int = 0,
-    callback: Callable[[int, DictionaryState], Any] | None = None,
 ) -> Diffused:
     """Learn the spectra of an image's materials at many nodes, each with pixels of its own.
 
@@ -312,8 +297,6 @@ def unmix(
         mix up materials if most nodes have only a few of them.
     seed : int, default 0
         Seed of all draws.
-    callback : callable, optional
-        Called with round and state after every round of learning, in memory only.
 
     Returns
     -------
@@ -323,51 +306,34 @@ def unmix(
     Raises
     ------
     ValueError
-        If the data do not fit the network or each other.
+        If no node has as many pixels as there are materials, where ``start`` is "pooled".
     """
-    check_choice("start", start, ("pooled", "own"))
-    learner = unmixing_learner(n_endmembers)
-    if isinstance(network, Topology):
-        network = metropolis_weights(network)
-    if start == "own":
-        own = start_from_own(n_endmembers)
-        return learner.fit(data, network, n_rounds, start=own, seed=seed, callback=callback)
-    takes = rounds_to_all(network)
-    n_nodes = network.topology.n_nodes
-    if len(data) != n_nodes:
-        raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
-    program = SharedCandidates(dict(enumerate(data)), n_nodes, n_endmembers, seed)
-    most = max(map(len, data))
-    if most < n_endmembers:
-        raise ValueError(
-            f"data must have a node with n_endmembers={n_endmembers} pixels or more where start is "
-            f'"pooled", got {most} at most.'
-        )
-    run = run_program(program, network, takes)
-    (chosen,) = shown(run.observed, "spectra")
-    ended = learner.fit(data, network, n_rounds, start=chosen, seed=seed, callback=callback)
-    return ended._replace(
-        rounds=run.rounds + ended.rounds, floats_sent=run.floats_sent + ended.floats_sent
-    )
-
-
-def unmixing_learner(n_endmembers: int) -> DataDiffusion:
-    """Return the learner of spectra: non-negative codes and atoms, gradient steps.
-
-    Neighbors' spectra are matched one to one before they are combined.
-
-    Parameters
-    ----------
-    n_endmembers : int
-        Materials.
-    """
-    return DataDiffusion(
+    # Neighbors' spectra are matched one to one before they are combined.
+    learner = DataDiffusion(
         n_endmembers,
         coder="nonnegative",
         update="gradient",
         nonnegative=True,
         alignment="assignment",
         replacement=None,
+    )
+    if isinstance(network, Topology):
+        network = metropolis_weights(network)
+    if start == "own":
+        own = partial(own_start, n_endmembers=n_endmembers)
+        return learner.fit(data, network, n_rounds, start=own, seed=seed)
+    program = SharedCandidates(dict(enumerate(data)), len(data), n_endmembers, seed)
+    most = max(map(len, data))
+    if most < n_endmembers:
+        raise ValueError(
+            f"data must have a node with n_endmembers={n_endmembers} pixels or more where start is "
+            f'"pooled", got {most} at most.'
+        )
+    run = run_program(program, network, rounds_to_all(network))
+    (chosen,) = shown(run.observed, "spectra")
+    ended = learner.fit(data, network, n_rounds, start=chosen, seed=seed)
+    return ended._replace(
+        rounds=run.rounds + ended.rounds, floats_sent=run.floats_sent + ended.floats_sent
     )
 
 
@@ -414,13 +380,8 @@ class SharedCandidates:
     def __init__(
         self, data: Mapping[int, Matrix], n_nodes: int, n_endmembers: int, seed: int = 0
     ) -> None:
-        self.data = {
-            node: check_array(f"data of node {node}", X, min_rows=1, squares=True)
-            for node, X in data.items()
-        }
-        self.n_nodes = check_count("n_nodes", n_nodes, 1)
-        self.n_endmembers = check_count("n_endmembers", n_endmembers, 2)
-        self.seed = check_count("seed", seed)
+        self.data, self.seed = data, seed
+        self.n_nodes, self.n_endmembers = n_nodes, n_endmembers
 
     def hosted(self, nodes: NDArray[np.intp]) -> SharedCandidates:
         """Return the program with the data of ``nodes`` only."""
@@ -430,12 +391,6 @@ class SharedCandidates:
     def start(self, nodes: NDArray[np.intp]) -> CandidateState:
         """Return the state in which every node knows its own candidates."""
         own = [self._candidates(int(node)) for node in nodes]
-        for node, spectra in zip(nodes, own, strict=True):
-            if spectra.shape != own[0].shape:
-                raise ValueError(
-                    f"data of node {node} must have {own[0].shape[1]} columns, as others have, "
-                    f"got {spectra.shape[1]}."
-                )
         m, rows = len(nodes), np.arange(len(nodes))
         known = np.zeros((m, self.n_nodes))
         spectra = np.zeros((m, self.n_nodes, *own[0].shape), dtype=own[0].dtype)
@@ -495,7 +450,6 @@ def own_start(X: Matrix, rng: np.random.Generator, n_endmembers: int) -> Matrix:
     n_endmembers : int
         Materials.
     """
-    X = check_array("X", X)
     flat = np.full((n_endmembers, X.shape[1]), X.shape[1] ** -0.5, dtype=X.dtype)
     if not X.any():
         return flat
@@ -503,14 +457,3 @@ def own_start(X: Matrix, rng: np.random.Generator, n_endmembers: int) -> Matrix:
         flat[: len(X)] = normalize_atoms(np.maximum(X, 0), flat[: len(X)])
         return flat
     return normalize_atoms(np.maximum(vca(X, n_endmembers, rng=rng).spectra, 0), flat)
-
-
-def start_from_own(n_endmembers: int) -> partial[Matrix]:
-    """Return ``start(X, rng)`` for `DataDiffusion.fit`: :func:`own_start`.
-
-    Parameters
-    ----------
-    n_endmembers : int
-        Materials.
-    """
-    return partial(own_start, n_endmembers=n_endmembers)

@@ -54,55 +54,39 @@ class View:
 
     def take(self, events: Iterable[Event]) -> None:
         """Take in further events; one of a kind or form that is not known here is passed over."""
-        take = {
-            "run": self._run,
-            "begin": self._begin,
-            "ask": self._ask,
-            "round": self._round,
-            "server": self._server,
-            "part": self._part,
-            "end": self._end,
-            "done": self._done,
-        }
-        for event in events:
-            if event["event"] in take and _well_formed(event):
-                take[event["event"]](event)
+        for event in filter(_well_formed, events):
+            self._take(event)
 
-    def _run(self, event: Event) -> None:
-        self.run, self.over = event, None
-
-    def _begin(self, event: Event) -> None:
-        self.federation, self.asked, self.over = event, None, None
-        self.round = event.get("done", 0)
-        self.server.clear()
-
-    def _ask(self, event: Event) -> None:
-        self.asked = event
-
-    def _round(self, event: Event) -> None:
-        self.asked, self.round = None, event.get("round", 0)
-        self.exchanges.append(event)
-        for client, odd in event.get("anomalies", {}).items():
-            total = self.clients.setdefault(client, {})
-            for what, share in odd.items():
-                total[what] = total.get(what, 0.0) + share
-        for client, reason in event.get("failed", {}).items():
-            said = f"{client[:_NAME]}: {str(reason)[:_REASON]}"
-            self.reasons.append(f"round {event.get('round')}, {said}")
-
-    def _server(self, event: Event) -> None:
-        self.server[event.get("round") or 0] = event.get("metrics", {})
-
-    def _part(self, event: Event) -> None:
-        self.part = event
-
-    def _end(self, event: Event) -> None:
-        self.asked = None
-        if not self.run or event.get("stopped"):
-            self.over = event
-
-    def _done(self, event: Event) -> None:
-        self.over = event
+    def _take(self, event: Event) -> None:
+        match event["event"]:
+            case "run":
+                self.run, self.over = event, None
+            case "begin":
+                self.federation, self.asked, self.over = event, None, None
+                self.round = event.get("done", 0)
+                self.server.clear()
+            case "ask":
+                self.asked = event
+            case "round":
+                self.asked, self.round = None, event.get("round", 0)
+                self.exchanges.append(event)
+                for client, odd in event.get("anomalies", {}).items():
+                    total = self.clients.setdefault(client, {})
+                    for what, share in odd.items():
+                        total[what] = total.get(what, 0.0) + share
+                for client, reason in event.get("failed", {}).items():
+                    said = f"{client[:_NAME]}: {str(reason)[:_REASON]}"
+                    self.reasons.append(f"round {event.get('round')}, {said}")
+            case "server":
+                self.server[event.get("round") or 0] = event.get("metrics", {})
+            case "part":
+                self.part = event
+            case "end":
+                self.asked = None
+                if not self.run or event.get("stopped"):
+                    self.over = event
+            case "done":
+                self.over = event
 
     # As text ---------------------------------------------------------------------------------
 

@@ -195,23 +195,6 @@ def test_intervals_of_a_few_runs_are_their_range_and_of_many_are_narrower() -> N
 # Runs ----------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_counts_only_for_the_options_that_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gallery, "RUNS", tmp_path)
-    options = {"seeds": 1, "n_global": "4", "clients": 3}
-    entry = ENTRIES["global-atoms"]._replace(runs={"defaults": options})
-    job = gallery.Job(entry, "defaults", 0)
-    assert not job.done()
-    job.work()
-    assert job.done()
-    other = job._replace(entry=entry._replace(runs={"defaults": {**options, "clients": 4}}))
-    assert not other.done()
-    other.work()
-    assert other.done()
-    assert not job.done()
-
-
 def test_an_entry_runs_on_the_papers_data_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,21 +76,23 @@ HEAVY = {"PIL", "joblib", "matplotlib", "networkx", "skimage", "sklearn"}
 # The host project has packages of its own that are called like ours.
 HOST_PACKAGES = ("clients", "simulations", "strategies")
 
-COMMON = """
+FOREIGN = """
 import sys
 from importlib.util import find_spec
 
 import numpy as np
 from flwr.app import Context, RecordDict
+from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 
 import clients, simulations, strategies
-from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 
 assert {package.OWNER for package in (clients, simulations, strategies)} == {"host"}
+server_app = ServerApp()
 
 
 def make_client(context):
@@ -98,39 +100,19 @@ def make_client(context):
     return DictionaryClient(rng.standard_normal((40, 6)), OrthogonalLearner(4), context)
 
 
-def strategy():
-    return PerMA(n_global=2, num_clients=3, seed=5)
-
-
-def save(arrays):
-    np.save(sys.argv[1], arrays[0])
-
-
-def run(server_app, client_app):
-    if find_spec("ray"):
-        resources = {"client_resources": {"num_cpus": 1}}
-        run_simulation(server_app, client_app, 3, backend_config=resources)
-    else:
-        context = Context(1, 1, {}, RecordDict(), {})
-        server_app(InProcessGrid(client_app, 3), context)
-"""
-
-NEW = """
-from common import make_client, run, save, strategy
-from flwr.serverapp import ServerApp
-
-from flwr_perdl.clients import client_app
-
-server_app = ServerApp()
-
-
 @server_app.main()
 def main(grid, context):
-    save(strategy().start(grid, num_rounds=3).arrays.to_numpy_ndarrays())
+    strategy = PerMA(n_global=2, num_clients=3, seed=5)
+    np.save(sys.argv[1], strategy.start(grid, num_rounds=3).arrays.to_numpy_ndarrays()[0])
 
 
 if __name__ == "__main__":
-    run(server_app, client_app(make_client))
+    app = client_app(make_client)
+    if find_spec("ray"):
+        resources = {"client_resources": {"num_cpus": 1}}
+        run_simulation(server_app, app, 3, backend_config=resources)
+    else:
+        server_app(InProcessGrid(app, 3), Context(1, 1, {}, RecordDict(), {}))
 """
 
 
@@ -230,17 +212,6 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return make
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    for package in HOST_PACKAGES:
-        (folder / package).mkdir()
-        (folder / package / "__init__.py").write_text('OWNER = "host"\n')
-    for name, source in {"common": COMMON, "new": NEW}.items():
-        (folder / f"{name}.py").write_text(source)
-    return folder
-
-
 def test_the_wheel_has_the_package_and_its_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
@@ -331,11 +302,15 @@ def test_a_missing_extra_is_named_before_anything_starts(
 
 
 def test_a_foreign_project_with_packages_of_the_same_names_runs(
-    environment: Callable[[str], Path], project: Path
+    environment: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    for package in HOST_PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text('OWNER = "host"\n')
+    (tmp_path / "foreign.py").write_text(FOREIGN)
     python = environment("simulation" if find_spec("ray") else "")
-    execute(python, "new.py", "new.npy", cwd=project)
-    new = np.load(project / "new.npy")
+    execute(python, "foreign.py", "new.npy", cwd=tmp_path)
+    new = np.load(tmp_path / "new.npy")
     assert new.shape == (2, 6)
     np.testing.assert_allclose(np.linalg.norm(new, axis=1), 1, rtol=1e-12)
 

@@ -2,15 +2,11 @@
 
 ``schedule(seed)`` draws what happens to whom in which round and where the server is killed;
 ``ChaoticGrid`` does it to the clients; ``run(seed, out)`` lets PerMA learn through it, resuming it
-whenever its server was killed. As a script (``chaos.py SEED OUT``) it is one server's life, for
-whoever kills it.
+whenever its server was killed.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,7 +193,7 @@ class Ended(NamedTuple):
     grid: ChaoticGrid
 
 
-def strategy(out: Path, on_round: Any = None, **settings: Any) -> PerMA:
+def strategy(out: Path, **settings: Any) -> PerMA:
     """Return the server of a run in ``out``."""
     return PerMA(
         3,
@@ -206,7 +202,6 @@ def strategy(out: Path, on_round: Any = None, **settings: Any) -> PerMA:
         fraction_evaluate=0.0,
         remember=REMEMBER,
         checkpoint_dir=out / "checkpoints",
-        on_round=on_round,
         server=ServerSettings(events=out / "events.jsonl", **settings),
     )
 
@@ -226,16 +221,14 @@ def undisturbed(out: Path) -> float:
     return error_of(strategy(out).start(InProcessGrid(APP, N_CLIENTS), num_rounds=N_ROUNDS))
 
 
-def run(
-    seed: int, out: Path, *, plan: Schedule | None = None, resume: bool = False, **options: Any
-) -> Ended:
+def run(seed: int, out: Path, *, plan: Schedule | None = None, resume: bool = False) -> Ended:
     """Let PerMA learn through the schedule of ``seed``; a killed server is started again."""
     plan = schedule(seed) if plan is None else plan
     kills = [] if resume else list(plan.kills)
     grid = ChaoticGrid(APP, plan, seed, out / "state")
     killed = 0
     while True:
-        server = strategy(out, resume=resume or killed > 0, **options)
+        server = strategy(out, resume=resume or killed > 0)
         try:
             with _killing(grid, kills[0] if kills else None, out):
                 result = server.start(grid, num_rounds=N_ROUNDS)
@@ -284,9 +277,3 @@ def _killing(grid: ChaoticGrid, kill: tuple[int, str] | None, out: Path) -> Iter
         yield
     finally:
         files.save, ChaoticGrid._die, files.os.replace = save, pull, replace
-
-
-if __name__ == "__main__":
-    logging.disable(logging.CRITICAL)
-    slowly = {"on_round": lambda report: time.sleep(0.05)}  # so that it can be killed in mid-run
-    run(int(sys.argv[1]), Path(sys.argv[2]), resume=True, **slowly)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flwr_perdl.core import files
-from flwr_perdl.protocol.events import read_events
 
 _spec = importlib.util.spec_from_file_location("chaos", Path(__file__).parent / "chaos.py")
 assert _spec is not None
@@ -29,9 +22,7 @@ chaos: Any = importlib.util.module_from_spec(_spec)
 sys.modules["chaos"] = chaos  # its annotations are looked up there
 _spec.loader.exec_module(chaos)
 
-N_RUNS, SECONDS = 100, 120
-#: Runs in a process of their own, which is killed.
-REAL = (12, 38, 71)
+N_RUNS = 100
 CLOSE = 1.1
 NOTHING = chaos.Schedule({r: set() for r in range(1, chaos.N_ROUNDS + 1)}, {}, {}, [], False)
 
@@ -44,42 +35,6 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-class Hung(BaseException):
-    """A run takes longer than any of them may."""
-
-
-@contextmanager
-def limit(seconds: int) -> Iterator[None]:
-    """Let the block take so long and no longer."""
-
-    def alarm(*_: Any) -> None:
-        raise Hung
-
-    before = signal.signal(signal.SIGALRM, alarm)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def killed_for_real(seed: int, out: Path) -> int:
-    """Start a server in a process of its own, kill it at a random moment, return its status."""
-    rng = np.random.default_rng(seed)
-    events, wanted = out / "events.jsonl", int(rng.integers(1, chaos.N_ROUNDS - 1))
-    command = [sys.executable, chaos.__file__, str(seed), str(out)]
-    server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    while server.poll() is None:
-        asked = read_events(events)[0] if events.is_file() else []
-        if sum(event["event"] == "ask" for event in asked) >= wanted:
-            time.sleep(rng.random() * 0.02)
-            server.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.002)
-    return server.wait(timeout=SECONDS)
-
-
 def check_private_atoms(ended: Any, folder: Path) -> None:
     """Every client's newest state is still on disk, and can be read."""
     for client, newest in ended.grid.on_disk.items():
@@ -90,13 +45,10 @@ def check_private_atoms(ended: Any, folder: Path) -> None:
 
 
 def check_stopped(seed: int, ended: Any, out: Path, clean: float) -> None:
-    """It stopped for want of clients, in a sentence; with all of them back it goes on."""
+    """It stopped for want of clients; with all of them back it goes on."""
     assert ended.stopped is not None
-    assert ended.stopped.count(". ") == 0
     stopped = ended.grid.round
-    sentence = f"Round {stopped} has "
-    assert ended.stopped.startswith(sentence)
-    assert f"fewer than min_clients={chaos.MIN_CLIENTS}" in ended.stopped
+    assert f"min_clients={chaos.MIN_CLIENTS}" in ended.stopped
     plan = ended.grid.plan
     bad = {client for (round_, client), what in plan.bad.items() if round_ == stopped and what}
     assert chaos.N_CLIENTS - len(plan.absent[stopped] | bad) < chaos.MIN_CLIENTS
@@ -112,11 +64,8 @@ def test_a_hundred_runs_through_chaos(folder: Path, capsys: Any) -> None:
     try:
         clean = chaos.undisturbed(folder / "clean")
         for seed in range(N_RUNS):
-            out, really = folder / str(seed), seed in REAL
-            if really:
-                counts["killed (SIGKILL)"] += killed_for_real(seed, out) == -signal.SIGKILL
-            with limit(SECONDS):
-                ended = chaos.run(seed, out, resume=really)
+            out = folder / str(seed)
+            ended = chaos.run(seed, out)
             counts["killed"] += ended.kills
             check_private_atoms(ended, out / "state")
             if ended.error is None:
@@ -132,7 +81,6 @@ def test_a_hundred_runs_through_chaos(folder: Path, capsys: Any) -> None:
     assert counts["far"] == 0
     assert counts["stopped, and resumable"] >= 1
     assert counts["killed"] > 50
-    assert counts["killed (SIGKILL)"] == len(REAL)
 
 
 @pytest.mark.slow

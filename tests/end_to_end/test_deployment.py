@@ -120,7 +120,7 @@ from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.network import FlowerNetwork
 
 learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=2)
-ring = Topology.ring(3)
+pair = Topology.complete(2)
 initial = [np.zeros(3)]
 
 
@@ -150,7 +150,7 @@ def main(grid, context):
     def tell(round_, row):
         log(20, "Round %d, distances %s", round_, row["neighbor-distance"].tolist())
 
-    network = FlowerNetwork(grid, ring, sealed=True)
+    network = FlowerNetwork(grid, pair, sealed=True)
     learned = learner.fit(None, network, 2, callback=tell)
     np.savez(context.run_config["out"], **learned.curves)
 """
@@ -162,9 +162,9 @@ def test_supernodes_average_their_models_by_sealed_messages_and_report_every_rou
 ) -> None:
     app: dict[str, Any] = {}
     exec(SEALED_AVERAGING, app)
-    here = app["learner"].fit(app["LeastSquares"], app["ring"], 2, initial=app["initial"]).curves
+    here = app["learner"].fit(app["LeastSquares"], app["pair"], 2, initial=app["initial"]).curves
     out = tmp_path / "out.npz"
-    with Deployment(tmp_path / "deployment", 3, app=SEALED_AVERAGING) as deployment:
+    with Deployment(tmp_path / "deployment", 2, app=SEALED_AVERAGING) as deployment:
         said = deployment.run({"out": str(out)}, timeout=400)
     assert [
         f"Round {t}, distances {here['neighbor-distance'][t - 1].tolist()}" in said for t in (1, 2)

@@ -14,6 +14,8 @@ from perdl_experiments.deployment import free_port
 from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run, tells
 
 READMES = [read(name) for name in EXAMPLES]
+#: Whose scripts run in this environment; tests/test_wheel.py runs all in clean ones.
+HERE = ("own-protocol", "quickstart-clustered")
 #: The command of the other Flower versions: 1.26.1 is the last with `flower-simulation`.
 OTHER = "flwr run" if Path(sys.executable).with_name("flower-simulation").exists() else "flower-sim"
 ENVIRONMENT = {
@@ -42,7 +44,7 @@ def test_a_quickstart_node_may_have_a_name_instead_of_a_number() -> None:
         task["load_data"]({})
 
 
-@named([readme for readme in READMES if tells(readme.name)])
+@named([one for one in READMES if tells(one.name) and ("pytorch" in one.name or one.name in HERE)])
 def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> None:
     if "pytorch" in readme.name:
         pytest.importorskip("torch")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from perdl_experiments import run_experiment
-from perdl_experiments.studies import comparison
 from perdl_experiments.studies.comparison import METHODS
 
 SMALL: dict[str, Any] = {
@@ -45,34 +44,3 @@ def test_every_method_has_a_row_a_setting_and_curves(small: Any) -> None:
             assert len(results["curves"][f"error_weak_{method}_{axis}"]) == 1
         assert results["metrics"][f"seconds_{method}"] > 0
     assert (out / "comparison.png").stat().st_size > 20_000
-
-
-def test_a_resumed_run_takes_up_what_is_kept(small: Any) -> None:
-    results, out = small
-    again = run_experiment("comparison", clients=6, rounds=12, out=out, options=SMALL, resume=True)
-    assert again["metrics"] == results["metrics"]
-    assert again["seconds"] < results["seconds"] / 2
-
-
-def test_a_rival_that_fails_costs_its_row_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    learn = comparison._learn
-
-    def failing(config: comparison.Config, federate: Any) -> comparison.Errors:
-        if config.method == "naive" or (config.method == "pooled" and config.seed < 10_000):
-            raise RuntimeError("too few replies.")
-        if config.method == "perpca" and config.setting == 1.0:
-            raise RuntimeError("one setting of several")
-        return learn(config, federate)
-
-    monkeypatch.setattr(comparison, "_learn", failing)
-    results = run_experiment("comparison", clients=3, rounds=2, options=SMALL)
-    rows = {row[0]: row[1:] for row in results["tables"][0]["rows"]}
-    for title in ("naive average", "pooled data"):
-        assert rows[title] == ["failed", *["-"] * 7]
-        assert f"{title} failed: too few replies." in results["notes"]
-    assert rows["PerPCA"][-1].startswith("step")
-    assert not any("naive" in n or "pooled" in n for n in [*results["metrics"], *results["curves"]])
-    monkeypatch.setattr(comparison, "METHODS", {"perma": "PerMA"})
-    monkeypatch.setattr(comparison, "_learn", lambda config, federate: learn(None, federate))
-    with pytest.raises(AttributeError):  # ours is no rival
-        run_experiment("comparison", clients=3, rounds=2, options=SMALL)

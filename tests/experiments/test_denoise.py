@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments.patches import cut, join
@@ -62,24 +61,6 @@ def test_it_denoises_as_well_as_scikit_learn(outcome: Ran) -> None:
     assert metrics["ssim_denoised"] > metrics["ssim_noisy"] + 0.2
 
 
-def test_figures_are_those_of_scikit_image(outcome: Ran) -> None:
-    clean = outcome.arrays["clean"][0]
-    for name in ("noisy", "denoised", "sklearn", "sklearn_lasso"):
-        image = outcome.arrays[f"images_{name}"][0]
-        assert outcome.metrics[f"psnr_{name}"] == pytest.approx(
-            peak_signal_noise_ratio(clean, image, data_range=1), abs=1e-3
-        )
-        expected = structural_similarity(
-            clean.clip(0, 1),
-            image.clip(0, 1),
-            data_range=1,
-            gaussian_weights=True,
-            sigma=1.5,
-            use_sample_covariance=True,
-        )
-        assert outcome.metrics[f"ssim_{name}"] == pytest.approx(expected, abs=1e-3)
-
-
 def test_atoms_and_pictures(outcome: Ran) -> None:
     for name in ("atoms", "atoms_sklearn"):
         atoms = outcome.arrays[name]
@@ -88,7 +69,6 @@ def test_atoms_and_pictures(outcome: Ran) -> None:
     assert outcome.figures == ["images.png"]
     assert [len(row) for row in outcome.tables[0].rows] == [5] * 4
     assert outcome.outcome.rounds == 0
-    assert "no message was simulated" in outcome.notes[-1]
 
 
 def test_the_same_by_messages_over_a_sparse_network() -> None:
@@ -101,7 +81,6 @@ def test_the_same_by_messages_over_a_sparse_network() -> None:
     topology = Topology.erdos_renyi(9, 0.4, seed=0)
     least = float(topology.degrees.mean()) * 100 * by_messages.outcome.rounds
     assert by_messages.outcome.floats_up > least  # several patches travel in every round
-    assert "messages over a random network" in by_messages.notes[-1]
 
 
 @pytest.mark.slow

@@ -9,12 +9,8 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
 from perdl_experiments.data import load_images
-from perdl_experiments.studies import (
-    EXPERIMENTS,
-    configure,
-    find,
-    synthetic,
-)
+from perdl_experiments.engine import federate
+from perdl_experiments.studies import EXPERIMENTS, configure, find, images, synthetic
 
 
 def test_the_registry_finds_every_experiment_with_its_defaults():
@@ -30,27 +26,6 @@ def test_options_are_read_as_their_defaults_type():
     assert (config.clients, config.rounds, config.seed) == (4, 3, 7)
     assert configure(find("global-atoms"), options={"noise": "0.05"}).noise == 0.05
     assert configure(find("synthetic"), options={"atoms": 6}).atoms == (6,)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("digit", {}, "experiment must"),
-        ("digits", {"engine": "spark"}, "engine must"),
-        ("digits", {"options": {"n_global": 49}}, "n_global must"),
-        ("digits", {"resume": True}, "resume must"),
-        ("images", {}, "images must"),
-        ("images", {"data": "nowhere.npz"}, "data must"),
-        ("synthetic", {"options": {"weak": 11}}, "weak must"),
-        ("synthetic", {"options": {"atoms": "6,x"}}, "atoms must"),
-        ("synthetic", {"options": {"atoms": "2"}}, "atoms must"),
-        ("global-atoms", {"options": {"n_global": "11"}}, "n_global must"),
-    ],
-)
-def test_bad_runs_get_one_sentence(name, given, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        run_experiment(name, **given)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -97,28 +72,28 @@ def test_digits_collaboration_pays(digits):
 
 def test_images_takes_any_size_and_says_when_there_are_few(tmp_path):
     rng = np.random.default_rng(0)
-    y = np.repeat([3, 5, 8], 60)
-    X = rng.integers(0, 255, (180, 9, 7)).astype(np.uint8)
+    y = np.repeat([3, 5], 10)
+    X = rng.integers(0, 255, (20, 9, 7)).astype(np.uint8)
     np.savez(tmp_path / "mine.npz", X=X, y=y)
     options = {"n_atoms": 8, "n_global": 4, "samples_per_client": 1000}
     results = run_experiment(
         "images",
         data=tmp_path / "mine.npz",
-        clients=3,
-        rounds=3,
+        clients=2,
+        rounds=2,
         out=tmp_path / "out",
         options=options,
     )
-    assert results["metrics"]["samples_per_client"] == 54
-    assert any("54 images instead of 1000" in note for note in results["notes"])
+    assert results["metrics"]["samples_per_client"] == 9
+    assert any("9 images instead of 1000" in note for note in results["notes"])
     with np.load(tmp_path / "out" / "arrays.npz") as arrays:
         assert arrays["global_atoms"].shape == (4, 63)
         np.testing.assert_array_equal(arrays["image_shape"], [9, 7])
 
 
 def test_a_number_of_shared_atoms_is_chosen_and_drawn(tmp_path):
-    options = {**SMALL, "n_global": "auto"}
-    found = run_experiment("digits", clients=3, rounds=4, out=tmp_path, options=options)
+    options = {**SMALL, "n_global": "auto", "samples_per_client": 30}
+    found = run_experiment("digits", clients=2, rounds=2, out=tmp_path, options=options)
     assert "choice.png" in [figure["file"] for figure in found["figures"]]
     with np.load(tmp_path / "arrays.npz") as arrays:
         assert f"{len(arrays['global_atoms'])} global atoms" in found["finding"]
@@ -136,7 +111,7 @@ def test_synthetic_good_start_is_exact_for_all_clients():
 
 @pytest.mark.parametrize("options", [{}, {"weak": 3, "start": "good"}])
 def test_synthetic_strong_clients_carry_weak_ones(options):
-    metrics = run_experiment("synthetic", options={"seeds": 4, **options})["metrics"]
+    metrics = run_experiment("synthetic", options={"seeds": 2, **options})["metrics"]
     assert metrics["share_below_1e_6"] == 1
     assert metrics["error_independent_max"] > 1e-2
 
@@ -178,33 +153,24 @@ def test_a_run_that_was_begun_in_process_is_resumed_in_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "rounds", "options", "killed_after"),
-    [
-        ("digits", 5, {"n_atoms": 12, "n_global": 6}, 3),
-        ("synthetic", 4, {"seeds": 3, "start": "poor"}, 6),
-        (
-            "federations",
-            4,
-            {"seeds": 1, "sizes": "4", "failures": "0", "weak": 1, "weak_samples": "50"},
-            14,
-        ),
-    ],
+    ("rounds", "options", "killed_after"),
+    [(5, {"seeds": 1, "start": "short"}, 3), (3, {"seeds": 2, "start": "poor"}, 4)],
 )
-def test_a_killed_run_continues_to_the_same_bits(tmp_path, name, rounds, options, killed_after):
+def test_a_killed_run_continues_to_the_same_bits(tmp_path, rounds, options, killed_after):
     given = {"clients": 4, "rounds": rounds, "options": options}
-    whole = run_experiment(name, out=tmp_path / "whole", **given)
+    whole = run_experiment("synthetic", out=tmp_path / "whole", **given)
     with pytest.raises(Killed):
-        run_experiment(name, out=tmp_path / "cut", progress=kill_after(killed_after), **given)
+        run_experiment(
+            "synthetic", out=tmp_path / "cut", progress=kill_after(killed_after), **given
+        )
     assert not (tmp_path / "cut" / "results.json").exists()
     seen = []
-    resumed = run_experiment(name, out=tmp_path / "cut", resume=True, progress=seen.append, **given)
+    resumed = run_experiment(
+        "synthetic", out=tmp_path / "cut", resume=True, progress=seen.append, **given
+    )
     assert seen[0].done > (killed_after - 1) // rounds * rounds  # finished ones are not run again
     assert seen[-1].done == seen[-1].total
-    timeless = [
-        {key: value for key, value in run["metrics"].items() if key != "perma_seconds"}
-        for run in (whole, resumed)
-    ]
-    assert timeless[0] == timeless[1]
+    assert whole["metrics"] == resumed["metrics"]
     assert whole["curves"] == resumed["curves"]
     with (
         np.load(tmp_path / "whole" / "arrays.npz") as expected,
@@ -230,19 +196,14 @@ def written(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def save_images(path, seed=0):
-    digits, rng = load_images(""), np.random.default_rng(seed)
-    rows = rng.permutation(300)
-    np.savez(path, X=digits.X[rows], y=digits.y[rows])
-    return path
-
-
 SMALL = {"n_atoms": 8, "n_global": 4, "methods": "main"}
+#: Of an experiment whose figures have other names than those of `synthetic`.
+OTHER = {"seeds": 1, "samples": 60, "n_global": "4"}
 
 
 def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_path):
     out, given = tmp_path / "out", {"clients": 3, "rounds": 3, "options": {"seeds": 1}}
-    run_experiment("digits", clients=3, rounds=2, out=out, options=SMALL)
+    run_experiment("global-atoms", clients=3, out=out, options=OTHER)
     (out / "mine.png").touch()
     before = written(out)
     with pytest.raises(ValueError, match="--overwrite"):
@@ -263,8 +224,7 @@ def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_
     assert left == {*files, *figures, "checkpoints", "state", "kept", "mine.png"}
 
 
-@pytest.mark.parametrize("again", ["resume", "overwrite"])
-def test_a_replacement_that_is_interrupted_can_be_made_again(tmp_path, monkeypatch, again):
+def test_a_replacement_that_is_interrupted_can_be_made_again(tmp_path, monkeypatch):
     """Between the moves of a finished run's files into the place of an earlier one."""
     given = {"clients": 3, "rounds": 1, "options": {"seeds": 1}, "out": tmp_path}
     run_experiment("synthetic", **given)
@@ -281,44 +241,31 @@ def test_a_replacement_that_is_interrupted_can_be_made_again(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         run_experiment("synthetic", overwrite=True, **given)
     monkeypatch.undo()
-    results = run_experiment("synthetic", **{again: True}, **given)
+    results = run_experiment("synthetic", resume=True, **given)
     assert json.loads((tmp_path / "results.json").read_text()) == results
     assert not (tmp_path / "next").exists()
 
 
 def test_a_figure_that_is_not_the_earlier_runs_is_not_replaced(tmp_path):
-    run_experiment("digits", clients=3, rounds=2, out=tmp_path, options=SMALL)
+    run_experiment("global-atoms", clients=3, out=tmp_path, options=OTHER)
     (tmp_path / "rounds.png").write_text("mine")
     with pytest.raises(ValueError, match=r"whose rounds\.png no run has written"):
         run_experiment("synthetic", clients=3, rounds=2, out=tmp_path, overwrite=True)
     assert (tmp_path / "rounds.png").read_text() == "mine"
 
 
-def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):
-    given = {"clients": 3, "rounds": 3, "out": tmp_path, "options": {"seeds": 1}}
-    with pytest.raises(Killed):
-        run_experiment("synthetic", progress=kill_after(2), **given)
-    before = written(tmp_path)
-    with pytest.raises(ValueError, match="--resume"):
-        run_experiment("synthetic", **given)
-    assert written(tmp_path) == before
-    run_experiment("synthetic", overwrite=True, **given)
-    assert not (tmp_path / "next").exists()
-
-
 def test_resume_refuses_data_that_have_changed(tmp_path):
-    given = {"clients": 3, "rounds": 2, "out": tmp_path / "out", "options": SMALL}
-    path = save_images(tmp_path / "a.npz")
-    run_experiment("images", data=path, **given)
-    run_experiment("images", data=path, resume=True, **given)
-    save_images(path, seed=1)
+    rng, data = np.random.default_rng(0), tmp_path / "data"
+    data.mkdir()
+    for k in range(2):
+        np.savez(data / f"{k}.npz", X=rng.random((30, 5)))
+    options = {"n_atoms": 3, "n_global": 1}
+    given = {"data": data, "rounds": 2, "out": tmp_path / "out", "options": options}
+    run_experiment("sites", **given)
+    run_experiment("sites", resume=True, **given)
+    np.savez(data / "1.npz", X=rng.random((30, 5)))
     with pytest.raises(ValueError, match=r"data must"):
-        run_experiment("images", data=path, resume=True, **given)
-    run = tmp_path / "out" / "run.json"
-    begun = json.loads(run.read_text())
-    del begun["data_sha256"]
-    run.write_text(json.dumps(begun))
-    run_experiment("images", data=path, resume=True, **given)
+        run_experiment("sites", resume=True, **given)
 
 
 def test_inside_a_flower_run_there_is_one_federation():
@@ -340,7 +287,7 @@ def test_clients_that_the_data_name_keep_their_own_images(tmp_path):
     owners = np.arange(len(digits.X)) % 7
     np.savez(path, X=digits.X, y=digits.y, client=owners)
     given = {"clients": 3, "rounds": 2, "data": path}
-    options = {"n_atoms": 16, "n_global": 8, "samples_per_client": 80, "methods": "main"}
+    options = {"n_atoms": 12, "n_global": 4, "samples_per_client": 50, "methods": "main"}
     results = run_experiment("images", out=tmp_path / "out", options=options, **given)
     task = configure(find("images"), data=str(path), clients=3, options=options).task
     assert task.natural
@@ -355,16 +302,10 @@ def test_clients_that_the_data_name_keep_their_own_images(tmp_path):
     "options",
     [{"learner": name} for name in ("gradient", "mod", "ksvd")] + [{"aggregation": "mean"}],
 )
-def test_digits_runs_with_every_learner_and_improves_on_the_matching_round(options):
-    small = {"n_atoms": 16, "n_global": 4, **options}
-    results = run_experiment("digits", clients=3, rounds=4, options=small)
-    curve = results["curves"]["mse_global_10"]
-    assert min(curve[1:]) < curve[0]
-    zero_code = np.mean(load_images("").X ** 2)
-    assert curve[-1] < zero_code
-
-
-@pytest.mark.parametrize("name", [name for name, one in EXPERIMENTS.items() if not one.federated])
-def test_an_experiment_without_a_server_runs_in_process_only(name: str):
-    with pytest.raises(ValueError, match=f"{name} must run in process"):
-        run_experiment(name, engine="ray")
+def test_updates_improve_with_every_learner(options):
+    given = {"n_atoms": 16, "n_global": 4, **options}
+    config = configure(find("digits"), clients=3, rounds=4, options=given)
+    history = federate(images, config).history
+    errors = [one.aggregate["mse"] for one in history if one.step == "update"]
+    assert errors[-1] < errors[0]
+    assert errors[-1] < np.mean(load_images("").X ** 2)

@@ -85,13 +85,6 @@ def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> N
         assert (np.diff(np.diag(products)) <= 0).all()
 
 
-def test_a_resumed_run_takes_the_methods_from_disk(ran: Any) -> None:
-    results, out, _ = ran
-    again = run_experiment("digits", out=out, resume=True, **GIVEN)
-    for name, value in results["metrics"].items():
-        assert again["metrics"][name] == value or name == "perma_seconds"
-
-
 @pytest.mark.slow
 def test_they_run_inside_a_flower_run(ran: Any) -> None:
     def make(context: Any) -> Any:
@@ -110,7 +103,7 @@ SMALL: dict[str, Any] = {
 
 
 def test_a_method_that_fails_costs_its_row_and_not_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     learn = _methods.learn
 
@@ -120,7 +113,7 @@ def test_a_method_that_fails_costs_its_row_and_not_the_run(
         return learn(method, setting, *given)
 
     monkeypatch.setattr(_methods, "learn", failing)
-    results = run_experiment("digits", out=tmp_path, **SMALL)
+    results = run_experiment("digits", **SMALL)
     for table in results["tables"][-2:]:
         (row,) = [row for row in table["rows"] if row[0] == "Naive average"]
         assert row[1] == "failed"
@@ -128,5 +121,3 @@ def test_a_method_that_fails_costs_its_row_and_not_the_run(
     assert not [name for name in results["metrics"] if "tuned_naive" in name]
     assert "mse_tuned_perpca_10" in results["metrics"]
     assert any("failed" in note for note in results["notes"])
-    again = run_experiment("digits", out=tmp_path, resume=True, **SMALL)
-    assert again["tables"][-2]["rows"][-1] == results["tables"][-2]["rows"][-1]

@@ -62,15 +62,6 @@ def test_normalising_mends_the_raw_cost_under_hubers_loss() -> None:
     assert (normalised[:, 0] < 0.7).all()
 
 
-def test_the_papers_mean_is_biased() -> None:
-    objective, X = NonnegativeMF(0.05, 0.1), np.random.default_rng(0).random((2, 6))
-    W = np.eye(7, 6)[:, None]
-    nu = np.broadcast_to(exact_dual(objective, X, list(W)).nu, (7, *X.shape))
-    scores = novelty_scores(objective, X, nu, W, NETWORK, score="raw", step=0.1)
-    plain = novelty_scores(objective, X, nu, W, NETWORK, score="raw")
-    assert 0.01 < np.abs(scores / plain - 1).max() < 0.5
-
-
 def test_rounds_of_averaging() -> None:
     assert averaging_rounds(metropolis_weights(Topology.complete(5))) == 1
     assert averaging_rounds(WEIGHTS, 1.0) == 1

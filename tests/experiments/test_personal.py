@@ -19,7 +19,7 @@ def small() -> Ran:
         images=20,
         hidden=16,
         kinds="labels",
-        methods="fedper,clustered",
+        methods="fedper",
     )
 
 

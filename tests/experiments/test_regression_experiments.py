@@ -163,7 +163,6 @@ def test_the_clusters_of_the_bundled_tumors_are_the_diagnoses() -> None:
     assert {len(row) for row in scores.rows} == {len(scores.columns)}
     kinds = [{name.split()[0] for name in row[3].split(", ")} for row in members.rows]
     assert sorted(map(sorted, kinds)) == [["benign"], ["malignant"]]
-    assert "breast tumors" in outcome.notes[0]
 
 
 def test_the_bundled_diabetes_patients_have_one_model() -> None:
@@ -172,7 +171,6 @@ def test_the_bundled_diabetes_patients_have_one_model() -> None:
     members = outcome.tables[-1]
     who = [name for row in members.rows for name in row[3].split(", ") if name]
     assert sorted(map(int, who)) == list(range(20))
-    assert "diabetes" in outcome.notes[0]
     assert "gain_over_pooled" in outcome.metrics
     assert "gain_low_over_pooled" not in outcome.metrics  # one split tells no spread
 
@@ -204,7 +202,7 @@ def test_odd_data_end_well(tmp_path: Path) -> None:
 
 def test_its_clients_and_strategy_run_on_flower(tmp_path: Path) -> None:
     path = save(tmp_path, **two_kinds())
-    one = config_of("regression", data=path, k="2", clients=30, rounds=25)
+    one = config_of("regression", data=path, k="2", clients=30, rounds=12)
     federated = federate(regression, one)
     last = federated.history[-1]
     assert last.step == "evaluate"

@@ -32,7 +32,7 @@ def small(side: int = 12, bands: int = 20) -> dict[str, np.ndarray]:
 
 
 def test_the_drawn_scene() -> None:
-    outcome = run(rounds=60, tiles=3)
+    outcome = run(rounds=30, tiles=3)
     metrics = outcome.metrics
     assert metrics["sad_mean"] <= metrics["sad_worst"] < 0.05 < metrics["sad_isolated"]
     assert {"sad_vca", "sad_nmf", "sad_central", "error", "disagreement"} < set(metrics)
@@ -42,7 +42,6 @@ def test_the_drawn_scene() -> None:
     truth = config_of("unmixing").scene.endmembers
     angles = [match_spectra(truth, D).angles.mean() for D in outcome.arrays["spectra_network"]]
     assert metrics["sad_worst"] == pytest.approx(max(angles))
-    assert "drawn" in outcome.notes[0]
 
 
 def test_a_scene_of_ones_own_with_and_without_the_truth(tmp_path: Path) -> None:
@@ -58,7 +57,6 @@ def test_a_scene_of_ones_own_with_and_without_the_truth(tmp_path: Path) -> None:
         with_truth.arrays["spectra_network"], without.arrays["spectra_network"]
     )
     assert without.figures == ["spectra.png", "abundances.png"]
-    assert "3 materials, as asked for" in without.notes[-1]
     two = run(data=save(tmp_path / "other", **data), tiles=2, rounds=3, n_endmembers=2)
     assert two.arrays["spectra_network"].shape == (4, 2, 20)
 

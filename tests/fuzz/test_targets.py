@@ -116,7 +116,7 @@ def test_a_header_makes_no_room_for_what_is_not_there() -> None:
         targets.read_reply(_reply(data).content)
     with (
         targets.file_of(_zipped(data)) as path,
-        pytest.raises(ValueError, match="has not as many bytes as its shape"),
+        pytest.raises(ValueError, match="an array has fewer bytes than its shape"),
     ):
         targets.load_images(str(path))
 
