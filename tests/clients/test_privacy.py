@@ -13,6 +13,8 @@ from dp_accounting.pld.privacy_loss_distribution import (
 )
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import chisquare, kstest, norm
 
@@ -233,3 +235,18 @@ def test_flowers_own_mod_does_not_fit_the_first_round(federation: MakeFederation
     strategy.start(InProcessGrid(app, 3), ArrayRecord([planted.planted.global_atoms]), num_rounds=1)
     assert strategy.history[0].metrics[0]["num-examples"] == 200
     assert "mse" in strategy.history[0].metrics[0]
+
+
+@given(
+    st.floats(1e-3, 1e3),
+    st.floats(1e-12, 0.5),
+    st.integers(1, 50),
+    st.integers(2, 9),
+)
+@settings(max_examples=25)
+def test_a_label_costs_no_more_than_its_share(
+    epsilon: float, delta: float, n_rounds: int, n_labels: int
+) -> None:
+    mod = LocalPrivacy(epsilon, delta, n_rounds, clip=1.0)
+    spent = np.log((1 - (n_labels - 1) * mod._odds(n_labels)) / mod._odds(n_labels))
+    assert spent <= epsilon / 2 / n_rounds * (1 + 1e-12) + 1e-12

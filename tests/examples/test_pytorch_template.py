@@ -1,14 +1,15 @@
-"""An app in the form of Flower's PyTorch template keeps its last layer."""
+"""An app in the form of Flower's PyTorch template keeps its last layer, on every engine."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.test_keep_private import private_values
-from tests.engines import project
+from tests.engines import killed_and_back, on_ray, project
 from tests.grids import Tapped, arrays_in
 
 pytest.importorskip("torch")
@@ -16,11 +17,16 @@ pytest.importorskip("torch")
 #: The template's network, handlers and server, with digits for CIFAR-10 and one epoch; the inner
 #: mod ``watch`` reports the private layer's size, as received and as trained.
 PROJECT = '''\
+import json
+import time
+from pathlib import Path
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from sklearn.datasets import load_digits
 from torch import nn
@@ -97,6 +103,7 @@ def evaluate(msg, context):
 
 
 client = client_app(app)
+server = ServerApp()
 STRATEGIES = {
     "FedAvg": lambda: FedAvg(fraction_train=1.0),
     "FedAdam": lambda: FedAdam(fraction_train=1.0),
@@ -104,7 +111,7 @@ STRATEGIES = {
 }
 
 
-def serve(grid, name):
+def serve(grid, name, after_training=lambda: None):
     """Return what clients report, and how far any private array in any message is off its start."""
     torch.manual_seed(0)
     arrays, reports, off, receive = ArrayRecord(Net().state_dict()), {}, [], grid.send_and_receive
@@ -119,6 +126,8 @@ def serve(grid, name):
             if "metrics" in content:
                 own = content["metrics"]
                 reports.setdefault(str(own["partition"]), []).append([own["received"], own["kept"]])
+        if asked[0].metadata.message_type == "train":
+            after_training()
         return replies
 
     grid.send_and_receive = tapped
@@ -129,7 +138,20 @@ def serve(grid, name):
     Net().load_state_dict(result.arrays.to_torch_state_dict())
     return {"off": max(off), "reports": reports}
 
+
+@server.main()
+def main(grid, context):
+    folder = Path(context.run_config["out"])
+
+    def wait():
+        (folder / "reached").touch()
+        while not (folder / "restarted").exists() or len(list(grid.get_node_ids())) > 2:
+            time.sleep(0.1)
+
+    found = serve(grid, context.run_config["methods"], wait)
+    (folder / "found.json").write_text(json.dumps(found))
 '''
+OURS = "PersonalizedFedAvg"
 
 
 def check(found: dict[str, Any]) -> None:
@@ -144,7 +166,7 @@ def check(found: dict[str, Any]) -> None:
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "PersonalizedFedAvg"])
+@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", OURS])
 def test_in_process(name: str) -> None:
     app = project(PROJECT)
     grid = Tapped(app["client"], 2)
@@ -153,3 +175,20 @@ def test_in_process(name: str) -> None:
     assert len(kept) >= 4
     for _, array in arrays_in(grid.asked + grid.replies):
         assert not any(own.astype(array.dtype).tobytes() in array.tobytes() for own in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.tour
+def test_on_flowers_simulation() -> None:
+    app = project(PROJECT)
+    for found in on_ray(app["client"], lambda g: [app["serve"](g, n) for n in ("FedAvg", OURS)], 2):
+        check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.deployment
+@pytest.mark.tour
+@pytest.mark.parametrize("name", ["FedAvg", OURS])
+def test_a_killed_node_is_back_with_its_head(name: str, tmp_path: Path) -> None:
+    check(killed_and_back(tmp_path, PROJECT, methods=name))

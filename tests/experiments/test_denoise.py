@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments.patches import cut, join
@@ -103,3 +104,21 @@ def test_the_users_images(tmp_path: Path) -> None:
     noise = task.noisy - task.clean
     assert noise.std() == pytest.approx(25 / 255, rel=0.15)
     np.testing.assert_allclose(task.rebuild(task.X), task.noisy, atol=1e-6)
+
+
+def test_figures_are_those_of_scikit_image(outcome: Ran) -> None:
+    clean = outcome.arrays["clean"][0]
+    for name in ("noisy", "denoised", "sklearn", "sklearn_lasso"):
+        image = outcome.arrays[f"images_{name}"][0]
+        assert outcome.metrics[f"psnr_{name}"] == pytest.approx(
+            peak_signal_noise_ratio(clean, image, data_range=1), abs=1e-3
+        )
+        expected = structural_similarity(
+            clean.clip(0, 1),
+            image.clip(0, 1),
+            data_range=1,
+            gaussian_weights=True,
+            sigma=1.5,
+            use_sample_covariance=True,
+        )
+        assert outcome.metrics[f"ssim_{name}"] == pytest.approx(expected, abs=1e-3)

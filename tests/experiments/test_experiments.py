@@ -309,3 +309,15 @@ def test_updates_improve_with_every_learner(options):
     errors = [one.aggregate["mse"] for one in history if one.step == "update"]
     assert errors[-1] < errors[0]
     assert errors[-1] < np.mean(load_images("").X ** 2)
+
+
+def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):
+    given = {"clients": 3, "rounds": 3, "out": tmp_path, "options": {"seeds": 1}}
+    with pytest.raises(Killed):
+        run_experiment("synthetic", progress=kill_after(2), **given)
+    before = written(tmp_path)
+    with pytest.raises(ValueError, match="--resume"):
+        run_experiment("synthetic", **given)
+    assert written(tmp_path) == before
+    run_experiment("synthetic", overwrite=True, **given)
+    assert not (tmp_path / "next").exists()

@@ -388,3 +388,11 @@ def test_a_server_of_ditto_that_sends_another_model_is_refused() -> None:
     ask(app, context, 1, model(), **ditto, **{"perdl.pull": 0.5})
     with pytest.raises(ValueError, match="arrays"):
         ask(app, context, 2, model(head=3), **ditto, **{"perdl.pull": 0.5})
+
+
+def test_a_run_goes_on_where_all_clients_lost_their_part(tmp_path: Path) -> None:
+    start(Tapped(personal(), 2), 1, checkpoint_dir=tmp_path)
+    grid = Tapped(personal(), 2)
+    start(grid, 2, checkpoint_dir=tmp_path, server=RESUME)
+    assert grid.errors == []
+    assert grid.measured("head") == {0: 1, 1: 2}

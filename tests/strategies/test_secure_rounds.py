@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.server.client_manager import SimpleClientManager
 
 from flwr_perdl.clients import client_app
+from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Protocol,
     ProtocolStrategy,
@@ -99,3 +100,10 @@ def test_the_older_interface_refuses_a_secure_round_before_it_asks() -> None:
     start = legacy.initialize_parameters(SimpleClientManager())
     with pytest.raises(ValueError, match="secure"):
         legacy.configure_fit(1, start, SimpleClientManager())
+
+
+def test_a_client_that_insists_on_masks_gives_nothing_in_the_clear() -> None:
+    app = client_app(Client, secure=True)
+    Mean(SecureMean((2,))).start(InProcessGrid(app, 3), num_rounds=1)
+    with pytest.raises(TooFewReplies, match="secure=True must"):
+        Mean(None).start(InProcessGrid(app, 3), ArrayRecord(), num_rounds=1)
