@@ -277,13 +277,14 @@ class DictionaryClient(LearnerClient):
                 found = update_in_batches(batches, learner, D, r, self.min_support, self.past)
                 errors.append(found.error)
                 updated = found.updated
-            # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
+            # Algorithm 3, lines 3-9: the updated atoms nearest to G take its places and signs.
             aligned = align_to_global(updated, G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
             if self.past is not None:  # whose sums know the atoms by their places
                 after = updated
         if bound is not None:
             return self._bounded(X, G, bound), errors[0], after
+        # Of the last step's codes and the D before it: with these the server does the update.
         if batches is not None:
             sent, energy = found.statistics, found.energy
         elif statistics:

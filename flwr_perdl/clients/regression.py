@@ -179,7 +179,9 @@ class RegressionClient(ProtocolClient):
                 f"min_support must be at most {points} for this client to take step {ask.step!r}, "
                 f"which sums over {points} of its {n} points, got {self.min_support}."
             )
-        try:  # the formulas are over stacks of clients: one client is a stack of one
+        # `fedmd.moment` (line 9), `fedmd.anchor` (11-15) or `fedx.update` (Phase 2, 6-7). The formulas
+        # are over stacks of clients: one client is a stack of one.
+        try:
             (sent,) = answered(self.X[None], self.y[None], ask, self.loss)
         except (KeyError, IndexError) as error:
             raise ValueError(

@@ -249,7 +249,7 @@ def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
     edges = [_lengths(A @ B.T) for A, B in pairwise(dictionaries)]
     penalties = [np.zeros(len(D)) for D in dictionaries]
     lengths = np.zeros(n_global)
-    # Listing of Algorithm 2, line by line: a shortest path, its atoms, and their removal.
+    # Lines 4-9: a shortest path, its removal; line 6 for all paths below; line 10 at the clients.
     for j in range(n_global):
         costs = penalties[:1]
         for i in range(n - 1):

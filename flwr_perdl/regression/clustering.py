@@ -163,11 +163,11 @@ def local_change(
     check_loss(loss)
     check_labels("y", y, loss)
     how: dict[str, Any] = {"step": step, "n_steps": n_steps, "local": local, "loss": loss}
-    (change,) = moved(X[None], y[None], theta[None], weight=weights, **how)
+    (change,) = local_changes(X[None], y[None], theta[None], weight=weights, **how)
     return np.asarray(change)
 
 
-def moved(
+def local_changes(
     X: Matrix,
     y: Matrix,
     theta: Matrix,

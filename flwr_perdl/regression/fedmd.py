@@ -5,7 +5,9 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 ======================================= ====================================================
 lines 3-5: anchors H, ``theta_0``       :func:`start_descent`, :func:`_anchors`
 line 6: ``t = 0, ..., T - 1``           the loop of :func:`fedmd`; ``n_iterations``
+line 7: ``S_t``, m fresh clients        not here: all that are asked, anchors too (Appendix C)
 line 9: Algorithm 3, ``T_1`` products   client: :func:`moment`; server: :func:`_multiplied`
+line 12: ``sigma > epsilon Delta``      not here: every anchor moves (``moments.py``)
 lines 10-15: ``theta_{i,t+1}``          client: :func:`anchor`; server: :func:`_reported`
 line 16: ``theta_hat_1, ...``           :func:`_grouped`
 ======================================= ====================================================
@@ -117,7 +119,8 @@ def _ask_products(how: MomentDescent, state: Descent) -> Ask:
     """Line 8: the anchors' estimates, without names, and the columns to multiply with."""
     arrays = state.thetas[None], state.columns, state.centers
     options: dict[str, Any] = {"estimate": how.estimate, "variance": state.variance}
-    options["transpose"] = state.products % 2  # by turns, for an estimate that is not symmetric
+    # By turns, for an estimate that is not symmetric: Algorithm 3 has the transpose first, we last.
+    options["transpose"] = state.products % 2
     noise = how.perturbation if len(state.anchors) else 0.0  # Remark 2
     return Ask("moment", arrays, options, noise=noise, shape=state.columns.shape, state=state)
 

@@ -6,7 +6,7 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 line 4: ``t = T + 1, ...``              the loop of :func:`fedx`
 line 5: ``theta_{t-1}`` to all          server: :func:`_broadcast`
 line 6: ``lambda_{i,t}``                client: :func:`update`, by `assign`
-line 7: ``theta_{i.,t}``                client: :func:`update`, by `moved`
+line 7: ``theta_{i.,t}``                client: :func:`update`, by `local_changes`
 line 8: ``sum_i w_i theta_{i.,t}``      server: :func:`_averaged`, :func:`_moved`
 ======================================= ====================================================
 
@@ -26,7 +26,7 @@ from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.regression.acceleration import accelerated, replaced_points
 from flwr_perdl.regression.adapting import adapted
 from flwr_perdl.regression.anchors import nearest_group
-from flwr_perdl.regression.clustering import assign, average_updates, moved
+from flwr_perdl.regression.clustering import assign, average_updates, local_changes
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining
 from flwr_perdl.regression.losses import Loss, of_stacks
 from flwr_perdl.regression.moments import anchor_moved
@@ -65,7 +65,9 @@ def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = No
         change = np.concatenate([-stacked.gradient(X, y, mine), gram], axis=1)
     else:  # line 7
         work: dict[str, Any] = {"step": float(options["step_size"]), "local": local, "loss": loss}
-        change = moved(X, y, mine, n_steps=int(options["n_steps"]), weight=np.ones(m), **work)
+        change = local_changes(
+            X, y, mine, n_steps=int(options["n_steps"]), weight=np.ones(m), **work
+        )
     return np.concatenate([head, change], axis=1)[:, None]
 
 
@@ -84,8 +86,8 @@ def fedx(settings: TwoPhase, state: Refining) -> Exchanges[Descent]:
     """Phase 2, until there are clients that no model fits, for which Phase 1 is to find models."""
     while True:  # line 4
         ahead = _ahead(settings.phase_2, state)
-        answers, rng = yield _broadcast(settings.phase_2, state, ahead)  # line 5
-        change, counts, state = _averaged(settings, state, ahead, answers)  # lines 6-8
+        answers, rng = yield _broadcast(settings.phase_2, state, ahead)  # line 5; clients: 6-7
+        change, counts, state = _averaged(settings, state, ahead, answers)  # line 8
         labels, n = answers.stack[:, 0, 1:2], answers.n_samples[:, None]
         points = np.column_stack([answers.partitions, n * (labels == np.arange(len(ahead)))])
         state = _moved(settings, state, ahead, change, counts, points)  # line 8

@@ -72,8 +72,8 @@ def residual_moment(
     estimate : {"u-statistic", "halves", "pair"}, default "u-statistic"
         How pairs of points are used.
     transpose : bool, default False
-        Multiply with the transpose of the moment (odd half steps of Algorithm 3); the U-statistic
-        is symmetric.
+        Multiply with the transpose of the moment (Algorithm 3, line 5: there at even t, here at odd
+        ones); the U-statistic is symmetric.
 
     Returns
     -------
@@ -264,10 +264,10 @@ def anchor_moved(X: Matrix, y: Matrix, theta: Matrix, U: Matrix, step: str) -> M
     eps = projected * residual[:, None]
     half = max(len(X) // 2, 1)
     A = eps[:half].T @ eps[-half:] / half
-    # Lines 12-14: the direction is known up to its sign, which the residuals tell.
-    left, sigma, _ = np.linalg.svd(A)
+    # Line 11: beta, up to a sign that the residuals tell, and sigma^2. Line 12's stop is left out.
+    left, squares, _ = np.linalg.svd(A)
     beta = left[:, 0] * (1 if left[:, 0] @ eps.sum(axis=0) >= 0 else -1)
-    moved: Matrix = theta + np.sqrt(sigma[0]) / 2 * (U @ beta)
+    moved: Matrix = theta + np.sqrt(squares[0]) / 2 * (U @ beta)  # line 13, eta = sigma / 2
     return moved
 
 

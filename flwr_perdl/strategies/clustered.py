@@ -360,10 +360,10 @@ class ClusteredFedAvg(ModelStrategy):
             everything = [labels, *stacks] if k > 1 else each[0]
             known = {int(p): each[int(j)] for p, j, at in chosen if choice <= at < round_}
             soft = self.temperature > 0 and k > 1
-            combine = Combine(
+            combine = Combine(  # line 8: the driver calls it, for `replies.combined` below
                 start=stacks, rule=self.robust, group=CLUSTER, share=SHARE if soft else None
             )
-            replies = yield Request(
+            replies = yield Request(  # line 5; clients: lines 6-7
                 CHOOSE,
                 everything,
                 {**self._config(), TEMPERATURE: self.temperature if soft else 0.0},

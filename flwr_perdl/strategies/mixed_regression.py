@@ -111,6 +111,7 @@ class _MixedRegression(ProtocolStrategy):
         ask = next(run)
         if not ask.state.centers.size and options.num_clients is not None:
             self._check_clusters(options.num_clients, f"num_clients={options.num_clients}")
+        # FedX stays in this loop: the driver ends it, and the next request's model is the result.
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
             replies = yield _request(ask.drawn(rng), count)._replace(secure=self._channel(ask))
@@ -389,7 +390,7 @@ def _check(ask: Ask, reply: Reply) -> None:
             f"wrong shapes: [{ask.shape or '(n_features + 1,)'}] is asked for, got {shapes}: "
             f"{ONLY_LINEAR}"
         )
-    k = len(ask.state.centers)
+    k = len(ask.state.centers)  # an update is (loss, cluster, change): `fedx.update`
     if ask.step == "update" and reply.arrays[0][0, 1] not in range(k):
         raise ValueError(f"the answer names cluster {reply.arrays[0][0, 1]:g} of {k}")
 

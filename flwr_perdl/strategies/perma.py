@@ -278,9 +278,9 @@ class PerMA(DictionaryStrategy):
             state = self._match(replies)
         if "rounds_left" in state:
             state = yield from self._choose(state)
-        while True:
+        while True:  # line 8; the driver ends it: the next request's model is line 16's result
             global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
-            replies = yield Request(
+            replies = yield Request(  # lines 7, 14; clients: lines 9-12
                 UPDATE,
                 [global_atoms],
                 self._config,
