@@ -86,4 +86,5 @@ def test_a_superlink_with_three_supernodes(tmp_path: Path) -> None:
         step._replace(commands=step.commands.replace("port=9300;", ports)) for step in readme.steps
     ]
     assert steps != readme.steps
+    copied(read("perdl-perma"), tmp_path)  # the app that its nodes run
     run(steps, copied(readme, tmp_path), ENVIRONMENT)
