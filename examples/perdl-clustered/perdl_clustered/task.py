@@ -1,5 +1,7 @@
 """Network and data: digits, which clients hold turned by 0, 90, 180 or 270 degrees."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from flwr.app import Context
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_perdl.clients import Member
 
 torch.set_num_threads(1)
+digits = lru_cache(load_digits)  # read once per process
 
 
 class Net(nn.Module):
@@ -27,7 +30,7 @@ class Net(nn.Module):
 
 def turned_digits(partition: int) -> tuple[np.ndarray, np.ndarray]:
     """Return images and labels; how they are turned, the server does not know."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = digits(return_X_y=True)
     mine = np.random.default_rng(0).permutation(len(labels))[partition % 16 :: 16]
     turned = np.rot90(images[mine].reshape(-1, 1, 8, 8) / 16, k=partition % 4, axes=(2, 3))
     return turned, labels[mine]

@@ -1,17 +1,20 @@
 """Model and data: softmax regression on digits, of which a node has three kinds."""
 
+from functools import lru_cache
+
 import numpy as np
 from flwr.app import Context
 from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import Member
 
+digits = lru_cache(load_digits)  # read once per process
 Data = tuple[np.ndarray, np.ndarray]
 
 
 def few_digits(partition: int) -> tuple[Data, Data]:
     """Return a node's images of three digits, and test images of all ten."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = digits(return_X_y=True)
     own = np.isin(labels[:-400], (np.arange(3) + 3 * partition) % 10)
     train = images[:-400][own] / 16, labels[:-400][own]
     return train, (images[-400:] / 16, labels[-400:])

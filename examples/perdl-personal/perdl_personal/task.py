@@ -1,5 +1,7 @@
 """Network and data: digits, for which every client has numbers of its own."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from flwr.app import Context
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_perdl.clients import Member
 
 torch.set_num_threads(1)
+digits = lru_cache(load_digits)  # read once per process
 
 
 class Net(nn.Module):
@@ -26,7 +29,7 @@ class Net(nn.Module):
 
 def renamed_digits(partition: int) -> tuple[np.ndarray, np.ndarray]:
     """Return images and labels; which number stands for which digit is the client's own choice."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = digits(return_X_y=True)
     mine = np.random.default_rng(0).permutation(len(labels))[partition % 16 :: 16]
     return images[mine] / 16, np.random.default_rng(partition).permutation(10)[labels[mine]]
 
