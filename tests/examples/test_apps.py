@@ -65,13 +65,18 @@ def run_here(name: str, n_nodes: int, **run_config: Any) -> None:
 
 @apps
 def test_in_process_it_prints_what_its_readme_says(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples" / name)
     step = read(name).steps[0]
     nodes = NODES.search(step.commands)
-    run_here(name, int(nodes[1]) if nodes else 2)
+    run_here(name, int(nodes[1]) if nodes else 2, out=str(tmp_path / "out"))
     compare(capsys.readouterr().out, step)
+    models = {"perdl-perma": 1, "perdl-clustered": 4}  # elsewhere they stay at the clients
+    assert len(list(tmp_path.glob("out*"))) == models.get(name, 0)
 
 
 @apps

@@ -1,7 +1,5 @@
 """The server: a model per kind of client."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -35,4 +33,4 @@ def main(grid: Grid, context: Context) -> None:
         accuracy = np.mean([measured[client]["eval_acc"] for client in members])
         print(f"model {j}: accuracy {accuracy:.2f}, clients {members}")
         if config["out"]:
-            torch.save(arrays.to_torch_state_dict(), Path(config["out"]) / f"model-{j}.pt")
+            torch.save(arrays.to_torch_state_dict(), f"{config['out']}-{j}.pt")
