@@ -4,7 +4,7 @@
 # Sixteen clients hold handwritten digits, and each of them scans its pages in one of four
 # directions. One linear classifier for all directions is poor. `ClusteredFedAvg` learns four, and
 # finds out which client needs which. The classifier here is scikit-learn's `SGDClassifier`; a
-# PyTorch network takes the same few lines (`examples/pytorch-clustered`).
+# PyTorch network takes the same few lines (`examples/perdl-clustered`).
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.

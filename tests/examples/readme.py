@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = re.findall(r"\]\(([\w-]+)/README\.md\)", (ROOT / "examples" / "README.md").read_text())
 
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INSTALL = re.compile(r"^pip install (?:\.|'\.\[(?P<extras>[\w,]+)\]')", re.MULTILINE)
+INSTALL = re.compile(r"^pip install (?:\.|'(?:\.|flwr-perdl)\[(?P<extras>[\w,]+)\]')", re.MULTILINE)
 FLOWER = re.compile(r"^(?:flwr|flower-\w+) ", re.MULTILINE)
 
 
@@ -61,7 +61,9 @@ def read(name: str) -> Readme:
     first = steps.pop(0).commands
     install = INSTALL.match(first)
     assert install, f"{name} does not begin with what to install"
-    assert f"cd examples/{name}\n" in first, f"{name} does not say where its commands run"
+    assert re.search(rf"^cd (examples/)?{name}$", first, re.MULTILINE), (
+        f"{name} does not say where its commands run"
+    )
     return Readme(name, install["extras"] or "", steps)
 
 
@@ -76,8 +78,8 @@ def copied(readme: Readme, folder: Path) -> Path:
     return shutil.copytree(ROOT / "examples" / readme.name, folder / readme.name, ignore=ignored)
 
 
-def run(steps: Iterable[Step], here: Path, environment: Mapping[str, str]) -> None:
-    """Take steps in a folder, and compare what they print with what the README says."""
+def run(steps: Iterable[Step], here: Path, environment: Mapping[str, str]) -> str:
+    """Take steps in a folder, compare what they print with what the README says, and return it."""
     steps = list(steps)
     process = subprocess.Popen(
         ["bash", "-eu", "-c", "\n".join(step.commands for step in steps)],
@@ -99,3 +101,4 @@ def run(steps: Iterable[Step], here: Path, environment: Mapping[str, str]) -> No
     assert process.returncode == 0, said
     missing = [line for step in steps for line in step.printed if line not in printed]
     assert not missing, f"{missing} is not in {said}"
+    return printed

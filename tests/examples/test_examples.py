@@ -53,28 +53,12 @@ def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    "readme",
-    [
-        # With PyTorch they run where it is installed, by `make test`.
-        pytest.param(one, id=one.name, marks=[pytest.mark.tour] if "pytorch" in one.name else [])
-        for one in READMES
-        if any("flower-sim" in step.commands for step in one.steps)
-    ],
-)
-def test_apps_print_what_the_readme_says(
-    readme: Readme, flower_environment: dict[str, str], tmp_path: Path
+def test_the_quickstart_prints_what_its_readme_says_on_flowers_simulation(
+    flower_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """Also where the project lists flwr-perdl: the cure of exit code 608 is in the environment."""
-    if "pytorch" in readme.name:
-        pytest.importorskip("torch")
-    here = copied(readme, tmp_path)
-    project = here / "pyproject.toml"
-    listed = '"flwr>=1.26.1,<2", "flwr-perdl"'
-    project.write_text(project.read_text().replace('"flwr>=1.26.1,<2"', listed))
-    assert listed in project.read_text()
+    readme = read("quickstart-clustered")
     steps = [step for step in readme.steps if not step.commands.startswith(OTHER)]
-    run(steps, here, {**flower_environment, "PYTHONPATH": str(ROOT)})
+    run(steps, copied(readme, tmp_path), {**flower_environment, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.slow
@@ -86,4 +70,5 @@ def test_a_superlink_with_three_supernodes(tmp_path: Path) -> None:
         step._replace(commands=step.commands.replace("port=9300;", ports)) for step in readme.steps
     ]
     assert steps != readme.steps
+    copied(read("perdl-perma"), tmp_path)  # the app that its nodes run
     run(steps, copied(readme, tmp_path), ENVIRONMENT)

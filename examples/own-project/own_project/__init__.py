@@ -1,1 +1,0 @@
-"""A Flower project with PerMA."""

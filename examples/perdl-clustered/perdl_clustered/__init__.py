@@ -1,0 +1,1 @@
+"""ClusteredFedAvg with PyTorch: a Flower app."""

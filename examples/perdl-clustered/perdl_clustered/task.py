@@ -1,0 +1,72 @@
+"""Network and data: digits, which clients hold turned by 0, 90, 180 or 270 degrees."""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from flwr.app import Context
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_perdl.clients import Member
+
+torch.set_num_threads(1)
+digits = lru_cache(load_digits)  # read once per process
+
+
+class Net(nn.Module):
+    """A small convolutional network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(72, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a score for each digit."""
+        x = nn.functional.max_pool2d(torch.relu(self.norm(self.conv(x))), 2)
+        return self.fc(x.flatten(1))
+
+
+def turned_digits(partition: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return images and labels; how they are turned, the server does not know."""
+    images, labels = digits(return_X_y=True)
+    mine = np.random.default_rng(0).permutation(len(labels))[partition % 16 :: 16]
+    turned = np.rot90(images[mine].reshape(-1, 1, 8, 8) / 16, k=partition % 4, axes=(2, 3))
+    return turned, labels[mine]
+
+
+def load_data(context: Context) -> tuple[DataLoader, DataLoader]:
+    """Return a node's data, to train with and to test with. For data of your own, change this."""
+    if path := context.node_config.get("data"):
+        with np.load(str(path)) as file:
+            images, labels = file["X"], file["y"]
+    else:
+        images, labels = turned_digits(Member(context).partition)
+    X, y = torch.tensor(images.copy(), dtype=torch.float32), torch.tensor(labels)
+    n = len(y) * 7 // 10
+    train, test = TensorDataset(X[:n], y[:n]), TensorDataset(X[n:], y[n:])
+    return DataLoader(train, batch_size=20), DataLoader(test, batch_size=len(test))
+
+
+def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
+    """Train the network, and return the last batch's loss."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    net.train()
+    for _ in range(epochs):
+        for X, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(X), y)
+            loss.backward()
+            optimizer.step()
+    return loss.item()
+
+
+def test(net: nn.Module, loader: DataLoader) -> tuple[float, float]:
+    """Return the loss and the accuracy."""
+    net.eval()
+    X, y = loader.dataset.tensors
+    with torch.no_grad():
+        scores = net(X)
+    accuracy = (scores.argmax(dim=1) == y).float().mean().item()
+    return nn.functional.cross_entropy(scores, y).item(), accuracy

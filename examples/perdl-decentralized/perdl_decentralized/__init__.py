@@ -1,0 +1,1 @@
+"""DiffusionAveraging with NumPy: a Flower app."""

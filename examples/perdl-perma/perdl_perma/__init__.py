@@ -1,0 +1,1 @@
+"""PerMA on tables of numbers: a Flower app."""

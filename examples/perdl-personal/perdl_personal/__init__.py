@@ -1,0 +1,1 @@
+"""PersonalizedFedAvg with PyTorch: a Flower app."""

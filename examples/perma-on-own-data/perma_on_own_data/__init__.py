@@ -1,1 +1,0 @@
-"""PerMA on a table of one's own, as a Flower app."""

@@ -1,1 +1,0 @@
-"""A Flower and PyTorch app."""

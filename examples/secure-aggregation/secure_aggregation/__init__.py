@@ -1,1 +1,0 @@
-"""PerMA through Flower's SecAgg+."""

@@ -1,1 +1,0 @@
-"""PerMA on three SuperNodes, each beside its own table."""
