@@ -179,7 +179,7 @@ class RegressionClient(ProtocolClient):
                 f"min_support must be at most {points} for this client to take step {ask.step!r}, "
                 f"which sums over {points} of its {n} points, got {self.min_support}."
             )
-        # `fedmd.moment` (line 9), `fedmd.anchor` (11-15), `fedx.update` (Phase 2, 6-7). The formulas
+        # `fedmd.moment` (line 9), `fedmd.anchor` (11-15) or `fedx.update` (Phase 2). The formulas
         # are over stacks of clients: one client is a stack of one.
         try:
             (sent,) = answered(self.X[None], self.y[None], ask, self.loss)
