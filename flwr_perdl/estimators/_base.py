@@ -258,13 +258,13 @@ class SiteTransformer(Estimator):
 
         Parameters
         ----------
-        transform : {"default", "pandas"}, optional
-            Arrays, or data frames with a named column per atom and the index of ``X``; None leaves
-            it as it is. Without a choice, scikit-learn's ``set_config(transform_output=...)``
+        transform : {"default", "pandas", "polars"}, optional
+            Arrays, or data frames with a named column per atom (pandas: and the index of ``X``);
+            None leaves it as it is. Without a choice, scikit-learn's ``set_config(transform_output=...)``
             holds.
         """
         if transform is not None:
-            chosen = check_choice("transform", transform, ("default", "pandas"))
+            chosen = check_choice("transform", transform, ("default", "pandas", "polars"))
             self._sklearn_output_config = {"transform": chosen}  # scikit-learn's clone copies it
         return self
 
@@ -273,7 +273,10 @@ class SiteTransformer(Estimator):
         theirs: Any = sys.modules.get("sklearn")
         default = "default" if theirs is None else theirs.get_config()["transform_output"]
         own: dict[str, str] = getattr(self, "_sklearn_output_config", {})
-        if own.get("transform", default) != "pandas":
+        chosen = own.get("transform", default)
+        if chosen == "polars":
+            return load_extra("polars", "data frames").DataFrame(codes, schema=list(names))
+        if chosen == "default":
             return codes
         return data_frame(codes, columns=list(names), index=getattr(X, "index", None))
 

@@ -162,6 +162,17 @@ def test_data_frames_come_out_where_they_are_asked_for() -> None:
         model.set_output(transform="list")
 
 
+def test_polars_frames_come_out_where_they_are_asked_for() -> None:
+    polars = pytest.importorskip("polars")
+    X = np.random.default_rng(0).standard_normal((2, 30, 5))
+    model = PersonalizedDictionaryLearning(3, 2, rounds=2).fit(list(X))
+    arrays = model.transform(X[0], client=0)
+    frame = model.set_output(transform="polars").transform(X[0], client=0)
+    assert isinstance(frame, polars.DataFrame)
+    assert frame.columns == ["global0", "global1", "local0"]
+    np.testing.assert_array_equal(frame.to_numpy(), arrays)
+
+
 SITES = list(np.random.default_rng(5).standard_normal((4, 20, 5)))
 SITE_ESTIMATORS = [
     (PersonalizedDictionaryLearning(4, 2, rounds=2), "client"),
