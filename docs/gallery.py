@@ -18,6 +18,7 @@ The rules behind the verdicts are in `MEANING` and `RULES`, which the index page
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
@@ -144,6 +145,7 @@ class Entry(NamedTuple):
     repeats: int = REPEATS
     claims: Sequence[Claim] = ()
     rivals: Sequence[Rivals] = ()
+    names: Mapping[str, str] = {}
 
     def seeds(self, run: str) -> list[int]:
         """Return the seed of each repetition; where one runs many seeds, the first of its own."""
@@ -208,6 +210,11 @@ class Job(NamedTuple):
         return self.data / name if self.data and name else None
 
     @property
+    def ready(self) -> bool:
+        """Whether the file that it needs is there, if any."""
+        return not self.entry.data_of(self.run) or (self.file is not None and self.file.is_file())
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options that differ from the defaults, the file among them."""
         return {**self.entry.runs[self.run], **({"data": str(self.file)} if self.file else {})}
@@ -253,30 +260,29 @@ def _without_folder(config: Mapping[str, Any]) -> dict[str, Any]:
     return {n: Path(v).name if n == "data" and v else v for n, v in config.items()}
 
 
-def runnable(chosen: Sequence[Entry], data: Path | None) -> list[Entry]:
-    """Return the entries whose files are there; print the others."""
+def runnable(chosen: Sequence[Entry], data: Path | None) -> list[Job]:
+    """Return the runs whose files are there; print the others."""
     there = []
     for entry in chosen:
-        missing = [name for name in entry.files if data is None or not (data / name).is_file()]
-        if missing:
-            print(f"{entry.name}: the stored figures stay, as it needs DATA/{missing[0]}")
-        else:
-            there.append(entry)
+        for run in entry.runs:
+            jobs = [Job(entry, run, seed, data) for seed in entry.seeds(run)]
+            if all(job.ready for job in jobs):
+                there += jobs
+            else:
+                needs = entry.data_of(run)
+                print(f"{entry.name}, {run}: the stored figures stay, as it needs DATA/{needs}")
     return there
 
 
 def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None = None) -> bool:
     """Run what is missing, longest first; write results and pages as entries end."""
-    chosen = runnable(chosen, data)
-    jobs = [Job(e, run, seed, data) for e in chosen for run in e.runs for seed in e.seeds(run)]
+    jobs = runnable(chosen, data)
     missing = [job for job in jobs if not job.done()]
     missing.sort(key=lambda job: -_seconds(results, job))
-    for job in missing:
-        results.pop(job.entry.name, None)  # it may be of other options or metrics
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
     started, good = time.perf_counter(), True
-    for entry in chosen:
-        _collect(entry, results, data)
+    for name in {job.entry.name for job in jobs}:
+        _collect([job for job in jobs if job.entry.name == name], results)
     write_pages(results)
     with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
@@ -288,7 +294,7 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
             said = f"{ended.result():.0f} s" if error is None else f"failed: {error}"
             passed = (time.perf_counter() - started) / 60
             print(f"[{number}/{len(missing)}, {passed:.1f} min] {what}: {said}", flush=True)
-            _collect(job.entry, results, data)
+            _collect([one for one in jobs if one.entry is job.entry], results)
             write_pages(results)
     return good
 
@@ -305,17 +311,39 @@ def _seconds(results: Mapping[str, Any], job: Job) -> float:
     return float(before["seconds"]["median"]) if before else float("inf")
 
 
-def _collect(entry: Entry, results: dict[str, Any], data: Path | None) -> None:
-    """Bring an entry whose runs are all there into the results file and the pictures."""
-    jobs = {run: [Job(entry, run, seed, data) for seed in entry.seeds(run)] for run in entry.runs}
-    if not all(job.done() for of_run in jobs.values() for job in of_run):
+def _collect(jobs: Sequence[Job], results: dict[str, Any]) -> None:
+    """Bring an entry's runs, once all have ended, into the results file and the pictures."""
+    if not all(job.done() for job in jobs):
         return
-    results[entry.name] = {run: _summary(of_run) for run, of_run in jobs.items()}
+    entry, stored = jobs[0].entry, results.get(jobs[0].entry.name, {})
+    made = {run: _summary([j for j in jobs if j.run == run]) for run in {j.run for j in jobs}}
+    results[entry.name] = {run: (stored | made)[run] for run in entry.runs if run in stored | made}
     ordered = {one.name: results[one.name] for one in entries() if one.name in results}
     RESULTS.write_text(json.dumps(ordered, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    first = next(iter(jobs.values()))[0].folder
-    for picture in entry.pictures:
-        _shrink(first / f"{picture}.png", PAGES / f"{entry.name}-{picture}.png")
+    first = next(iter(entry.runs))
+    for picture in entry.pictures if first in made else ():
+        source = entry.folder(first, entry.seeds(first)[0]) / f"{picture}.png"
+        _shrink(source, PAGES / f"{entry.name}-{picture}.png")
+
+
+def fingerprint(entry: Entry, run: str) -> str:
+    """Return the SHA-256 of the study's code, without its comments, and of all options of a run.
+
+    The code is the study's module and the helpers of all studies that it takes something from.
+    """
+    code = find(entry.experiment).code
+    used = {getattr(one, "__module__", getattr(one, "__name__", "")) for one in vars(code).values()}
+    helpers = {str(one) for one in used if str(one).startswith("perdl_experiments.studies._")}
+    parts = [repr(sorted(Job(entry, run, 0).config.items()))]
+    for name in sorted({code.__name__, *helpers} - {"perdl_experiments.studies._experiment"}):
+        tree = ast.parse(Path(str(sys.modules[name].__file__)).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+                node
+            ):
+                node.body = node.body[1:]
+        parts.append(ast.unparse(tree))
+    return sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
@@ -325,6 +353,7 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
     metrics = [one["metrics"] | _points(jobs[0].entry, one["curves"]) for one in found]
     return {
         "options": dict(jobs[0].entry.runs[jobs[0].run]),
+        "code": fingerprint(jobs[0].entry, jobs[0].run),
         "seeds": [job.seed for job in jobs],
         **_data(jobs[0].file),
         "versions": first["versions"],
@@ -393,7 +422,7 @@ class Found:
     """An entry's results, by reference: METRIC of the first run, or RUN:METRIC."""
 
     def __init__(self, entry: Entry, results: Mapping[str, Any]) -> None:
-        self.runs = results[entry.name]
+        self.runs, self.names = results[entry.name], entry.names
         self.first = next(iter(entry.runs))
 
     def metrics(self, run: str) -> Mapping[str, Mapping[str, Any]]:
@@ -495,10 +524,11 @@ def compare(rivals: Rivals, found: Found) -> list[Rival]:
         return is_less(sign * theirs, sign * ours, rivals.ours)
 
     named = {f"{run}:{rivals.ours}": words for run, words in rivals.runs.items()}
+    names = {**found.names, **rivals.names}
     run, colon, _ = rivals.ours.rpartition(":")
     for metric in found.metrics(run or found.first):
         if match := re.fullmatch(rivals.others, metric):
-            named[f"{run}{colon}{metric}"] = rivals.names.get(match[1], match[1].replace("_", " "))
+            named[f"{run}{colon}{metric}"] = names.get(match[1], match[1].replace("_", " "))
     compared = []
     for metric, name in named.items():
         pairs = list(zip(found.values(metric), found.values(rivals.ours), strict=False))

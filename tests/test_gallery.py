@@ -74,6 +74,8 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
         measured = one.get("data", {"file": "", "sha256": "0" * 64})
         assert measured["file"] == entry.data_of(run)
         assert re.fullmatch("[0-9a-f]{64}", measured["sha256"])
+        # What was run again says with which code; older results do not.
+        assert one.get("code", now := gallery.fingerprint(entry, run)) == now
         assert one["versions"].keys() >= {"flwr", "numpy", "scipy"}
         configure(EXPERIMENTS[entry.experiment], seed=0, options=entry.runs[run])
         for spread in [one["seconds"], *one["metrics"].values()]:
@@ -207,8 +209,7 @@ def test_an_entry_runs_on_the_papers_data_where_they_are(
     assert capsys.readouterr().out.count(entry.needs) == 2
     file = tmp_path / entry.needs
     np.savez(file, X=digits.images[:200], y=digits.target[:200])
-    assert gallery.runnable([entry], tmp_path) == [entry]
-    job = gallery.Job(entry, "defaults", 0, tmp_path)
+    (job,) = gallery.runnable([entry], tmp_path)
     job.work()
     assert job.done()
     found = gallery._summary([job])

@@ -13,11 +13,13 @@ method         what it is
 ``finetuned``  ``shared``, trained further by each site
 ``averaging``  `DictionaryAveraging` from a common start
 ``perpca``     `PerPCA`: shared and own orthonormal components
+``hmf``        `hmf`: the same, by the paper that followed PerPCA's
 =============  ===================================================================================
 
 What a method leaves open is chosen on other images that no site trained with: the penalty of
 ``alone``, ``shared`` and ``averaging`` of three each, the steps of ``finetuned`` at each site, the
-shared components of ``perpca``, and those of ``perma``, which has the penalty of ``shared``.
+shared components of ``perpca`` and ``hmf`` and then their step, of three, and the shared atoms of
+``perma``, which has the penalty of ``shared``. Components are rotated to their principal axes.
 `ClusteredFedAvg` of dictionaries has no row: no two sites have a camera in common.
 
 The learners, the start and the rivals are those of `images` (`_methods`).
@@ -35,11 +37,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.dictionary import iterate, reconstruct, sparse_code
+from flwr_perdl.dictionary import hmf, iterate, reconstruct, sparse_code
+from flwr_perdl.dictionary.components import STEP
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
 from perdl_experiments.outcome import Outcome
-from perdl_experiments.render import FAILED, Record
+from perdl_experiments.render import FAILED, Record, is_less
 from perdl_experiments.studies import _methods
 from perdl_experiments.studies._experiment import Arrays, Auto, Keep, reason, words
 from perdl_experiments.studies._experiment import Config as Common
@@ -54,9 +57,10 @@ TURNS: dict[str, Callable[[Matrix], Matrix]] = {
     "turned right": partial(np.rot90, k=-1, axes=(1, 2)),
 }
 SHIFTS = {"moved up": (-1, 0), "moved down": (1, 0), "moved left": (0, -1), "moved right": (0, 1)}
-#: Shares of a site's atoms that PerMA and PerPCA are tried with, beside all of them, and steps of
-#: fine-tuning.
+#: Shares of a site's atoms that PerMA, PerPCA and HMF are tried with, beside all of them; steps of
+#: fine-tuning; PerPCA's and HMF's steps, the library's in the middle.
 SHARES, STEPS = (0.25, 0.5, 0.625, 0.75, 0.875), (0, 1, 3, 10, 30, 100)
+PCA_STEPS, HMF_STEPS = (0.5, 1.0, 2.0), (STEP / 2, STEP, 2 * STEP)
 #: The most images of a view to choose by, and as many to measure; those of the data to train with.
 MOST, TRAIN = 200, 0.8
 #: By default a site has half as many atoms as pixels, and at most so many; of these an image is
@@ -259,9 +263,25 @@ class Comparison:
         steps = float(np.median([STEPS[j] for j in at]))
         return Try(each[0], np.array(each[1]), np.array(each[2]), steps)
 
-    def perpca(self) -> Try:
-        """Return PerPCA with its best number of shared components, at the library's step."""
-        return best([self.learn("perpca", n, 1.0)._replace(setting=n) for n in self.config.tried])
+    def parted(self, learn: Callable[[int, float], Try], steps: Sequence[float]) -> Try:
+        """Return a method with its best number of shared components, and with its best step."""
+        low, middle, high = steps
+        first = best([learn(n, middle)._replace(setting=n) for n in self.config.tried])
+        n = int(first.setting)
+        return best([first, *(learn(n, step)._replace(setting=n) for step in (low, high))])
+
+    def hmf(self, n_global: int, step: float) -> Try:
+        """Return what HMF learns, on principal axes."""
+
+        def axes(X: Matrix, W: Matrix) -> Matrix:
+            return _methods.principal_axes(X, np.linalg.qr(W.T)[0].T)
+
+        n_local, rounds = self.config.n_atoms - n_global, self.config.rounds
+        found = hmf(self.samples, n_global, n_local, n_rounds=rounds, step=step)
+        shared = axes(np.vstack(self.samples), found[0].global_components)
+        pairs = zip(self.samples, found, strict=True)
+        own = [axes(X, one.local_components) for X, one in pairs]
+        return self.judged([np.vstack([shared, V]) for V in own], n_global)
 
 
 def compare(config: Config, seed: int) -> Arrays:
@@ -285,7 +305,8 @@ def compare(config: Config, seed: int) -> Arrays:
     found["finetuned"] = these.finetuned(shared)
     rivals: dict[str, Callable[[], Try]] = {
         "averaging": partial(these.penalized, "averaging"),
-        "perpca": these.perpca,
+        "perpca": partial(these.parted, partial(these.learn, "perpca"), PCA_STEPS),
+        "hmf": partial(these.parted, these.hmf, HMF_STEPS),
     }
     failed = {}
     for name, learn in rivals.items():
@@ -341,7 +362,8 @@ def run(config: Config, keep: Keep) -> Outcome:
         Record("n_global", n_global),
     ]
     medians = np.median(curve, axis=0)
-    below = (medians < np.median(errors["shared"].mean(axis=1), axis=0)).all(axis=1)
+    all_shared = np.median(errors["shared"].mean(axis=1), axis=0)
+    below = [all(map(is_less, one, all_shared)) for one in medians]
     return Outcome(
         records=records,
         curves={

@@ -70,10 +70,9 @@ class Config(Base):
     @property
     def space(self) -> PublicBasis:
         """The public space in which atoms are learned."""
-        shape = self.task.shape
-        return PublicBasis.dct(
-            shape, self.basis or min(FREQUENCIES, int(SHARE * shape[0] * shape[1]))
-        )
+        height, width = self.task.shape
+        most = min(FREQUENCIES, int(SHARE * height * width))
+        return PublicBasis.dct((height, width), self.basis or most)
 
 
 def client(context: Context, config: Config) -> DictionaryClient:

@@ -2,7 +2,8 @@
 
 P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023. What all frames share is the background, what each has for itself the moving objects:
-with the codes of both, ``C_g @ D_g`` is a frame's background and ``C_l @ D_l`` its objects (A.3).
+with the codes of both, ``C_g @ D_g`` is a frame's background (A.3). Its objects are what the
+background leaves of it, for every method.
 
 ==============================  =================================================================
 paper (A.3)                     here
@@ -60,7 +61,7 @@ from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import Learner, WarmStart, normalize_atoms, refine_local
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
-from flwr_perdl.dictionary.components import Factors, hmf, robust_components
+from flwr_perdl.dictionary.components import hmf, robust_components
 from flwr_perdl.dictionary.perpca import personalized_pca
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.strategies import PerMA
@@ -117,13 +118,6 @@ class Config(LearnerConfig):
     def clip(self) -> Clip:
         """The frames that are clients."""
         return _taken(self.data, self.seed, self.clients)
-
-
-class Parts(NamedTuple):
-    """What a method makes of a clip, both like ``clip.frames``."""
-
-    background: Matrix
-    objects: Matrix
 
 
 class Scores(NamedTuple):
@@ -203,7 +197,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 
     federated = federate(config, evaluate_fn=_on_all_frames(samples, clip, truth, config))
     global_atoms, learner = federated.arrays[0], config.make_learner()
-    ours = _assembled([separate(X, global_atoms, learner) for X in samples], clip, patch)
+    ours = _assembled([separate(X, global_atoms, learner)[0] for X in samples], clip, patch)
     other = "median" if config.aggregation == "mean" else "mean"
     rivals = {
         name: keep(name, partial(attempt, compute), of=6)
@@ -221,9 +215,8 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     methods = {"perma": ours}
     for name, one in rivals.items():
         if FAILED not in one:
-            methods[name] = Parts(one["background"], one["objects"])
-    methods["median"] = Parts(median, clip.frames - median)
-    methods["median_masked"] = Parts(again, clip.frames - again)
+            methods[name] = one["background"]
+    methods |= {"median": median, "median_masked": again}
     evaluations = federated.result.evaluate_metrics_serverapp
     curve = [float(str(evaluations[r][ERROR])) for r in sorted(evaluations)]
     raw = _psnr(clip.frames, truth)
@@ -232,8 +225,8 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         curves={ERROR: curve},
         arrays={
             "global_atoms": global_atoms,
-            "background": _bytes(ours.background),
-            "objects": ours.objects.astype(np.float16),
+            "background": _bytes(ours),
+            "objects": (clip.frames - ours).astype(np.float16),
         },
         figures=_figures(clip, methods),
         facts=_facts(config, clip),
@@ -249,15 +242,10 @@ def _taken(data: str, seed: int, count: int) -> Clip:
 # The methods ---------------------------------------------------------------------------------
 
 
-def _assembled(parts: Sequence[tuple[Matrix, Matrix]], clip: Clip, patch: int) -> Parts:
-    """Return frames of what every frame's samples were taken apart into."""
-    height, width, channels = clip.frames.shape[1:]
-    return Parts(
-        *(
-            np.stack([to_frame(one[kind], (height, width, channels), patch) for one in parts])
-            for kind in range(2)
-        )
-    )
+def _assembled(backgrounds: Sequence[Matrix], clip: Clip, patch: int) -> Matrix:
+    """Return the frames of which these are the samples."""
+    shape = clip.frames.shape[1:]
+    return np.stack([to_frame(one, shape, patch) for one in backgrounds])
 
 
 class _Frames:
@@ -270,8 +258,8 @@ def _perma(samples: list[Matrix], clip: Clip, config: Config) -> Arrays:
     """Return what PerMA makes of the clip with another aggregation; in process on every engine."""
     (global_atoms,) = federate_here(_Frames, config).arrays
     learner = config.make_learner()
-    parts = [separate(X, global_atoms, learner) for X in samples]
-    return _assembled(parts, clip, config.patch)._asdict()
+    backgrounds = [separate(X, global_atoms, learner)[0] for X in samples]
+    return {"background": _assembled(backgrounds, clip, config.patch)}
 
 
 def _perpca(samples: list[Matrix], clip: Clip, config: Config, aggregation: str) -> Arrays:
@@ -281,36 +269,26 @@ def _perpca(samples: list[Matrix], clip: Clip, config: Config, aggregation: str)
         samples, n_global, n_local, n_rounds=config.rounds, aggregation=aggregation
     )
     U = learned.global_components
-    pairs = zip(samples, learned.local_components, strict=True)
-    taken = [((X @ U.T) @ U, (X @ V.T) @ V) for X, V in pairs]
-    return _assembled(taken, clip, config.patch)._asdict()
+    return {"background": _assembled([(X @ U.T) @ U for X in samples], clip, config.patch)}
 
 
 def _hmf(samples: list[Matrix], clip: Clip, config: Config) -> Arrays:
     """Return what HMF makes of the clip, with as many components as PerMA has atoms."""
     n_local = max(config.n_atoms - config.n_global, 1)
     factors = hmf(samples, config.n_global, n_local, n_rounds=HMF_ROUNDS)
-    return _common(factors, samples, clip, config)
+    return {"background": _assembled([one.common for one in factors], clip, config.patch)}
 
 
 def _tcmf(samples: list[Matrix], clip: Clip, config: Config) -> Arrays:
     """Return what TCMF makes of the clip: a frame's objects are outliers, not components."""
     factors = TCMF(samples, config.n_global).factors
-    return _common(factors, samples, clip, config)
-
-
-def _common(factors: list[Factors], samples: list[Matrix], clip: Clip, config: Config) -> Arrays:
-    """Return the common parts as background, and as objects all that they leave."""
-    pairs = zip(factors, samples, strict=True)
-    parts = [(common := one.common, X - common) for one, X in pairs]
-    return _assembled(parts, clip, config.patch)._asdict()
+    return {"background": _assembled([one.common for one in factors], clip, config.patch)}
 
 
 def _robust_pca(clip: Clip) -> Arrays:
     """Return what principal component pursuit makes of all frames in one place."""
     learned = principal_component_pursuit(clip.frames.reshape(len(clip.frames), -1))
-    shape = clip.frames.shape
-    return {"background": learned.low_rank.reshape(shape), "objects": learned.sparse.reshape(shape)}
+    return {"background": learned.low_rank.reshape(clip.frames.shape)}
 
 
 def _on_all_frames(samples: list[Matrix], clip: Clip, truth: Matrix, config: Config) -> EvaluateFn:
@@ -322,8 +300,8 @@ def _on_all_frames(samples: list[Matrix], clip: Clip, truth: Matrix, config: Con
         if round_ == 0 or not atoms:
             return None
         G = atoms[0]
-        found = [(learner.code(X, G) @ G, X) for X in samples]
-        return MetricRecord({ERROR: _psnr(_assembled(found, clip, patch).background, truth)})
+        found = [learner.code(X, G) @ G for X in samples]
+        return MetricRecord({ERROR: _psnr(_assembled(found, clip, patch), truth)})
 
     return evaluate
 
@@ -356,8 +334,8 @@ def found(objects: Matrix) -> NDArray[np.bool_]:
     return result
 
 
-def _scores(parts: Parts, clip: Clip, truth: Matrix) -> Scores:
-    psnr = _psnr(parts.background, truth)
+def _scores(background: Matrix, clip: Clip, truth: Matrix) -> Scores:
+    psnr, objects = _psnr(background, truth), clip.frames - background
     if clip.mask is None or clip.mask.all() or not clip.mask.any():
         return Scores(psnr, np.nan, np.nan)
     from sklearn.metrics import f1_score, roc_auc_score  # an extra: clients must not need it
@@ -365,8 +343,8 @@ def _scores(parts: Parts, clip: Clip, truth: Matrix) -> Scores:
     mask = clip.mask.ravel()
     return Scores(
         psnr,
-        float(roc_auc_score(mask, strength(parts.objects).ravel())),
-        float(f1_score(mask, found(parts.objects).ravel(), zero_division=0)),
+        float(roc_auc_score(mask, strength(objects).ravel())),
+        float(f1_score(mask, found(objects).ravel(), zero_division=0)),
     )
 
 
@@ -376,7 +354,7 @@ def _psnr(frames: Matrix, truth: Matrix) -> float:
 
 
 def _records(
-    methods: Mapping[str, Parts],
+    methods: Mapping[str, Matrix],
     rivals: Mapping[str, Arrays],
     raw: float,
     seconds: float,
@@ -389,7 +367,7 @@ def _records(
     """
     yield Record("perma_seconds", seconds, unit="s")
     scores = {"raw": Scores(raw, np.nan, np.nan)}
-    scores |= {method: _scores(parts, clip, truth) for method, parts in methods.items()}
+    scores |= {method: _scores(them, clip, truth) for method, them in methods.items()}
     if clip.background is None and clip.mask is None:  # the median is what they are compared with
         scores["median"] = scores["median"]._replace(psnr_background=np.nan)
     for method in sorted(scores, key=lambda one: -np.nan_to_num(scores[one].psnr_background)):
@@ -421,7 +399,7 @@ def _facts(config: Config, clip: Clip) -> dict[str, Any]:
     }
 
 
-def _figures(clip: Clip, methods: Mapping[str, Parts]) -> dict[str, Any]:
+def _figures(clip: Clip, methods: Mapping[str, Matrix]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
     at = np.linspace(0, len(clip.frames) - 1, min(_SHOWN, len(clip.frames))).astype(int)
@@ -429,9 +407,9 @@ def _figures(clip: Clip, methods: Mapping[str, Parts]) -> dict[str, Any]:
     titles = {"perpca": "PerPCA", "tcmf": "TCMF"}  # PerPCA as its authors have it, with the mean
     named |= {title: methods[name] for name, title in titles.items() if name in methods}
     columns = {"frame": clip.frames[at]}
-    for title, parts in named.items():
-        columns[f"{title}: background"] = parts.background[at]
-        columns[f"{title}: objects"] = _gray(parts.objects[at])
+    for title, background in named.items():
+        columns[f"{title}: background"] = background[at]
+        columns[f"{title}: objects"] = _gray((clip.frames - background)[at])
     if clip.mask is not None:
         columns["objects found (PerMA)"] = _outlined(clip, methods["perma"])[at]
     return {
@@ -440,12 +418,12 @@ def _figures(clip: Clip, methods: Mapping[str, Parts]) -> dict[str, Any]:
     }
 
 
-def _film(clip: Clip, methods: Mapping[str, Parts]) -> NDArray[np.uint8]:
+def _film(clip: Clip, methods: Mapping[str, Matrix]) -> NDArray[np.uint8]:
     """Return frame, background and objects; below it PerPCA's, under the frame what is found."""
     ours = methods["perma"]
-    theirs = methods.get("perpca", Parts(np.zeros_like(clip.frames), np.zeros_like(clip.frames)))
-    top = [clip.frames, ours.background, _gray(ours.objects)]
-    below = [_outlined(clip, ours), theirs.background, _gray(theirs.objects)]
+    theirs = methods.get("perpca", clip.frames)
+    top = [clip.frames, ours, _gray(clip.frames - ours)]
+    below = [_outlined(clip, ours), theirs, _gray(clip.frames - theirs)]
     rows = [np.concatenate([_bytes(_rgb(panel)) for panel in row], axis=2) for row in (top, below)]
     every = -(-clip.frames.shape[2] // _MOST_WIDTH)
     return np.concatenate(rows, axis=1)[:, ::every, ::every]
@@ -460,10 +438,10 @@ def _rgb(frames: Matrix) -> Matrix:
     return np.broadcast_to(frames, (*frames.shape[:3], 3))
 
 
-def _outlined(clip: Clip, parts: Parts) -> Matrix:
+def _outlined(clip: Clip, background: Matrix) -> Matrix:
     """Return pale frames with the pixels found in green, missed in red, found wrongly in blue."""
     pale = 0.5 + 0.5 * _rgb(clip.frames.mean(axis=3, keepdims=True))
-    there = found(parts.objects)
+    there = found(clip.frames - background)
     mask = there if clip.mask is None else clip.mask
     painted = pale.copy()
     painted[there & mask] = (0.1, 0.65, 0.2)
