@@ -260,8 +260,8 @@ class SiteTransformer(Estimator):
         ----------
         transform : {"default", "pandas", "polars"}, optional
             Arrays, or data frames with a named column per atom (pandas: and the index of ``X``);
-            None leaves it as it is. Without a choice, scikit-learn's ``set_config(transform_output=...)``
-            holds.
+            None leaves it as it is. Without a choice, scikit-learn's
+            ``set_config(transform_output=...)`` holds.
         """
         if transform is not None:
             chosen = check_choice("transform", transform, ("default", "pandas", "polars"))
