@@ -30,7 +30,8 @@ def small(noise: float = 0.6) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return run(data=save(tmp_path_factory.mktemp("bi"), **small()), seeds=2, atoms=2)
+    data = save(tmp_path_factory.mktemp("bi"), **small())
+    return run(data=data, seeds=2, atoms=2, rounds=2)
 
 
 def test_planted_types_are_told_apart(outcome: Ran) -> None:
@@ -57,7 +58,7 @@ def test_figures_are_those_of_the_clusters_that_are_kept(outcome: Ran) -> None:
 def test_labels_are_looked_at_only_afterwards(outcome: Ran, tmp_path: Path) -> None:
     data = small()
     wrong = np.random.default_rng(0).permutation(data["y"]).astype(str)
-    blind = run(data=save(tmp_path, X=data["X"], y=wrong), seeds=1, atoms=2)
+    blind = run(data=save(tmp_path, X=data["X"], y=wrong), seeds=1, atoms=2, rounds=2)
     for name in biclustering.METHODS:
         np.testing.assert_array_equal(
             blind.arrays[f"clusters_{name}"], outcome.arrays[f"clusters_{name}"]
@@ -83,7 +84,7 @@ def outcome_data() -> np.ndarray:
 
 
 def test_without_labels_it_compares_the_two_algorithms(tmp_path: Path) -> None:
-    unlabelled = run(data=save(tmp_path, X=small()["X"]), seeds=1, atoms=2)
+    unlabelled = run(data=save(tmp_path, X=small()["X"]), seeds=1, atoms=2, rounds=2)
     assert not [name for name in unlabelled.metrics if name in ("ari_ssvd", "ari_diffusion")]
     expected = adjusted_rand_score(
         unlabelled.arrays["clusters_ssvd"], unlabelled.arrays["clusters_diffusion"]
@@ -91,7 +92,7 @@ def test_without_labels_it_compares_the_two_algorithms(tmp_path: Path) -> None:
     assert unlabelled.metrics["ari_between"] == expected
     assert unlabelled.metrics["k"] == 3
     assert [table.columns[1:] for table in unlabelled.tables] == [["mean cost", "chosen"]]
-    given = run(data=save(tmp_path, X=small()["X"]), seeds=1, atoms=2, k="5")
+    given = run(data=save(tmp_path, X=small()["X"]), seeds=1, atoms=2, rounds=2, k="5")
     assert len(set(given.arrays["clusters_ssvd"])) == 5
 
 
@@ -133,7 +134,7 @@ def test_lungs() -> None:
 )
 def test_units_and_levels_of_genes_do_not_matter(outcome: Ran, change: Any, tmp_path: Path) -> None:
     data = small()
-    other = run(data=save(tmp_path, X=change(data["X"]), y=data["y"]), seeds=1, atoms=2)
+    other = run(data=save(tmp_path, X=change(data["X"]), y=data["y"]), seeds=1, atoms=2, rounds=2)
     np.testing.assert_allclose(other.arrays["atoms_ssvd"], outcome.arrays["atoms_ssvd"], atol=1e-9)
     for name in biclustering.METHODS:
         np.testing.assert_array_equal(
