@@ -31,7 +31,7 @@ paper's: the same Phase 2 from the true models); ``error_oracle`` (least squares
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -121,40 +121,55 @@ class Config(Common):
 
 
 class Study(NamedTuple):
-    """One setting's results, over all seeds."""
+    """One setting's results, over all seeds.
+
+    Attributes
+    ----------
+    name, headline : str
+        The setting, and the method that the results are about.
+    runs : dict of str to ndarray
+        Seeds first: the ``oracle``'s errors, and per METHOD ``METHOD/errors`` by round, NaN before
+        there are models, ``METHOD/floats`` up and down until then, per client, and
+        ``METHOD/found``, the number of models at the end.
+    """
 
     name: str
-    #: The method that the results are about.
     headline: str
-    #: Errors per method, (n_seeds, n_rounds), NaN before there are models.
-    errors: Mapping[str, Matrix]
-    #: Floats up and down until then, per client, as the errors.
-    floats: Mapping[str, Matrix]
-    #: Numbers of models at the end, per method, (n_seeds,).
-    found: Mapping[str, NDArray[np.intp]]
-    #: Error of least squares with the true labels, (n_seeds,).
-    oracle: Matrix
+    runs: Arrays
+
+    def errors(self, method: str) -> Matrix:
+        """Return the errors by round."""
+        errors: Matrix = self.runs[f"{method}/errors"]
+        return errors
+
+    @property
+    def oracle(self) -> Matrix:
+        """The errors of least squares with the true labels."""
+        return self.runs["oracle"]
 
     def ratio(self, method: str) -> Matrix:
         """Return the final errors over the oracle's."""
-        over: Matrix = self.errors[method][:, -1] / self.oracle
+        over: Matrix = self.errors(method)[:, -1] / self.oracle
         return over
 
     def rounds(self, method: str) -> Matrix:
         """Return the rounds after which a run stays close to the oracle; infinite: never."""
-        return _rounds(self.errors[method], self.oracle)
+        return _rounds(self.errors(method), self.oracle)
 
     def own_oracle(self, method: str) -> Matrix:
         """Return the error at which the same Phase 2 ends from the true models."""
-        errors: Matrix = self.errors["truth_same" if method in OURS else "truth"][:, -1]
+        errors: Matrix = self.errors("truth_same" if method in OURS else "truth")[:, -1]
         return errors
+
+    def right(self, method: str) -> NDArray[np.bool_]:
+        """Return which seeds end with as many models as there are."""
+        exact: NDArray[np.bool_] = self.runs[f"{method}/found"] == K
+        return exact
 
     def good(self, method: str) -> NDArray[np.bool_]:
         """Return which seeds end close, in time, and with as many models as there are."""
-        right = np.ones_like(self.oracle, dtype=bool)
-        if method not in RIVALS:
-            right = self.found[method] == K
-        return right & (self.rounds(method) <= BUDGET)
+        close = self.rounds(method) <= BUDGET
+        return close if method in RIVALS else close & self.right(method)
 
 
 def _rounds(errors: Matrix, marks: Matrix) -> Matrix:
@@ -200,16 +215,18 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     kept = iter(keep_all(keep, parts))
     headline = HEADLINES[config.variant]
     studies = [
-        _study(name, headline, [next(kept) for _ in config.each_seed]) for name in config.setting
+        Study(name, headline, _stacked([next(kept) for _ in config.each_seed]))
+        for name in config.setting
     ]
     learned: dict[str, Matrix] = {}
     if single:
         errors, models = _federated(single[0], federate)
-        studies[0].errors[headline][0], studies[0].found[headline][0] = errors, len(models)
+        studies[0].errors(headline)[0] = errors
+        studies[0].runs[f"{headline}/found"][0] = len(models)
         learned["models"] = models
-    if any(np.isnan(study.errors[headline][:, -1]).any() for study in studies):
+    if any(np.isnan(study.errors(headline)[:, -1]).any() for study in studies):
         raise ValueError(f"rounds must be more than Phase 1 takes, got {config.rounds}.")
-    ends = [study.floats[headline][:, -1] for study in studies]
+    ends = [study.runs[f"{headline}/floats"][:, -1] for study in studies]
     groups = {"": studies}
     if len(studies) > 1:
         groups |= {study.name: [study] for study in studies}
@@ -219,13 +236,13 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             *(record for study in studies for record in _records(study)),
         ],
         curves={
-            f"error_{study.name}_{method}": _median(study.errors[method])
+            f"error_{study.name}_{method}": _median(study.errors(method))
             for study in studies
             for method in METHODS
         },
         arrays=learned
         | {
-            f"{study.name}_{method}": study.errors[method]
+            f"{study.name}_{method}": study.errors(method)
             for study in studies
             for method in METHODS
         },
@@ -266,6 +283,11 @@ class Way(NamedTuple):
     settings: TwoPhase
     start: Matrix | None = None
     spent: Sequence[tuple[float, float]] = ()
+
+
+def _stacked(kept: Sequence[Arrays]) -> Arrays:
+    """Return what was kept of each seed as one, seeds first."""
+    return {name: np.stack([one[name] for one in kept]) for name in kept[0]}
 
 
 def _one_seed(name: str, seed: int, config: Config) -> Arrays:
@@ -420,20 +442,6 @@ def _data(name: str, seed: int) -> Mixed:
     return setting(name, spawn(seed, DATA))
 
 
-def _study(name: str, headline: str, kept: Sequence[Mapping[str, NDArray[Any]]]) -> Study:
-    def stacked(part: str) -> dict[str, NDArray[Any]]:
-        return {method: np.stack([one[f"{method}/{part}"] for one in kept]) for method in METHODS}
-
-    return Study(
-        name,
-        headline,
-        stacked("errors"),
-        stacked("floats"),
-        stacked("found"),
-        np.array([float(one["oracle"]) for one in kept]),
-    )
-
-
 # The report ----------------------------------------------------------------------------------
 
 
@@ -446,12 +454,12 @@ def _summary(name: str, studies: Sequence[Study]) -> Iterator[Record]:
     at, headline = {"setting": name}, studies[0].headline
     yield Record("ratio", over(lambda study: study.ratio(headline)), "ours", at)
     yield Record("error", over(lambda study: study.oracle), "oracle", at)
-    own = over(lambda study: study.errors["paper"][:, -1] <= CLOSE * study.own_oracle("paper"))
+    own = over(lambda study: study.errors("paper")[:, -1] <= CLOSE * study.own_oracle("paper"))
     yield Record("good", own, "paper_own_oracle", at)
     yield Record("good", over(lambda study: study.ratio("paper") <= CLOSE), "paper", at)
     for key in METHODS:
         method = headline if key == "ours" else key
-        final = over(lambda study, method=method: study.errors[method][:, -1])
+        final = over(lambda study, method=method: study.errors(method)[:, -1])
         if not np.isnan(final).any():
             yield Record("error", final, key, at)
         if key in OURS:
@@ -473,17 +481,17 @@ def _records(study: Study) -> Iterator[Record]:
         for method in sorted(methods, key=place):
             at = {"table": f"{study.name}-{kind}"}
             ratio, own = study.ratio(method), study.own_oracle(method)
-            rounds = _rounds(study.errors[method], own)
+            rounds = _rounds(study.errors(method), own)
             if not np.isnan(ratio).any():
                 yield Record("over_oracle", ratio, method, at)
             for mark, marks in {"close": study.oracle, "close_own": own}.items():
-                close = study.errors[method][:, -1] <= CLOSE * marks
+                close = study.errors(method)[:, -1] <= CLOSE * marks
                 yield Record(mark, f"{close.sum()} of {len(close)}", method, at)
-            yield Record("models", study.found[method] == K, method, at)
+            yield Record("models", study.right(method), method, at)
             median = np.median(rounds)
             if np.isfinite(median):
                 yield Record("until", float(median), method, at, "rounds")
-                costs = study.floats[method][:, int(np.ceil(median)) - 1].mean(axis=0)
+                costs = study.runs[f"{method}/floats"][:, int(np.ceil(median)) - 1].mean(axis=0)
                 for way, cost in zip(("up", "down"), costs, strict=True):
                     yield Record(way, float(cost), method, at)
 
@@ -496,8 +504,8 @@ def _figure(study: Study) -> Any:
         plots.Panel(
             "communication round",
             "error of the models",
-            range(1, 1 + study.errors["ours"].shape[1]),
-            {names[method]: study.errors[method] for method in methods},
+            range(1, 1 + study.errors("ours").shape[1]),
+            {names[method]: study.errors(method) for method in methods},
             title=title,
             log=True,
             levels={"least squares": level},

@@ -137,7 +137,6 @@ def methods(config: Config) -> dict[str, Method]:
     )
     paper = own._replace(learner=_learner("gradient", "none"), start="samples")
     elsewhere = own._replace(group="networks")
-    gradient = elsewhere._replace(learner=_learner("gradient", kind))
 
     def on(row: Method, topology: Topology, words: str, patience: int = 1) -> Method:
         network = metropolis_weights(topology)
@@ -169,14 +168,6 @@ def methods(config: Config) -> dict[str, Method]:
         "central": on(own, Topology.complete(1), "ours, all data in one place"),
         "complete": on(elsewhere, complete, "every node hears all others"),
         "ring_many": on(elsewhere, Topology.ring(many), f"a ring of {many}, as much data in all"),
-        "ring_many_gradient": on(
-            gradient, Topology.ring(many), f"a ring of {many}, gradient steps"
-        ),
-        "random_many_gradient": on(
-            gradient,
-            Topology.erdos_renyi(many, 0.5),
-            f"a random graph of {many}, gradient steps",
-        ),
         **{
             f"noise_{noise:g}": elsewhere._replace(
                 words=f"noise {_decibel(noise)} below the data", noise=(noise, noise)

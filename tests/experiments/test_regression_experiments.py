@@ -27,9 +27,9 @@ def run(experiment: Any, keep: Any = compute_all, **options: Any) -> Ran:
 
 def study(errors: Any, oracle: Any, found: Any) -> mixed_regression.Study:
     name = "ours"
-    return mixed_regression.Study(
-        "C1", name, {name: np.array(errors)}, {}, {name: np.array(found)}, np.array(oracle)
-    )
+    runs = {f"{name}/errors": errors, f"{name}/found": found, "oracle": oracle}
+    arrays = {part: np.array(values) for part, values in runs.items()}
+    return mixed_regression.Study("C1", name, arrays)
 
 
 def test_a_run_counts_from_the_round_on_in_which_it_stays_close() -> None:
