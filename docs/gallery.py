@@ -383,7 +383,7 @@ def _shrink(source: Path, target: Path) -> None:
         width = min(picture.width, WIDTH)
         size = width, round(picture.height * width / picture.width)
         small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        small.quantize(64).save(target, optimize=True)
+        small.quantize(64, Image.Quantize.MAXCOVERAGE).save(target, optimize=True)
 
 
 # What follows from the numbers ---------------------------------------------------------------
@@ -546,7 +546,7 @@ def _thumbnail(source: Path, target: Path) -> None:
         shown = picture.convert("RGB")
         shown = shown.crop((0, 0, shown.width, min(shown.height, shown.width * height // width)))
         shown.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
-        shown.quantize(64).save(target, optimize=True)
+        shown.quantize(64, Image.Quantize.MAXCOVERAGE).save(target, optimize=True)
 
 
 def pages(results: Mapping[str, Any]) -> dict[str, str]:
