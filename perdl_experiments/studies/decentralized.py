@@ -259,7 +259,7 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         fedavg[t] = nodes.accuracy(average)
         alone = [nodes(k).fit(model, {})[0] for k, model in enumerate(alone)]
     kept: Arrays = {
-        "alone": np.mean([nodes.accuracy(own) for own in alone]),
+        "alone": np.array(np.mean([nodes.accuracy(own) for own in alone])),
         "curve/fedavg": fedavg,
         "sent/fedavg": np.array(float(MODEL)),
     }

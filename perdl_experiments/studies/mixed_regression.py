@@ -310,9 +310,10 @@ def _learned(clients: _Counted, data: Mixed, way: Way, n_rounds: int, seed: int)
     """Return a method's errors and costs by round; once its models stand still, they are kept."""
     clients.floats, still, spent = list(way.spent[:n_rounds]), 0, len(way.spent)
     errors = np.full(n_rounds, np.nan)
-    before = centers = np.empty((0, 0))
-    left, options = n_rounds - spent, {"centers": way.start, "seed": seed}
-    states = simulate_rounds(clients, way.settings, left, **options) if left > 0 else ()
+    before: Matrix = np.empty((0, 0))
+    centers, left = before, n_rounds - spent
+    given = clients, way.settings, left
+    states = simulate_rounds(*given, centers=way.start, seed=seed) if left > 0 else ()
     for round_, state in enumerate(states, spent):
         centers = state.centers
         if len(centers):
@@ -459,12 +460,13 @@ def _summary(name: str, studies: Sequence[Study]) -> Iterator[Record]:
     yield Record("good", over(lambda study: study.ratio("paper") <= CLOSE), "paper", at)
     for key in METHODS:
         method = headline if key == "ours" else key
-        final = over(lambda study, method=method: study.errors(method)[:, -1])
+        final = np.concatenate([study.errors(method)[:, -1] for study in studies])
         if not np.isnan(final).any():
             yield Record("error", final, key, at)
         if key in OURS:
-            yield Record("good", over(lambda study, method=method: study.good(method)), key, at)
-            rounds = over(lambda study, method=method: study.rounds(method))
+            good = np.concatenate([study.good(method) for study in studies])
+            rounds = np.concatenate([study.rounds(method) for study in studies])
+            yield Record("good", good, key, at)
             yield Record("rounds", rounds, key, at, "rounds")
 
 

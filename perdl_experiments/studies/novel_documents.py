@@ -161,7 +161,7 @@ def run(config: Config, keep: Keep) -> Outcome:
     prefix = {"network": "auc", "full": "auc_full", "nmf": "auc_nmf"}
     records = [Record(FAILED, why, "nmf") for why in failed]
     for t in stream.steps:
-        at = {"t": t}
+        at: dict[str, Any] = {"t": t}
         records.append(Record("novel", int(stream.novel[t].sum()), parameters=at))
         records.append(Record("agents", len(areas["network"][t]), parameters=at))
     for name, by_step in areas.items():
@@ -201,7 +201,8 @@ def _chosen(config: Config, keep: Keep) -> tuple[Config, dict[tuple[str, str, in
     """
     tried = {}
     for options in GRID:
-        one = replace(config, **dict(zip(("learning", "counts", "terms"), options, strict=True)))
+        learning, counts, terms = options
+        one = replace(config, learning=learning, counts=counts, terms=terms)
         stream = _stream_of(one)
         first = stream.steps[:CHOOSING]
         if len(stream.steps) <= CHOOSING:
