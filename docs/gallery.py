@@ -375,7 +375,7 @@ def _kept(value: float) -> float | None:
 
 
 def _shrink(source: Path, target: Path) -> None:
-    """Copy a picture; a large one no wider than a page and with 64 colors."""
+    """Copy a picture; a large one no wider than a page and with 256 colors."""
     if source.stat().st_size <= LARGE:
         target.write_bytes(source.read_bytes())
         return
@@ -383,7 +383,7 @@ def _shrink(source: Path, target: Path) -> None:
         width = min(picture.width, WIDTH)
         size = width, round(picture.height * width / picture.width)
         small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        small.quantize(64, Image.Quantize.MAXCOVERAGE).save(target, optimize=True)
+        small.quantize(256, Image.Quantize.FASTOCTREE).save(target, optimize=True)
 
 
 # What follows from the numbers ---------------------------------------------------------------
@@ -546,7 +546,7 @@ def _thumbnail(source: Path, target: Path) -> None:
         shown = picture.convert("RGB")
         shown = shown.crop((0, 0, shown.width, min(shown.height, shown.width * height // width)))
         shown.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
-        shown.quantize(64, Image.Quantize.MAXCOVERAGE).save(target, optimize=True)
+        shown.quantize(64).save(target, optimize=True)
 
 
 def pages(results: Mapping[str, Any]) -> dict[str, str]:
