@@ -404,7 +404,7 @@ def _kept(value: float) -> float | None:
 
 
 def _shrink(source: Path, target: Path) -> None:
-    """Copy a picture; a large one no wider than a page and with 64 colors."""
+    """Copy a picture; a large one no wider than a page and with 256 colors."""
     if source.stat().st_size <= LARGE:
         target.write_bytes(source.read_bytes())
         return
@@ -412,7 +412,7 @@ def _shrink(source: Path, target: Path) -> None:
         width = min(picture.width, WIDTH)
         size = width, round(picture.height * width / picture.width)
         small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        small.quantize(64).save(target, optimize=True)
+        small.quantize(256, Image.Quantize.FASTOCTREE).save(target, optimize=True)
 
 
 # What follows from the numbers ---------------------------------------------------------------

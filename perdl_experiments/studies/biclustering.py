@@ -8,9 +8,13 @@ apart: k-means clusters them, without labels, and the adjusted Rand index compar
 ``--data FILE.npz`` with ``X`` (subjects, genes) and, if known, ``y`` (subjects,); without it,
 planted types.
 
-``--rounds`` (1) counts passes over the genes. Metrics: ``ari_ssvd``, ``ari_diffusion``, ``ari_svd``
-(adjusted Rand indices, means over seeds), ``ari_*_rows`` (k-means on the atoms' bare rows),
-``genes_per_layer``, ``k``; without labels ``ari_between`` in place of ``ari_*``.
+Algorithm 4's passes and steps are chosen without labels: of `SCHEDULES`, the one after which the
+genes have the least mean cost (7). ``--rounds`` (5) counts the passes of those that have several.
+
+Metrics: adjusted Rand indices, means over seeds, ``ari_ssvd``, ``ari_diffusion``, ``ari_paper``
+(one pass with a constant step), and of all genes in one place ``ari_svd`` and ``ari_kmeans``;
+``ari_*_rows`` (k-means on bare rows instead of directions), ``cost_SCHEDULE``, ``genes_per_layer``,
+``k``; without labels ``ari_between`` in place of ``ari_*``.
 """
 
 from __future__ import annotations
@@ -38,18 +42,20 @@ from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
 
 #: Algorithm 4's parameters, in units of the expressions' root mean square: the paper's gamma = 0.5,
-#: beta = 0.01 on data like lung200, where that is 1.63. Its mu_w = 0.005 is ``step=0.75`` there,
-#: with 56 subjects.
+#: beta = 0.01 on data like lung200, where that is 1.63.
 GAMMA, BETA, DELTA = 0.3, 0.004, 0.01
+#: Whether Algorithm 4 passes the genes more than once, its first step times the number of subjects,
+#: and the power of t by which the t-th is divided. The paper's mu_w = 0.005 is 0.75 for lung200.
+SCHEDULES = {
+    "paper": (False, 0.75, 0.0),
+    "constant": (True, 0.75, 0.0),
+    "falling": (True, 2.0, 0.5),
+}
 #: Relative error of the dual variables at which inference ends.
 TOLERANCE = 1e-2
 #: The bundled data.
 SUBJECTS, GENES, TYPES = 60, 400, 4
-METHODS = {
-    "svd": "the plain SVD",
-    "ssvd": "sparse layers, all genes at once (Algorithm 3)",
-    "diffusion": "an agent per atom, gene by gene (Algorithm 4)",
-}
+METHODS = ("svd", "kmeans", "ssvd", "diffusion", "paper")
 #: Starts of k-means.
 _STARTS = 20
 
@@ -63,8 +69,6 @@ class Config(Common):
     thresholds: str
     noise: float
     informative: int
-    step: float
-    decay: float
 
     def check(self) -> None:
         """Reject options that do not fit together."""
@@ -91,7 +95,7 @@ class Data(NamedTuple):
 
 
 def run(config: Config, keep: Keep) -> Outcome:
-    """Run both algorithms and the plain SVD with every seed, cluster the subjects, and compare."""
+    """Run both algorithms, the plain SVD and k-means with every seed, and compare the clusters."""
     results = keep_all(
         keep, {f"seed-{seed}": partial(_one_seed, config, seed) for seed in config.each_seed}
     )
@@ -100,18 +104,11 @@ def run(config: Config, keep: Keep) -> Outcome:
         name: [float(one[name]) for one in results] for name in first if first[name].ndim == 0
     }
     return Outcome(
-        records=[
-            *(Record(name, values) for name, values in numbers.items() if "ari_" not in name),
-            *_scores(numbers),
-            *_members(data, first),
-        ],
+        records=[*_records(numbers), *_members(data, first)],
         curves=numbers if len(results) > 1 else {},
         arrays={
-            f"{part}_{name}": first[f"{part}_{name}"]
-            for part in ("atoms", "clusters")
-            for name in METHODS
-        }
-        | {name: first[name] for name in ("codes_ssvd", "codes_diffusion", "thresholds")},
+            name: value for name, value in first.items() if value.ndim and value.dtype.kind in "fi"
+        },
         figures=_figures(data, first),
         rounds=round(float(np.mean(numbers["rounds"]))),
         floats_up=float(np.mean(numbers["floats"])),
@@ -126,24 +123,37 @@ def _one_seed(config: Config, seed: int) -> Arrays:
     k = _k(config, data)
     _, strengths, rows = np.linalg.svd(data.X, full_matrices=False)
     layers = ssvd(data.X, n_atoms, thresholds=config.thresholds)
-    online = _online(data.X, config, seed)
+    online = {name: _online(data.X, config, seed, name) for name in SCHEDULES}
+    chosen = min(online, key=lambda name: float(online[name]["cost"]))
+    best, paper = online[chosen], online["paper"]
     found = {
         "svd": (rows[:n_atoms], strengths[:n_atoms]),
+        "kmeans": (data.X, np.ones(len(data.X))),
         "ssvd": (layers.atoms, np.linalg.norm(layers.codes, axis=0)),
-        "diffusion": (online["atoms"], np.linalg.norm(online["codes"], axis=0)),
+        "diffusion": (best["atoms"], np.linalg.norm(best["codes"], axis=0)),
+        "paper": (paper["atoms"], np.linalg.norm(paper["codes"], axis=0)),
+        **{
+            name: (one["atoms"], np.linalg.norm(one["codes"], axis=0))
+            for name, one in online.items()
+            if name != "paper"
+        },
     }
     kept: Arrays = {
         "k": np.array(k),
-        "rounds": online["rounds"],
-        "floats": online["floats"],
+        "rounds": best["rounds"],
+        "floats": best["floats"],
         "genes_per_layer": np.count_nonzero(layers.codes, axis=0).mean(),
         "codes_ssvd": layers.codes,
-        "codes_diffusion": online["codes"],
+        "codes_diffusion": best["codes"],
         "thresholds": layers.thresholds,
     }
+    for name, one in online.items():
+        kept[f"cost_{name}"], kept[f"chosen_{name}"] = one["cost"], np.array(float(name == chosen))
     for name, (atoms, weights) in found.items():
         clusters = _clusters(profiles(atoms, weights), k, seed)
-        kept[f"atoms_{name}"], kept[f"clusters_{name}"] = atoms, clusters
+        kept[f"clusters_{name}"] = clusters
+        if name != "kmeans":
+            kept[f"atoms_{name}"] = atoms
         if data.labels is not None:
             kept[f"ari_{name}"] = _rand_index(data.labels, clusters)
             raw = _clusters(np.ascontiguousarray(atoms.T), k, seed)
@@ -153,17 +163,19 @@ def _one_seed(config: Config, seed: int) -> Arrays:
     return kept
 
 
-def _online(X: Matrix, config: Config, seed: int) -> Arrays:
+def _online(X: Matrix, config: Config, seed: int, schedule: str) -> Arrays:
     """Return what Algorithm 4 comes to: an agent per atom, fully connected, gene by gene.
 
-    The genes are coded once more with the atoms as they are in the end.
+    The genes are coded once more with the atoms as they are in the end; their mean cost (7) says
+    how well these explain them.
     """
-    n_atoms, passes = config.atoms, range(config.rounds)
+    n_atoms, (several, step, decay) = config.atoms, SCHEDULES[schedule]
+    passes = range(config.rounds if several else 1)
     objective, topology = Biclustering(GAMMA, DELTA, BETA), Topology.complete(n_atoms)
     learner = ModelDiffusion(
         objective,
-        step=config.step / X.shape[1],
-        decay=config.decay,
+        step=step / X.shape[1],
+        decay=decay,
         batch_size=1,
         tolerance=TOLERANCE,
         seed=seed,
@@ -171,9 +183,12 @@ def _online(X: Matrix, config: Config, seed: int) -> Arrays:
     stream = np.concatenate([spawn(seed, SERVER, t).permutation(len(X)) for t in passes])
     model = learner.fit(X[stream], topology)
     codes = np.concatenate(learner.infer(model, X, topology).codes, axis=1)
+    atoms = model.dictionaries[:, 0]
+    cost = objective.loss(X - codes @ atoms) + objective.regulariser(codes)
     return {
-        "atoms": model.dictionaries[:, 0],
+        "atoms": atoms,
         "codes": codes,
+        "cost": np.array(cost.mean()),
         "rounds": np.array(model.rounds),
         "floats": np.array(float(model.rounds * X.shape[1] * (n_atoms - 1))),
     }
@@ -254,13 +269,23 @@ def _read(path: str) -> tuple[Matrix, NDArray[Any] | None]:
 # The report ----------------------------------------------------------------------------------
 
 
-def _scores(numbers: Mapping[str, Sequence[float]]) -> Iterator[Record]:
-    for name in METHODS:
-        if f"ari_{name}" in numbers:
-            yield Record("ari", numbers[f"ari_{name}"], name)
-            yield Record("ari_rows", numbers[f"ari_{name}_rows"], name)
-    if "ari_between" in numbers:
-        yield Record("ari", numbers["ari_between"], "between")
+def _records(numbers: Mapping[str, Sequence[float]]) -> Iterator[Record]:
+    """Yield the figures, the indices of the methods, and those of all schedules."""
+    for name, values in numbers.items():
+        kind, _, method = name.partition("_")
+        if kind == "ari" and method in METHODS:
+            yield Record("ari", values, method)
+            yield Record("ari_rows", numbers[f"{name}_rows"], method)
+        elif name == "ari_between":
+            yield Record("ari", values, "between")
+        elif kind not in ("ari", "cost", "chosen"):
+            yield Record(name, values)
+    for schedule in SCHEDULES:
+        at = {"schedule": schedule}
+        yield Record("cost", numbers[f"cost_{schedule}"], parameters=at)
+        yield Record("chosen", numbers[f"chosen_{schedule}"], parameters=at)
+        if f"ari_{schedule}" in numbers:
+            yield Record("ari_schedule", numbers[f"ari_{schedule}"], parameters=at)
 
 
 def _members(data: Data, result: Mapping[str, NDArray[Any]]) -> Iterator[Record]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -192,39 +192,35 @@ def networks(n: int, seed: int, changing: int) -> dict[str, Topology | Schedule]
 def run(config: Config, keep: Keep) -> Outcome:
     """Run all graphs, FedAvg and the nodes alone with every seed."""
     parts = {
-        "-".join(filter(None, [size, f"seed-{seed}"])): partial(_one_seed, one, seed)
+        _named(size, f"seed-{seed}", between="-"): partial(_one_seed, one, seed)
         for size, one in config.sizes.items()
         for seed in config.each_seed
     }
     kept = keep_all(keep, parts)
     found = {
-        size: _Found.of(kept[i * config.seeds : (i + 1) * config.seeds])
+        size: _stacked(kept[i * config.seeds : (i + 1) * config.seeds])
         for i, size in enumerate(config.sizes)
     }
-    first = found[""]
+    first, curves, arrays = found[""], {}, {}
+    for size, one in found.items():
+        for name in WORDS:
+            if (curve := one.get(f"curve/{name}")) is None:
+                continue
+            worst = curve.min(axis=2)
+            title = "accuracy_fedavg" if name == "fedavg" else f"worst_{name}"
+            curves[_named(title, size)] = np.median(worst, axis=0).tolist()
+            if name != "fedavg":
+                arrays[_named("accuracy", name, size)] = curve
     return Outcome(
-        records=[record for size, one in found.items() for record in one.records(size)],
-        curves={
-            "_".join(filter(None, [name, size])): np.median(rows, axis=0).tolist()
-            for size, one in found.items()
-            for name, rows in {
-                "accuracy_fedavg": one.fedavg,
-                **{f"worst_{graph}": curve.min(axis=2) for graph, curve in one.curves.items()},
-            }.items()
-        },
-        arrays={
-            "_".join(filter(None, ["accuracy", graph, size])): curve
-            for size, one in found.items()
-            for graph, curve in one.curves.items()
-        },
+        records=[record for size, one in found.items() for record in _records(one, size)],
+        curves=curves,
+        arrays=arrays,
         figures=_figures(
-            {name: curve[0] for name, curve in first.curves.items()},
-            float(first.fedavg[0, -1]),
-            {f"{config.sizes[size].clients} nodes": one for size, one in found.items()},
+            {f"{config.sizes[size].clients} nodes": one for size, one in found.items()}
         ),
         rounds=config.rounds,
         floats_up=float(MODEL * config.rounds),
-        floats_down=float(np.median(first.floats["ring"])) * config.rounds,
+        floats_down=float(np.median(first["sent/ring"])) * config.rounds,
         facts={
             "skewed": bool(config.shards),
             "has_larger": bool(config.larger),
@@ -233,80 +229,40 @@ def run(config: Config, keep: Keep) -> Outcome:
     )
 
 
-class _Found(NamedTuple):
-    """What networks of one size come to, with every seed.
+def _named(*parts: str, between: str = "_") -> str:
+    return between.join(filter(None, parts))
 
-    Attributes
-    ----------
-    fedavg : ndarray of shape (n_seeds, n_rounds)
-        FedAvg's accuracy.
-    alone : ndarray of shape (n_seeds,)
-        Mean accuracy of the nodes alone after the last round.
-    curves : dict of str to ndarray of shape (n_seeds, n_rounds, n_nodes)
-        Every node's accuracy, by graph.
-    gaps, floats, sent : dict of str to ndarray of shape (n_seeds,)
-        Spectral gaps of fixed graphs, floats that a node sends per round, and bytes in all rounds,
-        by graph.
-    """
 
-    fedavg: Matrix
-    alone: Matrix
-    curves: dict[str, Matrix]
-    gaps: dict[str, Matrix]
-    floats: dict[str, Matrix]
-    sent: dict[str, Matrix]
+def _stacked(kept: Sequence[Arrays]) -> Arrays:
+    """Return what was kept of each seed as one, seeds first."""
+    return {name: np.stack([one[name] for one in kept]) for name in kept[0]}
 
-    @classmethod
-    def of(cls, kept: Sequence[Arrays]) -> _Found:
-        """Return what was kept of each seed as one."""
-        by_graph = [
-            {
-                name: np.stack([one[f"{kind}{name}"] for one in kept])
-                for name in WORDS
-                if f"{kind}{name}" in kept[0] and name != "fedavg"
-            }
-            for kind in ("", "gap/", "floats/", "bytes/")
-        ]
-        fedavg, alone = (np.stack([one[name] for one in kept]) for name in ("fedavg", "alone"))
-        return cls(fedavg, alone.mean(axis=1), *by_graph)
 
-    @property
-    def rounds(self) -> dict[str, Matrix]:
-        """The round in which each seed has reached FedAvg, by graph; FedAvg itself last."""
-        targets = self.fedavg[:, -1] - NEAR
-        worst = {name: curve.min(axis=2) for name, curve in self.curves.items()}
-        return {
-            name: np.array([rounds_to(*pair) for pair in zip(rows, targets, strict=True)])
-            for name, rows in {**worst, "fedavg": self.fedavg}.items()
-        }
-
-    def records(self, size: str) -> Iterator[Record]:
-        """Yield the results."""
-        yield Record("accuracy_alone", self.alone, parameters={"size": size})
-        floats = {**self.floats, "fedavg": np.array(float(MODEL))}
-        worst = {name: curve[:, -1].min(axis=1) for name, curve in self.curves.items()}
-        worst["fedavg"] = self.fedavg[:, -1]
-        for name in filter(worst.__contains__, WORDS):
-            at, rounds = {"graph": name, "size": size}, self.rounds[name]
-            if name in self.gaps:
-                yield Record("gap", self.gaps[name], parameters=at)
-                yield Record("bytes", self.sent[name], parameters=at)
-            yield Record("worst", worst[name], parameters=at)
-            yield Record("rounds", rounds, parameters=at, unit="rounds")
-            yield Record("floats", floats[name] * rounds, parameters=at)
+def _records(found: Arrays, size: str) -> Iterator[Record]:
+    """Yield the results of networks of one size."""
+    yield Record("accuracy_alone", found["alone"], parameters={"size": size})
+    for name in WORDS:
+        for metric in ("gap", "bytes", "worst", "rounds", "floats"):
+            if f"{metric}/{name}" in found:
+                unit, at = "rounds" if metric == "rounds" else "", {"graph": name, "size": size}
+                yield Record(metric, found[f"{metric}/{name}"], parameters=at, unit=unit)
 
 
 def _one_seed(config: Config, seed: int) -> Arrays:
-    """Return all curves, (rounds, n_nodes), and what a round costs, by graph."""
+    """Return all curves, (rounds, n_nodes), and what they come to and cost, by graph."""
     nodes, n = Nodes(config, seed), config.clients
     average, alone = nodes.initial, [nodes.initial] * n
-    fedavg = np.empty(config.rounds)
+    fedavg = np.empty((config.rounds, 1))
     for t in range(config.rounds):
         fitted = [nodes(k).fit(average, {})[0] for k in range(n)]
         average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
         fedavg[t] = nodes.accuracy(average)
         alone = [nodes(k).fit(model, {})[0] for k, model in enumerate(alone)]
-    kept: Arrays = {"fedavg": fedavg, "alone": np.array([nodes.accuracy(own) for own in alone])}
+    kept: Arrays = {
+        "alone": np.array(np.mean([nodes.accuracy(own) for own in alone])),
+        "curve/fedavg": fedavg,
+        "sent/fedavg": np.array(float(MODEL)),
+    }
     for name, network in networks(n, seed, config.changing).items():
         # Exact diffusion is for fixed graphs: others have their default.
         fixed = isinstance(network, Topology) or config.method != "exact_diffusion"
@@ -315,31 +271,36 @@ def _one_seed(config: Config, seed: int) -> Arrays:
             method=method, compression=SEND[config.send], metrics=["accuracy"]
         )
         learned = learner.fit(nodes, network, config.rounds, initial=nodes.initial)
-        kept[name] = learned.curves["evaluate-accuracy"]
+        kept[f"curve/{name}"] = learned.curves["evaluate-accuracy"]
+        kept[f"sent/{name}"] = np.array(learned.floats_sent / config.rounds / n)
         if isinstance(network, Topology):
             kept[f"gap/{name}"] = np.array(metropolis_weights(network).spectral_gap)
-        kept[f"floats/{name}"] = np.array(learned.floats_sent / config.rounds / n)
-        kept[f"bytes/{name}"] = np.array(learned.bytes_sent / n)
+            kept[f"bytes/{name}"] = np.array(learned.bytes_sent / n)
+    for name in [name for name in WORDS if f"curve/{name}" in kept]:
+        worst = kept[f"curve/{name}"].min(axis=1)
+        rounds = rounds_to(worst, fedavg[-1, 0] - NEAR)
+        kept[f"worst/{name}"], kept[f"rounds/{name}"] = worst[-1], np.array(float(rounds))
+        kept[f"floats/{name}"] = kept[f"sent/{name}"] * rounds
     return kept
 
 
-def _figures(
-    curves: Mapping[str, Matrix], level: float, found: Mapping[str, _Found]
-) -> dict[str, Any]:
+def _figures(found: Mapping[str, Arrays]) -> dict[str, Any]:
     from perdl_experiments import pictures, plots  # an extra: clients must not need it
 
     costs = {}
     for size, one in found.items():
-        rounds = {name: float(np.median(values)) for name, values in one.rounds.items()}
+        rounds = {n: float(np.median(one[f"rounds/{n}"])) for n in WORDS if f"rounds/{n}" in one}
         costs[size] = {
-            WORDS[name]: (float(np.median(one.gaps.get(name, np.nan))), rounds[name])
-            for name in ["fedavg", *one.gaps]
-            if np.isfinite(rounds[name])
+            WORDS[name]: (float(np.median(one.get(f"gap/{name}", np.nan))), rounds[name])
+            for name in rounds
+            if np.isfinite(rounds[name]) and (name == "fedavg" or f"gap/{name}" in one)
         }
+    first = next(iter(found.values()))
+    shown = {n: first[f"curve/{n}"] for n in WORDS if n != "fedavg" and f"curve/{n}" in first}
     return {
         "curves": plots.lines(
-            {WORDS[name]: curve.min(axis=1) for name, curve in curves.items()},
-            levels={"FedAvg at the end": level},
+            {WORDS[name]: curve.min(axis=2) for name, curve in shown.items()},
+            levels={"FedAvg at the end": float(np.median(first["worst/fedavg"]))},
             x="communication round",
             y="accuracy of the worst node",
         ),

@@ -2,8 +2,14 @@
 
 P2 = Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
 Every method is a start and a Phase 2. Both Phases 2, this library's and the paper's, run from the
-same starts: Phase 1, one random start (IFCA), one-shot clustering, one model (FedAvg), and the true
-models, which is the paper's oracle. What all are measured by is least squares with the true labels.
+same starts: this library's Phase 1, the paper's, random models (IFCA), one-shot clustering, one
+model (FedAvg), and the true models, which is the paper's oracle. What all are measured by is least
+squares with the true labels.
+
+The paper's Phase 1 is at its best: an SVD of the whole moment, which costs d^2 floats per anchor,
+in place of its products, and average linkage of the anchors in place of a known separation. IFCA
+runs from one start, and from several one after the other, within the rounds in which a run must be
+right; of these the start with the least training loss goes on.
 
 The paper gives s but no eta. Here ``s * eta`` is 3 over the largest curvature of any client, with
 s = 5, and eta stays what it is where s is another. All run batched (`Clients`), which gives the
@@ -12,20 +18,20 @@ phases run through Flower's messages.
 
 Metrics, over all settings and, where there are several, per setting (``_C1``, …):
 ``share_within_5pct_of_oracle`` (from round 100 on at the latest, with k = 3),
-``error_over_oracle_max``, ``rounds_median`` and ``rounds_max`` (-1: never), ``share_k_unknown``,
-``share_paper`` (at the end), where the oracle is least squares with the true labels;
-``share_paper_own_oracle`` (at the end, where the oracle is the paper's: the same Phase 2 from the
-true models); ``error_oracle`` (least squares), ``error_truth`` (the paper's oracle), ``error_ours``
-(the two phases), ``error_paper``, and with the paper's Phase 2 ``error_ifca``, ``error_oneshot``,
-``error_fedavg``, ``error_ours_phase_1``, ``error_s_1``, ``error_s_10``, ``error_fedprox``; with
-this library's ``error_ifca_same``, ``error_oneshot_same``, ``error_fedavg_same``,
-``error_truth_same`` (medians); ``share_ifca_same`` and ``rounds_ifca_same`` (one random start, this
-library's Phase 2).
+``error_over_oracle_max``, ``rounds_median`` and ``rounds_max`` (-1: never), and ``share_METHOD``
+and ``rounds_METHOD`` of all that run with this library's Phase 2 (``k_unknown``, ``ifca_same``,
+``ifca_restarts``, ``paper_same``, ...); ``share_paper`` (at the end), where the oracle is least
+squares with the true labels; ``share_paper_own_oracle`` (at the end, where the oracle is the
+paper's: the same Phase 2 from the true models); ``error_oracle`` (least squares), ``error_truth``
+(the paper's oracle), ``error_ours`` (the two phases), ``error_paper``, and with the paper's Phase 2
+``error_ifca``, ``error_oneshot``, ``error_fedavg``, ``error_ours_phase_1``, ``error_s_1``,
+``error_s_10``, ``error_fedprox``; with this library's ``error_ifca_same``, ``error_oneshot_same``,
+``error_fedavg_same``, ``error_truth_same`` (medians).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -44,12 +50,12 @@ from flwr_perdl.regression import (
     Answers,
     Ask,
     Clients,
-    Descent,
-    MomentDescent,
     OneShot,
     Refinement,
     TwoPhase,
+    cluster_anchors,
     model_error,
+    moment_step,
     simulate_rounds,
 )
 from flwr_perdl.regression.moments import random_models
@@ -64,11 +70,21 @@ from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
 
 K = 3
-#: Within so much of a mark's error, and within so many rounds in all, a run counts as good.
-CLOSE, BUDGET = 1.05, 100
+#: Within so much of a mark's error, and within so many rounds in all, a run counts as good; so many
+#: random starts of IFCA share these rounds.
+CLOSE, BUDGET, RESTARTS = 1.05, 100, 5
 #: The methods with each Phase 2; the true models as a start are the oracle of the others.
-OURS = ("ours", "k_unknown", "ifca_same", "oneshot_same", "fedavg_same", "truth_same")
-PAPERS = ("paper", "ours_phase_1", "ifca", "oneshot", "fedavg", "truth")
+OURS = (
+    "ours",
+    "k_unknown",
+    "paper_same",
+    "ifca_same",
+    "ifca_restarts",
+    "oneshot_same",
+    "fedavg_same",
+    "truth_same",
+)
+PAPERS = ("ours_phase_1", "paper", "ifca", "oneshot", "fedavg", "truth")
 #: The paper's left panels: its Phase 2 with more or less local work and the same eta.
 LEFT = ("s_1", "ours_phase_1", "s_10", "fedprox")
 METHODS = tuple(dict.fromkeys((*OURS, *PAPERS, *LEFT)))
@@ -77,14 +93,15 @@ HEADLINES = {"default": "ours", "paper": "paper"}
 #: Methods that start from as many models as there are clusters, or from one.
 RIVALS = tuple(method for method in METHODS if method.startswith(("ifca", "oneshot", "fedavg")))
 _FIGURES = {**{name: f"fig{i}-{name}" for i, name in enumerate(SETTINGS, 1)}, FEW: FEW}
-#: The panels of a figure below Phase 1.
 PANELS = {
-    "the paper's Phase 2, eta fixed, from this library's Phase 1": LEFT,
-    "the paper's Phase 2 from several starts": ("paper", "fedavg", "ifca", "oneshot", "truth"),
-    "this library's Phase 2 from the same starts": OURS[:1] + OURS[2:],
+    "this library's Phase 2": ("ours", "paper_same", "ifca_same", "ifca_restarts", "oneshot_same"),
+    "the paper's Phase 2": ("ours_phase_1", "paper", "ifca", "oneshot", "fedavg"),
+    "the paper's Phase 2: local steps, eta fixed": LEFT,
 }
 #: ``s * eta`` times the largest curvature, and the paper's s.
 WORK, STEPS = 3.0, 5
+#: Iterations of the paper's Phase 1, each a round for the moment and one for the estimates.
+ITERATIONS = 5
 #: A run ends when no model has moved by more than this share of its length in so many rounds.
 _STILL, _ROUNDS_STILL = 1e-13, 3
 
@@ -104,43 +121,55 @@ class Config(Common):
 
 
 class Study(NamedTuple):
-    """One setting's results, over all seeds."""
+    """One setting's results, over all seeds.
+
+    Attributes
+    ----------
+    name, headline : str
+        The setting, and the method that the results are about.
+    runs : dict of str to ndarray
+        Seeds first: the ``oracle``'s errors, and per METHOD ``METHOD/errors`` by round, NaN before
+        there are models, ``METHOD/floats`` up and down until then, per client, and
+        ``METHOD/found``, the number of models at the end.
+    """
 
     name: str
-    #: The method that the results are about.
     headline: str
-    #: Errors per method, (n_seeds, n_rounds), NaN before there are models.
-    errors: Mapping[str, Matrix]
-    #: Floats up and down until then, per client, as the errors.
-    floats: Mapping[str, Matrix]
-    #: Numbers of models at the end, per method, (n_seeds,).
-    found: Mapping[str, NDArray[np.intp]]
-    #: Error of least squares with the true labels, (n_seeds,).
-    oracle: Matrix
-    #: Mean errors of the anchors' estimates before and after every iteration of Phase 1, the
-    #: paper's (n_seeds, 6) and this library's (n_seeds, 2).
-    phase_1: Mapping[str, Matrix]
+    runs: Arrays
+
+    def errors(self, method: str) -> Matrix:
+        """Return the errors by round."""
+        errors: Matrix = self.runs[f"{method}/errors"]
+        return errors
+
+    @property
+    def oracle(self) -> Matrix:
+        """The errors of least squares with the true labels."""
+        return self.runs["oracle"]
 
     def ratio(self, method: str) -> Matrix:
         """Return the final errors over the oracle's."""
-        over: Matrix = self.errors[method][:, -1] / self.oracle
+        over: Matrix = self.errors(method)[:, -1] / self.oracle
         return over
 
     def rounds(self, method: str) -> Matrix:
         """Return the rounds after which a run stays close to the oracle; infinite: never."""
-        return _rounds(self.errors[method], self.oracle)
+        return _rounds(self.errors(method), self.oracle)
 
     def own_oracle(self, method: str) -> Matrix:
         """Return the error at which the same Phase 2 ends from the true models."""
-        errors: Matrix = self.errors["truth_same" if method in OURS else "truth"][:, -1]
+        errors: Matrix = self.errors("truth_same" if method in OURS else "truth")[:, -1]
         return errors
+
+    def right(self, method: str) -> NDArray[np.bool_]:
+        """Return which seeds end with as many models as there are."""
+        exact: NDArray[np.bool_] = self.runs[f"{method}/found"] == K
+        return exact
 
     def good(self, method: str) -> NDArray[np.bool_]:
         """Return which seeds end close, in time, and with as many models as there are."""
-        right = np.ones_like(self.oracle, dtype=bool)
-        if method not in RIVALS:
-            right = self.found[method] == K
-        return right & (self.rounds(method) <= BUDGET)
+        close = self.rounds(method) <= BUDGET
+        return close if method in RIVALS else close & self.right(method)
 
 
 def _rounds(errors: Matrix, marks: Matrix) -> Matrix:
@@ -186,16 +215,18 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     kept = iter(keep_all(keep, parts))
     headline = HEADLINES[config.variant]
     studies = [
-        _study(name, headline, [next(kept) for _ in config.each_seed]) for name in config.setting
+        Study(name, headline, _stacked([next(kept) for _ in config.each_seed]))
+        for name in config.setting
     ]
     learned: dict[str, Matrix] = {}
     if single:
         errors, models = _federated(single[0], federate)
-        studies[0].errors[headline][0], studies[0].found[headline][0] = errors, len(models)
+        studies[0].errors(headline)[0] = errors
+        studies[0].runs[f"{headline}/found"][0] = len(models)
         learned["models"] = models
-    if any(np.isnan(study.errors[headline][:, -1]).any() for study in studies):
+    if any(np.isnan(study.errors(headline)[:, -1]).any() for study in studies):
         raise ValueError(f"rounds must be more than Phase 1 takes, got {config.rounds}.")
-    ends = [study.floats[headline][:, -1] for study in studies]
+    ends = [study.runs[f"{headline}/floats"][:, -1] for study in studies]
     groups = {"": studies}
     if len(studies) > 1:
         groups |= {study.name: [study] for study in studies}
@@ -205,13 +236,13 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             *(record for study in studies for record in _records(study)),
         ],
         curves={
-            f"error_{study.name}_{method}": _median(study.errors[method])
+            f"error_{study.name}_{method}": _median(study.errors(method))
             for study in studies
             for method in METHODS
         },
         arrays=learned
         | {
-            f"{study.name}_{method}": study.errors[method]
+            f"{study.name}_{method}": study.errors(method)
             for study in studies
             for method in METHODS
         },
@@ -243,38 +274,47 @@ class _Counted(Clients):
         return answers
 
 
+class Way(NamedTuple):
+    """A method: settings, the models that Phase 2 starts from, and what it took to find these.
+
+    ``spent`` has floats up and down of every round before.
+    """
+
+    settings: TwoPhase
+    start: Matrix | None = None
+    spent: Sequence[tuple[float, float]] = ()
+
+
+def _stacked(kept: Sequence[Arrays]) -> Arrays:
+    """Return what was kept of each seed as one, seeds first."""
+    return {name: np.stack([one[name] for one in kept]) for name in kept[0]}
+
+
 def _one_seed(name: str, seed: int, config: Config) -> Arrays:
     """Return all methods' errors and costs with one seed."""
     data = _data(name, seed)
     clients = _Counted(data)
 
-    def learn(given: tuple[str, TwoPhase, Matrix | None]) -> Arrays:
-        method, settings, start = given
-        return _learned(method, copy(clients), data, settings, start, config.rounds, seed)
+    def learn(given: tuple[str, Way]) -> Arrays:
+        method, way = given
+        found = _learned(copy(clients), data, way, config.rounds, seed)
+        return {f"{method}/{part}": array for part, array in found.items()}
 
     kept = {"oracle": np.array(model_error(oracle(data), data.theta))}
-    for found in in_threads(learn, _methods(config, data, seed)):
+    for found in in_threads(learn, _methods(config, clients, data, seed).items()):
         kept.update(found)
-    for variant, settings in {"paper": _paper(data), "ours": TwoPhase(K)}.items():
-        kept[f"phase_1/{variant}"] = _phase_1(clients, data, settings, seed)
     return kept
 
 
-def _learned(
-    method: str,
-    clients: _Counted,
-    data: Mixed,
-    settings: TwoPhase,
-    start: Matrix | None,
-    n_rounds: int,
-    seed: int,
-) -> Arrays:
+def _learned(clients: _Counted, data: Mixed, way: Way, n_rounds: int, seed: int) -> Arrays:
     """Return a method's errors and costs by round; once its models stand still, they are kept."""
-    clients.floats, still = [], 0
+    clients.floats, still, spent = list(way.spent[:n_rounds]), 0, len(way.spent)
     errors = np.full(n_rounds, np.nan)
     before: Matrix = np.empty((0, 0))
-    states = simulate_rounds(clients, settings, n_rounds, centers=start, seed=seed)
-    for round_, state in enumerate(states):
+    centers, left = before, n_rounds - spent
+    given = clients, way.settings, left
+    states = simulate_rounds(*given, centers=way.start, seed=seed) if left > 0 else ()
+    for round_, state in enumerate(states, spent):
         centers = state.centers
         if len(centers):
             errors[round_:] = model_error(centers, data.theta)
@@ -286,58 +326,85 @@ def _learned(
             clients.floats += [clients.floats[-1]] * (n_rounds - 1 - round_)
             break
     return {
-        f"{method}/errors": errors,
-        f"{method}/floats": np.cumsum(clients.floats, axis=0),
-        f"{method}/found": np.array(len(state.centers)),
+        "errors": errors,
+        "floats": np.cumsum(clients.floats, axis=0),
+        "found": np.array(len(centers)),
     }
 
 
-def _phase_1(clients: Clients, data: Mixed, settings: TwoPhase, seed: int) -> Matrix:
-    """Return the mean error of the anchors' estimates at the start and after every iteration."""
-    descent = settings.phase_1
-    if not isinstance(descent, MomentDescent):
-        raise TypeError(f"phase_1 must be a MomentDescent, got {descent!r}.")
-    longer = replace(settings, phase_1=replace(descent, n_iterations=descent.n_iterations + 1))
-    errors: list[float] = []
-    for state in simulate_rounds(clients, longer, 10_000, seed=seed):
-        # the first state of an iteration has what the last one came to
-        if isinstance(state, Descent) and state.iteration == len(errors):
-            labels = data.labels[state.anchors] if len(state.anchors) else data.labels
-            distances = np.linalg.norm(state.thetas - data.theta[labels], axis=1)
-            errors.append(float(distances.mean()))
-        if len(errors) > descent.n_iterations:
-            break
-    return np.array(errors)
+def paper_start(data: Mixed, rng: np.random.Generator) -> tuple[Matrix, list[tuple[float, float]]]:
+    """Return the models that the paper's Phase 1 finds at its best, and what it costs.
+
+    Every anchor's subspace is that of its whole moment, from two halves of every client's points.
+
+    Parameters
+    ----------
+    data : Mixed
+        Anchors are drawn among the clients with the most points.
+    rng : numpy.random.Generator
+        Draws them, and the start.
+    """
+    sizes, d = np.array([len(y) for y in data.y]), data.theta.shape[1]
+    n_anchors = round(3 * K * np.log(K))
+    anchors = rng.choice(np.flatnonzero(sizes == sizes.max()), n_anchors, replace=False)
+    thetas = np.repeat(random_models(1, d, rng), n_anchors, axis=0)
+    for _ in range(ITERATIONS):
+        parts = np.empty((2, len(sizes), n_anchors, d))
+        for i, (X, y) in enumerate(zip(data.X, data.y, strict=True)):
+            residuals = y - thetas @ X.T
+            for j, half in enumerate(np.split(np.arange(len(y) // 2 * 2), 2)):
+                parts[j, i] = np.sqrt(len(y)) * residuals[:, half] @ X[half] / len(half)
+        moments = parts[0].transpose(1, 2, 0) @ parts[1].transpose(1, 0, 2)
+        U = np.linalg.svd(moments)[0][:, :, :K]
+        steps = zip(anchors, thetas, U, strict=True)
+        thetas = np.stack(
+            [moment_step(data.X[i], data.y[i], own, V, step="paper") for i, own, V in steps]
+        )
+    shared, own = n_anchors * d, n_anchors / len(sizes) * (K + 1) * d
+    spent = [(float(n_anchors * d**2), float(shared)), (own / (K + 1), own)] * ITERATIONS
+    return cluster_anchors(thetas, K).centers, spent
 
 
-def _methods(
-    config: Config, data: Mixed, seed: int
-) -> Iterator[tuple[str, TwoPhase, Matrix | None]]:
-    """Yield every method's name, settings and start, those that take longest first."""
-    ours, paper, truth = (
-        _settings(replace(config, variant="default"), data),
-        _paper(data),
-        data.theta,
-    )
-    models = random_models(K, truth.shape[1], spawn(seed, SERVER, 1))
-    papers = replace(paper, n_clusters=config.k if config.variant == "paper" else K)
+def _restarts(
+    clients: _Counted, data: Mixed, phase_2: Refinement, starts: Sequence[Matrix], seed: int
+) -> Way:
+    """Return IFCA from the start whose models fit best after an equal share of the rounds."""
+    settings, each, losses = TwoPhase(K, phase_2=phase_2), BUDGET // len(starts), []
+    for start in starts:
+        *_, state = simulate_rounds(clients, settings, each, centers=start, seed=seed)
+        pairs = zip(data.X, data.y, strict=True)
+        errors = [np.sum((y[:, None] - X @ state.centers.T) ** 2, axis=0).min() for X, y in pairs]
+        losses.append(float(sum(errors)))
+    rounds = BUDGET - each
+    return Way(settings, starts[int(np.argmin(losses))], clients.floats[:rounds])
+
+
+def _methods(config: Config, clients: _Counted, data: Mixed, seed: int) -> dict[str, Way]:
+    """Return every method, those that take longest first."""
+    paper, truth = _paper(data).phase_2, data.theta
+    alike = Refinement(check_every=0)  # checks of the models would run Phase 1
+    rng = spawn(seed, SERVER, 1)
+    models = [random_models(K, truth.shape[1], rng) for _ in range(RESTARTS)]
+    found, spent = paper_start(data, rng)
     left: dict[str, dict[str, Any]] = {
+        "ours_phase_1": {},
         "s_1": {"n_steps": 1},
         "s_10": {"n_steps": 2 * STEPS},
         "fedprox": {"n_steps": 1, "local": "fedprox"},
     }
-    yield "paper", papers, None
-    yield "ours_phase_1", TwoPhase(K, phase_2=paper.phase_2), None
-    for name, options in left.items():
-        yield name, TwoPhase(K, phase_2=replace(paper.phase_2, **options)), None
-    alike = Refinement(check_every=0)  # checks of the models would run Phase 1
-    for same, phase_2 in {"": paper.phase_2, "_same": alike}.items():
-        yield f"oneshot{same}", TwoPhase(K, OneShot(), phase_2), None
-        yield f"ifca{same}", TwoPhase(K, phase_2=phase_2), models
-        yield f"fedavg{same}", TwoPhase(1, phase_2=phase_2), models[:1]
-        yield f"truth{same}", TwoPhase(K, phase_2=phase_2), truth
-    yield "ours", ours, None
-    yield "k_unknown", TwoPhase(), None
+    ways = {n: Way(TwoPhase(K, phase_2=replace(paper, **more))) for n, more in left.items()}
+    for same, phase_2 in {"": paper, "_same": alike}.items():
+        settings = TwoPhase(K, phase_2=phase_2)
+        ways |= {
+            f"paper{same}": Way(settings, found, spent),
+            f"oneshot{same}": Way(TwoPhase(K, OneShot(), phase_2)),
+            f"ifca{same}": Way(settings, models[0]),
+            f"fedavg{same}": Way(TwoPhase(1, phase_2=phase_2), models[0][:1]),
+            f"truth{same}": Way(settings, truth),
+        }
+    ways["ifca_restarts"] = _restarts(copy(clients), data, alike, models, seed)
+    ways["ours"] = Way(_settings(replace(config, variant="default"), data))
+    return ways | {"k_unknown": Way(TwoPhase())}
 
 
 def _settings(config: Config, data: Mixed) -> TwoPhase:
@@ -348,12 +415,8 @@ def _settings(config: Config, data: Mixed) -> TwoPhase:
 
 
 def _paper(data: Mixed) -> TwoPhase:
-    """Return the paper's own variant, which knows how far apart the true models are.
-
-    Its step follows the clients' largest curvature.
-    """
-    apart = np.linalg.norm(data.theta[:, None] - data.theta, axis=2)
-    papers = TwoPhase.paper(K, float(apart[np.triu_indices(K, 1)].min()))
+    """Return the paper's own variant; its step follows the clients' largest curvature."""
+    papers = TwoPhase.paper(K)
     largest = max(float(np.linalg.norm(X, 2)) ** 2 / len(X) for X in data.X)
     step_size = WORK / STEPS / largest
     return replace(papers, phase_2=replace(papers.phase_2, work=1.0, step_size=step_size))
@@ -380,21 +443,6 @@ def _data(name: str, seed: int) -> Mixed:
     return setting(name, spawn(seed, DATA))
 
 
-def _study(name: str, headline: str, kept: Sequence[Mapping[str, NDArray[Any]]]) -> Study:
-    def stacked(part: str) -> dict[str, NDArray[Any]]:
-        return {method: np.stack([one[f"{method}/{part}"] for one in kept]) for method in METHODS}
-
-    return Study(
-        name,
-        headline,
-        stacked("errors"),
-        stacked("floats"),
-        stacked("found"),
-        np.array([float(one["oracle"]) for one in kept]),
-        {one: np.stack([part[f"phase_1/{one}"] for part in kept]) for one in ("paper", "ours")},
-    )
-
-
 # The report ----------------------------------------------------------------------------------
 
 
@@ -405,39 +453,47 @@ def _summary(name: str, studies: Sequence[Study]) -> Iterator[Record]:
         return np.concatenate([function(study) for study in studies])
 
     at, headline = {"setting": name}, studies[0].headline
-    yield Record("good", over(lambda study: study.good(headline)), "ours", at)
     yield Record("ratio", over(lambda study: study.ratio(headline)), "ours", at)
-    yield Record("rounds", over(lambda study: study.rounds(headline)), "ours", at, "rounds")
-    yield Record("good", over(lambda study: study.good("k_unknown")), "k_unknown", at)
-    yield Record("good", over(lambda study: study.good("ifca_same")), "ifca_same", at)
-    yield Record("rounds_start", over(lambda s: s.rounds("ifca_same")), "ifca_same", at, "rounds")
-    yield Record("good", over(lambda study: study.ratio("paper") <= CLOSE), "paper", at)
-    own = over(lambda study: study.errors["paper"][:, -1] <= CLOSE * study.own_oracle("paper"))
-    yield Record("good", own, "paper_own", at)
     yield Record("error", over(lambda study: study.oracle), "oracle", at)
-    for key, method in {"ours": headline, **{m: m for m in METHODS if m != "ours"}}.items():
-        final = np.concatenate([study.errors[method][:, -1] for study in studies])
+    own = over(lambda study: study.errors("paper")[:, -1] <= CLOSE * study.own_oracle("paper"))
+    yield Record("good", own, "paper_own_oracle", at)
+    yield Record("good", over(lambda study: study.ratio("paper") <= CLOSE), "paper", at)
+    for key in METHODS:
+        method = headline if key == "ours" else key
+        final = np.concatenate([study.errors(method)[:, -1] for study in studies])
         if not np.isnan(final).any():
             yield Record("error", final, key, at)
+        if key in OURS:
+            good = np.concatenate([study.good(method) for study in studies])
+            rounds = np.concatenate([study.rounds(method) for study in studies])
+            yield Record("good", good, key, at)
+            yield Record("rounds", rounds, key, at, "rounds")
 
 
 def _records(study: Study) -> Iterator[Record]:
-    """Yield what every method comes to in a setting, for its two tables."""
+    """Yield what every method comes to in a setting, for its two tables, the best first."""
+
+    def place(method: str) -> tuple[float, float]:
+        ratio = float(np.median(study.ratio(method)))
+        return (np.inf if np.isnan(ratio) else round(ratio, 2)), float(
+            np.median(study.rounds(method))
+        )
+
     for kind, methods in {"ours": OURS, "paper": (*PAPERS, "s_1", "s_10", "fedprox")}.items():
-        for method in methods:
-            at = {"table": study.name, "phase_2": kind}
+        for method in sorted(methods, key=place):
+            at = {"table": f"{study.name}-{kind}"}
             ratio, own = study.ratio(method), study.own_oracle(method)
-            rounds = _rounds(study.errors[method], own)
+            rounds = _rounds(study.errors(method), own)
             if not np.isnan(ratio).any():
                 yield Record("over_oracle", ratio, method, at)
             for mark, marks in {"close": study.oracle, "close_own": own}.items():
-                close = study.errors[method][:, -1] <= CLOSE * marks
+                close = study.errors(method)[:, -1] <= CLOSE * marks
                 yield Record(mark, f"{close.sum()} of {len(close)}", method, at)
-            yield Record("models", study.found[method] == K, method, at)
+            yield Record("models", study.right(method), method, at)
             median = np.median(rounds)
             if np.isfinite(median):
                 yield Record("until", float(median), method, at, "rounds")
-                costs = study.floats[method][:, int(np.ceil(median)) - 1].mean(axis=0)
+                costs = study.runs[f"{method}/floats"][:, int(np.ceil(median)) - 1].mean(axis=0)
                 for way, cost in zip(("up", "down"), costs, strict=True):
                     yield Record(way, float(cost), method, at)
 
@@ -446,37 +502,20 @@ def _figure(study: Study) -> Any:
     from perdl_experiments import plots  # an extra: clients must not need it
 
     names, level = words("mixed_regression", "curve"), float(np.median(study.oracle))
-    phase_1 = {names[f"phase_1_{one}"]: errors for one, errors in study.phase_1.items()}
-    longest = max(errors.shape[1] for errors in phase_1.values())
     drawn = [
         plots.Panel(
-            "iteration of Phase 1",
+            "communication round",
             "error of the models",
-            range(longest),
-            {title: _extended(errors, longest) for title, errors in phase_1.items()},
-            title="Phase 1",
+            range(1, 1 + study.errors("ours").shape[1]),
+            {names[method]: study.errors(method) for method in methods},
+            title=title,
+            log=True,
+            levels={"least squares": level},
+            limits=(level / 2, None),
         )
+        for title, methods in PANELS.items()
     ]
-    for title, methods in PANELS.items():
-        curves = {names[method]: study.errors[method] for method in methods}
-        drawn.append(
-            plots.Panel(
-                "communication round",
-                "error of the models",
-                range(1, 1 + study.errors["ours"].shape[1]),
-                curves,
-                title=title,
-                log=True,
-                levels={"least squares": level},
-                limits=(level / 2, None),
-            )
-        )
     return plots.panels(drawn, columns=1, height=2.7)
-
-
-def _extended(errors: Matrix, length: int) -> Matrix:
-    """Return errors with NaN at the end, where another method has more."""
-    return np.pad(errors, [(0, 0), (0, length - errors.shape[1])], constant_values=np.nan)
 
 
 def _median(errors: Matrix) -> list[float]:

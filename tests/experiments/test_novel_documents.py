@@ -241,7 +241,7 @@ def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
     }
     assert set(outcome.metrics) == {
         f"{name}_{t}" for name in ("auc", "auc_full", "auc_nmf") for t in steps
-    }
+    } | {"area_network", "area_full", "area_nmf"}
     for t, novel in zip(steps, outcome.arrays["novel"], strict=True):
         own = [roc_auc_score(novel, scores) for scores in kept[f"network-{t}"]["scores"]]
         assert len(own) == 3 * t
@@ -281,6 +281,28 @@ def test_the_papers_settings_are_a_mode(path: Path) -> None:
 def test_steps_from_the_codes_find_the_novel_documents(path: Path) -> None:
     outcome = run(path, learning="codes", counts="log", connectivity=1.0)
     assert np.mean(outcome.curves["auc"]) > 0.75
+
+
+def test_options_are_chosen_without_the_topics_that_judge(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other topics in the later time steps change nothing in the choice."""
+    grid = (("paper", "plain", 200), ("codes", "log", 300))
+    monkeypatch.setattr(novel_documents, "GRID", grid)
+    first = run(path, learning="chosen", connectivity=1.0)
+    steps = first.arrays["steps"].tolist()
+    judging = steps[novel_documents.CHOOSING :]
+    areas = [first.metrics[f"auc_{t}"] for t in judging]
+    assert first.metrics["area_network"] == pytest.approx(np.mean(areas))
+    found = small(2, n_terms=1500)
+    later = np.arange(len(found.topics)) >= 40 * judging[0]
+    topics = np.where(later & (np.arange(len(later)) % 7 == 0), 99, found.topics)
+    other = run(
+        save(tmp_path / "other.npz", found.counts, y=topics), learning="chosen", connectivity=1.0
+    )
+    tables = [one.tables[1].rows for one in (first, other)]
+    assert tables[0] == tables[1]
+    assert [row[-1] for row in tables[0]].count("yes") == 1
 
 
 def test_streams_of_one_block_or_one_topic_are_rejected(path: Path, tmp_path: Path) -> None:

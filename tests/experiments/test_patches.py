@@ -35,12 +35,12 @@ def test_all_figures_and_pictures_of_a_short_run() -> None:
     kept: dict[str, Any] = {}
 
     def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
-        assert of == 2 * 8 + 2 * 10
+        assert of == 2 * 18
         kept[name] = compute()
         return kept[name]
 
     outcome = run(keep, seeds=2, rounds=12, samples=60, seed=5)
-    assert len(kept) == 2 * 8 + 2 * 10
+    assert len(kept) == 2 * 18
     assert {"recovered_min_median", "recovered_min_least", "share_at_least_45"} < set(
         outcome.metrics
     )
@@ -48,8 +48,9 @@ def test_all_figures_and_pictures_of_a_short_run() -> None:
     assert outcome.metrics["recovered_min_median"] == np.median(ends)
     assert outcome.metrics["recovered_min_least"] == min(ends)
     assert len(outcome.curves["recovered_headline"]) == 12
+    assert len(outcome.curves["recovered_paper"]) == 3 * 12  # until it has settled
     assert outcome.figures == ["recovery.png"]
-    assert [len(table.rows) for table in outcome.tables] == [8, 10]
+    assert [len(table.rows) for table in outcome.tables] == [10, 8]
     # A ring: everyone sends 48 atoms, their use, and eight candidates with scores, to two others.
     assert (
         outcome.outcome.floats_up
@@ -73,7 +74,7 @@ def test_a_run_is_reproducible_and_noise_free_where_asked() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
 def test_at_least_45_of_48_atoms_at_every_node(update: str) -> None:
-    method = patches._methods(config_of("patches", update=update))["headline"]
+    method = patches.methods(config_of("patches", update=update))["headline"]
     for seed in (11, 12):
         kept = patches._one(config_of("patches"), method, seed)
         assert kept["found"].shape == (100,)
