@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOUBLED = "def doubled(x):\n    return 2 * x / 1\n"
 
 
+@pytest.mark.slow
 def test_machine_code_is_kept_for_other_processes(tmp_path: Path) -> None:
     script = """
 from flwr_perdl.dictionary import omp

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from flwr.common.config import parse_config_args
 
@@ -59,6 +60,7 @@ def test_the_run_is_of_an_experiment_with_its_options() -> None:
     assert str(config["out"]).startswith(SERVICES["superlink"]["volumes"][0].split(":")[1])
 
 
+@pytest.mark.slow
 def test_flower_knows_the_options() -> None:
     """Today's Flower knows all of them; one whose SuperLink has no `--port` is too old."""
     run, word, *options = SERVICES["run"]["command"]

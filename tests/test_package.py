@@ -100,6 +100,7 @@ def test_what_is_imported_is_declared(package: str) -> None:
             assert declared & set(known), f"{file.name} imports {root}"
 
 
+@pytest.mark.slow
 def test_all_but_the_older_interface_works_without_flowers_private_modules() -> None:
     script = """
 import importlib, sys

@@ -163,6 +163,7 @@ def count(ask: tuple[Any, str, Any], kind: str, min_support: int) -> tuple[int, 
     return left, shows
 
 
+@pytest.mark.slow
 def test_hardly_a_row_that_leaves_a_client_shows_a_sample() -> None:
     found = {
         least: np.sum([count(ask, kind, least) for ask in ASKED for kind in SAMPLES], axis=0)

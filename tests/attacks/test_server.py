@@ -76,6 +76,7 @@ print(int(status["VmHWM"].split()[0]) * 1024)  # ru_maxrss counts the process th
 """
 
 
+@pytest.mark.slow
 def test_a_huge_dictionary_costs_the_server_no_memory() -> None:
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread's stack counts
     command, root = [sys.executable, "-c", HUGE_START], Path(__file__).parents[2]

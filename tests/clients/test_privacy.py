@@ -199,6 +199,7 @@ def test_the_budget_is_for_so_many_rounds(nearby: tuple[Any, np.ndarray]) -> Non
         learn(planted, LocalPrivacy(1.0, 1e-5, 2, clip=0.1), start, rounds=3)
 
 
+@pytest.mark.slow
 def test_fedx_refines_given_models_privately() -> None:
     data = mixed_regression(np.array([50] * 150), np.full(3, 1 / 3), np.random.default_rng(0), d=5)
     start = data.theta + 0.2 * np.random.default_rng(1).standard_normal(data.theta.shape)

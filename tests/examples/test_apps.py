@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,24 @@ PROJECTS = {
     for path in sorted((ROOT / "examples").glob("perdl-*/pyproject.toml"))
 }
 TORCH = {name for name, one in PROJECTS.items() if "torch" in str(one["project"]["dependencies"])}
-#: With PyTorch they run where it is installed, by `make test`.
-apps = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, id=f"{name}-pytorch", marks=pytest.mark.tour) if name in TORCH else name
-        for name in PROJECTS
-    ],
-)
+_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+
+
+def apps(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Parametrize by the apps; those with PyTorch are marked, and need it."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, id=f"{name}-pytorch", marks=[_torch, *marks])
+            if name in TORCH
+            else name
+            for name in PROJECTS
+        ],
+    )
+
+
 NODES = re.compile(r"num-supernodes=(\d+)")
 MEASURED = re.compile(r"\b[01]\.\d+")
-
-
-@pytest.fixture(autouse=True)
-def _torch(name: str) -> None:
-    if name in TORCH:
-        pytest.importorskip("torch")
 
 
 def compare(printed: str, step: Step) -> None:
@@ -63,7 +66,7 @@ def run_here(name: str, n_nodes: int, **run_config: Any) -> None:
     module(name, "server_app").app(grid, Context(1, 0, {}, RecordDict(), config))
 
 
-@apps
+@apps()
 def test_in_process_it_prints_what_its_readme_says(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +82,7 @@ def test_in_process_it_prints_what_its_readme_says(
     assert len(list(tmp_path.glob("out*"))) == models.get(name, 0)
 
 
-@apps
+@apps()
 def test_a_node_reads_the_data_that_its_config_names(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -107,13 +110,12 @@ def test_a_node_reads_the_data_that_its_config_names(
         loaded()
 
 
-@pytest.mark.parametrize("name", ["perdl-perma"])
 def test_tables_of_ones_own(
-    name: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
+    name = "perdl-perma"
     monkeypatch.syspath_prepend(ROOT / "examples" / name)
     tables = module(name, "tables")
     X = tables.planted(0)
@@ -155,7 +157,7 @@ def environment(
 
 @pytest.mark.slow
 @pytest.mark.ray
-@apps
+@apps(pytest.mark.tour)  # where PyTorch is installed, by `make test`
 def test_flower_runs_it_in_a_simulation(
     name: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -170,7 +172,7 @@ def test_flower_runs_it_in_a_simulation(
 
 @pytest.mark.slow
 @pytest.mark.deployment
-@apps
+@apps()
 def test_two_supernodes_install_and_run_it(
     name: str, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -189,6 +189,5 @@ def test_on_flowers_simulation() -> None:
 @pytest.mark.slow
 @pytest.mark.deployment
 @pytest.mark.tour
-@pytest.mark.parametrize("name", ["FedAvg", OURS])
-def test_a_killed_node_is_back_with_its_head(name: str, tmp_path: Path) -> None:
-    check(killed_and_back(tmp_path, PROJECT, methods=name))
+def test_a_killed_node_is_back_with_its_head(tmp_path: Path) -> None:
+    check(killed_and_back(tmp_path, PROJECT, methods=OURS))

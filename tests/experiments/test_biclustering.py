@@ -34,6 +34,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run(data=data, seeds=2, atoms=2, rounds=2)
 
 
+@pytest.mark.slow
 def test_planted_types_are_told_apart(outcome: Ran) -> None:
     assert outcome.metrics["ari_ssvd"] > 0.95
     assert outcome.metrics["ari_diffusion"] > 0.6

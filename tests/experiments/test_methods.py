@@ -102,6 +102,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_method_that_fails_costs_its_row_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

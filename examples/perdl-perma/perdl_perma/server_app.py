@@ -14,8 +14,16 @@ def main(grid: Grid, context: Context) -> None:
     """Learn the shared atoms; print what they explain at each site."""
     config = context.run_config
     rounds = int(config["num-server-rounds"])
-    settings = ServerSettings(evaluate_every=rounds)
-    strategy = PerMA(int(config["n-global"]), seed=1, server=settings)
+    folder = str(config["checkpoint"]) or None
+    settings = ServerSettings(evaluate_every=rounds, resume=folder is not None)
+    strategy = PerMA(
+        int(config["n-global"]),
+        seed=1,
+        num_clients=int(config["num-sites"]),  # the run begins with so many
+        min_clients=1,  # and goes on with fewer
+        checkpoint_dir=folder,
+        server=settings,
+    )
     result = strategy.start(grid, num_rounds=rounds)
     for site, measured in strategy.history[-1].metrics.items():
         name, energy = strategy.client_names.get(site, site), measured["energy"]
