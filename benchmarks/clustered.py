@@ -29,14 +29,16 @@ from perdl_experiments.engine import on_ray
 from perdl_experiments.render import markdown_table
 
 CLIENTS, ROUNDS, TIMES = 20, 4, 3
-#: On Ray: clients, rounds of a run, runs of each strategy.
-RAY_CLIENTS, RAY_ROUNDS, RAY_TIMES = 40, 5, 3
+#: On Ray: rounds of a run, runs of each strategy.
+RAY_ROUNDS, RAY_TIMES = 5, 3
 #: Shapes of a model's arrays.
 MODELS = {
     "650": [(64, 10), (10,)],
     "55,000": [(784, 64), (64,), (64, 64), (64,), (64, 10), (10,)],
     "1,000,000": [(1000, 1000)],
 }
+#: Federations on Ray: clients, those asked per round, and models.
+ON_RAY: list[tuple[int, int, list[str]]] = [(40, 40, list(MODELS)), (1000, 100, ["650"])]
 STRATEGIES = {
     "k = 1": {"k": 1},
     "k = 4, a choice in every round": {"k": 4, "start": "random"},
@@ -74,13 +76,16 @@ def seconds(strategy: Any, model: list[np.ndarray]) -> float:
 
 
 def on_flowers_engine() -> dict[str, Any]:
-    """Return processor and wall-clock time of a round on Ray, per client: medians of all rounds."""
+    """Return the times of all federations on Ray."""
+    return {"ray": [row for federation in ON_RAY for row in rounds_on_ray(*federation)]}
+
+
+def rounds_on_ray(clients: int, asked: int, sizes: list[str]) -> list[dict[str, Any]]:
+    """Return processor and wall-clock time of a round, per client: medians of all rounds."""
     rng = np.random.default_rng(0)
-    models = {
-        size: [rng.standard_normal(shape) for shape in shapes] for size, shapes in MODELS.items()
-    }
-    options: dict[str, Any] = {"fraction_evaluate": 0.0}
-    took: dict[str, list[np.ndarray]] = {}
+    models = {size: [rng.standard_normal(shape) for shape in MODELS[size]] for size in sizes}
+    options: dict[str, Any] = {"fraction_train": asked / clients, "fraction_evaluate": 0.0}
+    took: dict[tuple[str, str], list[np.ndarray]] = {}
 
     def rounds(grid: Grid, strategy: Any, model: list[np.ndarray]) -> np.ndarray:
         ends: list[tuple[float, float]] = []
@@ -90,29 +95,28 @@ def on_flowers_engine() -> dict[str, Any]:
             num_rounds=RAY_ROUNDS,
             evaluate_fn=lambda r, a: ends.append((all_processes(), time.perf_counter())),
         )
-        return np.diff(ends, axis=0)[1:] / RAY_CLIENTS  # the first also waits for the nodes
+        return np.diff(ends, axis=0)[1:] / asked  # the first also waits for the nodes
 
     def serve(grid: Grid) -> None:
-        rounds(grid, FedAvg(min_available_nodes=RAY_CLIENTS, **options), models["650"])  # to warm
+        rounds(grid, FedAvg(min_available_nodes=clients, **options), models["650"])  # to warm
         for _ in range(RAY_TIMES):
             for size, model in models.items():
                 for name, strategy in {
-                    "FedAvg": FedAvg(min_available_nodes=RAY_CLIENTS, **options),
-                    "k = 1": ClusteredFedAvg(1, num_clients=RAY_CLIENTS, **options),
+                    "FedAvg": FedAvg(min_available_nodes=clients, **options),
+                    "k = 1": ClusteredFedAvg(1, num_clients=clients, **options),
                 }.items():
-                    took.setdefault(f"{name}, {size} numbers", []).append(
-                        rounds(grid, strategy, model)
-                    )
+                    took.setdefault((size, name), []).append(rounds(grid, strategy, model))
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    on_ray(serve, client_app(idle), RAY_CLIENTS)
-    medians = {key: np.median(np.concatenate(runs), axis=0) for key, runs in took.items()}
-    return {
-        "ray": {
-            key: {"processor": float(cpu), "wall": float(wall)}
-            for key, (cpu, wall) in medians.items()
-        }
-    }
+    on_ray(serve, client_app(idle), clients)
+    found = []
+    for size in sizes:
+        row: dict[str, Any] = {"clients": clients, "asked": asked, "size": size}
+        for name in ("FedAvg", "k = 1"):
+            median = np.median(np.concatenate(took[size, name]), axis=0)
+            row[name] = dict(zip(("processor", "wall"), median.tolist(), strict=True))
+        found.append(row)
+    return found
 
 
 def all_processes() -> float:
@@ -163,19 +167,18 @@ def tables(results: dict[str, Any]) -> str:
         base = results["seconds"][f"FedAvg, {size} numbers"]
         own = [results["seconds"][f"{name}, {size} numbers"] for name in STRATEGIES]
         here.append([size, f"{1e3 * base:.3f}", *(f"{1e3 * s:.3f} ({s / base:.2f})" for s in own)])
-        ray.append([size])
+    for row in results["ray"]:
+        ray.append([f"{row['clients']:,}, {row['asked']} asked", row["size"]])
         for clock in ("processor", "wall"):
-            base, one = (
-                results["ray"][f"{name}, {size} numbers"][clock] for name in ("FedAvg", "k = 1")
-            )
+            base, one = row["FedAvg"][clock], row["k = 1"][clock]
             ray[-1] += [f"{1e3 * base:.2f}", f"{1e3 * one:.2f} ({one / base:.2f})"]
     size, wall = "numbers in a model", ["FedAvg, wall clock", "k = 1, wall clock"]
     return (
         f"Milliseconds per client and round, {CLIENTS} clients in process that train nothing "
         f"(times FedAvg's):\n\n{markdown_table([size, 'FedAvg', *STRATEGIES], here)}\n"
-        f"The same on Flower's simulation engine (Ray), {RAY_CLIENTS} clients, processor time of "
+        "The same on Flower's simulation engine (Ray), per client that is asked, processor time of "
         "all processes, and wall-clock time:\n\n"
-        + markdown_table([size, "FedAvg", "k = 1", *wall], ray)
+        + markdown_table(["clients", size, "FedAvg", "k = 1", *wall], ray)
     )
 
 

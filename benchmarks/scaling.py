@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import process_time
 from typing import Any
 
@@ -37,6 +39,7 @@ from flwr_perdl.diffusion import (
 )
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
+from perdl_experiments import run_experiment
 from perdl_experiments.plots import COLORS
 from perdl_experiments.render import markdown_table
 
@@ -203,6 +206,21 @@ def averaging(n_nodes: int) -> dict[str, float]:
     )
 
 
+def files(n_clients: int) -> dict[str, float]:
+    """Measure what a run of two rounds leaves on the server's disk."""
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        run_experiment("synthetic", clients=n_clients, rounds=2, out=folder, options={"seeds": 1})
+        (checkpoint,) = folder.glob("checkpoints/round-000002.npz")
+        (history,) = folder.glob("checkpoints/history-*.jsonl")
+        kb = {path: path.stat().st_size / 2**10 for path in folder.rglob("*")}
+    return {
+        "kb_checkpoint": kb[checkpoint],
+        "kb_history_per_round": kb[history] / 2,
+        "kb_report": kb[folder / "report.html"],
+    }
+
+
 MEASURES: dict[str, Callable[..., dict[str, float]]] = {
     "clients": perma,
     "sampled": partial(perma, fraction=FRACTION),
@@ -213,6 +231,7 @@ MEASURES: dict[str, Callable[..., dict[str, float]]] = {
     "diffusion, agents": lambda x: diffusion(x, NEIGHBORS),
     "diffusion, neighbors": lambda x: diffusion(MANY, x),
     "averaging, nodes": averaging,
+    "files": files,
 }
 POINTS: dict[str, Sequence[int]] = {
     "clients": CLIENTS,
@@ -224,6 +243,7 @@ POINTS: dict[str, Sequence[int]] = {
     "diffusion, agents": AGENTS,
     "diffusion, neighbors": (4, 8, 16, 32, 64, 128),
     "averaging, nodes": (100, 300, 1000, 3000),
+    "files": (100, 1000, 3000),
 }
 
 
@@ -238,6 +258,7 @@ KINDS = {
     "diffusion, agents": f"A round of learning over data, {NEIGHBORS} neighbors, by agents",
     "diffusion, neighbors": f"A round of learning over data, {MANY} agents, by neighbors",
     "averaging, nodes": "A round of averaging models on an exponential graph, by nodes",
+    "files": "The server's files of a run of two rounds of `synthetic`, by clients",
 }
 ABOUT = (
     f"PerMA: {FEATURES} features, {ATOMS} atoms, of which {GLOBAL} global, {SAMPLES} samples of "

@@ -1,4 +1,4 @@
-"""Ten SuperNodes on this machine, one of them killed every five rounds: is anything lost?
+"""Ten SuperNodes on this machine, one of them killed every five rounds.
 
 Run from the repository's root: ``python benchmarks/supernodes.py``; it writes
 ``benchmarks/results/supernodes.md``. A killed node (SIGKILL, with all that it started) is started

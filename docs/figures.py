@@ -37,6 +37,7 @@ PAGES = (
     ROOT / "docs" / "model-diffusion.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "security-tests.md",
+    ROOT / "docs" / "scale.md",
     ROOT / "docs" / "speed.md",
     ROOT / "docs" / "rivals.md",
     ROOT / "docs" / "use-in-your-project.md",
