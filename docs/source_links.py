@@ -1,4 +1,4 @@
-"""A hook of MkDocs: README.md is the home page, and links to programs lead to copies in the site.
+"""A hook of MkDocs: README.md is the home page, links to programs and examples lead to copies.
 
 In the repository ``../../perdl_experiments/studies/patches.py`` leads to the file. The site has
 only what is below ``docs/``: each file that a page links to is copied to ``source/``, as text.
@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"\]\(((?:\.\./)+(\w+/[\w/.-]+\.(?:py|toml)))\)")
+LINK = re.compile(r"\]\(((?:\.\./)+(\w+/[\w/.-]+\.(?:py|toml)|examples/[\w/.-]+\.md))\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:

@@ -299,13 +299,17 @@ def diagnose(
         str, typer.Option(help="The initial arrays, module:name: a model, a record, a function.")
     ],
     clients: Annotated[
-        int | None, typer.Option(help="Number of clients; the app's own by default.")
+        int | None, typer.Option(help="Number of clients; the app's num-supernodes, else 10.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Communication rounds of each candidate.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Communication rounds of each candidate.")] = 40,
     private: Annotated[
         list[str] | None, typer.Option(help="Arrays to keep private; the last layer by default.")
     ] = None,
     metric: Annotated[str, typer.Option(help="The metric of evaluations to compare by.")] = "loss",
+    train_config: Annotated[
+        list[str] | None,
+        typer.Option(help="What the server sends with each training: 'lr=0.05'. Repeatable."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("diagnosis.png"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
@@ -322,6 +326,7 @@ def diagnose(
             rounds=rounds,
             private=private or (),
             metric=metric,
+            train_config=train_config or (),
             seed=seed,
         )
     picture(found).savefig(out, dpi=200)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
@@ -29,6 +29,7 @@ def diagnose_app(
     rounds: int = 40,
     private: Sequence[str] = (),
     metric: str = "loss",
+    train_config: Sequence[str] = (),
     seed: int = 0,
 ) -> Diagnosed:
     """Return what `Diagnosis` finds on a Flower app, in process.
@@ -42,14 +43,17 @@ def diagnose_app(
         of arrays, or a function without arguments that returns one of these.
     clients : int, optional
         Number of clients; by default the app's ``num-supernodes``, or 10.
+    train_config : sequence of str
+        ``"key=value"``, values as in TOML: what the server sends with every training.
     rounds, private, metric, seed
         See `Diagnosis`.
 
     Raises
     ------
     ValueError
-        If the folder has no app, or a name is not there.
+        If the folder has no app, a name is not there, or ``train_config`` is not TOML.
     """
+    trains = _config(train_config)
     file = folder / "pyproject.toml"
     if not file.is_file():
         raise ValueError(f"APP_FOLDER must have a pyproject.toml, got {str(folder)!r}.")
@@ -68,7 +72,7 @@ def diagnose_app(
     config = dict(_flat(app.get("config", {})))
     grid = InProcessGrid(client_app(client), clients or _nodes(said), run_config=config)
     diagnosis = Diagnosis(private or None, metric=metric, seed=seed)
-    diagnosis.start(grid, start, rounds, verbose="bar")
+    diagnosis.start(grid, start, rounds, train_config=trains, verbose="bar")
     return diagnosis.result
 
 
@@ -89,6 +93,17 @@ def _record(given: Any) -> ArrayRecord:
         given = given()
     given = given.state_dict() if hasattr(given, "state_dict") else given
     return given if isinstance(given, ArrayRecord) else ArrayRecord(given)
+
+
+def _config(given: Sequence[str]) -> ConfigRecord:
+    """Return what is given as ``key=value``, by commas or one by one."""
+    text = ", ".join(given)
+    try:
+        return ConfigRecord(dict(_flat(tomllib.loads(f"config = {{{text}}}")["config"])))
+    except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"train_config must be 'key=value, ...' as in TOML, got {text!r}: {error}."
+        ) from None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Any:

@@ -44,7 +44,7 @@ Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
 #: How Flower writes the dtypes that the server takes.
 _FLOATS = tuple(map(str, FLOATS))
 #: What ClientApps call the loss, the first of these that is there.
-_LOSSES = ("loss", "eval_loss")
+LOSSES = ("loss", "eval_loss")
 
 
 class NoEvaluateError(NotImplementedError):
@@ -92,7 +92,7 @@ class Handlers:
     def evaluate(self, model: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
         """Evaluate by the app's handler; NaN where its reply has no loss."""
         numbers, n = numbers_of(self._ask(MessageType.EVALUATE, [*map(encode, model)], config))
-        loss = next((float(numbers[name]) for name in _LOSSES if name in numbers), nan)
+        loss = next((float(numbers[name]) for name in LOSSES if name in numbers), nan)
         return loss, n, numbers
 
     def train(

@@ -195,9 +195,12 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     # Flower's interface --------------------------------------------------------------------
 
     def summary(self) -> None:
-        """Log the strategy's options."""
+        """Log the strategy's options that are not the defaults."""
+        own = signature(type(self).__init__).parameters.items()
+        defaults = {**{name: one.default for name, one in own}, **vars(Options())}
         for name, value in {**self.settings(), **vars(self._options)}.items():
-            log(INFO, "\t├──> %s: %s", name, value)
+            if str(value) != str(defaults.get(name)):  # arrays have no one answer to !=
+                log(INFO, "\t├──> %s: %s", name, value)
 
     def start(
         self,

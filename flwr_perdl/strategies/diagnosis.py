@@ -31,6 +31,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flwr_perdl.clients._handlers import LOSSES
 from flwr_perdl.clients.keep_private import check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
@@ -136,8 +137,9 @@ class Diagnosis(ShownAsCalled):
         Names of arrays to keep private, or patterns of them; by default the last layer, and in a
         candidate of its own the first.
     metric : str, default "loss"
-        The metric of evaluations by which clients are compared, such as ``"accuracy"``. On images
-        or samples that the client does not train on, else clients alone look best.
+        The metric of evaluations by which clients are compared, such as ``"accuracy"``; "loss" may
+        be called "eval_loss", too. On images or samples that the client does not train on, else
+        clients alone look best.
     higher_is_better : bool, optional
         By default False for a metric whose name has "loss" or "error" in it.
     **options
@@ -313,7 +315,9 @@ class Diagnosis(ShownAsCalled):
         return 1.0 if higher else -1.0
 
     def _measured(self, report: RoundReport) -> dict[int, float]:
-        return {p: own[self.metric] for p, own in report.metrics.items() if self.metric in own}
+        names = LOSSES if self.metric in LOSSES else (self.metric,)
+        measured = report.metrics.items()
+        return {p: own[name] for name in reversed(names) for p, own in measured if name in own}
 
     def _best(self, evaluations: Sequence[dict[int, float]]) -> dict[int, float]:
         """Return the evaluation with the best mean: training alone stops in time."""

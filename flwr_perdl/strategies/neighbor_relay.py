@@ -86,7 +86,7 @@ from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.progress import observers
 from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
 from flwr_perdl.protocol.report import RoundReport
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.request import Protocol, Replies, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
@@ -250,6 +250,17 @@ class NeighborRelay(ProtocolStrategy):
             "staleness": self.plan.staleness,
             "sealed": self.sealed,
         }
+
+    def _present(self, grid: Grid) -> dict[int, int]:
+        """Return the present nodes; if too few are there for the topology, say so."""
+        try:
+            return super()._present(grid)
+        except TooFewReplies as error:
+            there = len([*grid.get_node_ids()])
+            if there >= self.topology.n_nodes:
+                raise
+            # To begin with fewer breaks the network's paths.
+            raise TooFewReplies(f"{error} Or make the topology of {there} nodes.") from None
 
     def _least_rounds(self) -> int:
         return self.exchanges

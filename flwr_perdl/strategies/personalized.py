@@ -33,14 +33,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from logging import INFO
 from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType
+from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.keep_private import ALTERNATE, KEPT, LEFT_OUT, check_patterns, matched
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.protocol.combine import Combine
+from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ARRAYS, named
@@ -162,6 +165,12 @@ class PersonalizedFedAvg(ModelStrategy):
         self._is_private = [name in own for name in listed]
         self._known, self._asked_now = set(), set()
         return super().open(initial, listed)
+
+    def _run_rounds(self, *arguments: Any) -> Result:
+        """Take the rounds, and say what the result is not."""
+        result = super()._run_rounds(*arguments)
+        log(INFO, "Private arrays are untrained in the result: clients have their own.")
+        return result
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""

@@ -26,7 +26,7 @@ from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
 from flwr_perdl.network import Faults, InMemoryNetwork
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, as_legacy
+from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies, as_legacy
 from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
 from tests.grids import Tapped, arrays_in, grid_of, partition_of
@@ -483,6 +483,12 @@ def test_what_a_run_starts_with_is_checked(
     with pytest.raises(error, match=named):
         DiffusionAveraging(RING).start(grid, **{"initial_arrays": model(), **options})
     assert not grid.asked
+
+
+def test_fewer_clients_than_the_network_has_are_counted() -> None:
+    grid = InProcessGrid(APP, 6)
+    with pytest.raises(TooFewReplies, match="topology of 6 nodes"):
+        DiffusionAveraging(Topology.ring(10)).start(grid, model())
 
 
 def test_older_projects_do_not_say_how_many_rounds_there_are() -> None:

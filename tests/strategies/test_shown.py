@@ -18,7 +18,14 @@ from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from flwr_perdl.protocol.report import History
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import Clusters, Diagnosed, PerMA, RoundReport
+from flwr_perdl.strategies import (
+    Clusters,
+    Diagnosed,
+    DiffusionAveraging,
+    PerMA,
+    RoundReport,
+    ServerSettings,
+)
 
 X = np.random.default_rng(0).standard_normal((3, 30, 6))
 
@@ -62,6 +69,19 @@ def test_a_run_shows_what_is_asked(
         assert error.rstrip().endswith(f"loss {last:.4g}")
     else:
         assert not error
+
+
+def test_the_log_has_the_options_that_are_not_the_defaults(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, "flwr")
+    settings = ServerSettings(node_timeout=5.0, evaluate_every=1)
+    DiffusionAveraging(Topology.ring(3), metrics=["a"], seed=4, server=settings).summary()
+    for shown in ("seed: 4", "node_timeout: 5.0", "metrics: ('a',)", "num_clients: 3"):
+        assert shown in caplog.text
+    for left_out in ("checkpoint_dir", "evaluate_every", "resume", "n_liars"):
+        assert left_out not in caplog.text
 
 
 class Pictures(HTMLParser):

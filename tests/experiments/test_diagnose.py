@@ -1,0 +1,74 @@
+"""``flwr-perdl diagnose`` on an app in the form of Flower's template."""
+
+from pathlib import Path
+from typing import Any
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from perdl_experiments.cli import app
+
+#: The mean of numbers: odd clients have others than even ones. As in Flower's template, the
+#: learning rate comes from the server, and the loss is called ``eval_loss``.
+CLIENTS = """\
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+def initial():
+    return ArrayRecord([np.zeros(2), np.zeros(2)])
+
+
+def read(msg, context):
+    return msg.content["arrays"].to_numpy_ndarrays(), context.node_config["partition-id"] % 2
+
+
+@app.train()
+def train(msg, context):
+    model, mean = read(msg, context)
+    config = msg.content["config"]
+    assert config["optimizer"] == "a, b"
+    model = [x + config["lr"] * (mean - x) for x in model]
+    metrics = MetricRecord({"num-examples": 1})
+    return Message(RecordDict({"arrays": ArrayRecord(model), "metrics": metrics}), reply_to=msg)
+
+
+@app.evaluate()
+def evaluate(msg, context):
+    model, mean = read(msg, context)
+    loss = float(np.mean([(x - mean) ** 2 for x in model]))
+    metrics = MetricRecord({"num-examples": 1, "eval_loss": loss, "eval_acc": -loss})
+    return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+"""
+PROJECT = """\
+[tool.flwr.app.components]
+clientapp = "two_means:app"
+"""
+
+
+def diagnose(folder: Path, *more: Any) -> Result:
+    (folder / "pyproject.toml").write_text(PROJECT)
+    (folder / "two_means.py").write_text(CLIENTS)
+    options = ["--initial", "two_means:initial", "--out", folder / "found.png", "--rounds", 5]
+    return CliRunner().invoke(app, ["diagnose", str(folder), *map(str, options), *more])
+
+
+def test_the_kinds_of_an_app_of_the_template_are_found(tmp_path: Path) -> None:
+    given = ["--train-config", "lr=0.5, optimizer='a, b'", "--train-config", "epochs=1"]
+    result = diagnose(tmp_path, *given, "--clients", "6")
+    assert result.exit_code == 0, result.output
+    assert 'ClusteredFedAvg("auto")' in result.output
+    # One model for both kinds is at best between 0 and 1: a mean loss of a quarter.
+    (shared,) = [line for line in result.output.splitlines() if line.startswith("shared")]
+    assert abs(float(shared.split()[1]) - 0.25) < 0.01
+    assert (tmp_path / "found.png").is_file()
+
+
+def test_a_train_config_that_is_not_toml_is_named(tmp_path: Path) -> None:
+    result = diagnose(tmp_path, "--train-config", "lr=fast")
+    assert result.exit_code == 2
+    assert "train_config must" in result.output
+    assert "lr=fast" in result.output
