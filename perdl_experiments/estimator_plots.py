@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,10 @@ def plot_atoms(D: Matrix, names: Sequence[str] | None = None, *, axes: Axes | No
 
 
 def plot_sharing(
-    model: PersonalizedDictionaryLearning, tables: Sequence[Any], *, axes: Axes | None = None
+    model: PersonalizedDictionaryLearning,
+    tables: Sequence[Any] | Mapping[str, Any],
+    *,
+    axes: Axes | None = None,
 ) -> Axes:
     """Draw who uses which global atom: each site's codes, as shares of their sum.
 
@@ -49,8 +52,8 @@ def plot_sharing(
     ----------
     model : PersonalizedDictionaryLearning
         Fitted.
-    tables : sequence of array_like of shape (n_samples_i, n_features)
-        A table per site, in the order of ``fit``.
+    tables : sequence or mapping of array_like of shape (n_samples_i, n_features)
+        A table per site, in the order of ``fit``, or by the names that ``fit`` was given.
     axes : Axes, optional
         Where to draw; by default pyplot's current axes.
     """
@@ -60,12 +63,15 @@ def plot_sharing(
     n_global = shares.shape[1] - 1
     columns = [*map(str, range(n_global)), "own"]
     axes.set_xticks(range(n_global + 1), columns)
-    axes.set(xlabel="global atom", ylabel="site", yticks=range(len(shares)))
+    axes.set_yticks(range(len(shares)), list(map(str, _sites(model, tables))))
+    axes.set(xlabel="global atom", ylabel="site")
     _bar(axes, image, "share of the site's codes")
     return axes
 
 
-def sharing(model: PersonalizedDictionaryLearning, tables: Sequence[Any]) -> Matrix:
+def sharing(
+    model: PersonalizedDictionaryLearning, tables: Sequence[Any] | Mapping[str, Any]
+) -> Matrix:
     """Return the shares that `plot_sharing` draws.
 
     Returns
@@ -74,12 +80,23 @@ def sharing(model: PersonalizedDictionaryLearning, tables: Sequence[Any]) -> Mat
         Rows sum to 1; rows of zeros where a table has no codes.
     """
     n_global, rows = len(model.global_atoms_), []
-    for i, table in enumerate(tables):
-        used = np.abs(model.transform(table, client=i)).sum(axis=0)
+    given = tables.values() if isinstance(tables, Mapping) else tables
+    for table, site in zip(given, _sites(model, tables), strict=True):
+        used = np.abs(np.asarray(model.transform(table, client=site))).sum(axis=0)
         rows.append([*used[:n_global], used[n_global:].sum()])
     used_by = np.array(rows)
     shares: Matrix = used_by / np.maximum(used_by.sum(axis=1, keepdims=True), np.finfo(float).tiny)
     return shares
+
+
+def _sites(
+    model: PersonalizedDictionaryLearning, tables: Sequence[Any] | Mapping[str, Any]
+) -> list[Any]:
+    """Return each table's site: its name where it is known, else its number."""
+    if isinstance(tables, Mapping):
+        return list(tables)
+    names = getattr(model, "site_names_", [])  # a site that joined later has none
+    return [*names, *range(len(names), len(tables))][: len(tables)]
 
 
 def plot_clusters(

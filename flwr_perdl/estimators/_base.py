@@ -153,14 +153,9 @@ class Estimator:
     def _read_sites(self, X: Any, *, min_columns: int = 1) -> list[Matrix]:
         """Return the sites' tables of a call of ``fit``."""
         tables = tables_of(X)
-        first = feature_names(next(iter(tables.values())))
+        check_names(tables, missing=self._allow_nan)
         sites: list[Matrix] = []
         for i, table in tables.items():
-            if feature_names(table) != first:
-                raise ValueError(
-                    f"X[{i}] must have the columns of X[0] in the same order, but it "
-                    f"{difference(feature_names(table), first)}."
-                )
             name, columns, nan = f"X[{i}]", sites[0].shape[1] if sites else None, self._allow_nan
             site = as_matrix(name, table, min_rows=1, min_columns=min_columns, missing=nan)
             sites.append(check_array(name, site, columns=columns, missing=nan))
@@ -368,10 +363,25 @@ def feature_names(table: Any) -> list[str] | None:
     return names if names and all(isinstance(name, str) for name in names) else None
 
 
+def check_names(tables: Mapping[str, Any], *, missing: bool) -> None:
+    """Raise a ValueError that says which table lacks which column, if their names differ."""
+    first, *others = ((key, feature_names(table)) for key, table in tables.items())
+    for other in others:
+        if other[1] == first[1]:
+            continue
+        lacking = other[1] and first[1] and set(first[1]) < set(other[1])  # the first may lack one
+        (one, names), (key, known) = (first, other) if lacking else (other, first)
+        more = names and known and not set(known) <= set(names) and missing
+        raise ValueError(
+            f"X[{one}] must have the columns of X[{key}] in the same order, but it "
+            f"{difference(names, known)}{'; keep that column, filled with NaN' if more else ''}."
+        )
+
+
 def difference(names: list[str] | None, known: list[str] | None) -> str:
     """Return in what the columns of a table differ from those that it must have."""
     if names is None or known is None:
-        return "has no column names" if names is None else "has column names, which X[0] has not"
+        return "has no column names" if names is None else "has column names, unlike the other"
     lacks, more = ([n for n in a if n not in b] for a, b in ((known, names), (names, known)))
     parts = [f"lacks {lacks[0]!r}"] if lacks else []
     parts += [f"has {more[0]!r}"] if more else []

@@ -138,8 +138,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     Warns
     -----
     UserWarning
-        By ``fit``: if a table has fewer samples than atoms or mostly samples of zeros, or if atoms
-        are copies of others or of no use to any sample.
+        By ``fit``: if a table has fewer samples than atoms or mostly samples of zeros, if atoms
+        are copies of others or of no use to any sample, or if ``n_global`` was chosen and is all.
 
     See Also
     --------
@@ -210,8 +210,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         ``X`` is a list of them, or a mapping of the sites' names to them.
         Rows are samples; the columns are the same everywhere. NaN is a missing entry, with the
         default `LassoLearner` or a `MODLearner`, and ``aggregation="statistics"``: codes, errors
-        and `score` see the others alone, and `reconstruct` fills it in. A site may lack a column
-        that another one has; a sample of which nothing is observed has codes of zeros. ``y`` is
+        and `score` see the others alone, and `reconstruct` fills it in. A column that a site lacks
+        stays, filled with NaN; a sample of which nothing is observed has codes of zeros. ``y`` is
         ignored.
         """
         learner = self._learner()
@@ -232,6 +232,13 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         if go_on:
             self._check_known(sites, X)
         self._learn(sites, learner, n_rounds, go_on=go_on)
+        if isinstance(n_global, str) and not go_on and len(self.global_atoms_) == self.n_atoms > 1:
+            warnings.warn(
+                f"n_global={n_global!r} shares all {self.n_atoms} atoms; sites have none of their "
+                "own. Give n_global to keep some.",
+                UserWarning,
+                stacklevel=2,
+            )
         codes = self._warn(sites, learner)
         self._known = [
             _Known(_sums(X, C, D), [], [])
@@ -523,7 +530,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         Of a list or mapping of tables, the share of all their samples; see `transform`. So
         ``cross_val_score(model, sites)`` says how well global atoms serve sites that were not in
         ``fit``. For samples of the same sites that were held out, ``client`` says whose each table
-        is: scikit-learn's metadata routing passes it on.
+        is: scikit-learn's metadata routing passes it on; where that is not enabled, scikit-learn
+        hands it to ``fit``, which does not take it. A search takes a list, and no mapping.
 
         Examples
         --------

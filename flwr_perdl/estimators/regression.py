@@ -248,9 +248,10 @@ class MixedRegression(Federated):
             if label is None:
                 labeled = members & ~np.isnan(known)
                 if not labeled.any():
+                    new = "the samples" if groups is None else f"group {group!r}"
                     raise ValueError(
-                        "y_own must have a response of every group that fit did not see, got none "
-                        f"of {'the samples' if groups is None else f'group {group!r}'}."
+                        f"y_own must have at least one response of {new}, got none; pass groups= "
+                        "instead if they are groups that fit saw."
                     )
                 label = self._nearest(rows[labeled], known[labeled])
             predictions[members] = rows[members] @ self.coef_[label] + self.intercept_[label]

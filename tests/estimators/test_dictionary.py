@@ -240,6 +240,32 @@ def test_a_column_may_be_missing_at_one_site_but_not_at_all() -> None:
         PersonalizedDictionaryLearning(5, 3, rounds=2).fit(sites)
 
 
+@pytest.mark.parametrize("without", ["north", "south"])
+def test_the_table_that_lacks_a_column_is_named_and_may_have_it_of_nan(without: str) -> None:
+    columns = list("abcdefghijkl")
+    tables = {
+        name: pd.DataFrame(X, columns=columns)
+        for name, X in zip(["north", "east", "south", "west"], planted(), strict=True)
+    }
+    lacking = {**tables, without: tables[without].drop(columns="c")}
+    with pytest.raises(ValueError, match=rf"^X\['{without}'\] must .* lacks 'c'.*NaN"):
+        PersonalizedDictionaryLearning(5, 3, rounds=2).fit(lacking)
+    filled = {**tables, without: lacking[without].reindex(columns=columns)}
+    assert PersonalizedDictionaryLearning(5, 3, rounds=2).fit(filled).n_features_in_ == 12
+
+
+def test_a_chosen_number_that_is_all_atoms_is_told_once() -> None:
+    """Noisy samples of one dictionary at all sites: together these learn it better."""
+    rng = np.random.default_rng(0)
+    codes = rng.choice([-1, 0, 1], (4, 40, 4), p=[0.2, 0.6, 0.2])
+    sites = list(codes @ BASIS[:4] + 0.3 * rng.standard_normal((4, 40, 12)))
+    with pytest.warns(UserWarning, match="shares all 4 atoms") as caught:
+        model = orthogonal(4, "auto").fit(sites)
+    assert [len(own) for own in model.local_atoms_] == [0] * 4
+    assert [warning.filename for warning in caught] == [__file__]
+    orthogonal(4, 4).fit(sites)  # asked for: nothing to tell
+
+
 @pytest.mark.parametrize(
     ("change", "n_atoms", "names"),
     [

@@ -52,6 +52,28 @@ def test_the_planted_atoms_are_found_in_the_files_of_a_folder(
     ]
 
 
+def test_the_planted_atoms_are_found_where_entries_are_missing(
+    tmp_path: Path, planted: Planted
+) -> None:
+    rng = np.random.default_rng(1)
+    for i, X in enumerate(planted.samples):
+        gaps = np.where(rng.random(X.shape) < 0.1, np.nan, X)
+        np.savez(tmp_path / f"site-{i}.npz", X=gaps)
+    results = run_experiment(
+        "sites",
+        data=tmp_path,
+        rounds=8,
+        out=tmp_path / "out",
+        options={**OPTIONS, "learner": "lasso"},
+    )
+    with np.load(tmp_path / "out" / "arrays.npz") as arrays:
+        assert dictionary_distance(arrays["global_atoms"], planted.global_atoms) < 0.1
+    errors = results["metrics"]
+    assert max(errors["mse_full"], errors["mse_alone"]) < 0.1 * errors["mse_global"]
+    with pytest.raises(ValueError, match="NaN for OrthogonalLearner"):
+        run_experiment("sites", data=tmp_path, options={**OPTIONS, "learner": "orthogonal"})
+
+
 def test_nodes_know_their_own_files_and_the_app_does_not(tmp_path: Path, planted: Planted) -> None:
     """As SuperNodes: the node config names the file and the node, the run config neither."""
 
