@@ -263,11 +263,12 @@ def on_ray(serve: Callable[[Grid], Served], app: ClientApp, clients: int) -> Ser
             failures.append(error)
 
     # A worker that is lost, with its machine too, is started anew where there is a free processor,
-    # and its message is handled again. By default Flower sends all further messages to a dead one.
+    # and its message is handled again, some times: it may be what ends workers. By default Flower
+    # sends all further messages to a dead one.
     # Ray would also retry, and say so, when a worker is ended in the end.
     os.environ.setdefault("RAY_enable_output_error_log_if_still_retry", "0")
     backend: dict[str, Any] = {
-        "client_resources": {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1},
+        "client_resources": {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 30},
         "init_args": {"log_to_driver": False},
     }
     run_simulation(

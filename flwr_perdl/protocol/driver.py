@@ -140,7 +140,7 @@ class Conversation:
 
     def begin(self) -> None:
         """Note that the run begins or goes on."""
-        options, name, rounds = self.options, self._identity["protocol"], self._strategy.num_rounds
+        options, name, rounds = self.options, self._identity["protocol"], self._strategy._num_rounds
         self._events.write(
             "begin",
             protocol=name,
@@ -367,7 +367,7 @@ class Conversation:
             )
             return None
         model, check = self.run.model, self._strategy.check_evaluation
-        replies, bad = _checked(lambda reply: check(reply, model), replies)
+        replies, bad = _checked(lambda reply: (check(reply, model), None)[1], replies)
         lost = {**lost, **bad}
         self._warn_of_lost_state(replies)
         self._log_lost(round_, EVALUATE, lost)
@@ -415,7 +415,9 @@ class Conversation:
         asked = check_request(request)
         if asked.secure is not None:
             least = self.options.min_clients
-            channel = asked.secure.begin(self.run.kept, self._strategy.num_rounds, least, self.save)
+            channel = asked.secure.begin(
+                self.run.kept, self._strategy._num_rounds, least, self.save
+            )
             asked = asked._replace(secure=channel)
         elif self._privacy is not None:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options
 from flwr_perdl.protocol.records import (
+    CONFIG,
     NAME,
     PARTITION_ID,
     brief,
@@ -29,6 +30,8 @@ _REMEDY = (
     "; an app of flwr_perdl.clients.client_app says who a client is, as does one that answers in "
     'its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
 )
+#: What reasons say of a node that does not answer who it is.
+_NO_ANSWER = ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}")
 #: A name that could be taken for the number of another client.
 _NUMBERED = re.compile(r"\d+( \(.*\))?")
 
@@ -150,7 +153,8 @@ class Roster(Generic[Node]):
     def absence(self) -> str:
         """Return the clause that says why nodes take no part, and what to do; empty if all do."""
         reasons = {f"node {node}": why for node, why in self.strangers.items()}
-        return first_reason(reasons) + (_REMEDY if self._silent else "")
+        asks = any(mark in why for why in reasons.values() for mark in _NO_ANSWER)
+        return first_reason(reasons) + (_REMEDY if asks else "")
 
     def _admits(self, node: Node) -> bool:
         """Whether a node may take part; why not is logged once."""

@@ -162,11 +162,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         return self._options
 
     @property
-    def num_rounds(self) -> int | None:
-        """Communication rounds of the run; None: not known."""
-        return self._num_rounds
-
-    @property
     def history(self) -> list[RoundReport]:
         """What happened so far: one report per training round and per evaluation."""
         return History() if self._conversation is None else self._conversation.run.history

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -112,6 +113,8 @@ class LegacyStrategy:
         self._flower, kind = older_interface()
         kind.register(type(self))
         self._asked: dict[str, int] = {}
+        self._begun: Conversation | None = None
+        self._error: BaseException | None = None
 
     @property
     def conversation(self) -> Conversation:
@@ -120,9 +123,10 @@ class LegacyStrategy:
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Begin the run (or take it up from its checkpoint) and return its model."""
-        conversation = self._open()
+        self._end()
+        conversation = self._begun = self._open()
         conversation.begin()
-        atexit.register(conversation.end)  # nothing here says which round is the last
+        atexit.register(self._end)  # nothing here says which round is the last
         return self._flower.ndarrays_to_parameters(conversation.run.model)
 
     def configure_fit(
@@ -134,7 +138,8 @@ class LegacyStrategy:
             if request is not None and request.secure is not None:
                 raise ValueError(_SECURE)
             proxies = self._present(client_manager)
-            plan = self.conversation.plan(server_round, list(proxies))
+            with self._noting():
+                plan = self.conversation.plan(server_round, list(proxies))
             own = self._config("on_fit_config_fn", server_round)
             if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
                 own |= for_evaluations(self._config("on_evaluate_config_fn", server_round))
@@ -155,9 +160,26 @@ class LegacyStrategy:
             for proxy, result in results
         }
         good, lost = self._read(replies, failures)
-        report = self.conversation.conclude(server_round, good, lost)
+        with self._noting():
+            report = self.conversation.conclude(server_round, good, lost)
         model = self._flower.ndarrays_to_parameters(self.conversation.run.model)
         return model, dict(report.aggregate)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Remember what stopped the run, for its end."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _end(self) -> None:
+        """End the run that has begun, for its events and its observers."""
+        atexit.unregister(self._end)
+        if self._begun is not None:
+            self._begun.end(self._error)
+        self._begun = self._error = None
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager

@@ -172,7 +172,8 @@ def _paid(measured: Mapping[str, Mapping[str, float]]) -> str:
 def _load(path: str, partition: int, seed: int) -> tuple[Matrix, Matrix]:
     """Return the samples to learn from, and those held out."""
     (given,) = read_arrays(path, "X")
-    X = check_array(f"X in {path}", given, min_rows=2, missing=True)
+    X = check_array(f"X in {path}", given, missing=True)
+    X = check_array(f"X in {path}", X[~np.isnan(X).all(axis=1)], min_rows=2, missing=True)
     order = spawn(seed, DATA, partition).permutation(len(X))
     held_out = max(1, len(X) // 10)
     return X[order[held_out:]], X[order[:held_out]]

@@ -26,7 +26,13 @@ from flwr.server.strategy import Strategy
 
 from flwr_perdl.clients.app import AnyClient
 from flwr_perdl.protocol.events import read_events
-from flwr_perdl.strategies import ClusteredFedAvg, PerMA, ServerSettings, as_legacy
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    PerMA,
+    ServerSettings,
+    TooFewReplies,
+    as_legacy,
+)
 from tests.bits import assert_same_bits
 
 MakeFederation = Callable[..., Any]
@@ -170,3 +176,21 @@ def test_a_bad_client_is_left_out(
     assert events[0] == {**events[0], "event": "begin", "rounds": None}
     rounds = [event for event in events if event["event"] == "round"]
     assert [event["good"] for event in rounds if event["step"] != "evaluate"] == [4, 4, 4]
+
+
+def test_events_say_how_a_run_ended_when_the_next_one_begins(
+    federation: MakeFederation, tmp_path: Path
+) -> None:
+    class Failing(LocalProxy):
+        def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> Any:
+            raise RuntimeError("broken")
+
+    events = tmp_path / "events.jsonl"
+    server = ServerSettings(events=events)
+    strategy = as_legacy(PerMA(3, min_clients=4, num_clients=4, server=server))
+    with pytest.raises(TooFewReplies):
+        serve_all(federation(n_clients=4), strategy, 2, Failing)
+    strategy.initialize_parameters(SimpleClientManager())
+    ends = [event["stopped"] for event in read_events(events)[0] if event["event"] == "end"]
+    assert len(ends) == 1
+    assert "min_clients" in ends[0]
