@@ -255,6 +255,22 @@ def _tables(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Ma
         yield np.array([[float(own[n]) for n in ("chosen-by", "accuracy")] for *_, own in measured])
 
 
+def stopped(clients: Sequence[Client], model: Model, epochs: int) -> float:
+    """Return the mean accuracy after the best number of epochs of each client alone.
+
+    Parameters
+    ----------
+    clients : sequence of Client
+        All clients.
+    model : list of ndarray
+        What they begin with.
+    epochs : int
+        At most.
+    """
+    found = [_best(table, 0.0) for table in _tables(clients, model, epochs)]
+    return float(max(found, key=lambda one: one.chosen_by).accuracy.mean())
+
+
 def _best(table: Matrix, step: float, more: str = "") -> Found:
     chosen_by, accuracies = table.T
     return Found(float(chosen_by.mean()), accuracies, (step, more))
