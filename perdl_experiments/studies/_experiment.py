@@ -23,7 +23,7 @@ A study's `Config` is a frozen dataclass with a field per option, so that code r
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -436,6 +436,14 @@ def check_name(what: str, name: str, names: Iterable[str]) -> str:
     close = get_close_matches(str(name), known, 1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ValueError(f"{what} must be one of {', '.join(map(repr, known))}, got {name!r}{hint}")
+
+
+# What is kept of a run -----------------------------------------------------------------------
+
+
+def stacked(kept: Sequence[Arrays]) -> Arrays:
+    """Return what was kept of each seed as one, seeds first."""
+    return {name: np.stack([one[name] for one in kept]) for name in kept[0]}
 
 
 # Methods that ours is compared with ----------------------------------------------------------

@@ -20,7 +20,7 @@ end in ``_larger``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from perdl_experiments.liars import LyingAveraging
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Arrays, Keep, words
+from perdl_experiments.studies._experiment import Arrays, Keep, stacked, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
 
@@ -198,7 +198,7 @@ def run(config: Config, keep: Keep) -> Outcome:
     }
     kept = keep_all(keep, parts)
     found = {
-        size: _stacked(kept[i * config.seeds : (i + 1) * config.seeds])
+        size: stacked(kept[i * config.seeds : (i + 1) * config.seeds])
         for i, size in enumerate(config.sizes)
     }
     first, curves, arrays = found[""], {}, {}
@@ -231,11 +231,6 @@ def run(config: Config, keep: Keep) -> Outcome:
 
 def _named(*parts: str, between: str = "_") -> str:
     return between.join(filter(None, parts))
-
-
-def _stacked(kept: Sequence[Arrays]) -> Arrays:
-    """Return what was kept of each seed as one, seeds first."""
-    return {name: np.stack([one[name] for one in kept]) for name in kept[0]}
 
 
 def _records(found: Arrays, size: str) -> Iterator[Record]:

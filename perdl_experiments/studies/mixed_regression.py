@@ -56,6 +56,7 @@ from flwr_perdl.regression import (
     cluster_anchors,
     model_error,
     moment_step,
+    residual_moment,
     simulate_rounds,
 )
 from flwr_perdl.regression.moments import random_models
@@ -65,7 +66,14 @@ from perdl_experiments.measures import rounds_to
 from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep, words
+from perdl_experiments.studies._experiment import (
+    Arrays,
+    Auto,
+    Federate,
+    Keep,
+    stacked,
+    words,
+)
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
 
@@ -215,7 +223,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     kept = iter(keep_all(keep, parts))
     headline = HEADLINES[config.variant]
     studies = [
-        Study(name, headline, _stacked([next(kept) for _ in config.each_seed]))
+        Study(name, headline, stacked([next(kept) for _ in config.each_seed]))
         for name in config.setting
     ]
     learned: dict[str, Matrix] = {}
@@ -285,11 +293,6 @@ class Way(NamedTuple):
     spent: Sequence[tuple[float, float]] = ()
 
 
-def _stacked(kept: Sequence[Arrays]) -> Arrays:
-    """Return what was kept of each seed as one, seeds first."""
-    return {name: np.stack([one[name] for one in kept]) for name in kept[0]}
-
-
 def _one_seed(name: str, seed: int, config: Config) -> Arrays:
     """Return all methods' errors and costs with one seed."""
     data = _data(name, seed)
@@ -348,13 +351,10 @@ def paper_start(data: Mixed, rng: np.random.Generator) -> tuple[Matrix, list[tup
     n_anchors = round(3 * K * np.log(K))
     anchors = rng.choice(np.flatnonzero(sizes == sizes.max()), n_anchors, replace=False)
     thetas = np.repeat(random_models(1, d, rng), n_anchors, axis=0)
+    whole = np.broadcast_to(np.eye(d), (n_anchors, d, d))
     for _ in range(ITERATIONS):
-        parts = np.empty((2, len(sizes), n_anchors, d))
-        for i, (X, y) in enumerate(zip(data.X, data.y, strict=True)):
-            residuals = y - thetas @ X.T
-            for j, half in enumerate(np.split(np.arange(len(y) // 2 * 2), 2)):
-                parts[j, i] = np.sqrt(len(y)) * residuals[:, half] @ X[half] / len(half)
-        moments = parts[0].transpose(1, 2, 0) @ parts[1].transpose(1, 0, 2)
+        product = partial(residual_moment, thetas=thetas[None], Q=whole, estimate="halves")
+        moments = sum(map(product, data.X, data.y))
         U = np.linalg.svd(moments)[0][:, :, :K]
         steps = zip(anchors, thetas, U, strict=True)
         thetas = np.stack(
