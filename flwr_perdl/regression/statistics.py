@@ -35,6 +35,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_count,
     check_list,
+    check_magnitude,
     check_real,
     check_rng,
 )
@@ -179,8 +180,8 @@ def fit_mixture(
 
 def _checked(statistics: Matrix, ndim: int) -> Matrix:
     """Return the clients' statistics, if there are any and their width is that of some d."""
-    statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1)
-    statistics = check_array("statistics", statistics.astype(float), ndim=ndim, floor=np.inf)
+    statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1).astype(float)
+    check_magnitude("statistics", statistics, floor=np.inf)
     width = statistics.shape[-1]
     if width < 5 or width != isqrt(width - 1) ** 2 + 1:
         raise ValueError(f"statistics must have (d + 1)^2 + 1 columns, got {width}.")
