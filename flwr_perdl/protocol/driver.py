@@ -366,8 +366,11 @@ class Conversation:
                 "fraction_evaluate=0 it asks for none.",
             )
             return None
-        model, check = self.run.model, self._strategy.check_evaluation
-        replies, bad = _checked(lambda reply: (check(reply, model), None)[1], replies)
+
+        def check(reply: Reply) -> None:
+            self._strategy.check_evaluation(reply, self.run.model)
+
+        replies, bad = _checked(check, replies)
         lost = {**lost, **bad}
         self._warn_of_lost_state(replies)
         self._log_lost(round_, EVALUATE, lost)
