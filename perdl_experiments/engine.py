@@ -262,10 +262,10 @@ def on_ray(serve: Callable[[Grid], Served], app: ClientApp, clients: int) -> Ser
         except Exception as error:
             failures.append(error)
 
-    # A worker that is lost, with its machine too, is started anew where there is a free processor,
-    # and its message is handled again, some times: it may be what ends workers. By default Flower
-    # sends all further messages to a dead one.
-    # Ray would also retry, and say so, when a worker is ended in the end.
+    # If a worker dies, alone or with its machine, Ray starts a new one on a free processor, which
+    # handles the message again. The number of retries is bounded, since the message itself may have
+    # killed the worker. Without this, Flower sends all further messages to the dead worker. The
+    # variable silences a warning of Ray when workers are stopped at the end of the run.
     os.environ.setdefault("RAY_enable_output_error_log_if_still_retry", "0")
     backend: dict[str, Any] = {
         "client_resources": {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 30},
