@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine: the same results, also where one of them dies."""
+"""A Ray cluster of three nodes on this machine: the same results, also where one of them dies."""
 
 from __future__ import annotations
 
@@ -68,23 +68,26 @@ class Located(programs.Consensus):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes with a processor each; what joins a cluster joins this one."""
+    """Three nodes with a processor each; what joins a cluster joins this one."""
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        cluster.add_node(num_cpus=1)
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
         patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
         cluster.shutdown()
 
 
-def test_200_clients_learn_the_same_bits_on_two_nodes_of_which_one_dies(
+def test_200_clients_learn_the_same_bits_on_three_nodes_of_which_one_dies(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "witness.py").write_text(WITNESS)
     monkeypatch.syspath_prepend(tmp_path)
     witness = importlib.import_module("witness")
+    import ray
+
     config = configure(find("digits"), clients=200, rounds=6)
     middle = Event()
 
@@ -95,18 +98,20 @@ def test_200_clients_learn_the_same_bits_on_two_nodes_of_which_one_dies(
     with ThreadPoolExecutor(1) as helper:  # a cluster takes new nodes in the main thread alone
         run = helper.submit(federate, witness, config, engine="ray", on_round=note)
         assert middle.wait(timeout=300)
-        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+        ours = ray.get_runtime_context().get_node_id()  # older versions of Ray join any node
+        dying = next(node for node in cluster.worker_nodes if node.node_id != ours)
+        cluster.remove_node(dying, allow_graceful=False)
         cluster.add_node(num_cpus=1)
         there = run.result()
     here = federate(images, config)
     np.testing.assert_array_equal(there.arrays[0], here.arrays[0])
     assert not any(report.dropped for report in there.history)
     seen = [m for r in there.history if r.step == "evaluate" for m in r.metrics.values()]
-    assert len({m["process"] for m in seen}) == len({m["node"] for m in seen}) == 2
+    assert len({m["process"] for m in seen}) == len({m["node"] for m in seen}) == 3
     assert {m["reads"] for m in seen} == {1}
 
 
-def test_neighbours_on_two_nodes_agree_as_in_memory(cluster: Any) -> None:
+def test_neighbours_on_three_nodes_agree_as_in_memory(cluster: Any) -> None:
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
@@ -116,4 +121,4 @@ def test_neighbours_on_two_nodes_agree_as_in_memory(cluster: Any) -> None:
     here = InMemoryNetwork(topology).run(programs.Consensus(values), 12)
     np.testing.assert_array_equal(run.state.value, here.state.value)
     assert run.floats_sent == here.floats_sent
-    assert len(set(run.observed["here"].tolist())) == 2
+    assert len(set(run.observed["here"].tolist())) > 1
