@@ -75,17 +75,18 @@ def _nearest(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
     largest = np.abs(S).max(initial=0)
     if not largest:
         return fallback.astype(S.dtype)
-    M: Matrix = (S / largest).astype(np.float64)
-    F: Matrix = fixed.astype(np.float64)
-    if S.dtype != F.dtype:
-        F = orthonormal(F)
-    # Measured before the fixed rows are taken off: what remains of a row may be rounding alone.
-    rounding = float(np.linalg.norm(M)) * rounding_share(S)
-    M -= (M @ F.T) @ F
-    Q = None if len(F) else _by_gram(M, max(SAFE_GRAM, len(S) * rounding_share(S) ** 2))
+    M: Matrix = (S / largest).astype(np.float64, copy=False)
+    share = rounding_share(S)
+    Q = None if len(fixed) else _by_gram(M, max(SAFE_GRAM, len(S) * share**2))
     if Q is None:
-        Q = _by_svd(M, F, fallback.astype(np.float64), rounding)
-    return Q.astype(S.dtype)
+        F: Matrix = fixed.astype(np.float64)
+        if S.dtype != F.dtype:
+            F = orthonormal(F)
+        # Measured before the fixed rows are taken off: what remains of a row may be rounding alone.
+        rounding = float(np.linalg.norm(M)) * share
+        M = M - (M @ F.T) @ F
+        Q = _by_svd(M, F, fallback.astype(np.float64, copy=False), rounding)
+    return Q.astype(S.dtype, copy=False)
 
 
 def rounding_share(S: Matrix) -> float:
@@ -113,7 +114,10 @@ def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
 
 def _by_gram(M: Matrix, least: float = SAFE_GRAM) -> Matrix | None:
     """Return the polar factor by the Gram matrix, None if that is too badly conditioned."""
-    squares, U = np.linalg.eigh(M @ M.T)
+    gram = M @ M.T
+    if not gram.diagonal().all():  # a row of zeros, as of an atom that no sample uses
+        return None
+    squares, U = np.linalg.eigh(gram)
     if not len(squares) or squares[0] <= least * max(squares[-1], 1.0):
         return None
     # (M M')^(-1/2) M; the Newton-Schulz step repairs what the squared condition cost.
