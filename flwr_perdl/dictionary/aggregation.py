@@ -57,6 +57,8 @@ from flwr_perdl.dictionary.polar import polar_factor
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
+#: Numbers in a client's atoms from which on threads solve for them faster than one.
+_LONG = 2**13
 #: Directions shorter than this after projection lie in the span of the other atoms.
 _TINY = 1e-6
 
@@ -286,7 +288,8 @@ def _solve_each(
         return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 
     own = np.empty((len(stack), *current.shape), np.result_type(stack, current))
-    for i, atoms in enumerate(in_threads(solve, range(len(stack)))):
+    n_threads = None if current.size >= _LONG else 1
+    for i, atoms in enumerate(in_threads(solve, range(len(stack)), n=n_threads)):
         own[i] = atoms
     return own
 
