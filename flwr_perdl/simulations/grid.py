@@ -256,18 +256,18 @@ class InProcessGrid(ShownAsCalled, Grid):
         if fault == "silence" or self._late():
             return None
         # As a SuperNode does: what a client that failed wrote into its state is not kept.
-        kept = _twin(context.state) if context.state else RecordDict()
+        kept = _copies(context.state)
         try:
             if fault == "error":
                 raise RuntimeError("a fault was injected")
             # Clients of one round share a message's content; on a network each has its own.
-            received = compat.like(message, _twin(message.content))
+            received = compat.like(message, RecordDict(_copies(message.content)))
             reply = directed(self.app(received, context), received)
             if reply is None or reply.has_error():
                 return reply
-            reply.content = _spoilt(_twin(reply.content), fault)
+            reply.content = _spoilt(RecordDict(_copies(reply.content)), fault)
         except (Exception, SystemExit) as error:
-            context.state = kept
+            context.state = RecordDict(kept)
             partition = context.node_config[PARTITION_ID]
             log(DEBUG, "Client %s erred.", partition, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
@@ -275,16 +275,15 @@ class InProcessGrid(ShownAsCalled, Grid):
         return reply
 
 
-def _twin(content: RecordDict) -> RecordDict:
-    """Return a copy of all records; only the arrays' bytes, which cannot change, are shared."""
-    twin = content.copy()
+def _copies(content: RecordDict) -> dict[str, Any]:
+    """Return copies of all records; only the arrays' bytes, which cannot change, are shared."""
+    copies: dict[str, Any] = {}
     for name, record in content.items():
-        own: Any = record.copy()
+        copies[name] = own = record.copy()
         for key, value in record.items():
             if isinstance(value, _CHANGEABLE):
                 own[key] = copy(value)
-        twin[name] = own
-    return twin
+    return copies
 
 
 def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:
