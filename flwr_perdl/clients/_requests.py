@@ -21,7 +21,6 @@ The rules of `admit`, within one run of Flower (an engine binds ``context.state`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
@@ -29,6 +28,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from flwr_perdl.clients.steps import StepRequest
+from flwr_perdl.core.arrays import row_products
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.records import ANSWERED, ROUND, Scalar
 
@@ -55,11 +55,12 @@ def check_atoms(atoms: Matrix, *, most: int) -> Matrix:
     if len(atoms) > most:
         raise ValueError(f"global atoms must be at most {most}, got {len(atoms)}.")
     with np.errstate(over="ignore"):
-        squares = np.einsum("ij,ij->i", atoms, atoms)
-    odd = np.flatnonzero(~(np.abs(squares - 1) <= _ODD))
-    if len(odd):
-        norm = float(squares[odd[0]]) ** 0.5
-        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {odd[0]}.")
+        squares = row_products(atoms, atoms)
+    odd = ~(np.abs(squares - 1) <= _ODD)
+    if odd.any():
+        row = int(odd.argmax())
+        norm = float(squares[row]) ** 0.5
+        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {row}.")
     return atoms
 
 
@@ -110,18 +111,19 @@ def admit(
         See the module's docstring.
     """
     record = context.state.get(ANSWERED)
-    noted = json.loads(str(record[ANSWERED])) if isinstance(record, ConfigRecord) else {}
-    runs, counts = noted.setdefault("runs", {}), noted.setdefault("counts", {})
+    # By kind: how many; by "run/kind": the last round, and the digest of its request.
+    noted = record.copy() if isinstance(record, ConfigRecord) else ConfigRecord()
     asked, round_ = digest(request.arrays, request.config), request.round
     token = sha256(request.run.encode()).hexdigest()[:16]
+    runs = {key.partition("/")[0] for key in noted if "/" in key}
     if token not in runs and len(runs) >= max_runs:
         raise ValueError(
             f"max_runs must be more to go on: this client takes part in {max_runs} runs of a "
             "strategy within one run of Flower."
         )
-    before = runs.setdefault(token, {})
-    last, digest_ = before.get(kind, (-1, ""))
-    if round_ == last and asked == digest_:
+    before = str(noted.get(f"{token}/{kind}", "-1"))
+    last = int(before.partition(" ")[0])
+    if before == f"{round_} {asked}":
         return
     if round_ <= last:
         raise ValueError(
@@ -130,14 +132,14 @@ def admit(
         )
     if not request.arrays and last >= 0:
         raise ValueError("step must be a first one in a run's first request only, got it again.")
-    counts[kind] = counts.get(kind, 0) + 1
-    if counts[kind] > max_requests:
+    count = int(str(noted.get(kind, 0))) + 1
+    if count > max_requests:
         raise ValueError(
             f"max_requests must be more to go on: this client answers {max_requests} requests "
             f"to {kind} within one run of Flower."
         )
-    before[kind] = round_, asked
-    context.state[ANSWERED] = ConfigRecord({ANSWERED: json.dumps(noted)})
+    noted[kind], noted[f"{token}/{kind}"] = count, f"{round_} {asked}"
+    context.state[ANSWERED] = noted
 
 
 def rounded(value: float) -> float:
