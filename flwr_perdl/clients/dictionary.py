@@ -170,15 +170,18 @@ class LearnerClient(ProtocolClient):
     def _samples(self, name: str, value: object, **rules: Any) -> Matrix:
         """Return checked samples; with NaN, missing entries, only where the protocol has them."""
         X = check_samples(name, value, self.learner, **{"squares": False, **rules})
-        if has_missing(X) and not self.accepts_missing:
+        if not has_missing(X):
+            return X
+        if not self.accepts_missing:
             raise ValueError(
                 f"{name} must have no NaN for {type(self).__name__}, got {np.isnan(X).sum()}: "
                 "PerMA with aggregation='statistics' learns from the other entries."
             )
-        if X.size and np.isnan(X).all():
-            raise ValueError(f"{name} must have an entry that is not NaN, got none.")
         # A sample of which nothing is known must not count where samples are counted.
-        return X[~np.isnan(X).all(axis=1)] if has_missing(X) else X
+        known = X[~np.isnan(X).all(axis=1)]
+        if not len(known):
+            raise ValueError(f"{name} must have an entry that is not NaN, got none.")
+        return known
 
     # What every step needs --------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.arrays import observed
+from flwr_perdl.core.arrays import observed, row_norms
 from flwr_perdl.core.checks import Matrix, check_array, check_count
 
 #: The largest share of a row's squared terms that one sample may have. A plain count of samples
@@ -84,12 +84,12 @@ class Terms(NamedTuple):
     @classmethod
     def of(cls, weights: Matrix, X: Matrix) -> Terms:
         """Return those of the rows of ``weights.T @ X``."""
-        return cls._of(np.abs(weights) * np.linalg.norm(X, axis=1)[:, None])
+        return cls._of(np.abs(weights) * row_norms(X)[:, None])
 
     @classmethod
     def of_entries(cls, weights: Matrix, X: Matrix) -> Terms:
         """Return those of the entries of ``weights.T @ X``; NaN in ``X`` has no term."""
-        seen, lengths = ~np.isnan(X), np.linalg.norm(observed(X), axis=1)
+        seen, lengths = ~np.isnan(X), row_norms(observed(X))
         terms = (np.abs(weights) * lengths[:, None]).T
         rows = [cls._of(row[:, None] * seen) for row in terms]
         return cls(*map(np.stack, zip(*rows, strict=True))) if rows else cls(*[X[:0]] * 3)

@@ -190,7 +190,8 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     numbers = map(str, range(len(arrays)))
     found = next((each for each in names if len(each) == len(arrays)), numbers)
     record = ArrayRecord()  # made from a mapping it would have copies of the arrays
-    record.update(zip(found, arrays, strict=True))
+    for name, array in zip(found, arrays, strict=True):
+        record[name] = array
     return record
 
 
