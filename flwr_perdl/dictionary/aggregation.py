@@ -52,7 +52,7 @@ from flwr_perdl.dictionary.atoms import (
     principal_directions,
     unit_atoms,
 )
-from flwr_perdl.dictionary.polar import polar_factor
+from flwr_perdl.dictionary.polar import completed_polar, polar_factor
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
@@ -204,7 +204,13 @@ def local_statistics(
     D = check_array("D", D)
     X = check_array("X", X, columns=D.shape[1], squares=True)
     C = check_array("C", C, rows=len(X), columns=len(D))
-    shared = check_mask("shared", shared, 0, len(D))
+    return statistics_of(X, C, D, check_mask("shared", shared, 0, len(D)), orthogonal=orthogonal)
+
+
+def statistics_of(
+    X: Matrix, C: Matrix, D: Matrix, shared: NDArray[np.bool_], *, orthogonal: bool
+) -> Matrix:
+    """Return :func:`local_statistics` of checked arguments."""
     local = np.concatenate([~shared, np.ones(len(D) - len(shared), dtype=bool)])
     # A withheld atom still explains samples, and what it explains must not become another one.
     own = C[:, : len(shared)] * shared
@@ -283,7 +289,7 @@ def _solve_each(
     def solve(i: int) -> Matrix:
         S = stack[i]
         if orthogonal:
-            return polar_factor(S, current, ~sent[i])
+            return completed_polar(S, current, ~sent[i])
         # one sweep tells whose atoms go elsewhere
         return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 

@@ -123,9 +123,7 @@ def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
     with np.errstate(over="ignore", under="ignore"):
         squares = row_products(D, D)[:, None]
     fine = np.abs(squares - 1) <= _UNIT
-    if not fine.all():
-        fine |= ~D.any(axis=1, keepdims=True)
-    if not D.shape[1] or fine.all():
+    if fine.all() or (fine := fine | ~D.any(axis=1, keepdims=True)).all():
         return D, np.ones(squares.shape, squares.dtype)
     scaled, norms = _measured(D)
     peaks = (np.abs(A).max(axis=1, keepdims=True) for A in (D, np.where(fine, 1, scaled)))

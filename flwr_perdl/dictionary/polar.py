@@ -58,10 +58,14 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     """
     S = check_array("S", S)
     n, d = S.shape
-    if n > d:
-        raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
     fallback = check_array("fallback", fallback, rows=n, columns=d, squares=True)
-    fixed = None if fixed is None else check_mask("fixed", fixed, n, n)
+    return completed_polar(S, fallback, None if fixed is None else check_mask("fixed", fixed, n, n))
+
+
+def completed_polar(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
+    """Return :func:`polar_factor` of arrays that are checked, but for the number of rows."""
+    if len(S) > S.shape[1]:
+        raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
     if fixed is None or not fixed.any():
         return _nearest(S, fallback[:0], fallback)
     factor = fallback.astype(S.dtype)

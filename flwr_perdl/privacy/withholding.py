@@ -113,6 +113,6 @@ class Terms(NamedTuple):
         if not min_support:
             return np.ones(self.n_terms.shape, dtype=bool)
         # the longest term's share is 1 here
-        alone = MOST_OF_ONE * self.shares < 1
-        allowed: NDArray[np.bool_] = (self.n_terms >= min_support) & ~alone
+        among_others = MOST_OF_ONE * self.shares >= 1
+        allowed: NDArray[np.bool_] = (self.n_terms >= min_support) & among_others
         return allowed

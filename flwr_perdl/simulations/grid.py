@@ -279,7 +279,8 @@ def _copies(content: RecordDict) -> dict[str, Any]:
     """Return copies of all records; only the arrays' bytes, which cannot change, are shared."""
     copies: dict[str, Any] = {}
     for name, record in content.items():
-        copies[name] = own = record.copy()
+        own: Any = record.copy()
+        copies[name] = own
         for key, value in record.items():
             if isinstance(value, _CHANGEABLE):
                 own[key] = copy(value)
