@@ -28,7 +28,6 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from flwr_perdl.clients.steps import StepRequest
-from flwr_perdl.core.arrays import row_products
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.records import ANSWERED, ROUND, Scalar
 
@@ -55,12 +54,11 @@ def check_atoms(atoms: Matrix, *, most: int) -> Matrix:
     if len(atoms) > most:
         raise ValueError(f"global atoms must be at most {most}, got {len(atoms)}.")
     with np.errstate(over="ignore"):
-        squares = row_products(atoms, atoms)
-    odd = ~(np.abs(squares - 1) <= _ODD)
-    if odd.any():
-        row = int(odd.argmax())
-        norm = float(squares[row]) ** 0.5
-        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {row}.")
+        squares = np.einsum("ij,ij->i", atoms, atoms)
+    odd = np.flatnonzero(~(np.abs(squares - 1) <= _ODD))
+    if len(odd):
+        norm = float(squares[odd[0]]) ** 0.5
+        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {odd[0]}.")
     return atoms
 
 

@@ -178,10 +178,10 @@ class LearnerClient(ProtocolClient):
                 "PerMA with aggregation='statistics' learns from the other entries."
             )
         # A sample of which nothing is known must not count where samples are counted.
-        known = X[~np.isnan(X).all(axis=1)]
-        if not len(known):
+        X = X[~np.isnan(X).all(axis=1)]
+        if not len(X):
             raise ValueError(f"{name} must have an entry that is not NaN, got none.")
-        return known
+        return X
 
     # What every step needs --------------------------------------------------------------------
 

@@ -56,12 +56,12 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.dictionary import (
     Learner,
     align_to_global,
+    local_statistics,
     normalize_atoms,
     reconstruct,
     refine_local,
     update_weights,
 )
-from flwr_perdl.dictionary.aggregation import statistics_of
 from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.dictionary.learners import CodeSums
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statistics
@@ -303,7 +303,7 @@ class DictionaryClient(LearnerClient):
         full = completed(X, C, D)
         # Asked before the sums are formed, since what a withheld atom explains counts as local.
         shared = Terms.of(C[:, :r], full - C[:, r:] @ D[r:]).enough(self.min_support)
-        sent = statistics_of(full, C, D, shared, orthogonal=self.learner.orthogonal)
+        sent = local_statistics(full, C, D, shared, orthogonal=self.learner.orthogonal)
         if has_missing(X):  # a withheld entry's sum is that of a reconstruction
             entries = may_send_entries(C[:, :r], X, self.min_support)
             sent[:, r:] = np.where(entries, sent[:, r:], sent[:, :r] @ D[:r])

@@ -204,13 +204,7 @@ def local_statistics(
     D = check_array("D", D)
     X = check_array("X", X, columns=D.shape[1], squares=True)
     C = check_array("C", C, rows=len(X), columns=len(D))
-    return statistics_of(X, C, D, check_mask("shared", shared, 0, len(D)), orthogonal=orthogonal)
-
-
-def statistics_of(
-    X: Matrix, C: Matrix, D: Matrix, shared: NDArray[np.bool_], *, orthogonal: bool
-) -> Matrix:
-    """Return :func:`local_statistics` of checked arguments."""
+    shared = check_mask("shared", shared, 0, len(D))
     local = np.concatenate([~shared, np.ones(len(D) - len(shared), dtype=bool)])
     # A withheld atom still explains samples, and what it explains must not become another one.
     own = C[:, : len(shared)] * shared

@@ -263,13 +263,8 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     array([[0.   , 1.414],
            [1.414, 0.   ]])
     """
-    A = check_array("A", A, squares=True)
-    return _distances(A, check_array("B", B, columns=A.shape[1], squares=True))
-
-
-def _distances(A: Matrix, B: Matrix) -> Matrix:
-    """Return :func:`atom_distances` of checked dictionaries."""
-    A, B = A.astype(np.float64, copy=False), B.astype(np.float64, copy=False)
+    A = check_array("A", A, squares=True).astype(np.float64, copy=False)
+    B = check_array("B", B, columns=A.shape[1], squares=True).astype(np.float64, copy=False)
     products = A @ B.T
     squares = row_products(A, A)[:, None] - 2 * np.abs(products) + row_products(B, B)
     row, column = np.nonzero(squares < _CLOSE)  # nearly equal numbers: their difference is exact
@@ -305,13 +300,7 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     (array([2, 1]), array([-1., -1.]))
     """
     A, B = _fewer_and_more(A, B)
-    return _match(A, B, assigned(A, B))
-
-
-def assigned(A: Matrix, B: Matrix) -> NDArray[np.intp]:
-    """Return the rows of ``B`` that :func:`match_atoms` finds for checked atoms."""
-    indices: NDArray[np.intp] = linear_sum_assignment(_distances(A, B))[1]
-    return indices
+    return _match(A, B, linear_sum_assignment(atom_distances(A, B))[1])
 
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
@@ -345,7 +334,7 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     """
     check_choice("norm", norm, ("1,2", "2", "2-bound"))
     A, B = _fewer_and_more(A, B)
-    distances = _distances(A, B)
+    distances = atom_distances(A, B)
     if 0 in distances.shape:
         return 0.0
     match = _match(A, B, _bottleneck_assignment(distances))

@@ -43,7 +43,7 @@ from flwr_perdl.core.checks import (
     check_each,
     is_auto,
 )
-from flwr_perdl.dictionary.atoms import assigned, normalize_atoms, signs_of, unit_atoms
+from flwr_perdl.dictionary.atoms import atom_distances, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.
 _CANDIDATE_CLIENTS = 16
@@ -227,12 +227,11 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     global_atoms, _ = unit_atoms(check_array("global_atoms", global_atoms, columns=D.shape[1]))
     if len(global_atoms) > len(D):
         raise ValueError(f"D must have at least {len(global_atoms)} atoms, got {len(D)}.")
-    indices = assigned(global_atoms, D)
-    nearest = D[indices]
-    signs = signs_of(row_products(global_atoms, nearest))
+    indices = linear_sum_assignment(atom_distances(global_atoms, D))[1]
+    signs = signs_of(row_products(global_atoms, D[indices]))
     own = np.ones(len(D), dtype=bool)
     own[indices] = False
-    return Alignment(signs[:, None] * nearest, D[own], indices, signs)
+    return Alignment(signs[:, None] * D[indices], D[own], indices, signs)
 
 
 # Algorithm 2: shortest paths

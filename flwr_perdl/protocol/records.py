@@ -190,8 +190,7 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     numbers = map(str, range(len(arrays)))
     found = next((each for each in names if len(each) == len(arrays)), numbers)
     record = ArrayRecord()  # made from a mapping it would have copies of the arrays
-    for name, array in zip(found, arrays, strict=True):
-        record[name] = array
+    record.update(zip(found, arrays, strict=True))
     return record
 
 
