@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 from sklearn.datasets import load_digits
 
 from flwr_perdl.core.checks import Matrix
@@ -38,6 +40,7 @@ CAMERAS = {
     "mirrored": lambda stack: stack[:, :, ::-1],
 }
 LOSER, WINNER = "#b9c6d3", COLORS[0]
+ARROWS = {"lower": "↓", "higher": "↑"}
 
 
 def learned() -> tuple[Matrix, list[Matrix]]:
@@ -103,10 +106,11 @@ def draw_ring(axes: Axes, n: int = 16) -> None:
     axes.text(3.05, 2.6, "16 nodes\non a ring", fontsize=TEXT, ha="center", va="center")
 
 
-def draw_bars(axes: Axes, what: str, values: Mapping[str, float], digits: int) -> None:
+def draw_bars(axes: Axes, what: str, better: str, values: Mapping[str, float], digits: int) -> None:
     """Draw a bar per method with its number, the first one ours."""
     most = max(values.values())
-    axes.text(0, -0.62, what, fontsize=TEXT, va="center", color="#5a5a5a")
+    axes.text(0, -1.12, what, fontsize=TEXT, va="center", color="#5a5a5a")
+    axes.text(0, -0.66, f"{ARROWS[better]} {better} is better", fontsize=TEXT, va="center")
     for at, (name, value) in enumerate(values.items()):
         look: dict[str, Any] = {"fontsize": TEXT, "va": "center"}
         if not at:
@@ -114,16 +118,18 @@ def draw_bars(axes: Axes, what: str, values: Mapping[str, float], digits: int) -
         axes.text(0, at, name, **look)
         axes.text(most, at, f"{value:.{digits}f}".lstrip("0"), ha="right", **look)
         axes.barh(at + 0.4, value, 0.2, color=LOSER if at else WINNER)
-    axes.set(xlim=(0, most), ylim=(len(values) - 0.35, -0.95))
+    axes.set(xlim=(0, most), ylim=(len(values) - 0.35, -1.45))
 
 
-#: Question, drawing, gallery entry, what is measured, its digits, and the methods: ours first.
+#: Question, drawing, gallery entry, what is measured, which is better, its digits, and the methods:
+#: ours first.
 PANELS = (
     (
         "Clients share a part,\ndiffer in the rest?",
         draw_atoms,
         "cameras",
         "error on new images",
+        "lower",
         4,
         {"PerMA": "error_perma", "alone": "error_alone", "all shared": "error_shared"},
     ),
@@ -132,6 +138,7 @@ PANELS = (
         draw_kinds,
         "rotated-digits",
         "accuracy",
+        "higher",
         3,
         {
             "ClusteredFedAvg": "accuracy_one-shot",
@@ -144,6 +151,7 @@ PANELS = (
         draw_ring,
         "decentralized",
         "worst node's accuracy",
+        "higher",
         3,
         {
             "DiffusionAveraging": "accuracy_worst_ring",
@@ -164,16 +172,16 @@ def measured(
 
 def draw(results: Mapping[str, Any]) -> Figure:
     """Return the picture: a column per question."""
-    figure = Figure(figsize=(9, 5))
+    figure = Figure(figsize=(9, 5.3))
     FigureCanvasAgg(figure)
-    for i, (question, drawing, entry, what, digits, methods) in enumerate(PANELS):
+    for i, (question, drawing, entry, what, better, digits, methods) in enumerate(PANELS):
         left, width = 0.006 + 0.346 * i, 0.296
         figure.text(left, 0.985, question, fontsize=TEXT + 1, weight="bold", va="top")
-        above = figure.add_axes((left, 0.37, width, 0.5))
+        above = figure.add_axes((left, 0.405, width, 0.472))
         drawing(above)
         above.set(xlim=(-0.05, 6.1), ylim=(0, 5.7), aspect="equal", anchor="NW")
-        below = figure.add_axes((left, 0.01, width, 0.35))
-        draw_bars(below, what, measured(results, entry, methods), digits)
+        below = figure.add_axes((left, 0.01, width, 0.385))
+        draw_bars(below, what, better, measured(results, entry, methods), digits)
         for axes in (above, below):
             axes.set_axis_off()
     return figure
@@ -182,17 +190,21 @@ def draw(results: Mapping[str, Any]) -> Figure:
 def words(results: Mapping[str, Any]) -> str:
     """Return what the picture says, for those who do not see it."""
     said = []
-    for question, _, entry, what, digits, methods in PANELS:
+    for question, _, entry, what, better, digits, methods in PANELS:
         values = measured(results, entry, methods).items()
         found = ", ".join(f"{name} {value:.{digits}f}" for name, value in values)
-        said.append(f"{' '.join(question.split())} {what.capitalize()}: {found}.")
+        measure = f"{what.capitalize()} ({better} is better)"
+        said.append(f"{' '.join(question.split())} {measure}: {found}.")
     return " ".join(said)
 
 
 def main() -> None:
     """Write the picture, and README's words for those who do not see it."""
     results = json.loads((DOCS / "gallery" / "results.json").read_text())
-    draw(results).savefig(DOCS / "images" / "hero.png", dpi=200, metadata={"Software": None})
+    drawn = BytesIO()
+    draw(results).savefig(drawn, dpi=200)
+    colors = Image.open(drawn).convert("RGB").quantize(256)  # a third of the bytes
+    colors.save(DOCS / "images" / "hero.png", optimize=True)
     readme, shown = DOCS.parent / "README.md", re.compile(rf"!\[[^]]*\](?=\({SHOWN}\))")
     readme.write_text(shown.sub(f"![{words(results)}]", readme.read_text()))
 
