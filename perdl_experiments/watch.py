@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from flwr_perdl.protocol.events import EVENTS, Event, read_events
+from flwr_perdl.protocol.events import EVENTS, Event, has_writer, read_events
 from perdl_experiments.outcome import NEXT
 from perdl_experiments.report import fits, is_number
 from perdl_experiments.terminal import Rows, printable_lines
@@ -46,6 +46,8 @@ class View:
         self.asked: Event | None = None
         self.over: Event | None = None
         self.part: Event = {}
+        self.last: Any = None
+        self.running = True
         self.round = 0
         self.server: dict[int, Mapping[str, Any]] = {}
         self.exchanges: deque[Event] = deque(maxlen=_EXCHANGES)
@@ -58,6 +60,7 @@ class View:
             self._take(event)
 
     def _take(self, event: Event) -> None:
+        self.last = event.get("time")
         match event["event"]:
             case "run":
                 self.run, self.over = event, None
@@ -101,6 +104,12 @@ class View:
         if self.over is not None:
             stopped = self.over.get("stopped")
             parts.append(f"stopped: {stopped}" if stopped else "finished")
+        elif not self.running:
+            how = "the same command with --resume" if self.run else "ServerSettings(resume=True)"
+            parts.append(
+                f"interrupted: since {self.last} the server writes nothing, and no process on this "
+                f"machine has the file open. To go on: {how}"
+            )
         elif self.asked is not None:
             clients = plural(self.asked.get("asked"), "client")
             words = f"waiting for {clients} since {self.asked.get('time')}"
@@ -194,6 +203,7 @@ def watch(
                 f"{str(folder)!r} must be a run's folder, but has no {EVENTS}: the run has not "
                 "begun yet, or this is another folder."
             )
+        view.running = has_writer(path)  # first: it may end meanwhile
         view.take(read_events(path)[0])
         console.print(view.render())
         return
@@ -203,6 +213,7 @@ def watch(
             if path.is_file():
                 if path.stat().st_size < read:  # a new run was begun in the folder
                     view, read = View(), 0
+                view.running = has_writer(path)
                 events, read = read_events(path, read)
                 view.take(events)
             live.update(view.render() if read else Text(f"Waiting for {path} …"), refresh=True)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from logging import WARNING
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from flwr_perdl.protocol.compat import log
 
-__all__ = ["EVENTS", "Event", "EventLog", "read_events"]
+try:
+    import fcntl
+except ImportError:  # Windows: a reader does not learn that the writer is gone
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["EVENTS", "Event", "EventLog", "has_writer", "read_events"]
 
 #: A run's events, in its folder.
 EVENTS = "events.jsonl"
@@ -46,6 +54,7 @@ class EventLog:
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = None if path is None else Path(path)
+        self._held = False
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; a disk that is full is logged, and does not stop the run."""
@@ -56,6 +65,7 @@ class EventLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab+") as stream:
+                self._hold(self._path)
                 if stream.tell():
                     stream.seek(-1, 2)
                     if stream.read(1) != b"\n":
@@ -63,6 +73,32 @@ class EventLog:
                 stream.write(line.encode() + b"\n")
         except OSError as error:
             log(WARNING, "The event %r could not be written to %s: %s", event, self._path, error)
+
+    def _hold(self, path: Path) -> None:
+        """Lock the file for as long as this log lives: `has_writer` sees that it does."""
+        if self._held or fcntl is None:
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, descriptor)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._held = True
+
+
+def has_writer(path: Path) -> bool:
+    """Return whether a process on this machine has an `EventLog` of a file that exists.
+
+    The system releases its lock when the process ends, however it ends. Where a file system has no
+    locks, the answer is True.
+    """
+    if fcntl is None:
+        return True
+    with path.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def read_events(path: Path, start: int = 0) -> tuple[list[Event], int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +101,49 @@ def test_the_view_names_who_failed_and_why() -> None:
     assert "PerMA, seed 3, round 5 of 9, stopped: Round 6 has 0 good replies." in text
     assert "round 5, client 1 [bold]: error 2: [red]no[/red]" in text
     assert "left out 1" in text
+
+
+SERVER = """
+import sys
+from flwr_perdl.protocol.events import EventLog
+log = EventLog(sys.argv[1])
+log.write("run", experiment="digits")
+log.write("begin", seed=0, rounds=5, done=0)
+log.write("ask", round=1, step="start", asked=3)
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_server_is_told_apart_from_one_that_waits(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS
+    command = [sys.executable, "-c", SERVER, str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "asked\n"
+        once = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"]).stdout
+        assert "waiting for 3 clients since" in " ".join(once.split())
+        server.kill()
+    last = read_events(path)[0][-1]["time"]
+    said = " ".join(CliRunner().invoke(app, ["watch", str(tmp_path), "--once"]).stdout.split())
+    assert f"interrupted: since {last} the server writes nothing" in said
+    assert "To go on: the same command with --resume" in said
+    assert "waiting" not in said
+
+
+def test_the_view_of_a_killed_server_goes_on_when_the_run_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / EVENTS).write_text('{"event": "begin", "time": "noon", "rounds": 2}\n')
+    logs = []
+
+    def resume(_: float) -> None:
+        logs.append(EventLog(tmp_path / EVENTS))
+        logs[0].write("begin", rounds=2, done=1)
+        logs[0].write("end", done=2, stopped=None)
+
+    out = io.StringIO()
+    console = Console(file=out, width=200, force_terminal=True, highlight=False)
+    watch(tmp_path, console, sleep=resume)
+    assert "since noon the server writes nothing" in out.getvalue()
+    assert "To go on: ServerSettings(resume=True)" in out.getvalue()
+    assert "finished" in out.getvalue()
