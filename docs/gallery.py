@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -776,8 +777,10 @@ def _commands(page: Page, sections: Sequence[Entry]) -> str:
         for run, options in entry.runs.items():
             name = entry.data_of(run)
             given = [f"--data FOLDER/{name}"] if name else []
-            given += [f"-o {n}={value}" for n, value in options.items() if n != "data"]
-            lines.append(" ".join(["flwr-perdl run", entry.experiment, *given]))
+            given += [f"-o\0{n}={value}" for n, value in options.items() if n != "data"]
+            command = " ".join(["flwr-perdl run", entry.experiment, *given])
+            wrapped = textwrap.wrap(command, 96, break_on_hyphens=False)
+            lines.append(" \\\n    ".join(wrapped).replace("\0", " "))
     return "\n".join(_once([*lines, *(line for entry in sections for line in entry.data)]))
 
 

@@ -1,6 +1,15 @@
 // Browsers allow no web worker on a page that is opened from disk. The search runs in one: there, an
-// invisible frame takes its place.
+// invisible frame takes its place. What it searches has megabytes: it is loaded with the first use.
 if (location.protocol === "file:") {
+  const used = new Promise((resolve) => {
+    document.addEventListener("focusin", ({ target }) => target.matches(".md-search__input") && resolve());
+  });
+  const append = document.head.appendChild.bind(document.head);
+  document.head.appendChild = (node) => {
+    if (node.src?.endsWith("/search_index.js")) used.then(() => append(node));
+    else append(node);
+    return node;
+  };
   window.Worker = class extends EventTarget {
     constructor(url) {
       super();
@@ -14,7 +23,7 @@ if (location.protocol === "file:") {
       const script = this.inside.document.createElement("script");
       script.src = url;
       this.loaded = new Promise((resolve) => { script.onload = resolve; });
-      this.inside.document.body.append(script);
+      used.then(() => this.inside.document.body.append(script));
     }
 
     postMessage(data) {

@@ -1,4 +1,8 @@
-// On a small screen a table that is wider becomes cards, a row each (docs/site.css).
+// Names in tables may break after a sign.
+for (const code of document.querySelectorAll(".md-typeset table:not([class]) code")) {
+  if (!code.children.length) code.innerHTML = code.innerHTML.replace(/[_:.(=]|[a-z](?=[A-Z])/g, "$&<wbr>");
+}
+// A table that is wider than its page becomes cards, a row each (docs/site.css).
 for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
   const names = [...table.querySelectorAll("thead th")].map((th) => th.innerText.trim());
   for (const row of table.querySelectorAll("tbody tr")) {

@@ -45,6 +45,8 @@ Fields = dict[str, Any]
 
 #: Text in a cell that is longer than this wraps.
 LONG = 40
+#: A table of more columns is a card per row on a small screen.
+WIDE = 5
 #: Less is less by more than this share (of an area under a curve: of what is missing to one), or by
 #: so many decibels, and by more than rounding.
 SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
@@ -371,20 +373,24 @@ def _notes(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> I
 
 def html_table(table: Mapping[str, Any]) -> str:
     """Return a table with its title and caption as HTML."""
-    head = "".join(f"<th scope='col'>{escape(column)}</th>" for column in table["columns"])
-    rows = "".join(f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in table["rows"])
+    columns = [escape(column) for column in table["columns"]]
+    head = "".join(f"<th scope='col'>{column}</th>" for column in columns)
+    wide = " class='wide'" if len(columns) > WIDE else ""
+    labels = columns if wide else [""] * len(columns)
+    rows = "".join(f"<tr>{''.join(map(_html_cell, row, labels))}</tr>" for row in table["rows"])
     title = escape(table["title"])
     return (
         f"<h2>{title}</h2>"
-        f"<div class='scroll' tabindex='0' role='region' aria-label='{title}'><table>"
+        f"<div class='scroll' tabindex='0' role='region' aria-label='{title}'><table{wide}>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
         f"<p class='caption'>{escape(table['caption'])}</p>"
     )
 
 
-def _html_cell(cell: str) -> str:
+def _html_cell(cell: str, label: str) -> str:
     long = " class='long'" if len(cell) > LONG else ""
-    return f"<td{long}>{escape(cell)}</td>"
+    named = f" data-label='{label}'" if label else ""
+    return f"<td{long}{named}>{escape(cell)}</td>"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

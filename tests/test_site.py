@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -153,6 +154,19 @@ def test_a_page_leads_to_the_other_versions_when_it_is_opened_from_disk(
     page.wait_for_url("**/0.0.9/index.html")
     assert page.title() == "The older version"
     page.close()
+
+
+@looks
+def test_the_home_page_is_light_and_asks_nobody_else(site: Path, browser: Any) -> None:
+    page, loaded = browser.new_page(), set()
+    page.on("request", lambda request: loaded.add(request.url))
+    page.goto((site / "index.html").as_uri())
+    page.wait_for_load_state("networkidle")
+    page.close()
+    assert all(url.startswith(("file:", "data:")) for url in loaded)
+    files = {Path(unquote(urlsplit(url).path)) for url in loaded if url.startswith("file:")}
+    assert site / "images" / "hero.png" in files
+    assert sum(file.stat().st_size for file in files) < 500_000
 
 
 @looks
