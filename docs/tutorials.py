@@ -113,7 +113,9 @@ def page(name: str, done: list[Done]) -> tuple[str, dict[str, bytes]]:
 
 def notebook(done: list[Done]) -> str:
     """Return the tutorial as a Jupyter notebook, with its outputs; the first code installs."""
-    install = {"id": "install", "metadata": {}, "source": INSTALL.splitlines(keepends=True)}
+    more = " pandas" if any("import pandas" in cell.source for cell, *_ in done) else ""
+    source = (INSTALL + more).splitlines(keepends=True)
+    install = {"id": "install", "metadata": {}, "source": source}
     listed: list[dict[str, Any]] = []
     for number, (cell, text, drawn) in enumerate(done):
         one: dict[str, Any] = {"id": f"cell-{number}", "metadata": {}}

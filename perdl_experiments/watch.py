@@ -105,10 +105,10 @@ class View:
             stopped = self.over.get("stopped")
             parts.append(f"stopped: {stopped}" if stopped else "finished")
         elif not self.running:
-            how = "the same command with --resume" if self.run else "ServerSettings(resume=True)"
+            how = "--resume (flwr run: resume=true)" if self.run else "ServerSettings(resume=True)"
             parts.append(
                 f"interrupted: since {self.last} the server writes nothing, and no process on this "
-                f"machine has the file open. To go on: {how}"
+                f"machine has the file open. To go on: the same command with {how}"
             )
         elif self.asked is not None:
             clients = plural(self.asked.get("asked"), "client")

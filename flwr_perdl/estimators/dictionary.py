@@ -531,7 +531,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         ``cross_val_score(model, sites)`` says how well global atoms serve sites that were not in
         ``fit``. For samples of the same sites that were held out, ``client`` says whose each table
         is: scikit-learn's metadata routing passes it on; where that is not enabled, scikit-learn
-        hands it to ``fit``, which does not take it. A search takes a list, and no mapping.
+        hands it to ``fit``, which does not take it. Searches and ``cross_val_score`` take sites by
+        number: a mapping ends with a KeyError, so give them ``list(sites.values())``.
 
         Examples
         --------

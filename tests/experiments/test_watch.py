@@ -128,7 +128,7 @@ def test_a_killed_server_is_told_apart_from_one_that_waits(tmp_path: Path) -> No
     last = read_events(path)[0][-1]["time"]
     said = " ".join(CliRunner().invoke(app, ["watch", str(tmp_path), "--once"]).stdout.split())
     assert f"interrupted: since {last} the server writes nothing" in said
-    assert "To go on: the same command with --resume" in said
+    assert "To go on: the same command with --resume (flwr run: resume=true)" in said
     assert "waiting" not in said
 
 
@@ -145,5 +145,5 @@ def test_the_view_of_a_killed_server_goes_on_when_the_run_is_resumed(tmp_path: P
     console = Console(file=out, width=200, force_terminal=True, highlight=False)
     watch(tmp_path, console, sleep=resume)
     assert "since noon the server writes nothing" in out.getvalue()
-    assert "To go on: ServerSettings(resume=True)" in out.getvalue()
+    assert "To go on: the same command with ServerSettings(resume=True)" in out.getvalue()
     assert "finished" in out.getvalue()
