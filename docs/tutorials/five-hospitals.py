@@ -149,7 +149,6 @@ left_out = cross_val_score(model, list(train.values()), cv=LeaveOneOut())
 pd.Series(left_out, index=list(train)).round(3)
 
 # %% [markdown]
-# How many atoms should be shared? For a search over patients whom each hospital holds out, see
-# [`score`](../reference/flwr_perdl.estimators/PersonalizedDictionaryLearning.md) and [the
-# guide](../perma.md#how-many-atoms-how-many-shared). A hospital that joins later:
+# How many atoms should be shared? [The guide](../perma.md#how-many-atoms-how-many-shared) searches
+# over patients whom each hospital holds out. A hospital that joins later:
 # `model.add_site(new_table)`.
