@@ -90,6 +90,17 @@ def has_writer(path: Path) -> bool:
 
     The system releases its lock when the process ends, however it ends. Where a file system has no
     locks, the answer is True.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from flwr_perdl.protocol.events import EventLog, has_writer
+    >>> with TemporaryDirectory() as folder:
+    ...     log = EventLog(Path(folder, "events.jsonl"))
+    ...     log.write("round", round=1)
+    ...     has_writer(Path(folder, "events.jsonl"))
+    True
     """
     if fcntl is None:
         return True
