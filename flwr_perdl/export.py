@@ -34,7 +34,7 @@ def save(path: str | Path, source: ArrayRecord | Arrays | str | Path) -> None:
     Raises
     ------
     ValueError, TypeError
-        If ``source`` is nothing of this.
+        If ``source`` is nothing of this, or has arrays of a dtype that such a file has not.
     ImportError
         If safetensors is not installed.
 
@@ -55,7 +55,12 @@ def save(path: str | Path, source: ArrayRecord | Arrays | str | Path) -> None:
         named = {name: array.numpy() for name, array in source.items()}
     else:
         named = dict(source)
-    data = library.save({name: np.asarray(array, order="C") for name, array in named.items()})
+    try:
+        data = library.save({name: np.asarray(array, order="C") for name, array in named.items()})
+    except Exception as error:
+        raise ValueError(
+            f"source must have arrays by name, of dtypes that safetensors files have: {error}."
+        ) from error
     with files.replacing(path) as stream:
         stream.write(data)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,13 @@ from typer.testing import CliRunner
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, RoundReport, TooFewReplies
-from flwr_perdl.trackers import MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
+from flwr_perdl.trackers import (
+    _ONCE,
+    MLflowTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+)
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
 from perdl_experiments.deployment import free_port
@@ -192,6 +200,23 @@ def test_a_server_that_is_not_there_is_one_warning(caplog: pytest.LogCaptureFixt
     pytest.importorskip("mlflow")
     tracker = MLflowTracker(f"http://127.0.0.1:{free_port()}")
     assert warnings_of(caplog, tracker) == ["MLflowTracker"]
+
+
+def test_a_server_that_never_answers_is_asked_once_and_not_for_minutes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the environment says of MLflow's patience is left as it was."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setitem(_ONCE, "MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    before = dict(os.environ)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(0)
+        tracker = MLflowTracker(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert warnings_of(caplog, tracker) == ["MLflowTracker"]
+        silent.accept()  # it was asked,
+        with pytest.raises(BlockingIOError):
+            silent.accept()  # and only once
+    assert dict(os.environ) == before
 
 
 class Failing(Tracker):

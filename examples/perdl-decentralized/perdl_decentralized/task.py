@@ -32,7 +32,7 @@ def load_data(context: Context) -> tuple[Data, Data]:
 
 
 def predict(model: list[np.ndarray], X: np.ndarray) -> np.ndarray:
-    """Return each sample's probabilities of the ten labels."""
+    """Return each sample's probabilities of the labels."""
     scores = X @ model[0] + model[1]
     scores = np.exp(scores - scores.max(axis=1, keepdims=True))
     return scores / scores.sum(axis=1, keepdims=True)
@@ -42,7 +42,7 @@ def train(model: list[np.ndarray], data: Data, steps: int, rate: float) -> list[
     """Return the model after gradient descent."""
     X, y = data
     for _ in range(steps):
-        error = (predict(model, X) - np.eye(10)[y]) / len(y)
+        error = (predict(model, X) - np.eye(len(model[1]))[y]) / len(y)
         model = [model[0] - rate * X.T @ error, model[1] - rate * error.sum(axis=0)]
     return model
 

@@ -16,8 +16,11 @@ def load_data(context: Context) -> np.ndarray:
     site = Member(context).partition
     if not path and folder:  # a simulation: each site has a file of the folder
         files = sorted(Path(str(folder)).glob("*.csv"))
-        if site >= len(files):
-            raise ValueError(f"data must have a CSV file per site, got {len(files)} in {folder}.")
+        sites = context.node_config.get("num-partitions")
+        if len(files) != sites:
+            raise ValueError(
+                f"data must have a CSV file per site, got {len(files)} in {folder}, {sites} sites."
+            )
         path = files[site]
     return read(Path(str(path))) if path else planted(site)
 

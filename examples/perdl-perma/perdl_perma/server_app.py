@@ -25,10 +25,13 @@ def main(grid: Grid, context: Context) -> None:
         server=settings,
     )
     result = strategy.start(grid, num_rounds=rounds)
-    for site, measured in strategy.history[-1].metrics.items():
+    last = strategy.history[-1]
+    for site, measured in last.metrics.items():
         name, energy = strategy.client_names.get(site, site), measured["energy"]
         shared, both = (1 - measured[key] / energy for key in ("mse_global", "mse_full"))
         print(f"site {name}: the shared atoms explain {shared:.0%}, with its own {both:.0%}")
+    for who, why in last.dropped.items():
+        print(f"{who} is left out: {why}")
     if config["out"]:
         (atoms,) = result.arrays.to_numpy_ndarrays()
         np.savetxt(str(config["out"]), atoms, "%.6g", ",")

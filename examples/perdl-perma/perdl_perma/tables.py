@@ -1,5 +1,6 @@
 """Tables: those of files, and planted ones to try the app with."""
 
+import csv
 import sys
 from pathlib import Path
 
@@ -11,12 +12,28 @@ def read(path: Path) -> np.ndarray:
     if path.suffix == ".npz":
         with np.load(path) as file:
             return file["X"]
-    rows = np.genfromtxt(path, delimiter=",", ndmin=2)
-    rows = rows[~np.isnan(rows).all(axis=1)]  # a header is no number
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = [line for line in csv.reader(file) if any(line)]
+    if len({len(line) for line in lines}) != 1:
+        raise ValueError(f"{path} must have as many columns in every line, separated by commas.")
+    rows = np.array([[number(cell) for cell in line] for line in lines])
+    if np.isnan(rows[0]).all():
+        rows = rows[1:]  # without the header
     wrong = 1 + np.flatnonzero(np.isnan(rows).any(axis=0))
     if len(wrong):
-        raise ValueError(f"{path} must have numbers only, got others in columns {wrong.tolist()}.")
+        raise ValueError(
+            f"{path} must have numbers only, separated by commas, got others in columns "
+            f"{wrong.tolist()}."
+        )
     return rows
+
+
+def number(cell: str) -> float:
+    """Return the number in a cell, NaN where there is none."""
+    try:
+        return float(cell)
+    except ValueError:
+        return np.nan
 
 
 def planted(site: int) -> np.ndarray:
