@@ -54,7 +54,7 @@ def test_a_foreign_file_is_a_sentence(safetensors: Any, tmp_path: Path) -> None:
             save(tmp_path / "y.safetensors", path)
     for wrong in ({"a": np.array(["text"])}, {"a": np.array([1j])}, {1: np.ones(2)}):
         with pytest.raises(ValueError, match="source must"):
-            save(tmp_path / "y.safetensors", wrong)  # type: ignore[arg-type]
+            save(tmp_path / "y.safetensors", wrong)
     with pytest.raises(TypeError, match="source must"):
         save(path, 3)
     assert not (tmp_path / "y.safetensors").exists()
