@@ -1,7 +1,7 @@
 """An update of `DictionaryClient` from samples on disk against the same samples in memory.
 
 Run from the repository's root: ``python benchmarks/large.py``; it writes
-``benchmarks/results/large.json`` and its table, ``large.md``. Some three minutes, and 0.2 GB in the
+``benchmarks/results/large.json`` and its table, ``large.md``. Some ten minutes, and 0.7 GB in the
 folder for temporary files. Each row is a process of its own, the less time of two updates;
 memory is what the process allocated at most (a mapped file's pages in the system's cache are not).
 """
@@ -26,7 +26,7 @@ from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, WarmStart, normalize_atoms
 
 FEATURES, N_ATOMS, N_GLOBAL, TIMES, AT_ONCE = 784, 64, 32, 2, 10_000
-SIZES = (20_000, 60_000)
+SIZES = (20_000, 200_000)
 LEARNERS = {"orthogonal": OrthogonalLearner(N_ATOMS), "lasso": LassoLearner(N_ATOMS)}
 KINDS = ("array", "memmap", "iterator")
 
