@@ -326,7 +326,7 @@ class SummedLearner(AlternatingLearner):
         return D
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the samples that the sums are of, but for rounding."""
+        """Return `update` of the (completed) samples that the sums are of, but for rounding."""
         weak = sums.support < _LEAST_SUPPORT
         rest = sums.products - sums.gram[:, weak] @ D[weak]
         gram = np.where(weak | weak[:, None], 0, sums.gram)
