@@ -24,7 +24,7 @@ data's principal directions, and where each atom has an update of its own, it mo
 least two samples stand behind it (:func:`atom_support`).
 
 NaN in the samples of :class:`MODLearner` and :class:`LassoLearner` is a missing entry: codes see
-the others alone, and an update completes each sample by its own reconstruction.
+the others alone, and an update completes each sample by its own reconstruction, a few times.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ AUTO_PENALTY = 0.05
 PURSUED = 10
 #: Samples that must stand behind an atom before a learner moves it.
 _LEAST_SUPPORT = 2
+#: Updates of samples with missing entries, by the same codes: each completes them by the last one's
+#: atoms. After one these have moved too little, the less the more is missing.
+_COMPLETIONS = 5
 #: Supports this near to a whole number, relative to it, are that number but for rounding.
 _WHOLE = 1e-9
 
@@ -317,11 +320,13 @@ class SummedLearner(AlternatingLearner):
     """A learner whose update needs sums over samples alone, so that batches may come one by one."""
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        kept, rest = _well_supported(X, C, D)
-        return self._solve(kept.T @ kept, kept.T @ rest, D)
+        for _ in range(_COMPLETIONS if has_missing(X) else 1):
+            kept, rest = _well_supported(X, C, D)
+            D = self._solve(kept.T @ kept, kept.T @ rest, D)
+        return D
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the samples that the sums are of, but for rounding."""
+        """Return `update` of the (completed) samples that the sums are of, but for rounding."""
         weak = sums.support < _LEAST_SUPPORT
         rest = sums.products - sums.gram[:, weak] @ D[weak]
         gram = np.where(weak | weak[:, None], 0, sums.gram)
