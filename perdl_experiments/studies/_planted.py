@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix, check_count
-from flwr_perdl.dictionary import OrthogonalLearner, iterate
+from flwr_perdl.dictionary import Learner, iterate
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import Planted, planted_clients
 from perdl_experiments.engine import Federated
@@ -71,7 +71,7 @@ class Config(PermaConfig):
         return sizes(self.clients, self.samples, self.weak, self.weak_samples)
 
 
-def learn_alone(X: Matrix, learner: OrthogonalLearner, D: Matrix, rounds: int) -> Matrix:
+def learn_alone(X: Matrix, learner: Learner, D: Matrix, rounds: int) -> Matrix:
     """Return a dictionary of ``X`` alone: the start ``D``, and an iteration per further round."""
     return iterate(learner, X, D, [1.0] * (rounds - 1))
 

@@ -2,20 +2,22 @@
 
 The data of A.1 with other dimensions, numbers of clients and shares of non-zero codes. In the
 figure's second half one client has few samples, in proportion to the dimension, and the errors are
-that client's. Errors on shared and on own atoms are told apart: one dictionary for all clients has
-no room for the own atoms of each, however well it finds what they share.
+that client's. Errors on shared and on own atoms are told apart: one dictionary for all clients with
+as many atoms as one has no room for the own atoms of each, however well it finds what they share.
 
 Every method has as many communication rounds and local iterations, the same learner and warm
 starts, and is tuned over as many values of one parameter, on a seed of its own, at the middle of
 the figure: PerPCA over its step, all others over the learner's threshold. The methods are those of
-`perdl_experiments.studies._methods`; averaging and pooled data have as many atoms as one client.
+`perdl_experiments.studies._methods`; averaging and pooled data have as many atoms as one client,
+and once more, in the middle of the figure, as many as all clients have with PerMA, with an update
+for atoms that need not be orthogonal: ``averaging_wide`` and ``pooled_wide``.
 
 Metrics, with d = 6, ``--clients`` (10) and a density of 20, for METHOD ``perma``, ``averaging``,
-``naive``, ``perpca``, ``local``, ``pooled``: ``error_METHOD`` (d₁,₂ of a client's planted atoms to
-what it ends with, mean over clients and seeds), ``error_shared_METHOD`` and ``error_own_METHOD``
-(of the planted global atoms alone, and of the planted local ones), ``seconds_METHOD``, and
-``error_weak_METHOD``, ``error_shared_weak_METHOD``, ``error_own_weak_METHOD``,
-``seconds_weak_METHOD`` of the second half.
+``naive``, ``perpca``, ``local``, ``pooled``, ``averaging_wide``, ``pooled_wide``: ``error_METHOD``
+(d₁,₂ of a client's planted atoms to what it ends with, mean over clients and seeds),
+``error_shared_METHOD`` and ``error_own_METHOD`` (of the planted global atoms alone, and of the
+planted local ones), ``seconds_METHOD``, and ``error_weak_METHOD``, ``error_shared_weak_METHOD``,
+``error_own_weak_METHOD``, ``seconds_weak_METHOD`` of the second half.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryAveragingClient, LearnerClient
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
+from flwr_perdl.dictionary import (
+    MODLearner,
+    OrthogonalLearner,
+    dictionary_distance,
+    warm_start,
+)
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies import PerMA, ProtocolStrategy
@@ -52,7 +59,9 @@ from perdl_experiments.studies._experiment import (
 from perdl_experiments.studies._methods import CLIENTS, rival
 
 METHODS = words("comparison")
-FEDERATED = ("perma", "averaging", "naive", "perpca")
+FEDERATED = ("perma", "averaging", "averaging_wide", "naive", "perpca")
+#: Rivals with as many atoms as all clients have with PerMA, in the middle of the figure only.
+WIDE = ("averaging_wide", "pooled_wide")
 #: What every method is tuned over: the threshold, or PerPCA's step.
 THRESHOLDS, STEPS = (0.1, 0.15, 0.25), (0.5, 1.0, 2.0)
 #: An error below this is rounding.
@@ -101,8 +110,11 @@ class Config(ClientConfig):
         return self.dimension // 2
 
     @property
-    def learner(self) -> OrthogonalLearner:
+    def learner(self) -> OrthogonalLearner | MODLearner:
         """The clients' learner."""
+        if self.method in WIDE:
+            n_own = self.dimension - self.n_global
+            return MODLearner(self.n_global + self.clients * n_own, threshold=self.setting)
         threshold = 0.0 if self.method == "perpca" else self.setting
         return OrthogonalLearner(self.dimension, threshold=threshold)
 
@@ -190,7 +202,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     failed = {method: str(kept[FAILED]) for method, kept in tuned.items() if FAILED in kept}
     settings = {m: float(kept["setting"]) for m, kept in tuned.items() if m not in failed}
     found = {
-        point.name: keep(point.name, partial(_at, point, settings, federate))
+        point.name: keep(point.name, partial(_at, point, _there(point, config, settings), federate))
         for point in _points(config)
     }
     for kept in found.values():
@@ -209,6 +221,12 @@ def _points(config: Config) -> list[Config]:
         for seed in config.each_seed
     ]
     return list({point.name: point for point in points}.values())
+
+
+def _there(point: Config, config: Config, settings: Mapping[str, float]) -> dict[str, float]:
+    """Return the settings of the methods that run at a point."""
+    middle = (point.dimension, point.clients, point.density) == (DIMENSION, config.clients, DENSITY)
+    return {m: setting for m, setting in settings.items() if middle or m not in WIDE}
 
 
 def _settings(method: str) -> tuple[float, ...]:
@@ -327,23 +345,25 @@ def _outcome(
                 Record("error_own", one.own, method, {"row": row}),
                 Record("seconds", one.seconds, method, {"row": row}, "s"),
             ]
-            for axis, values in config.axes.items():
+            for axis, values in config.axes.items() if method not in WIDE else ():
                 along = [errors(method, weak=weak, **{axis: value}) for value in values]
                 for part in ("", "shared_", "own_"):
                     errors_of = [getattr(point, part.strip("_") or "full") for point in along]
                     curves[f"error_{part}{prefix}{method}_{axis}"] = errors_of
                 if axis == "dimension":
                     curves[f"seconds_{prefix}{method}"] = [point.seconds for point in along]
+    drawn = [method for method in METHODS if method not in {*failed, *WIDE}]
     return Outcome(
         records=records,
         curves=curves,
         arrays={axis: np.array(values) for axis, values in config.axes.items()},
-        figures={"comparison": _figure(config, curves, [m for m in METHODS if m not in failed])},
+        figures={"comparison": _figure(config, curves, drawn)},
         rounds=config.rounds,
         floats_up=0.0,
         floats_down=0.0,
         facts={
             "tries": len(THRESHOLDS),
+            "wide": config.of("pooled_wide", THRESHOLDS[0]).learner.n_atoms,
             "thresholds": ", ".join(map(str, THRESHOLDS)),
             "steps": ", ".join(map(str, STEPS)),
         },

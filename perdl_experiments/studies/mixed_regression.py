@@ -26,7 +26,8 @@ paper's: the same Phase 2 from the true models); ``error_oracle`` (least squares
 (the paper's oracle), ``error_ours`` (the two phases), ``error_paper``, and with the paper's Phase 2
 ``error_ifca``, ``error_oneshot``, ``error_fedavg``, ``error_ours_phase_1``, ``error_s_1``,
 ``error_s_10``, ``error_fedprox``; with this library's ``error_ifca_same``, ``error_oneshot_same``,
-``error_fedavg_same``, ``error_truth_same`` (medians).
+``error_fedavg_same``, ``error_truth_same`` (medians); ``error_first_ours``,
+``error_first_paper``, ``error_first_ifca``, of the first models.
 """
 
 from __future__ import annotations
@@ -463,11 +464,17 @@ def _summary(name: str, studies: Sequence[Study]) -> Iterator[Record]:
         final = np.concatenate([study.errors(method)[:, -1] for study in studies])
         if not np.isnan(final).any():
             yield Record("error", final, key, at)
+            yield Record("first", over(partial(_first, method)), key, at)
         if key in OURS:
             good = np.concatenate([study.good(method) for study in studies])
             rounds = np.concatenate([study.rounds(method) for study in studies])
             yield Record("good", good, key, at)
             yield Record("rounds", rounds, key, at, "rounds")
+
+
+def _first(method: str, study: Study) -> Matrix:
+    """Return the errors of a method's first models."""
+    return np.array([row[~np.isnan(row)][0] for row in study.errors(method)])
 
 
 def _records(study: Study) -> Iterator[Record]:
