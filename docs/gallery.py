@@ -351,6 +351,7 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
     found = [json.loads((job.folder / "results.json").read_text()) for job in jobs]
     first = found[0]
     metrics = [one["metrics"] | _points(jobs[0].entry, one["curves"]) for one in found]
+    by_seed = first["by_seed"] if len(found) == 1 else {}
     return {
         "options": dict(jobs[0].entry.runs[jobs[0].run]),
         "code": fingerprint(jobs[0].entry, jobs[0].run),
@@ -360,7 +361,7 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
         "seconds": spread("seconds", [one["seconds"] for one in found]),
         **{cost: first[cost] for cost in ("rounds", "floats_up", "floats_down")},
         "metrics": {
-            name: spread(name, [one[name] for one in metrics])
+            name: spread(name, [one[name] for one in metrics], by_seed.get(name))
             for name in metrics[0]
             if all(name in one for one in metrics)
         },
@@ -390,11 +391,19 @@ def _points(entry: Entry, curves: Mapping[str, Sequence[float]]) -> dict[str, fl
     return found
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
-    """Return median, low, high and all values; None stands for never, in a number of rounds."""
+def spread(
+    name: str, values: Sequence[float], by_seed: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """Return median, low, high and all values; None stands for never, in a number of rounds.
+
+    The values of one run of many seeds are ``by_seed``.
+    """
     rounds = name.startswith("rounds_")
-    known = [np.inf if rounds and value == -1 else value for value in values]
-    found = {"median": np.median(known), "low": min(known), "high": max(known)}
+    runs, known = (
+        [np.inf if rounds and value == -1 else value for value in them]
+        for them in (values, by_seed or values)
+    )
+    found = {"median": np.median(runs), "low": min(known), "high": max(known)}
     kept = {key: _kept(value) for key, value in found.items()}
     return {**kept, "values": [_kept(value) for value in known]}
 

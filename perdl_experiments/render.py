@@ -9,7 +9,8 @@ part of a TOML  what it says
 =============== ================================================================================
 ``finding``     one or more templates of the first sentence; the first whose numbers are there
 ``metrics``     name in results.json, as a template -> metric, or ``{of, statistic, FIELD = [...],
-                except}``, with the fields' values that are meant, or left out
+                except, by_seed}``, with the fields' values that are meant, or left out; by_seed:
+                a record has a value per seed, which results.json has, too
 ``words``       field -> value -> how a reader sees that value
 ``tables``      title, caption, ``rows`` (a field), ``columns``; ``split``: a table per value of a
                 field; ``only``: conditions on fields
@@ -61,6 +62,8 @@ _STATISTICS: dict[str, Callable[[Any], Any]] = {
     "count": np.size,
 }
 _SHARES: dict[str, Callable[[Any, float], Any]] = {"below": np.less, "from": np.greater_equal}
+#: What a metric's rule has besides fields of its records.
+_RULE = ("of", "statistic", "except", "by_seed")
 #: A metric's place in a sentence.
 PLACE = re.compile(r"\{([^}]+)\}")
 
@@ -202,20 +205,33 @@ def statistic(record: Record, name: str) -> float:
 
 
 def metrics(page: Page, records: Sequence[Record]) -> dict[str, float]:
-    """Return results.json's metrics: the only place where their names are made."""
+    """Return results.json's metrics."""
     found: dict[str, float] = {}
-    for template, rule in page.get("metrics", {}).items():
-        only: dict[str, Any] = {"of": rule} if isinstance(rule, str) else dict(rule)
-        wanted, shown = only.pop("of"), only.pop("statistic", "value")
-        without = only.pop("except", None)
-        for record in records:
-            left_out = without is not None and _matches(record, without)
-            if record.metric == wanted and _matches(record, only) and not left_out:
-                name = re.sub("_+", "_", say(template, record.fields)).strip("_")
-                value = statistic(record, shown)
-                if found.setdefault(name, value) != value and not np.isnan(value):
-                    raise ValueError(f"metrics must have one record per name, got two of {name}.")
+    for name, record, rule in _named(page, records):
+        value = statistic(record, rule.get("statistic", "value"))
+        if found.setdefault(name, value) != value and not np.isnan(value):
+            raise ValueError(f"metrics must have one record per name, got two of {name}.")
     return found
+
+
+def by_seed(page: Page, records: Sequence[Record]) -> dict[str, list[float]]:
+    """Return what each seed has of those metrics that say so."""
+    return {
+        name: [statistic(record._replace(value=one), "value") for one in np.ravel(record.value)]
+        for name, record, rule in _named(page, records)
+        if rule.get("by_seed")
+    }
+
+
+def _named(page: Page, records: Sequence[Record]) -> Iterator[tuple[str, Record, Fields]]:
+    """Yield metrics' names, records and rules: the only place where their names are made."""
+    for template, given in page.get("metrics", {}).items():
+        rule: Fields = {"of": given} if isinstance(given, str) else given
+        only = {n: v for n, v in rule.items() if n not in _RULE}
+        for record in records:
+            left_out = "except" in rule and _matches(record, rule["except"])
+            if record.metric == rule["of"] and _matches(record, only) and not left_out:
+                yield re.sub("_+", "_", say(template, record.fields)).strip("_"), record, rule
 
 
 def _matches(record: Record, only: Mapping[str, Any]) -> bool:
@@ -315,7 +331,7 @@ def _values(records: Sequence[Record], field: str) -> list[Any]:
 
 
 def report(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a page says of records: metrics, finding, tables and notes.
+    """Return what a page says of records: metrics, by seed too, finding, tables and notes.
 
     Parameters
     ----------
@@ -331,6 +347,7 @@ def report(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> d
     known = {**facts, **found}
     return {
         "metrics": found,
+        "by_seed": by_seed(page, records),
         "finding": " ".join(_findings(page, known)),
         "tables": [one._asdict() for one in tables(page, records, told)],
         "notes": list(_notes(page, records, told)),

@@ -194,6 +194,13 @@ def test_intervals_of_a_few_runs_are_their_range_and_of_many_are_narrower() -> N
     assert abs(high - below[1]) <= 1
 
 
+def test_one_run_of_many_seeds_has_its_statistic_and_the_seeds_values() -> None:
+    none = gallery.spread("rounds_max", [-1.0], [3.0, -1.0, 2.0])
+    assert none == {"median": None, "low": 2.0, "high": None, "values": [3.0, None, 2.0]}
+    share = gallery.spread("share", [0.8])
+    assert share == {"median": 0.8, "low": 0.8, "high": 0.8, "values": [0.8]}
+
+
 # Runs ----------------------------------------------------------------------------------------
 
 
