@@ -128,7 +128,7 @@ def fluke_gossip(sgd: Any, rounds: int, batch: int, seed: int, **_: Any) -> Trai
     for one in (learner, learner.channel, *learner.clients):
         one.attach(watch)
     learner.run(10 * rounds)  # one of its rounds trains a few nodes only
-    return watch.floats, [one.model for one in learner.clients]
+    return averaged(watch.floats, [one.model for one in learner.clients])
 
 
 def fedlab(sgd: Any, rounds: int, batch: int, seed: int, **parts: Any) -> Trained:
@@ -207,7 +207,20 @@ def gossipy(sgd: Any, rounds: int, batch: int, seed: int, **_: Any) -> Trained:
     simulator.add_receiver(report)
     simulator.init_nodes(seed)  # which trains every node once
     simulator.start(rounds - 1)
-    return report._total_size, [one.model_handler.model for one in simulator.nodes.values()]
+    return averaged(
+        report._total_size, [one.model_handler.model for one in simulator.nodes.values()]
+    )
+
+
+@torch.no_grad()
+def averaged(floats: float, models: list[Any]) -> Trained:
+    """Average every node's model with its neighbors' once more: our nodes, too, end with that."""
+    convert, weights = torch.nn.utils, torch.eye(n) + torch.tensor(given["graph"])
+    vectors = torch.stack([convert.parameters_to_vector(one.parameters()) for one in models])
+    mixed = weights / weights.sum(dim=1, keepdim=True) @ vectors
+    for model, vector in zip(models, mixed, strict=True):
+        convert.vector_to_parameters(vector, model.parameters())
+    return floats + given["graph"].sum() * vectors.shape[1], models
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ RULES = (
     f"{DECIBELS:g}. Tables of methods have every rival, the best first; n/m counts the seeds in "
     "which one is better than ours.",
     f"Numbers are medians over seeds, in brackets the {LEVEL:.0%} bootstrap interval of the "
-    "median; for five runs or fewer, the range. Pictures are of the first seed.",
+    "median; for five seeds or fewer, the range. Pictures are of the first run.",
 )
 RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought

@@ -82,22 +82,25 @@ def shared_and_own(shared: Matrix, own: Mapping[str, Matrix], shape: tuple[int, 
     return figure
 
 
-def bars(panels: Mapping[str, Mapping[str, float]]) -> Figure:
+def bars(panels: Mapping[str, Mapping[str, Matrix]]) -> Figure:
     """Draw a bar with its number for every name, in panels side by side; the least is dark.
 
     Parameters
     ----------
-    panels : mapping of str to mapping of str to float
-        Title -> name -> value; names in the same order in all panels.
+    panels : mapping of str to mapping of str to ndarray of shape (n_seeds,)
+        Title -> name -> values, of which the bar is the median and a line on it the range; names
+        in the same order in all panels.
     """
     names = list(next(iter(panels.values())))
     figure = _figure(WIDTH, 0.42 * len(names) + 0.5)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, values) in zip(grid, panels.items(), strict=True):
-        least, most = min(values.values()), max(values.values())
-        for at, value in enumerate(values.values()):
+        ranges = np.array([np.quantile(one, [0, 0.5, 1]) for one in values.values()])
+        least, most = ranges[:, 1].min(), ranges[:, 1].max()
+        for at, (low, value, high) in enumerate(ranges):
             axes.barh(at, value, 0.7, color=COLORS[0] if value == least else "#b9c6d3")
-            axes.text(value + 0.04 * most, at, f"{value:#.3g}", va="center", fontsize=SMALL)
+            axes.plot([low, high], [at, at], color="#5b6770", lw=1.2)
+            axes.text(high + 0.04 * most, at, f"{value:#.3g}", va="center", fontsize=SMALL)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set(xlim=(0, 1.5 * most), xticks=[])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
