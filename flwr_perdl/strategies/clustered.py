@@ -38,7 +38,7 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from logging import WARNING
 from math import prod
@@ -321,24 +321,7 @@ class ClusteredFedAvg(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Find k models to start from; then choose, train and average, round by round."""
         if state is None:
-            if self.k == _AUTO and self._num_rounds == 1:
-                log(
-                    WARNING,
-                    'k="auto" takes two rounds to find its models: one round leaves a single one.',
-                )
-            model = self._checked(initial)
-            state = self._begun(model)
-            if state is None:
-                replies = yield Request(
-                    ALONE,
-                    model,
-                    {**self._config(), N_FITS: self.start_rounds},
-                    None,
-                    partial(check_shapes, [array.shape for array in model]),
-                    model=[array[None] for array in model],
-                    most=sum(array.size for array in model),
-                )
-                state = self._grouped(model, replies)
+            state = yield from self._start(initial)
         if _GROUPS in state:
             stacks = unpacked(state)
             replies = yield Request(
@@ -386,6 +369,28 @@ class ClusteredFedAvg(ModelStrategy):
             moved, memory = self.moved(stacks, replies.combined, state)
             self._keep_untrained(moved, stacks, replies)
             state = _state(moved, round_ + 1, now, memory)
+
+    def _start(self, initial: list[Matrix]) -> Generator[Request, Replies, State]:
+        """Return the state to begin with: models given or drawn, or the clients' own, grouped."""
+        if self.k == _AUTO and self._num_rounds == 1:
+            log(
+                WARNING,
+                'k="auto" takes two rounds to find its models: one round leaves a single one.',
+            )
+        model = self._checked(initial)
+        state = self._begun(model)
+        if state is not None:
+            return state
+        replies = yield Request(
+            ALONE,
+            model,
+            {**self._config(), N_FITS: self.start_rounds},
+            None,
+            partial(check_shapes, [array.shape for array in model]),
+            model=[array[None] for array in model],
+            most=sum(array.size for array in model),
+        )
+        return self._grouped(model, replies)
 
     def _keep_untrained(self, moved: list[Matrix], stacks: list[Matrix], replies: Replies) -> None:
         """Put models that nobody trained back to where they were: the memory moves them, too."""
