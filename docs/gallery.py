@@ -788,7 +788,7 @@ def _commands(page: Page, sections: Sequence[Entry]) -> str:
             given = [f"--data FOLDER/{name}"] if name else []
             given += [f"-o\0{n}={value}" for n, value in options.items() if n != "data"]
             command = " ".join(["flwr-perdl run", entry.experiment, *given])
-            wrapped = textwrap.wrap(command, 96, break_on_hyphens=False)
+            wrapped = textwrap.wrap(command, 96, break_on_hyphens=False, break_long_words=False)
             lines.append(" \\\n    ".join(wrapped).replace("\0", " "))
     return "\n".join(_once([*lines, *(line for entry in sections for line in entry.data)]))
 

@@ -55,11 +55,15 @@ def save(path: str | Path, source: ArrayRecord | Arrays | str | Path) -> None:
         named = {name: array.numpy() for name, array in source.items()}
     else:
         named = dict(source)
+    arrays = {name: np.asarray(array, order="C") for name, array in named.items()}
     try:
-        data = library.save({name: np.asarray(array, order="C") for name, array in named.items()})
-    except Exception as error:
+        data = library.save(arrays)
+    except MemoryError:
+        raise
+    except Exception as error:  # the library's own kind of errors has no public base
+        said = str(error).rstrip(".")
         raise ValueError(
-            f"source must have arrays by name, of dtypes that safetensors files have: {error}."
+            f"source must have arrays by name, of dtypes that safetensors files have: {said}."
         ) from error
     with files.replacing(path) as stream:
         stream.write(data)

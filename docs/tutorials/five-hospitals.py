@@ -132,8 +132,8 @@ pd.DataFrame(filled).T.round(3)
 
 # %% [markdown]
 # The west has no figure alone: `fit` rejects a column that no table has. Shared atoms alone fill
-# in best: own atoms, learned from a few incomplete rows, fit what is there and mislead about the
-# rest.
+# in better than with own ones: those, learned from few incomplete rows, fit what is there and
+# mislead about the rest.
 
 # %% [markdown]
 # ## Cross-validation by hospital

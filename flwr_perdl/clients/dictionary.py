@@ -28,7 +28,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS, check_samples, check_summed
-from flwr_perdl.privacy import may_send
+from flwr_perdl.privacy.withholding import Terms
 from flwr_perdl.protocol.records import ANEW, EVALUATE, Scalar
 from flwr_perdl.random import spawn
 
@@ -210,7 +210,7 @@ class LearnerClient(ProtocolClient):
 
     def may_send(self, weights: Matrix, X: Matrix) -> NDArray[np.bool_]:
         """Return which of the sums ``weights.T @ X`` may leave this client."""
-        return may_send(weights, X, self.min_support)
+        return Terms.of(weights, X).enough(self.min_support)
 
     def result(
         self,

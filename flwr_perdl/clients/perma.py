@@ -66,7 +66,7 @@ from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.dictionary.learners import CodeSums
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statistics
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
-from flwr_perdl.privacy.withholding import Terms, may_send_entries
+from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import Scalar
 from flwr_perdl.random import spawn
@@ -302,7 +302,7 @@ class DictionaryClient(LearnerClient):
         """Return the statistics of the first ``r`` atoms, and the samples' energy."""
         full = completed(X, C, D)
         # Asked before the sums are formed, since what a withheld atom explains counts as local.
-        shared = Terms.of(C[:, :r], full - C[:, r:] @ D[r:]).enough(self.min_support)
+        shared = self.may_send(C[:, :r], full - C[:, r:] @ D[r:])
         sent = local_statistics(full, C, D, shared, orthogonal=self.learner.orthogonal)
         if has_missing(X):  # a withheld entry's sum is that of a reconstruction
             entries = may_send_entries(C[:, :r], X, self.min_support)

@@ -64,7 +64,7 @@ from flwr_perdl.dictionary.coding import (
     omp,
     pursue,
 )
-from flwr_perdl.dictionary.polar import completed_polar, polar_factor, rounding_share
+from flwr_perdl.dictionary.polar import polar_factor, polar_of_checked, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11
@@ -404,7 +404,7 @@ class OrthogonalLearner(SummedLearner, ThresholdLearner):
     orthogonal: ClassVar[bool] = True
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        return completed_polar(C.T @ X, D)
+        return polar_of_checked(C.T @ X, D)
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
         """Return `update` of the samples that the sums are of, but for rounding."""

@@ -59,10 +59,12 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     S = check_array("S", S)
     n, d = S.shape
     fallback = check_array("fallback", fallback, rows=n, columns=d, squares=True)
-    return completed_polar(S, fallback, None if fixed is None else check_mask("fixed", fixed, n, n))
+    return polar_of_checked(
+        S, fallback, None if fixed is None else check_mask("fixed", fixed, n, n)
+    )
 
 
-def completed_polar(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
+def polar_of_checked(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
     """Return :func:`polar_factor` of arrays that are checked, but for the number of rows."""
     if len(S) > S.shape[1]:
         raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")

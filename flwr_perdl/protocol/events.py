@@ -54,6 +54,7 @@ class EventLog:
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = None if path is None else Path(path)
+        self._lock: int | None = None
         self._held = False
 
     def write(self, event: str, **fields: Any) -> None:
@@ -65,12 +66,12 @@ class EventLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab+") as stream:
-                self._hold(self._path)
                 if stream.tell():
                     stream.seek(-1, 2)
                     if stream.read(1) != b"\n":
                         stream.write(b"\n")
                 stream.write(line.encode() + b"\n")
+            self._hold(self._path)
         except OSError as error:
             log(WARNING, "The event %r could not be written to %s: %s", event, self._path, error)
 
@@ -78,18 +79,20 @@ class EventLog:
         """Lock the file for as long as this log lives: `has_writer` sees that it does."""
         if self._held or fcntl is None:
             return
-        descriptor = os.open(path, os.O_RDONLY)
-        finalize(self, os.close, descriptor)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self._held = True
+        if self._lock is None:
+            self._lock = os.open(path, os.O_RDONLY)
+            finalize(self, os.close, self._lock)
+        with suppress(OSError):  # no locks here, or a reader looks just now: the next event tries
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._held = True
 
 
 def has_writer(path: Path) -> bool:
     """Return whether a process on this machine has an `EventLog` of a file that exists.
 
-    The system releases its lock when the process ends, however it ends. Where a file system has no
-    locks, the answer is True.
+    The system releases its lock when the process ends, however it ends. Where a system or a file
+    system has no locks, the answer is True; of a folder that machines share without sharing locks
+    ask on the server's.
 
     Examples
     --------

@@ -91,17 +91,17 @@ def planted(rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("learner", "draw", "n_known"),
+    ("learner", "draw", "n_known", "most"),
     [
-        (LassoLearner(32), digits, 1400),
-        (MODLearner(32, n_nonzero=5), digits, 1400),
-        (LassoLearner(8), planted, 600),
-        (MODLearner(8, n_nonzero=2), planted, 600),
+        (LassoLearner(32), digits, 1400, 0.03),
+        (MODLearner(32, n_nonzero=5), digits, 1400, 0.04),
+        (LassoLearner(8), planted, 600, 0.03),
+        (MODLearner(8, n_nonzero=2), planted, 600, 0.05),
     ],
     ids=["lasso-digits", "mod-digits", "lasso-planted", "mod-planted"],
 )
 def test_a_dictionary_of_samples_with_30_percent_missing_is_nearly_that_of_whole_ones(
-    learner, draw, n_known
+    learner, draw, n_known, most
 ):
     """Hidden entries of new samples are filled in within 8 %, over five draws."""
     errors = np.zeros((5, 2))
@@ -116,6 +116,7 @@ def test_a_dictionary_of_samples_with_30_percent_missing_is_nearly_that_of_whole
             rest = whole - learner.code(X, D) @ D
             errors[seed, i] = np.mean(rest[n_known:][hidden[n_known:]] ** 2)
     complete, missing = errors.mean(axis=0)
+    assert complete < most
     assert missing < 1.08 * complete
 
 

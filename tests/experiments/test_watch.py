@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flwr_perdl.protocol.events import EVENTS, EventLog, read_events
+from flwr_perdl.protocol.events import EVENTS, EventLog, has_writer, read_events
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
 from perdl_experiments.watch import View, watch
@@ -116,6 +116,7 @@ sys.stdin.read()
 
 
 def test_a_killed_server_is_told_apart_from_one_that_waits(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
     path = tmp_path / EVENTS
     command = [sys.executable, "-c", SERVER, str(path)]
     pipe = subprocess.PIPE
@@ -132,7 +133,22 @@ def test_a_killed_server_is_told_apart_from_one_that_waits(tmp_path: Path) -> No
     assert "waiting" not in said
 
 
+def test_a_writer_is_seen_though_a_reader_looked_at_its_first_event(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / EVENTS
+    log = EventLog(path)
+    path.touch()
+    with path.open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_EX)
+        log.write("begin", rounds=2, done=0)
+    assert not has_writer(path)
+    log.write("ask", round=1, step="start", asked=3)
+    assert has_writer(path)
+    assert [event["event"] for event in read_events(path)[0]] == ["begin", "ask"]
+
+
 def test_the_view_of_a_killed_server_goes_on_when_the_run_is_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
     (tmp_path / EVENTS).write_text('{"event": "begin", "time": "noon", "rounds": 2}\n')
     logs = []
 

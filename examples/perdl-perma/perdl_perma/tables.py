@@ -17,9 +17,10 @@ def read(path: Path) -> np.ndarray:
     if len({len(line) for line in lines}) != 1:
         raise ValueError(f"{path} must have as many columns in every line, separated by commas.")
     rows = np.array([[number(cell) for cell in line] for line in lines])
-    if np.isnan(rows[0]).all():
-        rows = rows[1:]  # without the header
-    wrong = 1 + np.flatnonzero(np.isnan(rows).any(axis=0))
+    words = np.isnan(rows[0])
+    if words.all() or (words.any() and np.isfinite(rows[1:, words]).all()):
+        rows = rows[1:]  # without the header, in which a name may be a number, as a year is
+    wrong = 1 + np.flatnonzero(~np.isfinite(rows).all(axis=0))
     if len(wrong):
         raise ValueError(
             f"{path} must have numbers only, separated by commas, got others in columns "
