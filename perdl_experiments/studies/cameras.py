@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from statistics import mode
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.dictionary import hmf, iterate, reconstruct, sparse_code
+from flwr_perdl.dictionary import hmf, reconstruct, sparse_code
 from flwr_perdl.dictionary.components import STEP
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
@@ -58,9 +58,9 @@ TURNS: dict[str, Callable[[Matrix], Matrix]] = {
     "turned right": partial(np.rot90, k=-1, axes=(1, 2)),
 }
 SHIFTS = {"moved up": (-1, 0), "moved down": (1, 0), "moved left": (0, -1), "moved right": (0, 1)}
-#: Shares of a site's atoms that PerMA, PerPCA and HMF are tried with, beside all of them; steps of
-#: fine-tuning; PerPCA's and HMF's steps, the library's in the middle.
-SHARES, STEPS = (0.25, 0.5, 0.625, 0.75, 0.875), (0, 1, 3, 10, 30, 100)
+#: Shares of a site's atoms that PerMA, PerPCA and HMF are tried with, beside all of them; PerPCA's
+#: and HMF's steps, the library's in the middle.
+SHARES = (0.25, 0.5, 0.625, 0.75, 0.875)
 PCA_STEPS, HMF_STEPS = (0.5, 1.0, 2.0), (STEP / 2, STEP, 2 * STEP)
 #: The most images of a view to choose by, and as many to measure; those of the data to train with.
 MOST, TRAIN = 200, 0.8
@@ -254,15 +254,14 @@ class Comparison:
 
     def finetuned(self, shared: Try) -> Try:
         """Return a shared dictionary, trained further at each site for its best number of steps."""
+
+        def error(site: int, D: Matrix) -> float:
+            sets = self.sites[site].choose
+            return float(np.mean([np.mean((X - self.rebuilt(X, D)) ** 2) for X in sets]))
+
         learner = _methods.make_learner(self.all_shared, self.config.n_atoms, shared.setting)
-        tries = [shared]
-        for before, after in pairwise(STEPS):
-            more, pairs = [1.0] * (after - before), zip(self.samples, tries[-1][0], strict=True)
-            tries.append(self.judged([iterate(learner, X, D, more) for X, D in pairs], after))
-        at = np.argmin([one.choose.mean(axis=1) for one in tries], axis=0)
-        each = [[tries[j][part][i] for i, j in enumerate(at)] for part in range(3)]
-        steps = float(np.median([STEPS[j] for j in at]))
-        return Try(each[0], np.array(each[1]), np.array(each[2]), steps)
+        found = _methods.finetuned(learner, shared.dictionaries[0], self.samples, error)
+        return self.judged([D for D, _ in found], float(np.median([steps for _, steps in found])))
 
     def parted(self, learn: Callable[[int, float], Try], steps: Sequence[float]) -> Try:
         """Return a method with its best number of shared components, and with its best step."""

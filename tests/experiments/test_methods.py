@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flwr_perdl.clients import client_app
+from flwr_perdl.dictionary import iterate, normalize_atoms
 from flwr_perdl.dictionary.perpca import personalized_pca
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
@@ -49,8 +50,9 @@ def test_every_method_has_quality_and_cost(ran: Any) -> None:
     assert metrics["rounds_tuned_naive"] == 1
     assert metrics["rounds_tuned_perma"] == metrics["rounds_tuned_perpca"] == 6
     assert metrics["floats_up_tuned_local"] == 0
-    assert metrics["floats_up_tuned_pooled"] == metrics["samples_per_client"] * 64
-    assert (seen[5].done, seen[-1].done, seen[-1].total) == (6, 19, 19)
+    assert metrics["floats_up_tuned_finetuned"] > metrics["floats_up_tuned_perma"]
+    assert metrics["floats_up_tuned_pooled"] == metrics["samples_per_client"] * 4 / 5 * 64
+    assert (seen[5].done, seen[-1].done, seen[-1].total) == (6, 20, 20)
 
 
 def test_more_atoms_of_their_own_help_and_matching_beats_the_naive_average(ran: Any) -> None:
@@ -58,6 +60,40 @@ def test_more_atoms_of_their_own_help_and_matching_beats_the_naive_average(ran: 
     for method in ("perma", "perpca"):
         assert metrics[f"mse_tuned_{method}_full_10"] < metrics[f"mse_tuned_{method}_10"]
     assert metrics["mse_tuned_perma_full_10"] < metrics["mse_tuned_naive_10"]
+
+
+def test_images_that_choose_are_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, learned, judged = config().task, [], []
+    learn, error = _methods.learn, _methods._error
+
+    def learning(method: str, setting: float, samples: Any, *given: Any) -> _methods.Learned:
+        learned.extend(samples)
+        return learn(method, setting, samples, *given)
+
+    def judging(X: Any, D: Any) -> float:
+        judged.append(X)
+        return error(X, D)
+
+    monkeypatch.setattr(_methods, "learn", learning)
+    monkeypatch.setattr(_methods, "_error", judging)
+    _methods.learn_tuned("finetuned", task.clients, config(), images.START)
+    known, chosen = ({row.tobytes() for X in parts for row in X} for parts in (learned, judged))
+    assert not known & chosen
+    assert known | chosen == {row.tobytes() for X in task.clients for row in X}
+
+
+def test_fine_tuning_keeps_what_is_best_for_each_client() -> None:
+    task, learner = config().task, _methods.make_learner(config(), 12, 0.1)
+    D = normalize_atoms(np.random.default_rng(0).standard_normal((12, 64)))
+    steps = {0: 3, 1: 0, 2: 100}
+
+    def error(client: int, tried: Any) -> float:
+        once = iterate(learner, task.clients[client], D, [1.0] * steps[client])
+        return float(np.abs(tried - once).max())
+
+    found = _methods.finetuned(learner, D, task.clients, error)
+    assert [taken for _, taken in found] == list(steps.values())
+    np.testing.assert_array_equal(found[1][0], D)
 
 
 def test_settings_are_judged_by_the_clients_own_images_alone() -> None:
