@@ -122,9 +122,9 @@ def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
     """
     with np.errstate(over="ignore", under="ignore"):
         squares = row_products(D, D)[:, None]
-    fine = np.abs(squares - 1) <= _UNIT
-    if fine.all() or (fine := fine | ~D.any(axis=1, keepdims=True)).all():
-        return D, np.ones(squares.shape, squares.dtype)
+    fine = (np.abs(squares - 1) <= _UNIT) | ~D.any(axis=1, keepdims=True)
+    if not D.shape[1] or fine.all():
+        return D, np.ones_like(squares)
     scaled, norms = _measured(D)
     peaks = (np.abs(A).max(axis=1, keepdims=True) for A in (D, np.where(fine, 1, scaled)))
     atoms = np.where(fine, D, scaled / np.where(fine, 1, norms))

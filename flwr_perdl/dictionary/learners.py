@@ -75,7 +75,7 @@ PURSUED = 10
 #: Samples that must stand behind an atom before a learner moves it.
 _LEAST_SUPPORT = 2
 #: Updates of samples with missing entries, by the same codes: each completes them by the last one's
-#: atoms. After one these have moved too little, the less the more is missing.
+#: atoms. One completion moves atoms too little: the more is missing, the less they move.
 _COMPLETIONS = 5
 #: Supports this near to a whole number, relative to it, are that number but for rounding.
 _WHOLE = 1e-9

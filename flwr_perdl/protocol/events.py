@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
 from logging import WARNING
 from math import isfinite
 from pathlib import Path
@@ -15,13 +17,10 @@ from weakref import finalize
 
 from flwr_perdl.protocol.compat import log
 
-try:
-    import fcntl
-except ImportError:  # Windows: a reader does not learn that the writer is gone
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = ["EVENTS", "Event", "EventLog", "has_writer", "read_events"]
 
+#: Locks of files. Windows has none: there a reader does not learn that the writer is gone.
+_LOCKS: Any = import_module("fcntl") if find_spec("fcntl") else None
 #: A run's events, in its folder.
 EVENTS = "events.jsonl"
 
@@ -55,7 +54,6 @@ class EventLog:
     def __init__(self, path: str | Path | None) -> None:
         self._path = None if path is None else Path(path)
         self._lock: int | None = None
-        self._held = False
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; a disk that is full is logged, and does not stop the run."""
@@ -77,14 +75,13 @@ class EventLog:
 
     def _hold(self, path: Path) -> None:
         """Lock the file for as long as this log lives: `has_writer` sees that it does."""
-        if self._held or fcntl is None:
+        if _LOCKS is None:
             return
         if self._lock is None:
             self._lock = os.open(path, os.O_RDONLY)
             finalize(self, os.close, self._lock)
         with suppress(OSError):  # no locks here, or a reader looks just now: the next event tries
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._held = True
+            _LOCKS.flock(self._lock, _LOCKS.LOCK_SH | _LOCKS.LOCK_NB)
 
 
 def has_writer(path: Path) -> bool:
@@ -105,11 +102,11 @@ def has_writer(path: Path) -> bool:
     ...     has_writer(Path(folder, "events.jsonl"))
     True
     """
-    if fcntl is None:
+    if _LOCKS is None:
         return True
     with path.open("rb") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _LOCKS.flock(stream, _LOCKS.LOCK_EX | _LOCKS.LOCK_NB)
         except OSError:
             return True
     return False
