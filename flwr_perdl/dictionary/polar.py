@@ -83,7 +83,7 @@ def _nearest(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
         return fallback.astype(S.dtype)
     M: Matrix = (S / largest).astype(np.float64, copy=False)
     share = rounding_share(S)
-    Q = None if len(fixed) else _by_gram(M, max(SAFE_GRAM, len(S) * share**2))
+    Q = None if len(fixed) else _by_gram(M, fallback, max(SAFE_GRAM, len(S) * share**2))
     if Q is None:
         F: Matrix = fixed.astype(np.float64)
         if S.dtype != F.dtype:
@@ -118,15 +118,26 @@ def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
         return U, s, Vt
 
 
-def _by_gram(M: Matrix, least: float = SAFE_GRAM) -> Matrix | None:
-    """Return the polar factor by the Gram matrix, None if that is too badly conditioned."""
-    gram = M @ M.T
-    if not gram.diagonal().all():  # a row of zeros, as of an atom that no sample uses
-        return None
-    squares, U = np.linalg.eigh(gram)
+def _by_gram(M: Matrix, fallback: Matrix, least: float) -> Matrix | None:
+    """Return the polar factor by Gram matrices, None if one is too badly conditioned.
+
+    A row of zeros, as of an atom that no sample uses, changes no other row of the factor.
+    """
+    used = M.any(axis=1)
+    Q = _inverse_root(M[used], least)
+    if Q is None or used.all():
+        return Q
+    factor = np.empty_like(M)
+    factor[used], factor[~used] = Q, _in_complement(fallback[~used].astype(M.dtype), Q)
+    return factor
+
+
+def _inverse_root(M: Matrix, least: float = SAFE_GRAM) -> Matrix | None:
+    """Return ``(M M')^(-1/2) M``, None if ``M M'`` is too badly conditioned."""
+    squares, U = np.linalg.eigh(M @ M.T)
     if not len(squares) or squares[0] <= least * max(squares[-1], 1.0):
         return None
-    # (M M')^(-1/2) M; the Newton-Schulz step repairs what the squared condition cost.
+    # The Newton-Schulz step repairs what the squared condition cost.
     return orthonormal((U / np.sqrt(squares)) @ U.T @ M)
 
 
@@ -147,7 +158,7 @@ def _by_svd(M: Matrix, V: Matrix, fallback: Matrix, least: float) -> Matrix:
 def _in_complement(M: Matrix, V: Matrix) -> Matrix:
     """Return rows orthonormal and orthogonal to those of ``V``, as near as possible to ``M``."""
     M = M - (M @ V.T) @ V
-    Q = _by_gram(M)
+    Q = _inverse_root(M)
     if Q is not None:
         return Q
     # Where too little of M is left, an orthonormal basis of the whole complement is needed.
