@@ -49,10 +49,9 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from logging import INFO, WARNING
-from math import nan
+from logging import WARNING
 from typing import ClassVar, Literal, Unpack
 
 import numpy as np
@@ -60,8 +59,6 @@ import numpy as np
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import (
     ATOMS,
-    CHOOSE,
-    HELD_OUT,
     HOLD_OUT,
     REFINE_STEPS,
     SENDS,
@@ -88,12 +85,12 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
 from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
+from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
     DictionaryStrategy,
     alike,
     are_orthonormal,
     atoms_kind,
-    atoms_of,
     check_shape,
     given_atoms,
     is_orthogonal,
@@ -105,12 +102,6 @@ SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
 #: `PerMA.n_global` by name: the best on samples held out; on how many the clients agree.
 AUTO, AGREE = NAMED = "auto", "agree"
-#: Which shares of a client's atoms "auto" tries, in how many rounds at most, and how the state
-#: calls them.
-SHARES, MOST_ROUNDS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 8, "candidate_"
-#: Errors below this share of a client's largest one are rounding; a round's errors count for so
-#: much of the next one's.
-ROUNDING, FADES = 1e-12, 0.5
 #: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
 
@@ -276,8 +267,13 @@ class PerMA(DictionaryStrategy):
                 START, config=config, check=self.check_dictionary, max_weight=None
             )
             state = self._match(replies)
-        if "rounds_left" in state:
-            state = yield from self._choose(state)
+        if is_choosing(state):
+            best, replies = yield from choose(state, self._update_of_candidates())
+            state = {
+                "global_atoms": best,
+                "orthogonal": state["orthogonal"],
+                "samples": median_samples(replies),
+            }
         while True:  # line 8; the driver ends it: the next request's model is line 16's result
             global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
             replies = yield Request(  # lines 7, 14; clients: lines 9-12
@@ -302,64 +298,6 @@ class PerMA(DictionaryStrategy):
                 "samples": median_samples(replies),
             }
 
-    def _choose(self, state: State) -> Generator[Request, Replies, State]:
-        """Update the candidates side by side, and return the state of the best; "auto" only."""
-        config = self._config
-        if self._evaluate_config is not None:
-            config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
-        for left in range(int(state["rounds_left"]), 0, -1):
-            candidates = [state[name] for name in sorted(state) if name.startswith(CANDIDATE)]
-            orthogonal = bool(state["orthogonal"])
-            replies = yield Request(
-                CHOOSE,
-                candidates,
-                config,
-                {**state, "rounds_left": np.array(left)},
-                partial(self._check_each, candidates),
-                model=[candidates[_best(candidates, state)]],
-                most=sum(G.size + len(G) ** 2 for G in candidates),
-                max_weight=None,
-            )
-            replies = alike(replies, partial(is_orthogonal, atoms=candidates[-1]), atoms_kind)
-            errors = FADES * state["errors"] + self._errors(candidates, replies)
-            candidates = [
-                self._aggregate(replies, i, G, orthogonal) for i, G in enumerate(candidates)
-            ]
-            state = {**state, **named_candidates(candidates), "errors": errors}
-        best = _best(candidates, state)
-        log(INFO, "n_global is %d: see the errors on samples held out.", len(candidates[best]))
-        return {
-            "global_atoms": candidates[best],
-            "orthogonal": state["orthogonal"],
-            "samples": median_samples(replies),
-        }
-
-    def _check_each(self, candidates: Sequence[Matrix], reply: Reply) -> None:
-        """Accept an update of each candidate."""
-        if len(reply.arrays) != len(candidates):
-            raise ValueError(
-                f"wrong number of arrays: {len(candidates)} are asked for, got {len(reply.arrays)}"
-            )
-        for G, array in zip(candidates, reply.arrays, strict=True):
-            self._check(G, False, reply._replace(arrays=[array]))
-
-    def _errors(self, candidates: Sequence[Matrix], replies: Replies) -> Matrix:
-        """Return the clients' errors on samples held out, of every candidate."""
-        names = [f"{HELD_OUT}{len(G)}" for G in candidates]
-        rows = [[reply.metrics.get(name, nan) for name in names] for reply in replies.values()]
-        errors = np.array(rows)[np.isfinite(rows).all(axis=1)]
-        if not len(errors):
-            raise ValueError(
-                'n_global must be a number or "agree" where no client can measure an error on '
-                'samples held out, got "auto".'
-            )
-        errors[errors <= ROUNDING * errors.max(axis=1, keepdims=True)] = 0
-        # Relative to the client's own mean, so that no client decides for all by its scale.
-        errors = errors / np.maximum(errors.mean(axis=1, keepdims=True), 1e-300)
-        robust = self.aggregation in (ROBUST, "median", "trimmed")
-        error: Matrix = (np.median if robust else np.mean)(errors, axis=0)
-        return error
-
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result: a choice needs one, and one after it."""
         return 3 if self.n_global == AUTO else 1
@@ -374,6 +312,14 @@ class PerMA(DictionaryStrategy):
         """What a client is told of an update."""
         steps = {LOCAL_STEPS: self.local_steps, REFINE_STEPS: self.refine_steps}
         return {SENDS: self._sends, **steps}
+
+    def _update_of_candidates(self) -> Update:
+        """Return how "auto" updates, and measures, each number of global atoms."""
+        config = self._config
+        if self._evaluate_config is not None:
+            config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
+        robust = self.aggregation in (ROBUST, "median", "trimmed")
+        return Update(config, self._check, self._aggregate, np.median if robust else np.mean)
 
     @property
     def _only_sums(self) -> bool:
@@ -438,7 +384,9 @@ class PerMA(DictionaryStrategy):
         replies = alike(replies, is_orthogonal, atoms_kind)
         replies = self.within_bounds(replies)
         orthogonal = is_orthogonal(next(iter(replies.values())))
-        numbers = [] if self.n_global == AGREE else self._numbers(replies)
+        numbers = [self.n_global] if isinstance(self.n_global, int) else []
+        if self.n_global == AUTO:
+            numbers = numbers_to_try(replies)
         replies = self.with_enough(replies, max(numbers, default=0))
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
@@ -451,27 +399,15 @@ class PerMA(DictionaryStrategy):
         found = [self._matched(dictionaries, number, orthogonal) for number in numbers]
         if self.n_global in NAMED:
             found.append(self._matched(dictionaries, "auto", orthogonal))
-        if self.n_global != AUTO:
-            if not len(found[0]) and self.n_global == AGREE:
-                log(
-                    WARNING,
-                    'n_global="agree" found no atom on which the clients agree: nothing is shared. '
-                    '"auto" tries several numbers.',
-                )
-            return {**state, "global_atoms": found[0]}
-        rounds = MOST_ROUNDS if self._num_rounds is None else self._num_rounds - 2
-        state["rounds_left"] = np.array(min(max(rounds, 1), MOST_ROUNDS))
-        by_number = {len(atoms): atoms for atoms in found}
-        state |= {"agreed": np.array(len(found[-1])), "errors": np.zeros(len(by_number))}
-        return state | named_candidates([by_number[number] for number in sorted(by_number)])
-
-    def _numbers(self, replies: Replies) -> list[int]:
-        """Return the numbers of global atoms to find."""
-        if isinstance(self.n_global, int):
-            return [self.n_global]
-        sizes = np.array([atoms_of(reply) for reply in replies.values()])
-        least = int(sizes[2 * sizes >= np.median(sizes)].min())  # the others are left out
-        return [round(share * least) for share in SHARES]
+        if self.n_global == AUTO:
+            return {**state, **begun(found, self._num_rounds)}
+        if not len(found[0]) and self.n_global == AGREE:
+            log(
+                WARNING,
+                'n_global="agree" found no atom on which the clients agree: nothing is shared. '
+                '"auto" tries several numbers.',
+            )
+        return {**state, "global_atoms": found[0]}
 
     def _matched(
         self, dictionaries: list[Matrix], n_global: int | Literal["auto"], orthogonal: bool
@@ -518,20 +454,6 @@ def _noted(replies: Replies, found: Aggregation) -> Matrix:
     for effect, shares in found.odd.items():
         replies.note(effect, dict(zip(replies, shares, strict=False)))
     return found.global_atoms
-
-
-def _best(candidates: Sequence[Matrix], state: State) -> int:
-    """Return whose error is least; of equals the one on which the clients agree."""
-    errors, sizes = state["errors"], [len(G) for G in candidates]
-    agreed = sizes.index(int(state["agreed"]))
-    if sizes[agreed] and errors[agreed] == errors.min():
-        return agreed
-    return int(errors.argmin())
-
-
-def named_candidates(candidates: Sequence[Matrix]) -> dict[str, Matrix]:
-    """Return the candidates under the names that they have in the state."""
-    return {f"{CANDIDATE}{i}": atoms for i, atoms in enumerate(candidates)}
 
 
 def median_samples(replies: Replies) -> Matrix:
