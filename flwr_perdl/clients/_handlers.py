@@ -18,7 +18,7 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.core.checks import FLOATS, Matrix
+from flwr_perdl.core.checks import FLOATS, Matrix, as_float
 from flwr_perdl.protocol.compat import NumPyClient, like
 from flwr_perdl.protocol.records import (
     ARRAYS,
@@ -136,8 +136,7 @@ def sendable(array: Array) -> Array:
 
 def floats(model: Sequence[Any]) -> list[Matrix]:
     """Return a model's arrays as the server takes them: counters and half floats are converted."""
-    arrays = map(np.asarray, model)
-    return [a if a.dtype in FLOATS else a.astype(np.float64) for a in arrays]
+    return [as_float(np.asarray(array)) for array in model]
 
 
 def evaluation_of(client: Any) -> Evaluate:

@@ -9,9 +9,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from flwr_perdl.core.checks import (
-    FLOATS,
     LARGE,
     Matrix,
+    as_float,
     check_array,
     check_choice,
     check_kind,
@@ -190,8 +190,7 @@ def as_floats(initial: Sequence[Matrix]) -> list[Matrix]:
     check_given(initial)
     model = []
     for array in initial:
-        other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
-        values = array.astype(np.float64) if other else array
+        values = as_float(array) if array.dtype.kind in "biuf" else array
         model.append(check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape))
     return model
 

@@ -213,9 +213,8 @@ class ClusteredFedAvg(ModelStrategy):
     less than two standard errors over clients are joined; and with too little training alone the
     groups are not the kinds.
 
-    Arrays of other dtypes than float32 and float64, counters for example, travel as float64, which
-    PyTorch's ``load_state_dict`` takes. With more than one model every client must define
-    ``evaluate``, and return a finite loss.
+    Counters travel as float64 and half floats as float32; PyTorch's ``load_state_dict`` takes both.
+    With more than one model every client must define ``evaluate``, and return a finite loss.
 
     Examples
     --------

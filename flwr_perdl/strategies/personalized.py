@@ -110,7 +110,7 @@ class PersonalizedFedAvg(ModelStrategy):
     these arrays count, so that an app that reads nothing of it is right, too. Metrics and number of
     samples are the second step's.
 
-    Shared arrays of other dtypes than float32 and float64, counters for example, travel as float64.
+    Shared counters travel as float64, and half floats as float32, whose means would be too coarse.
     Numbers of samples weigh, those above ten times the round's median as that.
 
     Examples

@@ -16,6 +16,7 @@ from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Adam,
+    ClusteredFedAvg,
     Ditto,
     Momentum,
     PersonalizedFedAvg,
@@ -248,6 +249,19 @@ def test_fedrep_trains_the_head_first_then_the_body(obeys: bool) -> None:
     # head 0 + 1 + 1 = 2, body 1 + 2 = 3; head 2 + 3 + 1 = 6, body 3 + 6 = 9
     assert body.tolist() == [9]
     assert grid.measured("loss") == {0: 6, 1: 6}
+
+
+def test_half_floats_travel_as_float32() -> None:
+    class Halves(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [(array + 0.1).astype(np.float16) for array in parameters], 1, {}
+
+    start = ArrayRecord([np.zeros(2, np.float16)])
+    for strategy in (Ditto(), ClusteredFedAvg(1)):
+        grid = InProcessGrid(client_app(lambda context: Halves()), 2)
+        (body,) = strategy.start(grid, start, num_rounds=2).arrays.to_numpy_ndarrays()
+        assert body.dtype == np.float32
+        np.testing.assert_allclose(body, 0.2, rtol=1e-3)
 
 
 def test_counters_of_normalization_layers_may_be_private_or_shared() -> None:
