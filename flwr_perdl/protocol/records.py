@@ -157,7 +157,8 @@ def encode(array: Matrix) -> Array:
     dtype = _FLOATS.get(array.dtype)
     if dtype is None:
         return Array(array)
-    data = file_header(array.dtype, array.shape) + array.tobytes()
+    # Joined, since a large array's bytes would be copied once more by a sum.
+    data = b"".join((file_header(array.dtype, array.shape), array.reshape(-1).view(np.uint8).data))
     return Array(dtype, array.shape, NPY, data)
 
 
