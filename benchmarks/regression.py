@@ -31,7 +31,7 @@ from perdl_experiments.mixed_regression_data import (
 from perdl_experiments.render import markdown_table
 
 SEEDS = 4
-#: Rounds of the paper's Phase 2, of one that divides by the cluster's points, of exact solves.
+#: Rounds of the paper's Phase 2, of one that divides by the cluster's points, of a comparison.
 ROUNDS, FEWER, FEWEST = 400, 100, 20
 #: So many rounds by plain loops, and the batched ``ROUNDS``, are timed so often, in turn.
 PLAIN, TIMES = 5, 6
@@ -63,7 +63,6 @@ CHANGES: dict[str, TwoPhase] = {
     "… and one local step": TwoPhase(3, phase_2=Refinement(check_every=0)),
     "defaults (… and checks)": TwoPhase(3),
     "defaults, k unknown": TwoPhase(),
-    "defaults, the server solves": TwoPhase(3, phase_2=Refinement(local="exact")),
 }
 NOISES = (0.2, 0.5, 1.0, 2.0)
 SIZES = (50, 20, 10, 5)
@@ -96,7 +95,6 @@ def changes() -> list[dict[str, Any]]:
         clients = [Clients(data.X, data.y) for data in drawn]
         for row, settings in zip(rows, CHANGES.values(), strict=True):
             n_rounds = ROUNDS if settings.phase_2.normalise == "all" else FEWER
-            n_rounds = FEWEST if settings.phase_2.local == "exact" else n_rounds
             runs = [
                 over_oracle(data, own, settings, n_rounds, seed)
                 for seed, (data, own) in enumerate(zip(drawn, clients, strict=True))
@@ -272,8 +270,7 @@ def tables(results: dict[str, Any]) -> str:
     took, sent = results["speed"], results["speed"]["messages"]
     lines = [
         f"Seeds within 5 % of the oracle after {ROUNDS} rounds ({FEWER} from the division by the "
-        f"cluster's points on, {FEWEST} where the server solves), the median round from which they "
-        "stay there, the median final error "
+        "cluster's points on), the median round from which they stay there, the median final error "
         "over the oracle's:",
         "",
         markdown_table(

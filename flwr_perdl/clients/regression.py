@@ -26,7 +26,7 @@ from flwr_perdl.protocol.records import Scalar
 from flwr_perdl.regression import SQUARED, Ask, FeatureMap, LogisticLoss, Loss, SquaredLoss
 from flwr_perdl.regression.features import apply_features
 from flwr_perdl.regression.losses import check_labels
-from flwr_perdl.regression.phases import EXACT, RULES
+from flwr_perdl.regression.phases import RULES
 from flwr_perdl.regression.two_phase import answered
 
 #: Options of a request travel in its config under this prefix.
@@ -82,8 +82,6 @@ class RegressionClient(ProtocolClient):
     min_support : int, default 3
         Points that must stand behind each sum that leaves the client; with fewer it does not
         train. ``estimate="pair"`` sums over one point (paper's variant), and wants 0 or 1 here.
-    allow_exact : bool, default False
-        Whether a server that asks with ``local="exact"`` receives the client's Gram matrix.
     max_norm : float, optional
         Largest norm of a model in a request. By default 1e9 with the squared loss, and 5 with
         every other loss: of such a loss the gradient at a large model is a sum over a few points
@@ -122,7 +120,6 @@ class RegressionClient(ProtocolClient):
         loss: Loss = SQUARED,
         evaluation: tuple[Matrix, Matrix] | None = None,
         min_support: int = 3,
-        allow_exact: bool = False,
         max_norm: float | None = None,
     ) -> None:
         super().__init__(context)
@@ -133,7 +130,6 @@ class RegressionClient(ProtocolClient):
         self.features = features
         self.loss = loss
         self.min_support = check_count("min_support", min_support)
-        self.allow_exact = check_flag("allow_exact", allow_exact)
         usual = _LINEAR_NORM if isinstance(loss, SquaredLoss) else _OTHER_NORM
         self.max_norm = check_real(
             "max_norm", usual if max_norm is None else max_norm, 0, LARGE, open_low=True
@@ -168,11 +164,6 @@ class RegressionClient(ProtocolClient):
     def _answer(self, request: StepRequest) -> StepResult:
         """Return what leaves the client: sums over at least ``min_support`` points."""
         ask, n = _read(request, self.max_norm), len(self.y)
-        if ask.options.get("local") == EXACT and not self.allow_exact:
-            raise ValueError(
-                'allow_exact must be True in this client for local="exact", which sends its Gram '
-                "matrix."
-            )
         points = {"halves": n // 2, "pair": 1}.get(str(ask.options.get("estimate")), n)
         if points < self.min_support:
             raise ValueError(

@@ -21,7 +21,7 @@ from flwr_perdl.regression.moments import (
     residual_moment,
     sketch,
 )
-from flwr_perdl.regression.phases import MomentDescent, OneShot, Refinement, TwoPhase
+from flwr_perdl.regression.phases import MomentDescent, Refinement, TwoPhase
 from flwr_perdl.regression.statistics import choose_mixture, fit_mixture, sufficient_statistics
 from flwr_perdl.regression.two_phase import two_phases
 
@@ -35,7 +35,6 @@ __all__ = [
     "LogisticLoss",
     "Loss",
     "MomentDescent",
-    "OneShot",
     "Polynomial",
     "Refinement",
     "SquaredLoss",

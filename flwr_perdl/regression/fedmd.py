@@ -32,7 +32,7 @@ from flwr_perdl.regression.anchors import cluster_anchors, kmeans, nearest_group
 from flwr_perdl.regression.clustering import factors_of
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State
 from flwr_perdl.regression.losses import SQUARED
-from flwr_perdl.regression.phases import DESCENT, MomentDescent, TwoPhase
+from flwr_perdl.regression.phases import MomentDescent, TwoPhase
 
 # What was tuned on settings C.1-C.3. A sketch has so many columns beyond twice the number of
 # models, which makes two products as good as an eigendecomposition; an anchor has so many points
@@ -95,14 +95,14 @@ def start_descent(settings: TwoPhase, known: State, rng: np.random.Generator) ->
     if settings.robust == "filtered":  # liars' groups too are to be found
         groups = max(groups, settings.max_clusters)
     # From one point all anchors share one subspace, and from zero none is broadcast.
-    start = moments.random_models(1, d, rng) if settings.descent.random_start else np.zeros((1, d))
+    start = moments.random_models(1, d, rng) if settings.phase_1.random_start else np.zeros((1, d))
     columns = moments.sketch(1, d, 2 * groups + _OVERSAMPLING, rng)
     return known.to(Descent, thetas=start, columns=columns)
 
 
 def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
     """Phase 1: from any start to coarse models of all clusters."""
-    how = settings.descent
+    how = settings.phase_1
     while True:  # line 6
         while state.products < how.n_products:
             answers, rng = yield _ask_products(how, state)  # line 8
@@ -130,7 +130,7 @@ def _multiplied(
 ) -> Descent:
     """Line 9: add up the products; after the last one take the subspaces (Algorithm 3)."""
     # Parts are weighted by their points already, so that sums, not means, are added up.
-    stack, odd, how = answers.stack, state.odd[:0], settings.descent
+    stack, odd, how = answers.stack, state.odd[:0], settings.phase_1
     if settings.robust != "mean":
         factors = factors_of(stack, "filtered" if settings.robust == "filtered" else "clip")
         stack, odd = stack * factors[:, None, None, None], answers.odd(1 - factors)
@@ -208,7 +208,7 @@ def _grouped(settings: TwoPhase, state: Descent) -> Refining:
         return Refining.start(state, state.centers)
     if settings.robust != "mean":
         estimates = estimates[supported(estimates)]
-    delta, most = settings.descent.separation, settings.max_clusters
+    delta, most = settings.phase_1.separation, settings.max_clusters
     group = partial(cluster_anchors, estimates, separation=delta, max_clusters=most)
     k = None if settings.n_clusters == "auto" or len(state.centers) else int(settings.n_clusters)
     # Liars' groups are not to be joined with honest clients'.
@@ -225,7 +225,7 @@ def _grouped(settings: TwoPhase, state: Descent) -> Refining:
 def one_shot(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
     """Instead of Phase 1: k-means of what all clients estimate alone (Ghosh et al., 2019)."""
     k = int(settings.n_clusters)
-    answers, rng = yield _ask_estimates(DESCENT, state)
+    answers, rng = yield _ask_estimates(settings.phase_1, state)
     estimates = answers.stack[answers.stack[:, 0] > 0, 1:]
 
     def group(own: Matrix) -> NDArray[np.intp]:

@@ -30,7 +30,7 @@ from flwr_perdl.regression.clustering import assign, average_updates, local_chan
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining
 from flwr_perdl.regression.losses import Loss, of_stacks
 from flwr_perdl.regression.moments import anchor_moved
-from flwr_perdl.regression.phases import EXACT, Refinement, TwoPhase
+from flwr_perdl.regression.phases import Refinement, TwoPhase
 
 # What was tuned on settings C.1-C.3 and on features with condition number 1e4: rounds that the
 # acceleration remembers, the current one included, and the share of a cluster's points that may
@@ -46,9 +46,8 @@ _TELLING = 1e-4
 def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = None) -> Matrix:
     """Lines 6-7: every client's loss, cluster and change of its model, (m, 1, d + 2).
 
-    "exact": ``X' r / n`` and ``X' X / n`` in place of the change. ``alone`` is what
-    `estimate_alone` returns, where that is known: only one-shot clustering, which sends groups to
-    belong to for good, asks for it.
+    ``alone`` is what `estimate_alone` returns, where that is known: only one-shot clustering, which
+    sends groups to belong to for good, asks for it.
     """
     (m, n, d), options, stacked = X.shape, ask.options, of_stacks(loss)
     centers = check_array("centers", ask.arrays[0], min_rows=1, columns=d)
@@ -59,15 +58,9 @@ def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = No
         weights = assign(losses, n)  # line 6
     labels = weights.argmax(axis=1)  # z_{i,t}, equation 8
     head = np.stack([losses[np.arange(m), labels], labels], axis=1)
-    mine, local = centers[labels], str(options["local"])
-    if local == EXACT:
-        gram = (X.swapaxes(1, 2) @ X / n).reshape(m, d * d)
-        change = np.concatenate([-stacked.gradient(X, y, mine), gram], axis=1)
-    else:  # line 7
-        work: dict[str, Any] = {"step": float(options["step_size"]), "local": local, "loss": loss}
-        change = local_changes(
-            X, y, mine, n_steps=int(options["n_steps"]), weight=np.ones(m), **work
-        )
+    work: dict[str, Any] = {"n_steps": int(options["n_steps"]), "local": str(options["local"])}
+    work["step"] = float(options["step_size"])
+    change = local_changes(X, y, centers[labels], weight=np.ones(m), loss=loss, **work)  # line 7
     return np.concatenate([head, change], axis=1)[:, None]
 
 
@@ -109,12 +102,10 @@ def _ahead(phase: Refinement, state: Refining) -> Matrix:
 
 def _broadcast(phase: Refinement, state: Refining, ahead: Matrix) -> Ask:
     """Line 5: the models to all clients, and the work of lines 6-7."""
-    d = ahead.shape[1]
     options = {name: getattr(phase, name) for name in ("local", "n_steps")}
     options["step_size"] = state.step_size
     arrays = (ahead, state.groups) if len(state.groups) else (ahead,)
-    shape = (1, d + 2 + (d * d if phase.local == EXACT else 0))
-    return Ask("update", arrays, options, shape=shape, state=state)
+    return Ask("update", arrays, options, shape=(1, ahead.shape[1] + 2), state=state)
 
 
 def _averaged(
@@ -123,8 +114,6 @@ def _averaged(
     """Line 8: the mean change of every model, (k, d), its points, (k,), and who stands out."""
     phase, n, k = settings.phase_2, answers.n_samples, len(ahead)
     packed = answers.stack[:, :, 1:]
-    if phase.local == EXACT:
-        return (*_solved(packed[:, 0], n, k), replace(state, odd=state.odd[:0]))
     # Clients whose curvature no common step suits would make the average diverge.
     trusted = ~np.isin(answers.partitions, state.steep)
     if settings.robust == "filtered":
@@ -150,7 +139,7 @@ def _moved(
     # A model that nobody chose stays: its change would be a division by zero points.
     centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
     after = replace(state, centers=centers, previous=state.centers)
-    if settings.phase_2.local == EXACT or not settings.phase_2.momentum:
+    if not settings.phase_2.momentum:
         return after
     # Gradient restart: a model that has moved against its change has overshot.
     uphill = np.einsum("kd,kd->k", change, centers - state.centers) < 0
@@ -205,16 +194,3 @@ def track_slopes(state: Refining, answers: Answers, sent: Matrix) -> Refining:
         telling = squares > (_TELLING * np.linalg.norm(sent, axis=1)[labels]) ** 2
         slopes[known] = np.where(telling, old + turn / np.maximum(squares, 1e-300), then[:, 1])
     return replace(state, received=np.column_stack([answers.partitions, slopes, packed]), sent=sent)
-
-
-def _solved(packed: Matrix, n_samples: Matrix, n_clusters: int) -> tuple[Matrix, Matrix]:
-    """Return the change to every cluster's least squares from its clients' sums, and its points."""
-    d = int(np.sqrt(packed.shape[1] - 0.75) - 0.5)  # of 1 + d + d * d columns
-    change, counts = np.zeros((n_clusters, d)), np.zeros(n_clusters)
-    for j in range(n_clusters):
-        mine = packed[:, 0] == j
-        counts[j] = n_samples[mine].sum()
-        if counts[j]:
-            sums = n_samples[mine] @ packed[mine, 1:]
-            change[j] = np.linalg.lstsq(sums[d:].reshape(d, d), sums[:d], rcond=None)[0]
-    return change, counts

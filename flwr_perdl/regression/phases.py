@@ -26,17 +26,17 @@ from flwr_perdl.regression.clustering import LOCALS, ROBUST
 from flwr_perdl.regression.exchange import Refining, State
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
 
-#: Local work of an "update" that sends second moments, for the server to solve with.
-EXACT = "exact"
+STARTS = ("fedmd", "random", "one-shot")
 _SIZE = partial(check_real, low=0, high=LARGE)
 _COUNTS = "n_anchors", "n_iterations", "n_products", "max_clusters"
 #: The rules of the options that have one of their own, and of what a request asks for.
 RULES: dict[str, Callable[[str, Any], float | int | str]] = {
     "estimate": partial(check_choice, choices=ESTIMATES),
     "anchor_step": partial(check_choice, choices=STEPS),
-    "local": partial(check_choice, choices=(*LOCALS, EXACT)),
+    "local": partial(check_choice, choices=LOCALS),
     "normalise": partial(check_choice, choices=("cluster", "all")),
     "robust": partial(check_choice, choices=ROBUST),
+    "start": partial(check_choice, choices=STARTS),
     "n_steps": partial(check_count, low=1, high=10_000),  # a client's time is its own
     "check_every": check_count,
     "perturbation": _SIZE,
@@ -122,29 +122,14 @@ class MomentDescent:
             reject_idle(self, "with n_iterations=1", perturbation=0)
 
 
-@dataclass(frozen=True)
-class OneShot:
-    """Instead of Phase 1, and of every later assignment: clusters of what clients estimate alone.
-
-    The estimates are least squares on a client's own points, clustered by k-means (Ghosh et al.,
-    2019).
-
-    Examples
-    --------
-    >>> from flwr_perdl.regression import OneShot, TwoPhase
-    >>> TwoPhase(3, OneShot()).n_clusters
-    3
-    """
-
-
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
     """Phase 2: clients find their cluster while the clusters' models are refined.
 
     Parameters
     ----------
-    local : {"fedavg", "fedprox", "exact"}, default "fedavg"
-        Local work. "exact": clients send their Gram matrix, and the server solves.
+    local : {"fedavg", "fedprox"}, default "fedavg"
+        Local work: gradient steps, or one proximal step.
     n_steps : int, default 1
         Local gradient steps s of "fedavg". With one the models converge to least squares; with
         more to a point nearby, further away the larger the steps and the fewer a client's points.
@@ -186,18 +171,9 @@ class Refinement:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if isinstance(self.local, str) and self.local == "client":
-            raise ValueError(
-                "local must be 'fedavg', 'fedprox' or 'exact', got 'client': models that "
-                'the clients\' own fit trains are for ClusteredFedAvg(k, start="given"), which '
-                "takes those that FedMD finds."
-            )
         _check_each(self)
         if self.local != "fedavg":
             reject_idle(self, f"with local={self.local!r}", n_steps=1)
-        if self.local == EXACT:
-            idle = {"step_size": None, "work": 1, "normalise": "cluster", "momentum": False}
-            reject_idle(self, 'with local="exact"', **idle)
         if self.step_size is not None:
             reject_idle(self, "with step_size given", work=1)
 
@@ -214,7 +190,7 @@ class TwoPhase:
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
-    phase_1 : MomentDescent or OneShot
+    phase_1 : MomentDescent
         How models are found where there are none, and where there are too few.
     phase_2 : Refinement
         How models are refined.
@@ -227,6 +203,10 @@ class TwoPhase:
         Phase 2 leaves out clients whose steps do not follow the models as those down a convex loss
         do, for which the server, and its checkpoints, hold every client's last update. "clip",
         "trimmed", "median" and "geometric-median": Phase 2's average (see `aggregate`).
+    start : {"fedmd", "random", "one-shot"}, default "fedmd"
+        Where the first models come from: Phase 1; draws of ``N(0, I) / sqrt(d)``, as in IFCA; or,
+        for good, clusters of what the clients estimate alone: k-means of the least squares on their
+        own points (Ghosh et al., 2019).
 
     Raises
     ------
@@ -249,30 +229,33 @@ class TwoPhase:
     """
 
     n_clusters: int | str = "auto"
-    phase_1: MomentDescent | OneShot = DESCENT
+    phase_1: MomentDescent = DESCENT
     phase_2: Refinement = REFINEMENT
     max_clusters: int = 8
     robust: str = "mean"
+    start: str = "fedmd"
 
     def __post_init__(self) -> None:
         """Check the options."""
         _check_each(self)
-        check_kind("phase_1", self.phase_1, (MomentDescent, OneShot), "a MomentDescent or OneShot")
+        check_kind("phase_1", self.phase_1, MomentDescent, "a MomentDescent")
         check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
         auto = checks.is_auto("n_clusters", self.n_clusters)
         if not auto:
             check_count("n_clusters", self.n_clusters, 1)
-        if auto and self.descent.estimate != "u-statistic":
-            raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
-        if self.one_shot:
-            if auto:
-                raise ValueError('n_clusters must be given with OneShot, got "auto".')
-            reject_idle(self.phase_2, "with OneShot", check_every=0)
-            reject_idle(self, "with OneShot", max_clusters=8)
+        if auto and (self.phase_1.estimate != "u-statistic" or self.start != "fedmd"):
+            raise ValueError(
+                'n_clusters must be given unless estimate="u-statistic" and start="fedmd", got '
+                '"auto".'
+            )
+        where = f"with start={self.start!r}"
+        if self.start == "one-shot":
+            reject_idle(self.phase_2, where, check_every=0)
+            reject_idle(self, where, phase_1=DESCENT, max_clusters=8)
+        if self.start == "random" and not self.phase_2.check_every:
+            reject_idle(self, f"{where} and check_every=0", phase_1=DESCENT)
         if not auto and self.robust != "filtered" and not self.phase_2.check_every:
             reject_idle(self, "with n_clusters given and no checks of the models", max_clusters=8)
-        if self.phase_2.local == EXACT and self.robust != "mean":
-            raise ValueError(f'robust must be "mean" with local="exact", got {self.robust!r}.')
 
     @classmethod
     def paper(cls, n_clusters: int, separation: float | None = None) -> TwoPhase:
@@ -316,17 +299,7 @@ class TwoPhase:
     def adapts(self, n_clusters: int) -> bool:
         """Whether models may be dropped, merged and added."""
         alone = self.n_clusters != "auto" and n_clusters == 1
-        return self.phase_2.check_every > 0 and not alone and not self.one_shot
-
-    @property
-    def one_shot(self) -> bool:
-        """Whether clusters are those of what clients estimate alone."""
-        return isinstance(self.phase_1, OneShot)
-
-    @property
-    def descent(self) -> MomentDescent:
-        """Phase 1; one-shot clustering has the defaults."""
-        return DESCENT if isinstance(self.phase_1, OneShot) else self.phase_1
+        return self.phase_2.check_every > 0 and not alone and self.start != "one-shot"
 
     @property
     def most_clusters(self) -> int:

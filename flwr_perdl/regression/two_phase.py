@@ -22,6 +22,7 @@ from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Ref
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update
 from flwr_perdl.regression.losses import Loss, of_stacks
+from flwr_perdl.regression.moments import random_models
 from flwr_perdl.regression.phases import Refinement, TwoPhase
 
 #: Clients whose curvature is above this many times the median do not count for the step size.
@@ -66,7 +67,8 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
         state = _described(settings, state, answers, rng)
     while True:
         if isinstance(state, Descent):
-            state = yield from (one_shot if settings.one_shot else fedmd)(settings, state)
+            phase_1 = one_shot if settings.start == "one-shot" else fedmd
+            state = yield from phase_1(settings, state)
         if isinstance(state, Refining):
             state = yield from fedx(settings, state)
 
@@ -102,15 +104,18 @@ def _described(
         curvature, n = np.minimum(curvature, CAP * middle), capped(n)
     # A gradient step that is too long for a client ruins a mean; a proximal one is never too long.
     ruins = settings.robust == "mean" and phase.local == "fedavg" and phase.step_size is None
+    centers = state.centers if len(state.centers) else np.zeros((0, d))
+    if settings.start == "random" and not len(centers):
+        centers = random_models(int(settings.n_clusters), d, rng)
     known = State(
-        centers=state.centers if len(state.centers) else np.zeros((0, d)),
+        centers=centers,
         step_size=phase.step_size or _automatic_step(phase, curvature[likely], n[likely]),
         power=max(power, 1e-300),
         steep=answers.partitions[~likely & ruins],
     )
-    if len(known.centers):
-        return Refining.start(known, known.centers)
-    if settings.one_shot:  # an estimate in all dimensions
+    if len(centers):
+        return Refining.start(known, centers)
+    if settings.start == "one-shot":  # an estimate in all dimensions
         return known.to(Descent, thetas=np.zeros((1, d)), columns=np.eye(d)[None])
     return start_descent(settings, known, rng)
 

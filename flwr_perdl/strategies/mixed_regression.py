@@ -10,8 +10,7 @@ What each party receives:
 - *The server*: in round one every client's bound on its curvature and its features' mean squares;
   in Phase 1 each client's part of the residual moment's products (a d x w matrix that sums over
   its pairs of points) and the estimates of the clients with enough points; in Phase 2 each
-  client's cluster, loss and update of one model (with ``local="exact"``: its Gram matrix and
-  moment, if the client allows it with ``allow_exact``). In every round: numbers of samples. No
+  client's cluster, loss and update of one model. In every round: numbers of samples. No
   message holds a sample or a response as it is, but of a client with one point the mean squares,
   the loss and the update give both: clients with fewer than ``min_support`` points do not train.
   Clients reject models above ``max_norm``, and send zeros instead of a row that shows a point.
@@ -34,7 +33,7 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
-from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_kind
+from flwr_perdl.core.checks import Matrix, check_array, check_choice
 from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
@@ -46,10 +45,9 @@ from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression import MomentDescent, OneShot, Refinement, TwoPhase, two_phases
+from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
 from flwr_perdl.regression.exchange import Answers, Ask, State
-from flwr_perdl.regression.moments import random_models
-from flwr_perdl.regression.phases import DESCENT, EXACT, REFINEMENT, reject_idle
+from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
 from flwr_perdl.strategies._dictionaries import alike
 from flwr_perdl.strategies._models import check_robust
 from flwr_perdl.strategies.clustered import check_cluster
@@ -73,27 +71,14 @@ class _MixedRegression(ProtocolStrategy):
     _phase_1_only = False
     #: Whether models may be given as initial arrays.
     _takes_models = False
-    #: Whether Phase 2 starts from random models.
-    _random = False
 
-    def __init__(
-        self,
-        n_clusters: int | str,
-        phase_1: MomentDescent | OneShot,
-        phase_2: Refinement,
-        max_clusters: int,
-        robust: str | bool,
-        options: ServerOptions,
-    ) -> None:
+    def __init__(self, two_phase: TwoPhase, options: ServerOptions) -> None:
         super().__init__(**options)
-        rule = check_robust(robust)
-        self.two_phase = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule)
+        self.two_phase = two_phase
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the two phases."""
         settings = super().settings()
-        if "start_from" in settings:
-            settings["start"] = settings.pop("start_from")
         return {**asdict(settings.pop("two_phase")), **settings}
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
@@ -118,13 +103,8 @@ class _MixedRegression(ProtocolStrategy):
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
-                n_clients = len(replies) if settings.one_shot else len(self._running().roster.names)
-                self._check_clusters(n_clients, f"{n_clients} clients")
-                if self._random:  # the same question, with models
-                    d = answers.stack.shape[1] - 1
-                    models = random_models(int(settings.n_clusters), d, rng)
-                    run = two_phases(settings, State(centers=models))
-                    next(run)
+                answered = replies if settings.start == "one-shot" else self._running().roster.names
+                self._check_clusters(len(answered), f"{len(answered)} clients")
             ask = run.send((answers, rng))
             replies.note(EFFECTS[settings.robust], {int(p): odd for p, odd in ask.state.odd})
             if before.step == "describe":
@@ -153,7 +133,8 @@ class _MixedRegression(ProtocolStrategy):
         """Return the models to start from, None if there are none."""
         if not initial:
             return None
-        self._check_no_phase_1("from given models")
+        if not self.two_phase.phase_2.check_every:
+            reject_idle(self.two_phase, "from given models with check_every=0", phase_1=DESCENT)
         if len(initial) > self._takes_models:
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
@@ -167,17 +148,10 @@ class _MixedRegression(ProtocolStrategy):
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there are models, where none are given."""
-        how = self.two_phase.descent
-        if self._random:
-            return 1
-        if self.two_phase.one_shot:  # each client's estimate is the second answer
-            return 2
-        return 1 + how.n_iterations * (how.n_products + 1)
-
-    def _check_no_phase_1(self, where: str) -> None:
-        """Reject options of a Phase 1 that never comes."""
-        if not self.two_phase.phase_2.check_every:
-            reject_idle(self.two_phase, f"{where} with check_every=0", phase_1=DESCENT)
+        how = self.two_phase.phase_1
+        descent = 1 + how.n_iterations * (how.n_products + 1)
+        # One-shot: each client's estimate is the second answer.
+        return {"random": 1, "one-shot": 2, "fedmd": descent}[self.two_phase.start]
 
     def _check_clusters(self, n_clients: int, found: str) -> None:
         """Reject more clusters than there are clients."""
@@ -231,11 +205,11 @@ class FedMD(_MixedRegression):
         robust: str | bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        check_kind("phase_1", phase_1, MomentDescent, "a MomentDescent")
         if not isinstance(robust, bool):
             check_choice("robust", robust, ("mean", "filtered", "clip"))
         unchecked = Refinement(check_every=0)
-        super().__init__(n_clusters, phase_1, unchecked, max_clusters, robust, options)
+        rule = check_robust(robust)
+        super().__init__(TwoPhase(n_clusters, phase_1, unchecked, max_clusters, rule), options)
 
 
 class FedX(_MixedRegression):
@@ -307,22 +281,17 @@ class FedX(_MixedRegression):
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        check_kind("phase_1", phase_1, MomentDescent, "a MomentDescent")
-        super().__init__(n_clusters, phase_1, phase_2, max_clusters, robust, options)
+        check_choice("start", start, STARTS)
+        rule = check_robust(robust)
+        super().__init__(TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule, start), options)
         self.privacy, self._secure = privacy, check_privacy(privacy)
-        asked = n_clusters, phase_2.step_size is not None, phase_2.local == EXACT, bool(robust)
-        if privacy is not None and asked != (1, True, False, False):
+        asked = n_clusters, phase_2.step_size is not None, bool(robust)
+        if privacy is not None and asked != (1, True, False):
             raise ValueError(
                 "n_clusters must be 1, the step_size of phase_2 given and robust False with "
                 "privacy, since all others depend on single clients' data, got "
                 f"n_clusters={n_clusters!r}, phase_2={phase_2!r} and robust={robust!r}."
             )
-        self.start_from = check_choice("start", start, STARTS)
-        self._random = self.start_from == "random"
-        if self._random:
-            self._check_no_phase_1('with start="random"')
-        if self._random and n_clusters == "auto":
-            raise ValueError('n_clusters must be given with start="random", got "auto".')
 
 
 class OneShotClustering(_MixedRegression):
@@ -360,7 +329,10 @@ class OneShotClustering(_MixedRegression):
         robust: str | bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(n_clusters, OneShot(), phase_2, 8, robust, options)
+        rule = check_robust(robust)
+        super().__init__(
+            TwoPhase(n_clusters, phase_2=phase_2, robust=rule, start="one-shot"), options
+        )
 
 
 def _request(ask: Ask, count: int) -> Request:

@@ -51,7 +51,6 @@ from flwr_perdl.regression import (
     Answers,
     Ask,
     Clients,
-    OneShot,
     Refinement,
     TwoPhase,
     cluster_anchors,
@@ -398,7 +397,7 @@ def _methods(config: Config, clients: _Counted, data: Mixed, seed: int) -> dict[
         settings = TwoPhase(K, phase_2=phase_2)
         ways |= {
             f"paper{same}": Way(settings, found, spent),
-            f"oneshot{same}": Way(TwoPhase(K, OneShot(), phase_2)),
+            f"oneshot{same}": Way(TwoPhase(K, phase_2=phase_2, start="one-shot")),
             f"ifca{same}": Way(settings, models[0]),
             f"fedavg{same}": Way(TwoPhase(1, phase_2=phase_2), models[0][:1]),
             f"truth{same}": Way(settings, truth),

@@ -312,14 +312,6 @@ def test_large_models_are_refused(size: float, loss: Any, largest: float) -> Non
     client.fit([0.99 * largest * direction(np.random.default_rng(1))], for_models("update"))
 
 
-def test_a_gram_matrix_leaves_only_where_the_client_says_so() -> None:
-    request = [np.zeros((1, D))], for_models("update", local="exact")
-    with pytest.raises(ValueError, match="allow_exact must"):
-        RegressionClient(X, LABELS, context_of()).fit(*request)
-    (reply,), _, _ = RegressionClient(X, LABELS, context_of(), allow_exact=True).fit(*request)
-    assert reply.shape == (1, D * D + D + 2)
-
-
 def test_a_pair_of_points_is_not_sent() -> None:
     """Its columns are the first point, its rows the second."""
     request = (

@@ -138,7 +138,6 @@ def test_why_it_failed_is_in_the_clients_own_log(warned: Any) -> None:
         (ATOMS, {**FOR_ATOMS, "perdl.local-steps": "all"}),
         (1e300 * MODELS, FOR_MODELS),
         (np.inf * np.ones((1, 3)), FOR_MODELS),
-        (MODELS, {**FOR_MODELS, "perdl.option.local": "exact"}),
         (MODELS, {**FOR_MODELS, "perdl.option.step_size": np.inf}),
     ],
 )

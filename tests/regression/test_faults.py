@@ -14,7 +14,6 @@ from flwr_perdl.regression import (
     Ask,
     Clients,
     Descent,
-    OneShot,
     Refinement,
     State,
     TwoPhase,
@@ -217,7 +216,7 @@ def test_momentum_takes_over_where_clients_come_and_go() -> None:
 
 
 def test_one_shot_clustering_starts_no_model_from_an_outlier() -> None:
-    data, settings = two_kinds((4, 8)), TwoPhase(2, OneShot(), robust="filtered")
+    data, settings = two_kinds((4, 8)), TwoPhase(2, robust="filtered", start="one-shot")
 
     def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
         if ask.step != "describe":

@@ -145,13 +145,6 @@ def test_one_cluster_is_fedavg_with_least_squares_as_its_limit() -> None:
     np.testing.assert_allclose(found, pooled, atol=1e-6)
 
 
-def test_the_exact_solve_is_the_oracle_in_a_few_rounds() -> None:
-    data = setting("C2", np.random.default_rng(0))
-    exact = TwoPhase(3, phase_2=Refinement(local="exact"))
-    found = simulate(Clients(data.X, data.y), exact, 12).state.centers
-    assert model_error(found, oracle(data)) < 1e-8
-
-
 @pytest.mark.parametrize(("name", "rounds"), [("C1", 8), ("C2", 10), ("C3", 12)])
 @pytest.mark.parametrize("n_clusters", [3, "auto"])
 def test_the_defaults_are_the_oracle_in_a_few_rounds(

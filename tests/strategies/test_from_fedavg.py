@@ -21,7 +21,6 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import DiffusionAveraging
-from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, FedX, PerMA, ServerOptions, TooFewReplies
 from tests.grids import Tapped, partition_of
@@ -64,7 +63,6 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
         (lambda: run(PerMA(2), MEANS), TooFewReplies, "aggregation must"),
         (lambda: run(PerMA(2, aggregation="mean"), MEANS), TooFewReplies, "fit must"),
         (lambda: run(FedX(2), MEANS), TooFewReplies, "this strategy clusters linear models"),
-        (lambda: Refinement(local="client"), ValueError, 'ClusteredFedAvg(k, start="given")'),
         (lambda: run(ClusteredFedAvg(2), ClientApp(), MODEL), TooFewReplies, "client_app"),
         (
             lambda: client_app(ClientApp(client_fn=lambda c: MeanClient(c).to_client())),

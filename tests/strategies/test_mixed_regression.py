@@ -18,14 +18,14 @@ from flwr_perdl.regression import (
     Clients,
     LogisticLoss,
     MomentDescent,
-    OneShot,
     Refinement,
     TwoPhase,
     model_error,
     simulate,
 )
+from flwr_perdl.regression.moments import random_models
 from flwr_perdl.strategies import ProtocolStrategy, as_legacy
-from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering, random_models
+from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 from tests.grids import Tapped, arrays_in, grid_of
 
@@ -39,12 +39,11 @@ def planted(seed: int = 0, n_clients: int = 24) -> Mixed:
     return mixed_regression(rng.integers(8, 41, n_clients), np.full(3, 1 / 3), rng, d=D)
 
 
-OPEN = partial(RegressionClient, allow_exact=True)
 #: As the batched path has clients: they withhold nothing.
-FREE = partial(OPEN, min_support=0)
+FREE = partial(RegressionClient, min_support=0)
 
 
-def grid(data: Mixed, make: Callable[..., RegressionClient] = OPEN, **options: Any):
+def grid(data: Mixed, make: Callable[..., RegressionClient] = RegressionClient, **options: Any):
     """Return an in-process grid of these clients."""
 
     return grid_of(lambda c, i: make(data.X[i], data.y[i], c), len(data.X), **options)
@@ -86,7 +85,6 @@ CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
     "k unknown": ("auto", refined(check_every=5), None),
     "s = 1": (3, refined(n_steps=1), None),
     "fedprox": (3, refined(local="fedprox"), None),
-    "exact": (3, refined(local="exact"), None),
     "clip": (3, {"robust": "clip"}, None),
     "filtered": (3, {"robust": "filtered"}, None),
     "the paper's": (3, PAPER, None),
@@ -134,15 +132,13 @@ def test_one_shot_clustering_is_the_batched_path() -> None:
     strategy = OneShotClustering(3, **QUIET)
     found = learn(data, strategy, 12, make=FREE)
     assert [r.step for r in strategy.history[:3]] == ["describe", "anchors", "update"]
-    batched = simulate(Clients(data.X, data.y), TwoPhase(3, OneShot()), 12).state.centers
+    batched = simulate(Clients(data.X, data.y), TwoPhase(3, start="one-shot"), 12).state.centers
     np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
 
 
 def test_from_the_true_models_it_is_the_oracle() -> None:
     data = planted()
-    found = learn(
-        data, FedX(3, phase_2=Refinement(check_every=0, local="exact"), **QUIET), 3, data.theta
-    )
+    found = learn(data, FedX(3, **refined(check_every=0), **QUIET), 30, data.theta)
     for j, theta in enumerate(found):
         X, y = (
             np.concatenate([own[i] for i in np.flatnonzero(data.labels == j)]) for own in data[:2]
@@ -335,7 +331,6 @@ def test_only_an_anchor_receives_an_estimate_of_its_own() -> None:
     ("make", "named"),
     [
         (lambda: Refinement(local="fedprox", n_steps=3), "n_steps"),
-        (lambda: Refinement(local="exact", step_size=0.1), "step_size"),
         (lambda: Refinement(step_size=0.1, work=3.0), "work"),
         (lambda: MomentDescent(perturbation=1.0), "perturbation"),
         (lambda: OneShotClustering(3, **refined(check_every=5)), "check_every"),
