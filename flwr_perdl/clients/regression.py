@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import nan
 from typing import Any
 
@@ -17,15 +15,14 @@ from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_count,
-    check_flag,
     check_kind,
     check_real,
 )
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import Scalar
-from flwr_perdl.regression import SQUARED, Ask, FeatureMap, LogisticLoss, Loss, SquaredLoss
+from flwr_perdl.regression import SQUARED, Ask, FeatureMap, Loss, SquaredLoss
 from flwr_perdl.regression.features import apply_features
-from flwr_perdl.regression.losses import check_labels
+from flwr_perdl.regression.losses import check_labels, check_loss, check_points
 from flwr_perdl.regression.phases import RULES
 from flwr_perdl.regression.two_phase import answered
 
@@ -42,15 +39,6 @@ ONLY_LINEAR = (
 #: The largest norms of models by default. With the squared loss replies are linear in the model,
 #: and a large one shows no more; other gradients become steps, and show single points.
 _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
-
-
-_SIZE = partial(check_real, low=0, high=LARGE)
-#: The options of requests, and their rules.
-_OPTIONS: dict[str, Callable[[str, Any], float | int | str]] = {
-    **{name: RULES[name] for name in ("estimate", "anchor_step", "local", "n_steps")},
-    **{"transpose": check_flag, "min_points": check_count, "variance": partial(check_real, low=0)},
-    "step_size": _SIZE,
-}
 
 
 class RegressionClient(ProtocolClient):
@@ -91,8 +79,7 @@ class RegressionClient(ProtocolClient):
     ------
     ValueError
         If the data are empty, not finite, or of different lengths or widths, a response is not -1
-        or 1 with the logistic loss, the loss is not one of a linear predictor, or who the client is
-        is not known.
+        or 1 with the logistic loss, or who the client is is not known.
 
     Examples
     --------
@@ -128,6 +115,7 @@ class RegressionClient(ProtocolClient):
             if len(evaluation) != 2:
                 raise ValueError(f"evaluation must be (X, y), got {len(evaluation)} entries.")
         self.features = features
+        check_loss(loss)
         self.loss = loss
         self.min_support = check_count("min_support", min_support)
         usual = _LINEAR_NORM if isinstance(loss, SquaredLoss) else _OTHER_NORM
@@ -135,8 +123,6 @@ class RegressionClient(ProtocolClient):
             "max_norm", usual if max_norm is None else max_norm, 0, LARGE, open_low=True
         )
         self.X, self.y = self._checked(X, y)
-        if type(loss) not in (SquaredLoss, LogisticLoss):
-            _check_loss(loss, self.X[:1], self.y[:1])
         self.held_out = (self.X, self.y)
         if evaluation is not None:
             self.held_out = self._checked(*evaluation, columns=self.X.shape[1])
@@ -230,40 +216,16 @@ class RegressionClient(ProtocolClient):
         predictions: Matrix = self._mapped(X, columns=len(theta)) @ theta
         return predictions
 
-    def _mapped(self, X: Matrix, columns: int | None = None, min_rows: int = 0) -> Matrix:
+    def _mapped(self, X: Matrix, columns: int | None = None) -> Matrix:
         """Return the features of inputs."""
-        mapped = apply_features(check_array("X", X, min_rows=min_rows), self.features)
         name = "X" if self.features is None else "features(X)"
-        return check_array(name, mapped, columns=columns)
+        return check_array(name, apply_features(X, self.features), columns=columns)
 
     def _checked(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
         """Return features and responses."""
-        X = self._mapped(X, columns, min_rows=1)
-        y = check_array("y", y, ndim=1)
-        if len(y) != len(X):
-            raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
+        X, y = check_points(self._mapped(X, columns), y)
         check_labels("y", y, self.loss)
         return X, y.astype(X.dtype, copy=False)
-
-
-def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:
-    """Raise a ValueError unless ``loss`` is one of a linear predictor."""
-    theta = np.zeros(X.shape[1], X.dtype)
-    found: Any
-    try:
-        found = (
-            np.shape(loss.values(X, y, np.stack([theta, theta]))),
-            np.shape(loss.gradient(X, y, theta)),
-            np.shape(loss.curvature(X)),
-        )
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    if found != ((2,), theta.shape, ()):
-        raise ValueError(
-            "loss must be one of a linear predictor, with values(X, y, centers) of shape (k,), "
-            "gradient(X, y, theta) of shape (d,) and the number curvature(X) "
-            f"(flwr_perdl.regression.Loss), got {loss!r} with {found}."
-        )
 
 
 def _check_norms(name: str, models: Matrix, most: float) -> None:
@@ -283,5 +245,5 @@ def _read(request: StepRequest, max_norm: float) -> Ask:
         if name == "update" or position != 1:  # the others are models, these are directions
             _check_norms(f"array {position}", array, max_norm)
     given = {key.removeprefix(OPTION): value for key, value in request.config.items()}
-    options = {key: check(key, given[key]) for key, check in _OPTIONS.items() if key in given}
+    options = {key: RULES[key](key, value) for key, value in given.items() if key in RULES}
     return Ask(name, arrays, options)

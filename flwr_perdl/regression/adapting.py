@@ -28,14 +28,27 @@ _SETTLED, _LEAST_WAIT, _MISFITS, _QUANTILE, _SAME = 0.01, 5, 0.02, 0.2, 4.0
 
 
 def adapted(
-    settings: TwoPhase, state: Refining, answers: Answers, rng: np.random.Generator
+    settings: TwoPhase,
+    state: Refining,
+    answers: Answers,
+    points: Matrix,
+    rng: np.random.Generator,
 ) -> Refining | Descent:
-    """Drop, merge and add models as the clients need them; a Descent is to find further ones."""
+    """Drop, merge and add models as the clients need them; a Descent is to find further ones.
+
+    ``points`` says who answered, and its points in every cluster, (n_clients, 1 + k).
+    """
     centers, k = state.centers, len(state.centers)
+    state = replace(state, since=state.since + 1)
+    if not settings.adapts(k):
+        return state
+    absent = state.checked[~np.isin(state.checked[:, 0], points[:, 0])]
+    counts = state.counts + absent[:, 1:].sum(axis=0)
+    state = replace(state, counts=counts, checked=np.vstack([absent, points]))
     length = float(np.linalg.norm(centers, axis=1).max())
     movement = float(np.linalg.norm(centers - state.previous, axis=1).max())
     early = movement <= _SETTLED * length and state.patience > 0 and state.since >= _LEAST_WAIT
-    if not settings.adapts(k) or not (early or state.since >= settings.phase_2.check_every):
+    if not (early or state.since >= settings.phase_2.check_every):
         return state
     squares, n = 2 * answers.stack[:, 0, 0], answers.n_samples
     if settings.robust == "filtered":

@@ -81,11 +81,11 @@ def fedx(settings: TwoPhase, state: Refining) -> Exchanges[Descent]:
         ahead = _ahead(settings.phase_2, state)
         answers, rng = yield _broadcast(settings.phase_2, state, ahead)  # line 5; clients: 6-7
         change, counts, state = _averaged(settings, state, ahead, answers)  # line 8
+        # Who answered, and its points in every cluster.
         labels, n = answers.stack[:, 0, 1:2], answers.n_samples[:, None]
         points = np.column_stack([answers.partitions, n * (labels == np.arange(len(ahead)))])
         state = _moved(settings, state, ahead, change, counts, points)  # line 8
-        state = _counted(settings, state, counts, points)
-        then = adapted(settings, state, answers, rng)
+        then = adapted(settings, state, answers, points, rng)
         if isinstance(then, Descent):
             return then
         state = then
@@ -102,7 +102,7 @@ def _ahead(phase: Refinement, state: Refining) -> Matrix:
 
 def _broadcast(phase: Refinement, state: Refining, ahead: Matrix) -> Ask:
     """Line 5: the models to all clients, and the work of lines 6-7."""
-    options = {name: getattr(phase, name) for name in ("local", "n_steps")}
+    options: dict[str, Any] = {"local": phase.local, "n_steps": phase.n_steps}
     options["step_size"] = state.step_size
     arrays = (ahead, state.groups) if len(state.groups) else (ahead,)
     return Ask("update", arrays, options, shape=(1, ahead.shape[1] + 2), state=state)
@@ -112,17 +112,16 @@ def _averaged(
     settings: TwoPhase, state: Refining, ahead: Matrix, answers: Answers
 ) -> tuple[Matrix, Matrix, Refining]:
     """Line 8: the mean change of every model, (k, d), its points, (k,), and who stands out."""
-    phase, n, k = settings.phase_2, answers.n_samples, len(ahead)
-    packed = answers.stack[:, :, 1:]
     # Clients whose curvature no common step suits would make the average diverge.
     trusted = ~np.isin(answers.partitions, state.steep)
     if settings.robust == "filtered":
         state = track_slopes(state, answers, ahead)
         trusted = state.received[:, 1] <= 0  # down a convex loss
     chosen = slice(None) if trusted.all() else trusted  # where all count, nothing is copied
-    odd = np.ones(len(n))
+    packed, n, odd = answers.stack[chosen, :, 1:], answers.n_samples[chosen], np.ones(len(trusted))
+    normalise = settings.phase_2.normalise
     change, counts, odd[chosen] = average_updates(
-        packed[chosen], n[chosen], k, False, phase.normalise, settings.robust
+        packed, n, len(ahead), False, normalise, settings.robust
     )
     return change, counts, replace(state, odd=answers.odd(odd))
 
@@ -136,40 +135,26 @@ def _moved(
     answered: Matrix,
 ) -> Refining:
     """Line 8: move the models, accelerated: by Anderson's method, otherwise by Nesterov's."""
+    moved: Matrix = ahead + change
+    known: dict[str, Any] = {}
+    if settings.phase_2.momentum:
+        # Gradient restart: a model that has moved against its change has overshot.
+        uphill = np.einsum("kd,kd->k", change, moved - state.centers) < 0
+        known["tempo"] = np.where(uphill, 0, state.tempo + 1)
+    # Anderson's method has the changes linear in the models, which a robust average is not.
+    if settings.phase_2.momentum and settings.robust == "mean":
+        # Differences between rounds say how the changes depend on the model only where the same
+        # clients made them.
+        same = replaced_points(state.answered, answered) <= _REPLACED * counts
+        memory = np.where(counts > 0, np.where(same, state.memory + 1, 1), 0)
+        points = np.concatenate([state.points, ahead[None]])[-_MEMORY:]
+        changes = np.concatenate([state.changes, change[None]])[-_MEMORY:]
+        moved = accelerated(points, changes, memory)
+        known["tempo"] = np.where(memory > 1, 0, known["tempo"])
+        known |= {"points": points, "changes": changes, "memory": memory, "answered": answered}
     # A model that nobody chose stays: its change would be a division by zero points.
-    centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
-    after = replace(state, centers=centers, previous=state.centers)
-    if not settings.phase_2.momentum:
-        return after
-    # Gradient restart: a model that has moved against its change has overshot.
-    uphill = np.einsum("kd,kd->k", change, centers - state.centers) < 0
-    tempo = np.where(uphill, 0, state.tempo + 1)
-    if settings.robust != "mean":  # not linear in the models, as Anderson's method has it
-        return replace(after, tempo=tempo)
-    # Differences between rounds say how the changes depend on the model only where the same
-    # clients made them.
-    same = replaced_points(state.answered, answered) <= _REPLACED * counts
-    memory = np.where(counts > 0, np.where(same, state.memory + 1, 1), 0)
-    points = np.concatenate([state.points, ahead[None]])[-_MEMORY:]
-    changes = np.concatenate([state.changes, change[None]])[-_MEMORY:]
-    return replace(
-        after,
-        centers=np.where(memory[:, None] > 1, accelerated(points, changes, memory), centers),
-        tempo=np.where(memory > 1, 0, tempo),
-        points=points,
-        changes=changes,
-        memory=memory,
-        answered=answered,
-    )
-
-
-def _counted(settings: TwoPhase, state: Refining, counts: Matrix, answered: Matrix) -> Refining:
-    """Note the clusters' points, of clients too that have answered since the last check only."""
-    if settings.adapts(len(state.centers)):
-        absent = state.checked[~np.isin(state.checked[:, 0], answered[:, 0])]
-        counts = counts + absent[:, 1:].sum(axis=0)
-        state = replace(state, checked=np.vstack([absent, answered]))
-    return replace(state, counts=counts, since=state.since + 1)
+    centers = np.where(counts[:, None] > 0, moved, state.centers)
+    return replace(state, centers=centers, previous=state.centers, counts=counts, **known)
 
 
 def track_slopes(state: Refining, answers: Answers, sent: Matrix) -> Refining:

@@ -38,10 +38,11 @@ RULES: dict[str, Callable[[str, Any], float | int | str]] = {
     "robust": partial(check_choice, choices=ROBUST),
     "start": partial(check_choice, choices=STARTS),
     "n_steps": partial(check_count, low=1, high=10_000),  # a client's time is its own
-    "check_every": check_count,
+    **dict.fromkeys(("check_every", "min_points"), check_count),
+    "variance": partial(check_real, low=0),
     "perturbation": _SIZE,
     **dict.fromkeys(_COUNTS, partial(check_count, low=1)),
-    **dict.fromkeys(("random_start", "momentum"), checks.check_flag),
+    **dict.fromkeys(("random_start", "momentum", "transpose"), checks.check_flag),
     **dict.fromkeys(("separation", "step_size", "work"), partial(_SIZE, open_low=True)),
 }
 
