@@ -41,7 +41,6 @@ from flwr_perdl.protocol.records import (
     STEP,
     Scalar,
     decode,
-    encode,
     named,
     reply_to,
     scalars,
@@ -157,11 +156,13 @@ def _choose(
     if len(labels) == 1:
         model, n, metrics = fit(list(stacks), dict(config.fit))
         return floats(model), n, {**metrics, CLUSTER: int(labels[0])}
-    weights, evaluated = _weighed(evaluate, labels, stacks, config.evaluate, temperature)
+    measured = _evaluations(evaluate, stacks, config.evaluate)
+    weights = _weights(measured, temperature)
     chosen = int(weights.argmax())
+    choice = {CLUSTER: int(labels[chosen]), CLUSTER_LOSS: measured[chosen][0]}
     if not temperature:
         model, n, metrics = fit(_model(stacks, chosen), dict(config.fit))
-        return floats(model), n, {**metrics, **evaluated}
+        return floats(model), n, {**metrics, **choice}
     trained, shapes = [stack.copy() for stack in stacks], [stack.shape[1:] for stack in stacks]
     # A model whose change would be weighted by almost nothing is not worth a training.
     for j in np.flatnonzero(weights >= _LEAST_SHARE).tolist():
@@ -173,21 +174,7 @@ def _choose(
         for stack, array in zip(trained, model, strict=True):
             stack[j] = array
     shares = {f"{SHARE}{j}": float(w) for j, w in enumerate(weights)}
-    return trained, n, {**metrics, **shares, **evaluated}
-
-
-def _weighed(
-    evaluate: Evaluate,
-    labels: Matrix,
-    stacks: Sequence[Matrix],
-    config: Mapping[str, Scalar],
-    temperature: float,
-) -> tuple[Matrix, dict[str, Scalar]]:
-    """Return each model's share of the weight, and what the reply says of the choice."""
-    measured = _evaluations(evaluate, stacks, config)
-    weights = _weights(measured, temperature)
-    chosen = int(weights.argmax())
-    return weights, {CLUSTER: int(labels[chosen]), CLUSTER_LOSS: measured[chosen][0]}
+    return trained, n, {**metrics, **shares, **choice}
 
 
 def _model(stacks: Sequence[Matrix], j: int) -> list[Matrix]:
@@ -240,26 +227,19 @@ def answer_clustered(
 
     The app receives one model at a time (`Handlers`).
     """
-    record, config = message.content.array_records[ARRAYS], message.content.config_records[CONFIG]
-    asked, own = scalars(config), configs_of(scalars(config), _OURS.__contains__)
+    record = message.content.array_records[ARRAYS]
+    asked = scalars(message.content.config_records[CONFIG])
     names = [name for name in record if name != LABELS]
     app = Handlers(message, context, call, names)
     if message.metadata.message_type == MessageType.EVALUATE:
         measured = evaluate_clustered(app.evaluate, to_arrays(record), asked)
         return evaluation_reply(message, *measured)
-    if asked[STEP] != CHOOSE or asked[TEMPERATURE]:
+    labels, *model = record.values()
+    if asked[STEP] != CHOOSE or labels.shape != (1,):
         return reply_to(message, *fit_clustered(app.fit, app.evaluate, to_arrays(record), asked))
     # What FedAvg would send and receive passes as it is: large models are not copied here.
-    first, *rest = record.values()
-    labels = decode(first)
-    if len(labels) == 1:
-        evaluated: dict[str, Scalar] = {CLUSTER: int(labels[0])}
-    else:
-        stacks = [decode(array) for array in rest]
-        weights, evaluated = _weighed(app.evaluate, labels, stacks, own.evaluate, 0.0)
-        rest = [encode(array) for array in _model(stacks, int(weights.argmax()))]
-    content, arrays = app.train(rest, own.fit)
-    numbers, n = numbers_of(content)
-    reply = reply_to(message, (), n, {**numbers, **evaluated})
+    content, arrays = app.train(model, configs_of(asked, _OURS.__contains__).fit)
+    metrics, n = numbers_of(content)
+    reply = reply_to(message, (), n, {**metrics, CLUSTER: int(decode(labels)[0])})
     reply.content[ARRAYS] = named([*map(sendable, arrays)], names)
     return reply

@@ -262,9 +262,8 @@ class ClusteredFedAvg(ModelStrategy):
         self.spread = check_real("spread", spread, 0, LARGE)
         self.choose_every = check_count("choose_every", choose_every, 1)
         self.temperature = check_real("temperature", temperature, 0, LARGE)
-        self.proximal_mu = proximal_mu
-        if proximal_mu is not None:
-            self.proximal_mu = check_real("proximal_mu", proximal_mu, 0, LARGE)
+        mu = None if proximal_mu is None else check_real("proximal_mu", proximal_mu, 0, LARGE)
+        self.proximal_mu = mu
         self.max_clusters = check_count("max_clusters", max_clusters, 2)
         alone = start in ("one-shot", "anchors")
         most = self.options.num_clients
@@ -308,7 +307,7 @@ class ClusteredFedAvg(ModelStrategy):
             [to_record([stack[j] for stack in stacks], names) for j in range(k)],
             dict(sorted(members.items())),
             [list(members.values()).count(j) for j in range(k)],
-            [means_of_cluster(last, j) for j in range(k)],
+            [_means(last, j) for j in range(k)],
         )
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
@@ -320,83 +319,104 @@ class ClusteredFedAvg(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Find k models to start from; then choose, train and average, round by round."""
         if state is None:
-            state = yield from self._start(initial)
+            state = yield from self._start(as_floats(initial))
         if _GROUPS in state:
-            stacks = unpacked(state)
-            replies = yield Request(
-                MEASURE,
-                stacks,
-                self._config(),
-                state,
-                partial(_check_losses, len(stacks[0])),
-                model=[stack[:1] for stack in stacks],  # the mean of all
-                most=len(stacks[0]),
-            )
-            state = _state(self._fewest(stacks, state[_GROUPS], replies))
+            state = yield from self._measured(state)
         while True:
-            # Clients choose as in IFCA, but in every `choose_every`th round only.
-            stacks, round_, chosen = unpacked(state), int(state[_ROUND]), state[_CHOSEN]
-            k, choice = len(stacks[0]), round_ - round_ % self.choose_every
-            labels = np.arange(k, dtype=float)
-            each = [[labels[[j]], *(np.asarray(stack[j]) for stack in stacks)] for j in range(k)]
-            everything = [labels, *stacks] if k > 1 else each[0]
-            known = {int(p): each[int(j)] for p, j, at in chosen if choice <= at < round_}
-            soft = self.temperature > 0 and k > 1
-            combine = Combine(  # line 8: the driver calls it, for `replies.combined` below
-                start=stacks, rule=self.robust, group=CLUSTER, share=SHARE if soft else None
-            )
-            replies = yield Request(  # line 5; clients: lines 6-7
-                CHOOSE,
-                everything,
-                {**self._config(), TEMPERATURE: self.temperature if soft else 0.0},
-                state,
-                own=partial(_sent_to, known, everything) if known else None,
-                model=stacks,
-                most=sum(map(prod, combine.shapes)),
-                combine=combine,
-                secure=sum_channel(
-                    self._secure,
-                    self.privacy,
-                    [np.asarray(stack[0]) for stack in stacks],
-                    of="changes",
-                    metrics={CLUSTER: 0.0},
-                ),
-            )
-            # An absent client keeps the cluster that it chose last, until the next choice.
-            now = {int(p): (int(j), int(at)) for p, j, at in chosen}
-            now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
-            moved, memory = self.moved(stacks, replies.combined, state)
-            self._keep_untrained(moved, stacks, replies)
-            state = _state(moved, round_ + 1, now, memory)
+            state = yield from self._round(state)
 
-    def _start(self, initial: list[Matrix]) -> Generator[Request, Replies, State]:
+    def _start(self, model: list[Matrix]) -> Generator[Request, Replies, State]:
         """Return the state to begin with: models given or drawn, or the clients' own, grouped."""
+        if self.start_from == "given":
+            for array in model:
+                if not array.ndim or len(array) != self.k:
+                    raise ValueError(
+                        f"initial_arrays must be {self.k} models, stacked along a first axis, with "
+                        f'start="given", got an array of shape {array.shape}.'
+                    )
+            return _state(model)
+        if self.k == 1:
+            return _state([array[None] for array in model])
+        if self.start_from == "random":
+            rng = spawn(self.options.seed, SERVER, 0)
+            return _state(perturbed(model, int(self.k), self.spread, rng))
         if self.k == _AUTO and self._num_rounds == 1:
             log(
                 WARNING,
                 'k="auto" takes two rounds to find its models: one round leaves a single one.',
             )
-        model = self._checked(initial)
-        state = self._begun(model)
-        if state is not None:
-            return state
         replies = yield Request(
             ALONE,
             model,
             {**self._config(), N_FITS: self.start_rounds},
-            None,
-            partial(check_shapes, [array.shape for array in model]),
+            check=partial(check_shapes, [array.shape for array in model]),
             model=[array[None] for array in model],
             most=sum(array.size for array in model),
         )
         return self._grouped(model, replies)
 
-    def _keep_untrained(self, moved: list[Matrix], stacks: list[Matrix], replies: Replies) -> None:
-        """Put models that nobody trained back to where they were: the memory moves them, too."""
-        trained = {int(reply.metrics[CLUSTER]) for reply in replies.values()}
-        idle = [j for j in range(len(stacks[0])) if j not in trained and not self.temperature]
+    def _measured(self, state: State) -> Generator[Request, Replies, State]:
+        """Have the clients measure the groups' mean models, and keep as few as are needed."""
+        stacks = unpacked(state)
+        replies = yield Request(
+            MEASURE,
+            stacks,
+            self._config(),
+            state,
+            partial(_check_losses, len(stacks[0])),
+            model=[stack[:1] for stack in stacks],  # the mean of all
+            most=len(stacks[0]),
+        )
+        groups_of = {int(row[0]): row[1:] for row in state[_GROUPS]}
+        losses = [r.arrays[0][groups_of[p]] for p, r in replies.items() if p in groups_of]
+        if not losses:
+            raise ValueError(
+                "fraction_train must let clients that trained alone measure the groups, got other "
+                "clients only."
+            )
+        robust = self.robust != "mean"
+        k = smallest_as_good(np.stack(losses), robust)
+        groups, sizes = np.unique(state[_GROUPS][:, k], return_counts=True)
+        if robust and sizes.max() > 1:
+            groups = groups[sizes > 1]
+        return _state([stack[groups] for stack in stacks])
+
+    def _round(self, state: State) -> Generator[Request, Replies, State]:
+        """Lines 5-8: clients choose in every `choose_every`th round, as in IFCA, and train."""
+        stacks, round_ = unpacked(state), int(state[_ROUND])
+        k, choice = len(stacks[0]), round_ - round_ % self.choose_every
+        # An absent client keeps the cluster that it chose last, until the next choice.
+        chosen = {int(p): (int(j), int(at)) for p, j, at in state[_CHOSEN]}
+        labels = np.arange(k, dtype=float)
+        each = [[labels[[j]], *(np.asarray(stack[j]) for stack in stacks)] for j in range(k)]
+        everything = [labels, *stacks] if k > 1 else each[0]
+        known = {p: each[j] for p, (j, at) in chosen.items() if choice <= at < round_}
+        soft = self.temperature > 0 and k > 1
+        combine = Combine(  # line 8: the driver calls it, for `replies.combined` below
+            start=stacks, rule=self.robust, group=CLUSTER, share=SHARE if soft else None
+        )
+        one = [np.asarray(stack[0]) for stack in stacks]
+        replies = yield Request(  # line 5; clients: lines 6-7
+            CHOOSE,
+            everything,
+            {**self._config(), TEMPERATURE: self.temperature if soft else 0.0},
+            state,
+            own=(lambda partition: known.get(partition, everything)) if known else None,
+            model=stacks,
+            most=sum(map(prod, combine.shapes)),
+            combine=combine,
+            secure=sum_channel(
+                self._secure, self.privacy, one, of="changes", metrics={CLUSTER: 0.0}
+            ),
+        )
+        chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
+        moved, memory = self.moved(stacks, replies.combined, state)
+        # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
+        trained = {chosen[p][0] for p in replies}
+        idle = [j for j in range(k) if j not in trained and not self.temperature]
         for new, old in zip(moved, stacks, strict=True):
             new[idle] = old[idle]
+        return _state(moved, round_ + 1, chosen, memory)
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
@@ -406,29 +426,6 @@ class ClusteredFedAvg(ModelStrategy):
         if self._evaluate_config is not None:
             config |= for_evaluations(scalars(self._evaluate_config))
         return config
-
-    def _checked(self, initial: list[Matrix]) -> list[Matrix]:
-        """Return the initial arrays: one model, or k of them, stacked."""
-        model = as_floats(initial)
-        if self.start_from == "given":
-            for array in model:
-                if not array.ndim or len(array) != self.k:
-                    raise ValueError(
-                        f"initial_arrays must be {self.k} models, stacked along a first axis, with "
-                        f'start="given", got an array of shape {array.shape}.'
-                    )
-        return model
-
-    def _begun(self, model: list[Matrix]) -> State | None:
-        """Return the k models that no client has to be asked for, None if there are none."""
-        if self.start_from == "given":
-            return _state(model)
-        if self.k == 1:
-            return _state([array[None] for array in model])
-        if self.start_from == "random":
-            rng = spawn(self.options.seed, SERVER, 0)
-            return _state(perturbed(model, int(self.k), self.spread, rng))
-        return None
 
     def _grouped(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from what the clients learned alone."""
@@ -470,35 +467,12 @@ class ClusteredFedAvg(ModelStrategy):
         table = np.column_stack([partitions, groups.of.T])
         return {**_state(stacks), _GROUPS: table}
 
-    def _fewest(self, stacks: list[Matrix], table: Matrix, replies: Replies) -> list[Matrix]:
-        """Return the mean models of as few groups as are as good as any."""
-        of = {int(row[0]): row[1:] for row in table}
-        losses = [reply.arrays[0][of[who]] for who, reply in replies.items() if who in of]
-        if not losses:
-            raise ValueError(
-                "fraction_train must let clients that trained alone measure the groups, got other "
-                "clients only."
-            )
-        robust = self.robust != "mean"
-        k = smallest_as_good(np.stack(losses), robust)
-        groups, sizes = np.unique(table[:, k], return_counts=True)
-        if robust and sizes.max() > 1:
-            groups = groups[sizes > 1]
-        return [stack[groups] for stack in stacks]
 
-
-def means_of_cluster(metrics: Mapping[int, Mapping[str, float]], number: int) -> dict[str, float]:
+def _means(metrics: Mapping[int, Mapping[str, float]], cluster: int) -> dict[str, float]:
     """Return the means of the other metrics over the clients that name this cluster."""
-    means = summarized({p: own for p, own in metrics.items() if own.get(CLUSTER) == number})
+    means = summarized({p: own for p, own in metrics.items() if own[CLUSTER] == cluster})
     means.pop(CLUSTER, None)
     return means
-
-
-def _sent_to(
-    known: Mapping[int, list[Matrix]], everything: list[Matrix], partition: int
-) -> list[Matrix]:
-    """Return what a client receives between choices: its own cluster's model, where it has one."""
-    return known.get(partition, everything)
 
 
 # States -------------------------------------------------------------------------------------
