@@ -4,7 +4,7 @@
 paper (Su, Xu, Yang, NeurIPS 2022)      here
 ======================================= ====================================================
 line 4: ``t = T + 1, ...``              the loop of :func:`fedx`
-line 5: ``theta_{t-1}`` to all          server: :func:`_broadcast`
+line 5: ``theta_{t-1}`` to all          the request of :func:`fedx`
 line 6: ``lambda_{i,t}``                client: :func:`update`, by `assign`
 line 7: ``theta_{i.,t}``                client: :func:`update`, by `local_changes`
 line 8: ``sum_i w_i theta_{i.,t}``      server: :func:`_averaged`, :func:`_moved`
@@ -30,7 +30,7 @@ from flwr_perdl.regression.clustering import assign, average_updates, local_chan
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining
 from flwr_perdl.regression.losses import Loss, of_stacks
 from flwr_perdl.regression.moments import anchor_moved
-from flwr_perdl.regression.phases import Refinement, TwoPhase
+from flwr_perdl.regression.phases import TwoPhase
 
 # What was tuned on settings C.1-C.3 and on features with condition number 1e4: rounds that the
 # acceleration remembers, the current one included, and the share of a cluster's points that may
@@ -77,9 +77,18 @@ def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
 
 def fedx(settings: TwoPhase, state: Refining) -> Exchanges[Descent]:
     """Phase 2, until there are clients that no model fits, for which Phase 1 is to find models."""
+    phase = settings.phase_2
+    work: dict[str, Any] = {"local": phase.local, "n_steps": phase.n_steps}
+    work["step_size"] = state.step_size
     while True:  # line 4
-        ahead = _ahead(settings.phase_2, state)
-        answers, rng = yield _broadcast(settings.phase_2, state, ahead)  # line 5; clients: 6-7
+        ahead = state.centers
+        if phase.momentum:  # Nesterov's point: the models, carried on along their last movement
+            # His weights for convex functions: no constant of the data is needed.
+            beta = state.tempo / (state.tempo + 3)
+            ahead = ahead + beta[:, None] * (ahead - state.previous)
+        sent = (ahead, state.groups) if len(state.groups) else (ahead,)
+        shape = 1, ahead.shape[1] + 2
+        answers, rng = yield Ask("update", sent, work, shape=shape, state=state)  # lines 5-7
         change, counts, state = _averaged(settings, state, ahead, answers)  # line 8
         # Who answered, and its points in every cluster.
         labels, n = answers.stack[:, 0, 1:2], answers.n_samples[:, None]
@@ -89,23 +98,6 @@ def fedx(settings: TwoPhase, state: Refining) -> Exchanges[Descent]:
         if isinstance(then, Descent):
             return then
         state = then
-
-
-def _ahead(phase: Refinement, state: Refining) -> Matrix:
-    """Return Nesterov's point: the models, carried on along their last movement."""
-    if not phase.momentum:
-        return state.centers
-    # The weights of Nesterov's method for convex functions: no constant of the data is needed.
-    beta = state.tempo / (state.tempo + 3)
-    return state.centers + beta[:, None] * (state.centers - state.previous)
-
-
-def _broadcast(phase: Refinement, state: Refining, ahead: Matrix) -> Ask:
-    """Line 5: the models to all clients, and the work of lines 6-7."""
-    options: dict[str, Any] = {"local": phase.local, "n_steps": phase.n_steps}
-    options["step_size"] = state.step_size
-    arrays = (ahead, state.groups) if len(state.groups) else (ahead,)
-    return Ask("update", arrays, options, shape=(1, ahead.shape[1] + 2), state=state)
 
 
 def _averaged(
