@@ -17,7 +17,6 @@ nothing to choose, one model comes, as FedAvg sends it, after the number of its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -119,8 +118,8 @@ def fit_clustered(
         _evaluations(evaluate, [np.asarray(array)[None] for array in model], own.evaluate)
         return floats(model), n, metrics
     if step == MEASURE:
-        measured = _evaluations(evaluate, parameters, own.evaluate)
-        return [_finite(np.array([loss for loss, _, _ in measured]))], measured[0][1], {}
+        losses, measured = _evaluations(evaluate, parameters, own.evaluate)
+        return [_finite(losses)], measured[0][1], {}
     if step != CHOOSE:
         raise ValueError(f"{STEP} must be a step of clustered learning, got {step!r}.")
     labels, *stacks = parameters
@@ -138,8 +137,8 @@ def evaluate_clustered(
     if all(len(stack) == 1 for stack in parameters):
         chosen, (loss, n, metrics) = 0, evaluate(_model(parameters, 0), own)
     else:
-        measured = _evaluations(evaluate, parameters, own)
-        chosen = int(_weights(measured, 0.0).argmax())
+        losses, measured = _evaluations(evaluate, parameters, own)
+        chosen = int(losses.argmin())
         loss, n, metrics = measured[chosen]
     return loss, n, {**metrics, CLUSTER: chosen}
 
@@ -156,10 +155,10 @@ def _choose(
     if len(labels) == 1:
         model, n, metrics = fit(list(stacks), dict(config.fit))
         return floats(model), n, {**metrics, CLUSTER: int(labels[0])}
-    measured = _evaluations(evaluate, stacks, config.evaluate)
-    weights = _weights(measured, temperature)
+    losses, measured = _evaluations(evaluate, stacks, config.evaluate)
+    weights = assign(losses[None], np.array([measured[0][1]]), temperature)[0]  # equation 7
     chosen = int(weights.argmax())
-    choice = {CLUSTER: int(labels[chosen]), CLUSTER_LOSS: measured[chosen][0]}
+    choice = {CLUSTER: int(labels[chosen]), CLUSTER_LOSS: float(losses[chosen])}
     if not temperature:
         model, n, metrics = fit(_model(stacks, chosen), dict(config.fit))
         return floats(model), n, {**metrics, **choice}
@@ -184,19 +183,21 @@ def _model(stacks: Sequence[Matrix], j: int) -> list[Matrix]:
 
 def _evaluations(
     evaluate: Evaluate, stacks: Sequence[Matrix], config: Mapping[str, Scalar]
-) -> list[Evaluated]:
-    """Return the client's evaluation of each model; NaN as a loss becomes infinity."""
+) -> tuple[Matrix, list[Evaluated]]:
+    """Return each model's loss, infinity where it is NaN, and the client's evaluation of each."""
     measured = []
     for j in range(len(stacks[0])):
         loss, n, metrics = evaluate(_model(stacks, j), dict(config))
-        measured.append((float("inf") if isnan(loss) else float(loss), int(n), dict(metrics)))
-    if not any(np.isfinite(loss) for loss, _, _ in measured):
+        measured.append((float(loss), int(n), dict(metrics)))
+    losses = np.array([loss for loss, _, _ in measured])
+    losses[np.isnan(losses)] = np.inf
+    if not np.isfinite(losses).any():
         names = ", ".join(sorted(measured[0][2])) or "none"
         raise ValueError(
             "evaluate must return a finite loss of at least one model (a ClientApp: as the metric "
             f'"loss" or "eval_loss"), got no finite loss; other metrics: {names}.'
         )
-    return measured
+    return losses, measured
 
 
 def _finite(losses: Matrix) -> Matrix:
@@ -208,13 +209,6 @@ def _finite(losses: Matrix) -> Matrix:
     largest = float(losses[np.isfinite(losses)].max())
     finite: Matrix = np.where(np.isfinite(losses), losses, largest + max(abs(largest), 1.0))
     return finite
-
-
-def _weights(measured: Sequence[Evaluated], temperature: float) -> Matrix:
-    """Return each model's share of the weight (P2, equation 7)."""
-    losses = np.array([loss for loss, _, _ in measured])
-    weights: Matrix = assign(losses[None], np.array([measured[0][1]]), temperature)[0]
-    return weights
 
 
 # For messages -------------------------------------------------------------------------------

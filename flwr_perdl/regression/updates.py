@@ -136,20 +136,17 @@ def smallest_as_good(losses: Matrix, robust: bool = False) -> int:
     return int(good.argmax()) + 1
 
 
-def perturbed(
-    model: Sequence[Matrix], n_models: int, scale: float, rng: np.random.Generator
-) -> list[Matrix]:
+def perturbed(model: Sequence[Matrix], n_models: int, rng: np.random.Generator) -> list[Matrix]:
     """Return random models around one, as a stack: per array, one of shape (n_models, ...).
 
-    ``scale`` is the standard deviation of the perturbation, in units of the array's own. An array
-    whose values are all alike stays what it is; if all arrays are such, the unit is
-    1 / sqrt(columns).
+    The standard deviation of the perturbation is that of the array's own values: where these are
+    all alike it stays what it is; if all arrays are such, it is 1 / sqrt(columns).
     """
     units = [float(array.std()) if array.size else 0.0 for array in model]
     if not any(units):
         units = [max(array.shape[-1:], default=1) ** -0.5 for array in model]
     draws = [rng.standard_normal((n_models, *array.shape)) for array in model]
     return [
-        (array + scale * unit * draw).astype(array.dtype)
+        (array + unit * draw).astype(array.dtype)
         for array, unit, draw in zip(model, units, draws, strict=True)
     ]

@@ -156,12 +156,11 @@ class ClusteredFedAvg(ModelStrategy):
         Where the k models come from. "one-shot": the clients train the initial model alone, and
         the server averages the models of clients whose changes point the same way. "anchors":
         likewise, but takes the models of k clients that are far from each other. "random": the
-        initial model, perturbed k times; it often loses clusters. "given": the initial
+        initial model, perturbed k times by as much as each array's own values vary; it often loses
+        clusters. "given": the initial
         arrays are k models, stacked: each array has a first axis of length k.
     start_rounds : int, default 1
         How often a client calls its ``fit`` when it trains alone, all in one message.
-    spread : float, default 1.0
-        Size of the perturbations of "random", in standard deviations of the array's own values.
     choose_every : int, default 1
         Rounds from one choice to the next. In between, a client receives and trains the model of
         its own cluster only; one that has missed the last choice chooses when it is back.
@@ -236,7 +235,6 @@ class ClusteredFedAvg(ModelStrategy):
         *,
         start: str = "one-shot",
         start_rounds: int = 1,
-        spread: float = 1.0,
         choose_every: int = 1,
         temperature: float = 0.0,
         proximal_mu: float | None = None,
@@ -259,7 +257,6 @@ class ClusteredFedAvg(ModelStrategy):
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
         self.start_rounds = check_count("start_rounds", start_rounds, 1)
-        self.spread = check_real("spread", spread, 0, LARGE)
         self.choose_every = check_count("choose_every", choose_every, 1)
         self.temperature = check_real("temperature", temperature, 0, LARGE)
         mu = None if proximal_mu is None else check_real("proximal_mu", proximal_mu, 0, LARGE)
@@ -274,7 +271,6 @@ class ClusteredFedAvg(ModelStrategy):
             )
         for name, value, default, used in (
             ("start_rounds", start_rounds, 1, alone),
-            ("spread", spread, 1.0, start == "random"),
             ("max_clusters", max_clusters, 8, k == _AUTO),
             ("choose_every", choose_every, 1, not temperature),
             ("temperature", temperature, 0.0, k != 1),
@@ -339,7 +335,7 @@ class ClusteredFedAvg(ModelStrategy):
             return _state([array[None] for array in model])
         if self.start_from == "random":
             rng = spawn(self.options.seed, SERVER, 0)
-            return _state(perturbed(model, int(self.k), self.spread, rng))
+            return _state(perturbed(model, int(self.k), rng))
         if self.k == _AUTO and self._num_rounds == 1:
             log(
                 WARNING,

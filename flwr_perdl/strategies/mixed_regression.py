@@ -41,7 +41,7 @@ from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, spelled
 from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request
+from flwr_perdl.protocol.request import Protocol, Replies, Request
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
@@ -53,7 +53,6 @@ from flwr_perdl.strategies._models import check_robust
 from flwr_perdl.strategies.clustered import check_cluster
 
 _COUNT = "rounds"
-STARTS = ("fedmd", "random")
 
 _PHASE_1 = spelled("phase_1", MomentDescent)
 _PHASE_2 = spelled("phase_2", Refinement)
@@ -99,7 +98,11 @@ class _MixedRegression(ProtocolStrategy):
         # FedX stays in this loop: the driver ends it, and the next request's model is the result.
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
-            replies = yield _request(ask.drawn(rng), count)._replace(secure=self._channel(ask))
+            request = _request(ask.drawn(rng), count)
+            if ask.step == "update":  # of which the server may get no more than the sum
+                summed = sum_channel(self._secure, self.privacy, [before.centers], of="updates")
+                request = request._replace(secure=summed)
+            replies = yield request
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
@@ -110,12 +113,6 @@ class _MixedRegression(ProtocolStrategy):
             if before.step == "describe":
                 self._note_steep(replies, ask.state)
         return [ask.state.centers]
-
-    def _channel(self, ask: Ask) -> Channel | None:
-        """Return how the sum of the updates is gathered where the server gets no more."""
-        if ask.step != "update":
-            return None
-        return sum_channel(self._secure, self.privacy, [ask.state.centers], of="updates")
 
     def _note_steep(self, replies: Replies, state: State) -> None:
         """Say in report and log which clients the models are learned without."""
@@ -138,13 +135,10 @@ class _MixedRegression(ProtocolStrategy):
         if len(initial) > self._takes_models:
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
-        models = check_array("initial_arrays", initial[0], min_rows=1)
         k = self.two_phase.n_clusters
-        if k not in ("auto", len(models)):
-            raise ValueError(
-                f"initial_arrays must be [models] with n_clusters={k} models, got {len(models)}."
-            )
-        return models
+        rows = None if k == "auto" else int(k)
+        name = f"initial_arrays with n_clusters={k}"
+        return check_array(name, initial[0], min_rows=1, rows=rows)
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there are models, where none are given."""
@@ -281,7 +275,7 @@ class FedX(_MixedRegression):
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        check_choice("start", start, STARTS)
+        check_choice("start", start, ("fedmd", "random"))
         rule = check_robust(robust)
         super().__init__(TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule, start), options)
         self.privacy, self._secure = privacy, check_privacy(privacy)

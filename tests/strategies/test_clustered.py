@@ -182,7 +182,7 @@ def test_soft_weights_find_planted_clusters_by_every_rule(robust: str) -> None:
 
 
 def test_random_starts_are_perturbations_of_one_model() -> None:
-    strategy = ClusteredFedAvg(3, start="random", spread=2.0)
+    strategy = ClusteredFedAvg(3, start="random")
     run(strategy, 4)
     assert sum(strategy.result.sizes) == N
     begun = strategy.protocol([np.arange(4.0), np.ones(2)], None)
@@ -406,7 +406,6 @@ def test_what_each_party_receives() -> None:
         ({"k": 0}, "k"),
         ({"k": "auto", "start": "random"}, "k"),
         ({"k": 2, "start": "fedmd"}, "start"),
-        ({"k": 2, "spread": 2.0}, "spread"),
         ({"k": 2, "start": "random", "start_rounds": 2}, "start_rounds"),
         ({"k": 2, "max_clusters": 3}, "max_clusters"),
         ({"k": 2, "temperature": 1.0, "choose_every": 2}, "choose_every"),
