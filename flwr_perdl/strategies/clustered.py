@@ -409,6 +409,13 @@ class ClusteredFedAvg(ModelStrategy):
         moved, memory = self.moved(stacks, replies.combined, state)
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained = {chosen[p][0] for p in replies}
+        if not round_ and len(trained) < min(k, len(replies), 2):
+            log(
+                WARNING,
+                "All %d clients chose the same of %d models: does evaluate return a loss that "
+                "depends on the model?",
+                *(len(replies), k),
+            )
         idle = [j for j in range(k) if j not in trained and not self.temperature]
         for new, old in zip(moved, stacks, strict=True):
             new[idle] = old[idle]

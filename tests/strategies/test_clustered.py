@@ -479,6 +479,17 @@ def test_clients_without_a_loss_train_one_model_and_are_named_in_round_one_of_se
             run(ClusteredFedAvg(k), 3, app=client_app(client))
 
 
+def test_a_loss_that_tells_no_models_apart_is_warned_of(caplog: Any) -> None:
+    class Constant(Linear):
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return 0.0, self.n, {}
+
+    for client, warned in ((Constant, True), (Linear, False)):
+        caplog.clear()
+        run(ClusteredFedAvg(3), 3, app=app_of(client))
+        assert ("the same of 3 models" in caplog.text) == warned
+
+
 def test_counters_travel_as_floats() -> None:
     class Counting(Linear):
         def fit(self, parameters: Any, config: Any) -> Any:
