@@ -171,7 +171,9 @@ class ConsensusADMM(ADMM):
 
     def _edges(self, links: Csr, nodes: Nodes, senders: Nodes) -> Csr:
         rows = 2 * self.relaxation * self.roots[nodes] / self.curvatures[nodes]
-        return _scaled(links, rows, self.roots[senders]).astype(self.X.dtype, copy=False)
+        data = links.data * np.repeat(rows, np.diff(links.indptr))
+        data = (data * self.roots[senders][links.indices]).astype(self.X.dtype)
+        return sparse.csr_array((data, links.indices, links.indptr), shape=links.shape)
 
     @cached_property
     def curvatures(self) -> NDArray[np.float64]:
@@ -364,9 +366,3 @@ def _spectrum(topology: Topology) -> tuple[float, float]:
     roots = sparse.diags_array(1 / np.sqrt(topology.degrees))
     matrix = sparse.csr_array(roots @ topology.adjacency @ roots)
     return 1 - greatest_but(matrix, np.sqrt(topology.degrees)), 1 - least(matrix)
-
-
-def _scaled(links: Csr, rows: NDArray[np.float64], columns: NDArray[np.float64]) -> Csr:
-    """Return ``rows[k] * links[k, l] * columns[l]``."""
-    data = links.data * np.repeat(rows, np.diff(links.indptr)) * columns[links.indices]
-    return sparse.csr_array((data, links.indices, links.indptr), shape=links.shape)

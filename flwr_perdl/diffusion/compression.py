@@ -19,12 +19,12 @@ paper's Euclidean norm of all, as in LEAD, which is what makes four bits a contr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import check_count, check_members, check_real
+from flwr_perdl.core.checks import check_count, check_kind, check_real
 
 Array = NDArray[Any]
 #: What is sent of a vector: float32 values, and bytes.
@@ -34,28 +34,6 @@ Encoded = tuple[NDArray[np.float32], NDArray[np.uint8]]
 BLOCK = 64
 #: A byte of this value says that a gap goes on.
 _MORE = 255
-
-
-class Compression(Protocol):
-    """How a vector is sent in few bytes."""
-
-    @property
-    def contraction(self) -> float:
-        """The papers' delta: the least share of the squared norm that is sent, on average."""
-        ...
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the mean of what is sent is the vector."""
-        ...
-
-    def encode(self, vector: Array, rng: np.random.Generator) -> Encoded:
-        """Return what is sent, of sizes that depend on the vector's length alone."""
-        ...
-
-    def decode(self, sent: Encoded, n: int) -> Array:
-        """Return the vector of n entries, float64, or raise a ValueError."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,6 +63,7 @@ class TopK:
     """
 
     share: float
+    #: Whether the mean of what is sent is the vector.
     unbiased: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -93,11 +72,14 @@ class TopK:
 
     @property
     def contraction(self) -> float:
-        """The least share of the squared norm that is sent."""
+        """The papers' delta: the least share of the squared norm that is sent."""
         return float(self.share)
 
     def encode(self, vector: Array, rng: np.random.Generator) -> Encoded:
-        """Return the largest values, and the gaps between their positions as bytes."""
+        """Return the largest values, and the gaps between their positions as bytes.
+
+        Their sizes depend on the vector's length alone.
+        """
         n, k = len(vector), round(self.share * len(vector))
         if not k:
             raise ValueError(f"compression must keep at least one of {n} values, got {self!r}.")
@@ -108,7 +90,7 @@ class TopK:
         return vector[at].astype(np.float32), gaps
 
     def decode(self, sent: Encoded, n: int) -> Array:
-        """Return the values at their positions, and zeros."""
+        """Return the values at their positions, and zeros; a ValueError if they are none."""
         values, gaps = sent
         ends = np.flatnonzero(gaps != _MORE)
         at = np.cumsum(gaps, dtype=np.intp)[ends] + np.arange(len(ends))
@@ -192,6 +174,9 @@ def _each(scales: Array, n: int) -> Array:
     return np.repeat(scales.astype(float), BLOCK)[:n]
 
 
+Compression = TopK | RandomQuantization
+
+
 def check_compression(
     method: str | None, compression: Compression | None, step: float | None
 ) -> tuple[Compression | None, float]:
@@ -208,9 +193,7 @@ def check_compression(
         if step is not None:
             raise ValueError(f"consensus_step must be None without compression, got {step!r}.")
         return None, 1.0
-    check_members(
-        "compression", compression, "compression", "encode", "decode", "contraction", "unbiased"
-    )
+    check_kind("compression", compression, (TopK, RandomQuantization), "TopK or RandomQuantization")
     if method == "exact_diffusion" and not compression.unbiased:
         raise ValueError(
             f"compression must be unbiased with method 'exact_diffusion', got {compression!r}: "

@@ -344,13 +344,13 @@ def infer(
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     check_objective(objective, len(atoms))
-    if isinstance(network, CombinationMatrix):
-        _check_sums(network, kind)
-        options = {**_contraction(network, kind), **options}
     network = weighted(network)
     in_memory = isinstance(network, CombinationMatrix)
-    if in_memory and not network.is_connected:
-        raise ValueError(f"network must be connected, got {network}.")
+    if in_memory:
+        _check_sums(network, kind)
+        if not network.is_connected:
+            raise ValueError(f"network must be connected, got {network}.")
+        options = {**_contraction(network, kind), **options}
     topology: Topology = network.topology
     agents = informed_agents(informed, topology.n_nodes)
     compress = _compresses(compress, objective, kind, in_memory, (sum(map(len, atoms)), X.shape[1]))
@@ -359,7 +359,12 @@ def infer(
         return kind(objective, topology, W, Y, agents, **options)
 
     first = program(objective, X, atoms)
-    n_rounds = _most_rounds(n_rounds, first, tolerance, in_memory)
+    if n_rounds is None:
+        # The time constant is an estimate. In memory the residuals end the run: a limit of four
+        # times as many rounds costs nothing where they are not needed.
+        needed = first.rounds(tolerance or float(np.finfo(X.dtype).eps))
+        n_rounds = min(needed * (4 if in_memory else 1), MOST_ROUNDS)
+    check_count("n_rounds", n_rounds)
     if in_memory:
         solve = partial(_in_blocks, program, network, n_rounds, tolerance)
         with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
@@ -381,17 +386,6 @@ def infer(
         residual=residual,
         converged=bool((residual <= tolerance).all()),
     )
-
-
-def _most_rounds(
-    n_rounds: int | None, program: DualInference, tolerance: float, in_memory: bool
-) -> int:
-    if n_rounds is not None:
-        return check_count("n_rounds", n_rounds)
-    # The time constant is an estimate. In memory the residuals end the run: a limit of four times
-    # as many rounds costs nothing where they are not needed.
-    needed = program.rounds(tolerance or float(np.finfo(program.X.dtype).eps))
-    return min(needed * (4 if in_memory else 1), MOST_ROUNDS)
 
 
 def _compresses(

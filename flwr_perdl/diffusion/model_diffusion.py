@@ -242,8 +242,6 @@ class ModelDiffusion:
         return Model(W, model.n_samples + seen, t, model.rounds + rounds, worst)
 
     def _on_network(self, model: Model, X: Matrix, network: Any, n_rounds: int | None) -> Model:
-        if self.method == EXACT:
-            raise ValueError("network must be in memory with method='exact', got one of messages.")
         program = self.program(X, network.topology, model=model, show=True)
         check_carrier(network, program.inference)
         most = program.n_rounds if n_rounds is None else min(n_rounds, program.n_rounds)
@@ -303,6 +301,8 @@ class ModelDiffusion:
         if agents != nodes:
             raise ValueError(f"network must have {agents} nodes, one per agent, got {nodes}.")
         self._counts(agents)
+        if self.method == EXACT and not isinstance(network, CombinationMatrix):
+            raise ValueError("network must be in memory with method='exact', got one of messages.")
         return network
 
     def _given(self, model: Model, X: Matrix, network: Any) -> dict[str, Any]:
@@ -330,8 +330,6 @@ class ModelDiffusion:
     def _infer(self, W: Matrix, X: Matrix, network: Any, given: Mapping[str, Any]) -> Inference:
         if self.method != EXACT:
             return infer(self.objective, X, list(W), network, **given)
-        if not isinstance(network, CombinationMatrix):
-            raise ValueError("network must be in memory with method='exact', got one of messages.")
         exact = exact_dual(self.objective, X, list(W), **self.options)
         nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
         error = np.broadcast_to(exact.error, (len(W), len(X)))
@@ -366,15 +364,6 @@ def update_dictionary(
     step : float
         ``mu_w`` per sample: the proximal point is taken with ``n_samples`` times that.
     """
-    step = check_real("step", step, 0, LARGE)
-    dictionaries = check_array("dictionaries", dictionaries, ndim=3, floor=0.8)
-    nu = check_array("nu", nu, ndim=3, columns=dictionaries.shape[2], floor=0.8)
-    codes = check_array("codes", codes, ndim=3, columns=dictionaries.shape[1], floor=0.8)
-    if nu.shape[:2] != codes.shape[:2] or len(nu) != len(dictionaries):
-        raise ValueError(
-            f"codes must have shape {(len(dictionaries), nu.shape[1], dictionaries.shape[1])}, "
-            f"got {codes.shape}, with nu of shape {nu.shape}."
-        )
     moved = dictionaries + step * np.matmul(codes.swapaxes(1, 2), nu)
     return objective.project_dictionary(objective.prox_dictionary(moved, step * nu.shape[1]))
 
@@ -451,14 +440,11 @@ class Learning:
 
     def start(self, nodes: NDArray[np.intp]) -> DualState:
         """Return the state before the first round."""
-        first = self.model
-        atoms = (
-            self.learner._first_atoms(
-                nodes.tolist(), self.n_features, self.inference.topology.n_nodes
-            )
-            if first is None
-            else first.dictionaries[nodes]
-        )
+        if self.model is not None:
+            atoms = self.model.dictionaries[nodes]
+        else:
+            n_agents = self.inference.topology.n_nodes
+            atoms = self.learner._first_atoms(nodes.tolist(), self.n_features, n_agents)
         return self._begin(nodes, atoms.astype(self.dtype), 0)
 
     def adapt(self, state: DualState, round_: int) -> DualState:
