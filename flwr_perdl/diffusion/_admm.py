@@ -27,9 +27,9 @@ from flwr_perdl.diffusion._dual import (
     norms,
 )
 from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
-from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse, product
+from flwr_perdl.diffusion.combine import Inbox, entries, is_sparse, product
 from flwr_perdl.diffusion.objectives import check_closed_forms, spread
-from flwr_perdl.diffusion.topology import Topology, greatest_but, least
+from flwr_perdl.diffusion.topology import Csr, Topology, greatest_but, least
 
 if TYPE_CHECKING:
     from flwr_perdl.diffusion._kernels import Quadratics

@@ -17,9 +17,9 @@ from flwr_perdl.core.checks import LARGE, Matrix, check_real
 from flwr_perdl.core.memory import aligned, empty_aligned
 from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
 from flwr_perdl.diffusion._minimize import correlate, reconstruct
-from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse
+from flwr_perdl.diffusion.combine import Inbox, entries, is_sparse
 from flwr_perdl.diffusion.objectives import spread
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import CombinationMatrix, Csr, Topology, metropolis_weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,17 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.arrays import row_norms
-from flwr_perdl.core.checks import (
-    Matrix,
-    check_array,
-    check_count,
-    check_list,
-    own_numbers,
-)
+from flwr_perdl.core.checks import Matrix, check_array, check_count, check_list, own_numbers
 from flwr_perdl.diffusion._minimize import correlate
-from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long
+from flwr_perdl.diffusion.combine import Inbox, exchanged, is_long
 from flwr_perdl.diffusion.objectives import WEIGHTS, Objective, check_agents
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.diffusion.topology import Csr, Topology
 
 Nodes = NDArray[np.intp]
 Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]

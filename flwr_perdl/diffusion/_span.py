@@ -51,11 +51,7 @@ class _Turned:
 
 
 def in_span(
-    objective: Objective,
-    X: Matrix,
-    dictionaries: Sequence[Matrix],
-    reach: float,
-    solve: Solve,
+    objective: Objective, X: Matrix, dictionaries: Sequence[Matrix], reach: float, solve: Solve
 ) -> Found:
     """Return what ``solve(objective, X, dictionaries)`` returns, found in fewer coordinates.
 

@@ -449,9 +449,9 @@ class AveragingProgram:
         self._evaluated = list(dict.fromkeys(("loss", *learner.metrics)))
         if not learner.evaluate_every:
             self._evaluated = []
-        kinds = {"train": self._trained, "evaluate": self._evaluated}
+        fitted = (f"train-{name}" for name in self._trained)
         #: Names of the reports.
-        self.names = [*_OWN, *(f"{kind}-{own}" for kind in kinds for own in kinds[kind])]
+        self.names = [*_OWN, *fitted, *(f"evaluate-{name}" for name in self._evaluated)]
 
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
         """Return the state before the first round."""

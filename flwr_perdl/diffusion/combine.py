@@ -31,10 +31,9 @@ from flwr_perdl.core import html
 from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.diffusion.schedule import Schedule, schedule_of
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import CombinationMatrix, Csr, Topology, metropolis_weights
 
 Array = NDArray[Any]
-Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
 
 #: Share of non-zero weights above which the combination is a dense product.
 DENSE_SHARE = 0.2

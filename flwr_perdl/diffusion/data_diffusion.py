@@ -372,15 +372,9 @@ class DictionaryProgram:
 
     def start(self, nodes: NDArray[np.intp]) -> DictionaryState:
         """Return the state before the first round."""
-        first = [self._first(int(node)) for node in nodes]
-        d = first[0].shape[1]
-        odd = next((i for i, own in enumerate(first) if own.shape[1] != d), None)
-        if odd is not None:
-            raise ValueError(
-                f"data of node {nodes[odd]} must have {d} columns, as others have, got "
-                f"{first[odd].shape[1]}."
-            )
-        D = np.stack(first)
+        batches = self._batches(nodes, 1)
+        D = np.stack([self._first(*own) for own in zip(nodes.tolist(), batches, strict=True)])
+        d = D.shape[2]
         m, atoms = D.shape[:2] if self.learner.replacement is not None else (len(D), 0)
         slots = min(SLOTS, atoms)
         return DictionaryState(
@@ -398,7 +392,7 @@ class DictionaryProgram:
 
     def adapt(self, state: DictionaryState, round_: int) -> DictionaryState:
         """Code and update at every node, or with shared observations choose which to send."""
-        batches = self._batches(state, round_)
+        batches = self._batches(state.nodes, round_, state.dictionaries.shape[2])
         if not self.learner.shared:
             return self._updated(state, batches, round_)
         shared = np.zeros_like(state.shared)
@@ -445,7 +439,7 @@ class DictionaryProgram:
         state = self._combined(state, inbox)
         if not self.learner.shared:
             return state
-        batches = self._batches(state, inbox.round)
+        batches = self._batches(state.nodes, inbox.round, state.dictionaries.shape[2])
         for k, (own, X) in enumerate(zip(inbox.own, batches, strict=True)):
             others = (inbox.arrays[-1][j] for j, _ in inbox.weighed(k) if j != own)
             batches[k] = np.concatenate([X, *(Y[Y.any(axis=1)] for Y in others)])
@@ -495,17 +489,17 @@ class DictionaryProgram:
                 mean[k] += sent.dtype.type(weight) * other
         return mean
 
-    def _batches(self, state: DictionaryState, round_: int) -> list[Matrix]:
-        """Return the nodes' data of a round."""
-        batches, d = [self._batch(int(k), round_) for k in state.nodes], state.dictionaries.shape[2]
-        for node, X in zip(state.nodes, batches, strict=True):
+    def _batches(self, nodes: NDArray[np.intp], round_: int, d: int | None = None) -> list[Matrix]:
+        """Return the nodes' data of a round, of ``d`` columns, by default as many as the first."""
+        batches = []
+        for node in nodes.tolist():
+            own = self.data[node]
+            X = self._checked(node, own(round_)) if callable(own) else own
+            d = X.shape[1] if d is None else d
             if X.shape[1] != d:
                 raise ValueError(f"data of node {node} must have {d} columns, got shape {X.shape}.")
+            batches.append(X)
         return batches
-
-    def _batch(self, node: int, round_: int) -> Matrix:
-        own = self.data[node]
-        return self._checked(node, own(round_)) if callable(own) else own
 
     def _checked(self, node: int, own: Matrix) -> Matrix:
         """Return a node's data, checked."""
@@ -515,10 +509,9 @@ class DictionaryProgram:
             check_positive(name, X)
         return X
 
-    def _first(self, node: int) -> Matrix:
+    def _first(self, node: int, X: Matrix) -> Matrix:
         """Return a node's first dictionary."""
-        X, r = self._batch(node, 1), self.learner.n_atoms
-        given = self.first
+        given, r = self.first, self.learner.n_atoms
         if callable(given):
             D = given(X, spawn(self.seed, node))
         elif isinstance(given, Mapping):

@@ -76,11 +76,7 @@ from flwr_perdl.diffusion._minimize import costs, descend, minimize
 from flwr_perdl.diffusion._span import Found, in_span
 from flwr_perdl.diffusion.combine import run_program, shown, weighted
 from flwr_perdl.diffusion.objectives import Objective, check_closed_forms, check_objective
-from flwr_perdl.diffusion.topology import (
-    CombinationMatrix,
-    Topology,
-    matrices_of,
-)
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, matrices_of
 
 __all__ = [
     "ATC",
@@ -353,12 +349,12 @@ def infer(
         options = {**_contraction(network, kind), **options}
     topology: Topology = network.topology
     agents = informed_agents(informed, topology.n_nodes)
-    compress = _compresses(compress, objective, kind, in_memory, (sum(map(len, atoms)), X.shape[1]))
 
-    def program(objective: Objective, Y: Matrix, W: Sequence[Matrix]) -> DualInference:
+    def program(objective: Objective, W: Sequence[Matrix], Y: Matrix) -> DualInference:
         return kind(objective, topology, W, Y, agents, **options)
 
-    first = program(objective, X, atoms)
+    first = program(objective, atoms, X)
+    compress = _compresses(compress, first, in_memory)
     if n_rounds is None:
         # The time constant is an estimate. In memory the residuals end the run: a limit of four
         # times as many rounds costs nothing where they are not needed.
@@ -366,7 +362,10 @@ def infer(
         n_rounds = min(needed * (4 if in_memory else 1), MOST_ROUNDS)
     check_count("n_rounds", n_rounds)
     if in_memory:
-        solve = partial(_in_blocks, program, network, n_rounds, tolerance)
+
+        def solve(objective: Objective, X: Matrix, W: Sequence[Matrix]) -> Found:
+            return _in_blocks(partial(program, objective, W), X, network, n_rounds, tolerance)
+
         with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
             if compress:
                 reach = _reach(first, n_rounds)
@@ -388,21 +387,16 @@ def infer(
     )
 
 
-def _compresses(
-    compress: bool | None,
-    objective: Objective,
-    kind: type[DualInference],
-    in_memory: bool,
-    shape: tuple[int, int],
-) -> bool:
-    """Return whether to iterate in the span of sample and atoms; ``shape`` is that of all atoms."""
-    exact = not np.isfinite(objective.bound)
+def _compresses(compress: bool | None, program: DualInference, in_memory: bool) -> bool:
+    """Return whether to iterate in the span of sample and atoms."""
+    exact = not np.isfinite(program.objective.bound)
     if compress is None:
         # The way to the span and back costs a few rounds; a round is cheaper by the ratio of the
         # dimensions. From one half on this pays.
-        return exact and in_memory and 2 * (shape[0] + 1) <= shape[1]
+        n_atoms = sum(len(program.dictionaries[k]) for k in range(program.topology.n_nodes))
+        return exact and in_memory and 2 * (n_atoms + 1) <= program.X.shape[1]
     compress = check_flag("compress", compress)
-    if compress and not (in_memory and (exact or issubclass(kind, ATC))):
+    if compress and not (in_memory and (exact or isinstance(program, ATC))):
         raise ValueError(
             "compress must be False on a network, or with an ADMM and a bounded V_f, got True: "
             "the span of sample and atoms is known in memory only, and ADMM leaves it at bounds."
@@ -429,13 +423,11 @@ def _reach(program: DualInference, n_rounds: int) -> float:
 
 
 def _in_blocks(
-    program: Callable[[Objective, Matrix, Sequence[Matrix]], DualInference],
+    program: Callable[[Matrix], DualInference],
+    X: Matrix,
     weights: CombinationMatrix,
     n_rounds: int,
     tolerance: float,
-    objective: Objective,
-    X: Matrix,
-    atoms: Sequence[Matrix],
 ) -> Found:
     """Run a program block by block: samples are independent, and a block stays in the cache."""
     row = weights.topology.n_nodes * X.shape[1] * X.itemsize
@@ -443,7 +435,7 @@ def _in_blocks(
 
     @short_buffers()
     def block(Y: Matrix) -> Found:
-        return _in_memory(program(objective, Y, atoms), weights, n_rounds, tolerance)
+        return _in_memory(program(Y), weights, n_rounds, tolerance)
 
     parts = list(in_threads(block, np.array_split(X, max(1, ceil(len(X) / most)))))
     names = parts[0][1]

@@ -486,9 +486,8 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
     k, j = links.coords
     degrees = topology.degrees
     values = 1.0 / (1.0 + np.maximum(degrees[k], degrees[j]))
+    own = 1.0 - np.bincount(k, values, minlength=topology.n_nodes)  # in order, as networks
     weights = sparse.csr_array((values, (k, j)), shape=links.shape)
-    rows = sparse.coo_array(weights).coords[0]
-    own = 1.0 - np.bincount(rows, weights.data, minlength=topology.n_nodes)  # in order, as networks
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 

@@ -16,10 +16,11 @@ from scipy import sparse
 from flwr_perdl.core.checks import check_count, check_kind, check_list
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.repr import ShownAsCalled
-from flwr_perdl.diffusion.combine import Array, Csr, Inbox, Program, Run, State, curves
+from flwr_perdl.diffusion.combine import Array, Inbox, Program, Run, State, curves
 from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
+    Csr,
     Topology,
     check_topology,
     kept_totals,
@@ -352,7 +353,7 @@ class Mailbox:
             stacked = tuple(
                 np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
             )
-        where, sound = self._own, np.ones(len(self.nodes), dtype=bool)
+        where, sound = self._own, finite[self._own]
         if own is not None:  # a node uses its own message as it was sent
             sound = finite_rows(own)
             # Its own message has columns of its own, behind those of the others.
@@ -362,18 +363,13 @@ class Mailbox:
                 np.concatenate([array, cleared(mine, ~sound)])
                 for array, mine in zip(stacked, own, strict=True)
             )
-        elif not finite.all():
-            sound = finite[self._own]
         # Without faults the routes of a round are those of any other with its matrix: kept.
         faulty, schedule = self.plan.faults.any or self.plan.staleness, self.plan.schedule
         simple = schedule.repeats and not faulty and bool(received.all()) and own is None
-        key = schedule.turn(round_)
-        if simple and key in self._routes:
-            weights, links = self._routes[key]
-        else:
-            weights, links = self._route(round_, len(senders), where, sound)
-            if simple:
-                self._routes[key] = weights, links
+        key, routes = schedule.turn(round_), self._routes if simple else {}
+        if key not in routes:
+            routes[key] = self._route(round_, len(senders), where, sound)
+        weights, links = routes[key]
         inbox, left_out = screen(Inbox(round_, self.nodes, senders, stacked, weights, links, where))
         self.left_out |= {(round_, node) for node in left_out}
         self._count(inbox.links, senders, sum(array[0].size for array in arrays))

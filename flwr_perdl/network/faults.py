@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +11,8 @@ from scipy import sparse
 
 from flwr_perdl.core.checks import check_count, check_real
 from flwr_perdl.diffusion.schedule import node_rounds
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.diffusion.topology import Csr, Topology
 from flwr_perdl.random import spawn
-
-Csr = Any
 
 
 @dataclass(frozen=True)

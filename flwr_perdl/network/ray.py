@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import check_count
+from flwr_perdl.core.extras import load_extra
 from flwr_perdl.diffusion.combine import Array, Program, State
 from flwr_perdl.network.exchange import Ended, Network, Plan, joined
 from flwr_perdl.network.memory import Host
@@ -54,7 +55,7 @@ class RayNetwork(Network):
     ------
     ValueError
         See `Network`; or if ``agents_per_actor`` is less than one.
-    ModuleNotFoundError, RuntimeError
+    ImportError, RuntimeError
         In a run: if Ray is not installed; if all actors are lost.
 
     Examples
@@ -242,11 +243,7 @@ class _Crew:
 @contextmanager
 def _ray() -> Iterator[Any]:
     """Import Ray and connect to it; end what was started here."""
-    if find_spec("ray") is None:
-        raise ModuleNotFoundError(
-            "RayNetwork needs Ray, which is not installed (the extra 'simulation' brings it)."
-        )
-    ray: Any = import_module("ray")
+    ray = load_extra("ray", "RayNetwork", "simulation")
     started = not ray.is_initialized()
     if started:
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
