@@ -340,18 +340,17 @@ def infer(
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     check_objective(objective, len(atoms))
+    if isinstance(network, CombinationMatrix):  # of a topology, programs know the weights
+        _check_sums(network, kind)
+        options = {**_contraction(network, kind), **options}
     network = weighted(network)
     in_memory = isinstance(network, CombinationMatrix)
-    if in_memory:
-        _check_sums(network, kind)
-        if not network.is_connected:
-            raise ValueError(f"network must be connected, got {network}.")
-        options = {**_contraction(network, kind), **options}
+    if in_memory and not network.is_connected:
+        raise ValueError(f"network must be connected, got {network}.")
     topology: Topology = network.topology
-    agents = informed_agents(informed, topology.n_nodes)
 
     def program(objective: Objective, W: Sequence[Matrix], Y: Matrix) -> DualInference:
-        return kind(objective, topology, W, Y, agents, **options)
+        return kind(objective, topology, W, Y, informed, **options)
 
     first = program(objective, atoms, X)
     compress = _compresses(compress, first, in_memory)
@@ -368,8 +367,7 @@ def infer(
 
         with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
             if compress:
-                reach = _reach(first, n_rounds)
-                rounds, seen = in_span(objective, X, atoms, reach, solve)
+                rounds, seen = in_span(objective, X, atoms, _reach(first, n_rounds), solve)
             else:
                 rounds, seen = solve(objective, X, atoms)
     else:
