@@ -5,14 +5,13 @@ Run from the repository's root: ``python benchmarks/coding.py``; it writes
 
 All code the same samples with the same atoms. SPAMS takes the atom that lowers the residual most
 (``selection="residual"``), scikit-learn the one that correlates most. One thread is measured in the
-processor's time; two threads of ours in that of the busier one, which an idle machine would wait
-for. Memory is what a process of its own holds at most beyond what it held before the call, without
-the codes: a dense array of ours, a sparse one of SPAMS's.
+processor's time; ours in two threads beside ours in one by the clock on the wall, for which the
+machine must be idle. Memory is what a process of its own holds at most beyond what it held before
+the call, without the codes: a dense array of ours, a sparse one of SPAMS's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import spams
-from _measure import CORES, cell, in_turn, main, on
+from _measure import CORES, cell, in_turn, main, on, wall
 from scipy.ndimage import zoom
 from sklearn.datasets import load_digits
 from sklearn.decomposition import sparse_encode
@@ -89,14 +88,6 @@ def objective(data: Data, penalty: float | None, codes: Any) -> float:
     return float(0.5 * ((X - C @ D) ** 2).sum() + (penalty or 0) * np.abs(C).sum())
 
 
-def busiest(code: Coder) -> float:
-    """Return the processor's time of the busier of two threads, one of which is the caller's."""
-    whole, own = time.process_time(), time.thread_time()
-    code()
-    whole, own = time.process_time() - whole, time.thread_time() - own
-    return max(own, whole - own)
-
-
 def held(field: str) -> float:
     """Return megabytes that this process holds (``VmRSS``), or has held at most (``VmHWM``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -127,11 +118,11 @@ def timed_cases() -> dict[str, Any]:
             reached = {name: objective(data, penalty, code()) for name, code in one.items()}
             seconds = in_turn(one, TURNS)
             shared = {n: coders(data, penalty, n)["ours"] for n in (1, 2)[:CORES]}
-            busy = in_turn(shared, TURNS, busiest)
+            waited = in_turn(shared, TURNS, wall)
             faster = {rival: seconds[rival] / seconds["ours"] for rival in RIVALS}
             rows.append({"what": what, "how": how, "seconds": seconds, "faster": faster})
             rows[-1]["objectives"] = reached
-            rows[-1]["two_threads"] = busy[1] / busy[2] if CORES > 1 else None
+            rows[-1]["two_threads"] = waited[1] / waited[2] if CORES > 1 else None
             for rival, turns in faster.items():
                 ratios[f"{rival} / ours, {what}: {how}"] = turns
     return {"ratios": ratios, "rows": rows}

@@ -25,6 +25,7 @@ from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, WarmStart, normalize_atoms
+from perdl_experiments.render import markdown_table
 
 FEATURES, N_ATOMS, N_GLOBAL, TURNS, AT_ONCE = 784, 64, 32, 3, 10_000
 SIZES = (20_000, 200_000)
@@ -110,17 +111,15 @@ def measured() -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results in Markdown."""
-    head = "| learner | samples | X | processor seconds | of an array's | MB |"
-    rows = [head, "| --- | ---: | --- | ---: | ---: | ---: |"]
+    rows = []
     for name, one in results["updates"].items():
         learner, n_samples, kind = name.split()
-        whole = results["updates"][f"{learner} {n_samples} array"]
-        share = cell(np.divide(one["seconds"], whole["seconds"]))
-        rows.append(
-            f"| {learner} | {int(n_samples):,} | {kind} | {cell(one['seconds'])} | {share} | "
-            f"{one['mb']:,.0f} |"
-        )
-    return "\n".join(rows) + "\n"
+        whole = results["updates"][f"{learner} {n_samples} array"]["seconds"]
+        times = [cell(one["seconds"]), cell(np.divide(one["seconds"], whole))]
+        rows.append([learner, f"{int(n_samples):,}", kind, *times, f"{one['mb']:,.0f}"])
+    heads = ["learner", "samples", "X", "processor seconds", "of an array's", "MB"]
+    said = f"Medians of {TURNS} updates, and their range.\n\n"
+    return said + markdown_table(heads, rows)
 
 
 if __name__ == "__main__":
