@@ -45,7 +45,7 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def turns(of: Mapping[str, Any], name: str) -> tuple[float, list[float]]:
-    """Return a ratio and the range of its turns."""
+    """Return a ratio and the range of its turns, where it had several."""
     ratio = of["ratios"][name]
     return ratio, of.get("ranges", {}).get(name, [ratio, ratio])
 
@@ -71,7 +71,7 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
             fontsize=SMALL,
         )
     axes.set_yticks(rows, [fill(one, 34) for one in words], fontsize=SMALL)
-    axes.set(xscale="log", xlim=(min(ratios) / 4, max(ratios) * 2), xlabel="ratio of times")
+    axes.set(xscale="log", xlim=(min(ratios) / 4, max(ratios) * 3), xlabel="ratio of times")
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
     axes.tick_params(axis="y", length=0)
@@ -89,7 +89,8 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
             groups.setdefault(name.partition(" / ")[0], []).append(turns(of, name))
         for rival, found in groups.items():
             ends = [
-                f"{ratio:.3g} ({a:.3g} to {b:.3g})" for ratio, (a, b) in (min(found), max(found))
+                f"{ratio:.3g}" + (f" ({a:.3g} to {b:.3g})" if a < b else "")
+                for ratio, (a, b) in (min(found), max(found))
             ]
             median = f"{np.median([ratio for ratio, _ in found]):.3g}"
             rows.append((min(found), [f"`{script}.py`", rival, str(len(found)), median, *ends]))
