@@ -32,8 +32,8 @@ from perdl_experiments.mixed_regression_data import (
 from perdl_experiments.render import markdown_table
 
 SEEDS = 4
-#: Rounds of the paper's Phase 2, of one that divides by the cluster's points, of a comparison.
-ROUNDS, FEWER, FEWEST = 400, 100, 20
+#: Rounds of the paper's Phase 2, and of one that divides by the cluster's points.
+ROUNDS, FEWER = 400, 100
 #: Rounds by plain loops and through messages, and batched ones, that are timed in a turn.
 PLAIN, SENT, BATCHED, TURNS = 5, 20, 100, 7
 #: Draws for the times until close to the oracle.
