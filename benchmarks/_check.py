@@ -85,7 +85,7 @@ def compare(name: str) -> bool:
 
 if __name__ == "__main__":
     stored = sorted(
-        path for path in RESULTS.glob("*.json") if "ratios" in json.loads(path.read_text())
+        path for path in RESULTS.glob("*.json") if json.loads(path.read_text()).get("ratios")
     )
     kept = [compare(name) for name in sys.argv[1:] or [path.stem for path in stored]]
     sys.exit(0 if all(kept) else 1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,31 +30,35 @@ CORES = n_threads()
 Key = TypeVar("Key", bound=Hashable)
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``function`` took, and what it returned."""
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
+def timed(run: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> float:
+    """Return the processor's seconds of ``run``, which other work on the machine disturbs least."""
+    start = clock()
+    run()
+    return clock() - start
 
 
-def fastest(
+#: The seconds that a run took: for what computes in several threads.
+wall = partial(timed, clock=time.perf_counter)
+
+
+def in_turn(
     runs: Mapping[Key, Callable[[], Any]],
-    times: int,
-    *,
-    clock: Callable[[], float] = time.process_time,
-) -> dict[Key, float]:
-    """Return the least time of each run in seconds, all of them run in turn.
+    turns: int,
+    seconds: Callable[[Callable[[], Any]], float] = timed,
+) -> dict[Key, np.ndarray]:
+    """Return the seconds of each run in every turn; in a turn all run, one after the other.
 
-    The processor's time of the one thread is what other work on the machine disturbs least; what
-    runs in several threads is to be measured by another clock.
+    Two runs are compared turn by turn: what slows the machine down for a while slows both. A turn
+    before all, in which code is compiled, does not count.
     """
-    seconds = dict.fromkeys(runs, np.inf)
-    for _ in range(times):
-        for name, run in runs.items():
-            start = clock()
-            run()
-            seconds[name] = min(seconds[name], clock() - start)
-    return seconds
+    found = [[seconds(run) for run in runs.values()] for _ in range(1 + turns)]
+    return dict(zip(runs, np.swapaxes(found[1:], 0, 1), strict=True))
+
+
+def cell(turns: Any, form: str = ".3g") -> str:
+    """Return a table's cell: the median of all turns, and their range."""
+    median, *ends = (format(of(turns), form) for of in (np.median, np.min, np.max))
+    return f"{median} ({' to '.join(ends)})"
 
 
 def on(cores: int, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,8 +88,9 @@ def main(
     about : str
         What ``--help`` says.
     ratios : callable
-        Measures times; its entry ``"ratios"`` has names and numbers, larger is better. These are
-        what `benchmarks/_check.py` compares.
+        Measures times; its entry ``"ratios"`` has names and quotients of every turn, larger is
+        better. The medians are stored, which `benchmarks/_check.py` compares, and beside them
+        ``"ranges"``.
     rest : callable
         Measures everything else; left out with ``--ratios``.
     tables : callable
@@ -97,19 +103,28 @@ def main(
     parser.add_argument("--ratios", action="store_true", help="the ratios of times only")
     given = parser.parse_args()
     with threadpool_limits(1):
+        measured = ratios()
+        turns = measured.pop("ratios", {})
         results = {
             "command": f"python benchmarks/{name}.py",
             "commit": commit(),
-            "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
+            "machine": {
+                "platform": platform.platform(),
+                "processor": processor_name(),
+                "cores": os.cpu_count(),
+            },
             "versions": {
                 "python": platform.python_version(),
                 **{package: version(package) for package in PACKAGES},
             },
-            **ratios(),
+            "ratios": {name: np.median(of) for name, of in turns.items()},
+            "ranges": {name: [np.min(of), np.max(of)] for name, of in turns.items()},
+            **measured,
             **({} if given.ratios else rest()),
         }
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    text = json.dumps(results, indent=2, default=lambda array: array.tolist())
+    (given.out / f"{name}.json").write_text(text + "\n")
     if not given.ratios:
         made = tables(results)
         for file, text in ({name: made} if isinstance(made, str) else made).items():
@@ -117,6 +132,16 @@ def main(
             sys.stdout.write(text)
         if picture is not None:
             picture(results).savefig(given.out / f"{name}.png", dpi=80)
+
+
+def processor_name() -> str:
+    """Return the processor's name, and what tells it from others of the same name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        said = {key.strip(): value.strip() for key, _, value in (s.partition(":") for s in lines)}
+        return f"{said['model name']}, family {said['cpu family']}, model {said['model']}"
+    except (OSError, KeyError):  # not Linux, or not of Intel's kind
+        return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

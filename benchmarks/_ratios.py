@@ -1,5 +1,6 @@
 """Draw six of the stored ratios, ``ratios.png``, and list all in ``ratios.md``, with where from.
 
+Ratios are medians of several turns; in brackets, and as thin lines, the range of these turns.
 ``make bench`` does this at its end.
 """
 
@@ -43,26 +44,34 @@ def stored() -> dict[str, dict[str, Any]]:
     return {name: results for name, results in every.items() if results.get("ratios")}
 
 
+def turns(of: Mapping[str, Any], name: str) -> tuple[float, list[float]]:
+    """Return a ratio and the range of its turns, where it had several."""
+    ratio = of["ratios"][name]
+    return ratio, of.get("ranges", {}).get(name, [ratio, ratio])
+
+
 def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Draw a bar from 1 for each of `SHOWN`, on a logarithmic axis."""
-    ratios = [results[script]["ratios"][name] for script, name in SHOWN]
+    found = [(*turns(results[script], name), words) for (script, name), words in SHOWN.items()]
+    ratios, ends, words = zip(*sorted(found), strict=True)
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.add_subplot()
     rows = np.arange(len(ratios))
     colors = [COLORS[ratio < 1] for ratio in ratios]
     axes.barh(rows, np.subtract(ratios, 1), left=1, height=0.6, color=colors)
-    for row, ratio in enumerate(ratios):
+    axes.hlines(rows, *np.transpose(ends), color="black", lw=0.8)
+    for row, (ratio, (least, greatest)) in enumerate(zip(ratios, ends, strict=True)):
         axes.annotate(
             f"{ratio:.3g}",
-            (ratio, row),
+            (greatest if ratio >= 1 else least, row),
             xytext=(4 if ratio >= 1 else -4, 0),
             textcoords="offset points",
             ha="left" if ratio >= 1 else "right",
             va="center",
             fontsize=SMALL,
         )
-    axes.set_yticks(rows, [fill(words, 34) for words in SHOWN.values()], fontsize=SMALL)
-    axes.set(xscale="log", xlim=(min(ratios) / 4, max(ratios) * 2), xlabel="ratio of times")
+    axes.set_yticks(rows, [fill(one, 34) for one in words], fontsize=SMALL)
+    axes.set(xscale="log", xlim=(min(ratios) / 4, max(ratios) * 3), xlabel="ratio of times")
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
     axes.tick_params(axis="y", length=0)
@@ -72,23 +81,27 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return all ratios, and what was measured where, as Markdown."""
+    """Return all ratios, the least first, and what was measured where, as Markdown."""
     rows, where = [], []
     for script, of in results.items():
-        groups: dict[str, list[float]] = {}
-        for name, ratio in of["ratios"].items():
-            rival = name.partition(" / ")[0]
-            groups.setdefault(rival, []).append(ratio)
-        for rival, ratios in groups.items():
-            found = [f"{value:.3g}" for value in (np.median(ratios), min(ratios), max(ratios))]
-            rows.append([f"`{script}.py`", rival, str(len(ratios)), *found])
+        groups: dict[str, list[tuple[float, list[float]]]] = {}
+        for name in of["ratios"]:
+            groups.setdefault(name.partition(" / ")[0], []).append(turns(of, name))
+        for rival, found in groups.items():
+            ends = [
+                f"{ratio:.3g}" + (f" ({a:.3g} to {b:.3g})" if a < b else "")
+                for ratio, (a, b) in (min(found), max(found))
+            ]
+            median = f"{np.median([ratio for ratio, _ in found]):.3g}"
+            rows.append((min(found), [f"`{script}.py`", rival, str(len(found)), median, *ends]))
         machine, versions = of["machine"], of["versions"]
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
-        place = f"{machine['platform'].partition('-')[0]}, {machine['cores']} cores"
-        where.append([f"`{script}.py`", (of["commit"] or "-")[:7], place, packages])
+        system = f"{machine['platform'].partition('-')[0]}, {machine['cores']} cores"
+        place = [system, machine.get("processor", "-")]
+        where.append([f"`{script}.py`", (of["commit"] or "-")[:7], *place, packages])
     heads = ["script", "what is divided by ours", "ratios", "median", "least", "greatest"]
-    measured = markdown_table(["script", "commit", "machine", "versions"], where)
-    return f"{markdown_table(heads, rows)}\n{measured}"
+    measured = markdown_table(["script", "commit", "machine", "processor", "versions"], where)
+    return f"{markdown_table(heads, [row for _, row in sorted(rows)])}\n{measured}"
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ Run from the repository's root: ``python benchmarks/coding.py``; it writes
 
 All code the same samples with the same atoms. SPAMS takes the atom that lowers the residual most
 (``selection="residual"``), scikit-learn the one that correlates most. One thread is measured in the
-processor's time; two threads of ours in that of the busier one, which an idle machine would wait
-for. Memory is what a process of its own holds at most beyond what it held before the call, without
-the codes: a dense array of ours, a sparse one of SPAMS's.
+processor's time; ours in two threads beside ours in one by the clock on the wall, for which the
+machine must be idle. Memory is what a process of its own holds at most beyond what it held before
+the call, without the codes: a dense array of ours, a sparse one of SPAMS's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import spams
-from _measure import CORES, fastest, main, on
+from _measure import CORES, cell, in_turn, main, on, wall
 from scipy.ndimage import zoom
 from sklearn.datasets import load_digits
 from sklearn.decomposition import sparse_encode
@@ -38,8 +37,8 @@ CASES = {
     "random, 20,000 x 64, 256 atoms": ("random", 20_000, 64, 256, 10),
 }
 PENALTIES = (2.0, 1.0)
-#: Each time is the least of so many; scikit-learn's, which is long, of one.
-TIMES = 5
+TURNS = 5
+RIVALS = ("SPAMS", "scikit-learn")
 
 Data = tuple[np.ndarray, np.ndarray, int]
 Coder = Callable[[], Any]
@@ -68,7 +67,6 @@ def coders(data: Data, penalty: float | None, threads: int) -> dict[str, Coder]:
     if penalty is None:
         found = {
             "ours": partial(omp, X, D, k, selection="residual"),
-            "ours, correlation": partial(omp, X, D, k),
             "SPAMS": partial(spams.omp, samples, atoms, L=k, numThreads=threads),
             "scikit-learn": partial(sparse_encode, X, D, algorithm="omp", n_nonzero_coefs=k),
         }
@@ -88,14 +86,6 @@ def objective(data: Data, penalty: float | None, codes: Any) -> float:
     X, D, _ = data
     C = codes if isinstance(codes, np.ndarray) else codes.toarray().T
     return float(0.5 * ((X - C @ D) ** 2).sum() + (penalty or 0) * np.abs(C).sum())
-
-
-def busiest(code: Coder) -> float:
-    """Return the processor's time of the busier of two threads, one of which is the caller's."""
-    whole, own = time.process_time(), time.thread_time()
-    code()
-    whole, own = time.process_time() - whole, time.thread_time() - own
-    return max(own, whole - own)
 
 
 def held(field: str) -> float:
@@ -126,14 +116,15 @@ def timed_cases() -> dict[str, Any]:
             how = f"pursuit, k = {case[-1]}" if penalty is None else f"lasso, penalty {penalty:g}"
             one = coders(data, penalty, 1)
             reached = {name: objective(data, penalty, code()) for name, code in one.items()}
-            theirs = {"scikit-learn": one.pop("scikit-learn")}
-            seconds = fastest(one, TIMES) | fastest(theirs, 1)
+            seconds = in_turn(one, TURNS)
             shared = {n: coders(data, penalty, n)["ours"] for n in (1, 2)[:CORES]}
-            busy = {n: min(busiest(code) for _ in range(TIMES)) for n, code in shared.items()}
-            rows.append({"what": what, "how": how, "seconds": seconds, "objectives": reached})
-            rows[-1]["two_threads"] = busy[1] / busy[2] if CORES > 1 else None
-            for rival in ("SPAMS", "scikit-learn"):
-                ratios[f"{rival} / ours, {what}: {how}"] = seconds[rival] / seconds["ours"]
+            waited = in_turn(shared, TURNS, wall)
+            faster = {rival: seconds[rival] / seconds["ours"] for rival in RIVALS}
+            rows.append({"what": what, "how": how, "seconds": seconds, "faster": faster})
+            rows[-1]["objectives"] = reached
+            rows[-1]["two_threads"] = waited[1] / waited[2] if CORES > 1 else None
+            for rival, turns in faster.items():
+                ratios[f"{rival} / ours, {what}: {how}"] = turns
     return {"ratios": ratios, "rows": rows}
 
 
@@ -152,16 +143,18 @@ def memories() -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     cells = []
-    for row in results["rows"]:
-        times = [row["seconds"][name] for name in ("ours", "SPAMS", "scikit-learn")]
-        more = "-" if row["two_threads"] is None else f"{row['two_threads']:.2f}"
+    for row in sorted(results["rows"], key=lambda row: np.median(row["faster"]["SPAMS"])):
+        ours, more = cell(1000 * row["seconds"]["ours"], ".0f"), row["two_threads"]
+        faster = [cell(row["faster"][rival]) for rival in RIVALS]
         apart = row["objectives"]["ours"] / row["objectives"]["SPAMS"] - 1
-        milliseconds = [f"{1000 * t:.0f}" for t in times]
-        cells.append([row["what"], row["how"], *milliseconds, more, f"{apart:+.0e}"])
-    heads = ["", "", "ours", "SPAMS", "scikit-learn", "two threads", "objective"]
+        cells.append([row["what"], row["how"], ours, *faster])
+        cells[-1] += ["-" if more is None else cell(more), f"{apart:+.0e}"]
+    heads = ["", "", "ours (ms)", *(f"{rival} / ours" for rival in RIVALS)]
+    heads += ["two threads", "objective"]
     first = (
-        f"Milliseconds in one thread, least of {TIMES}; how many times as fast ours is in two "
-        "threads; how far its objective (the pursuit's error) is above SPAMS's."
+        "Our milliseconds in one thread, and how many times as long the others take; how many "
+        "times as fast ours is in two threads; how far its objective (the pursuit's error) is "
+        f"above SPAMS's. Medians of {TURNS} turns, and their range."
     )
     held = ", ".join(f"{name} {mb:.0f} MB" for name, mb in results["extra_megabytes"].items())
     last = f"Memory beside the codes, 20,000 samples, {CORES} thread(s): {held}."

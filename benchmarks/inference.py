@@ -7,13 +7,12 @@ another folder). Under three minutes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-from _measure import CORES, fastest, main, on
+from _measure import CORES, cell, in_turn, main, on, timed, wall
 
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.diffusion.inference import ConsensusADMM, Inference, infer
@@ -35,10 +34,10 @@ CASES = [
 AGENTS, FEATURES = 50, 1000
 #: Samples that are inferred at once, and in the span, where a block holds twenty times as many.
 SAMPLES, IN_SPAN = 16, 64
-#: A round's time is the difference of a long and a short run, each the fastest of so many. The long
-#: one is as long as an inference, whose first rounds measure residuals more often.
-SHORT, LONG, TIMES = 4, 104, 5
-LOOPED = (1, 3)
+#: A round's time is the difference of a long and a short run of the same turn. The long one is as
+#: long as an inference, whose first rounds measure residuals more often.
+SHORT, LONG, TURNS = 4, 104, 7
+LOOPED = (1, 41)
 OBJECTIVE = SparseSVD(0.05, 0.1)
 
 
@@ -154,15 +153,16 @@ def speed() -> list[dict[str, Any]]:
                 name: float(np.abs(stacked(SHORT, *kind).nu[:, 0] - truth).max())
                 for name, (_, *kind) in kinds.items()
             }
-            runs = {("loop", i): partial(loop, n) for i, n in enumerate(LOOPED)}
+            runs = {("loop", i): partial(timed, partial(loop, n)) for i, n in enumerate(LOOPED)}
             for name, (cores, *kind) in kinds.items():
                 for i, n in enumerate((SHORT, LONG)):
-                    runs[name, i] = partial(on(cores, stacked), n, *kind)
-            least = fastest(runs, TIMES, clock=time.perf_counter)
+                    run = partial(on(cores, stacked), n, *kind)
+                    runs[name, i] = partial(wall if "cores" in name else timed, run)
+            took = in_turn(runs, TURNS, lambda run: run())
             samples = {name: IN_SPAN if kind[-1] else SAMPLES for name, kind in kinds.items()}
             scale = {name: 1000 / (LONG - SHORT) / n for name, n in samples.items()}
             scale["loop"] = 1000 / (LOOPED[1] - LOOPED[0])
-            ms = {name: (least[name, 1] - least[name, 0]) * scale[name] for name in scale}
+            ms = {name: (took[name, 1] - took[name, 0]) * scale[name] for name in scale}
             rows.append(
                 {
                     "method": method,
@@ -171,7 +171,7 @@ def speed() -> list[dict[str, Any]]:
                     "ms_per_round_and_sample": ms,
                     "times_faster": {name: ms["loop"] / ms[name] for name in kinds},
                     "ms_set_up": {
-                        name: 1000 * least[name, 0] - SHORT * n * ms[name]
+                        name: 1000 * took[name, 0] - SHORT * n * ms[name]
                         for name, n in samples.items()
                     },
                     "largest_difference": differences,
@@ -192,19 +192,27 @@ def tables(results: dict[str, Any]) -> str:
         cells = [f"{count(row[m]['median'])} ({count(row[m]['worst'])})" for m in METHODS]
         counted.append([f"{name}, p = {row['connectivity']}", *cells])
     for row in results["speed"]:
-        ms, times, first = (
-            row[name] for name in ("ms_per_round_and_sample", "times_faster", "ms_set_up")
+        loop, ms, first = (
+            row["ms_per_round_and_sample"]["loop"],
+            *(
+                {name: float(np.median(turns)) for name, turns in row[of].items()}
+                for of in ("ms_per_round_and_sample", "ms_set_up")
+            ),
         )
-        cells = [f"{ms[n]:.3f} ({times[n]:.0f}) [{first[n]:.0f}]" for n in times]
-        timed.append([f"{row['method']}, p = {row['connectivity']}", f"{ms['loop']:.2f}", *cells])
+        cells = [
+            f"{ms[name]:.3f} [{first[name]:.0f}]: {cell(turns)}"
+            for name, turns in row["times_faster"].items()
+        ]
+        timed.append([f"{row['method']}, p = {row['connectivity']}", cell(loop), *cells])
     return (
         f"Rounds to {FOUND:.0f} dB on the worst agent's nu, median (worst) of {GRAPHS} graphs that "
         f"are not fully connected, default parameters; N = {AGENTS}, M = 300, one atom each:\n\n"
         f"{markdown_table(['', *(method.words for method in METHODS.values())], counted)}\n"
         f"Milliseconds per round and sample, N = {AGENTS}, M = {FEATURES}, {SAMPLES} samples, "
-        f"{IN_SPAN} in the span (times faster than the loop over agents); in brackets what setting "
-        "up all samples takes, once. Stacked is on one core, and on all "
-        f"{results['speed'][0]['cores']}:\n\n"
+        f"{IN_SPAN} in the span; in brackets what setting up all samples takes, once; then how "
+        f"many times faster that is than the loop over agents. Medians of {TURNS} turns, and the "
+        f"ratios' range. On one core by the processor's time, and on all "
+        f"{results['speed'][0]['cores']} by the clock on the wall:\n\n"
         + markdown_table(["", "loop", *results["speed"][0]["times_faster"]], timed)
     )
 

@@ -2,9 +2,9 @@
 
 Run from the repository's root: ``python benchmarks/large.py``; it writes
 ``benchmarks/results/large.json`` and its table, ``large.md``. Some two minutes, and 0.7 GB in the
-folder for temporary files. Each row is a process of its own, the less time of two updates. It is
-the processor's: waiting for a disk is not in it, and the file is in the system's cache. Memory is
-what the process allocated at most (a mapped file's pages in that cache are not).
+folder for temporary files. Each row is a process of its own, the median of its updates but the
+first. Time is the processor's: waiting for a disk is not in it, and the file is in the system's
+cache. Memory is what the process allocated at most (a mapped file's pages in that cache are not).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _measure import main
+from _measure import cell, main
 from flwr.app import Context, RecordDict
 from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, WarmStart, normalize_atoms
+from perdl_experiments.render import markdown_table
 
-FEATURES, N_ATOMS, N_GLOBAL, TIMES, AT_ONCE = 784, 64, 32, 2, 10_000
+FEATURES, N_ATOMS, N_GLOBAL, TURNS, AT_ONCE = 784, 64, 32, 3, 10_000
 SIZES = (20_000, 200_000)
 LEARNERS = {"orthogonal": OrthogonalLearner(N_ATOMS), "lasso": LassoLearner(N_ATOMS)}
 KINDS = ("array", "memmap", "iterator")
@@ -54,7 +55,7 @@ def allocated() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def update(kind: str, learner: str, path: Path) -> dict[str, float]:
+def update(kind: str, learner: str, path: Path) -> dict[str, Any]:
     """Return the seconds and the memory of a client's update, of samples of this kind."""
     mapped = np.load(path, mmap_mode="r")
     parts = range(0, len(mapped), AT_ONCE)
@@ -73,7 +74,7 @@ def update(kind: str, learner: str, path: Path) -> dict[str, float]:
 
     threading.Thread(target=watch, daemon=True).start()
     seconds = []
-    for round_ in range(2, 2 + TIMES):
+    for round_ in range(2, 3 + TURNS):
         context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
         config = {"perdl.step": "update", "server-round": round_, "perdl.sends": "statistics"}
         start = time.process_time()
@@ -83,7 +84,7 @@ def update(kind: str, learner: str, path: Path) -> dict[str, float]:
         client.fit([D[:N_GLOBAL]], {**config, "perdl.seed": 0, "perdl.run": "r"})
         seconds.append(time.process_time() - start)
     done.set()
-    return {"seconds": min(seconds), "mb": max(most)}
+    return {"seconds": seconds[1:], "mb": max(most)}
 
 
 def measured() -> dict[str, Any]:
@@ -99,7 +100,9 @@ def measured() -> dict[str, Any]:
                     done = subprocess.run(command, capture_output=True, text=True, check=True)
                     found[f"{learner} {n_samples} {kind}"] = json.loads(done.stdout)
     ratios = {
-        name: found[name.rsplit(" ", 1)[0] + " array"]["seconds"] / one["seconds"]
+        f"array / {name}": np.divide(
+            found[name.rsplit(" ", 1)[0] + " array"]["seconds"], one["seconds"]
+        )
         for name, one in found.items()
         if not name.endswith("array")
     }
@@ -108,17 +111,15 @@ def measured() -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results in Markdown."""
-    head = "| learner | samples | X | processor seconds | of an array's | MB |"
-    rows = [head, "| --- | ---: | --- | ---: | ---: | ---: |"]
+    rows = []
     for name, one in results["updates"].items():
         learner, n_samples, kind = name.split()
-        whole = results["updates"][f"{learner} {n_samples} array"]
-        share = one["seconds"] / whole["seconds"]
-        rows.append(
-            f"| {learner} | {int(n_samples):,} | {kind} | {one['seconds']:.1f} | {share:.2f} | "
-            f"{one['mb']:,.0f} |"
-        )
-    return "\n".join(rows) + "\n"
+        whole = results["updates"][f"{learner} {n_samples} array"]["seconds"]
+        times = [cell(one["seconds"]), cell(np.divide(one["seconds"], whole))]
+        rows.append([learner, f"{int(n_samples):,}", kind, *times, f"{one['mb']:,.0f}"])
+    heads = ["learner", "samples", "X", "processor seconds", "of an array's", "MB"]
+    said = f"Medians of {TURNS} updates, and their range.\n\n"
+    return said + markdown_table(heads, rows)
 
 
 if __name__ == "__main__":

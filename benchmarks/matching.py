@@ -6,19 +6,20 @@ Run from the repository's root: ``python benchmarks/matching.py``; it writes
 
 from __future__ import annotations
 
-import statistics
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import networkx as nx
 import numpy as np
-from _measure import main, timed
+from _measure import cell, in_turn, main
 
 from flwr_perdl.dictionary import dictionary_distance, global_matching, normalize_atoms
 from flwr_perdl.dictionary.atoms import atom_distances
 from perdl_experiments.render import markdown_table
 
-DRAWS = 10
+DRAWS, TURNS = 10, 5
+METHODS = ("paths", "consensus")
 #: Clients, error per atom, share of clients whose dictionaries are random.
 CASES = [
     (100, 0.3, 0.0),
@@ -98,16 +99,17 @@ def robustness() -> list[dict[str, Any]]:
     rows = []
     for n_clients, error, random in CASES:
         row: dict[str, Any] = {"clients": n_clients, "error": error, "random": random}
-        draws = [draw(np.random.default_rng(s), n_clients, error, random) for s in range(DRAWS)]
-        for method in ("paths", "consensus"):
-            runs = [timed(lambda D=D, m=method: global_matching(D, 8, method=m)) for D, _ in draws]
-            errors = [
-                dictionary_distance(found.global_atoms, shared)
-                for (_, found), (_, shared) in zip(runs, draws, strict=True)
-            ]
-            row[f"share_{method}"] = float(np.mean(np.array(errors) < 0.2))
-            row[f"error_{method}"] = float(np.median(errors))
-            row[f"ms_{method}"] = 1000 * statistics.median(seconds for seconds, _ in runs)
+        errors: dict[str, list[float]] = {method: [] for method in METHODS}
+        for seed in range(DRAWS):
+            D, shared = draw(np.random.default_rng(seed), n_clients, error, random)
+            for method, found in errors.items():
+                atoms = global_matching(D, 8, method=method).global_atoms
+                found.append(dictionary_distance(atoms, shared))
+        runs = {m: partial(global_matching, D, 8, method=m) for m in METHODS}  # of the last draw
+        for method, seconds in in_turn(runs, TURNS).items():
+            row[f"share_{method}"] = float(np.mean(np.array(errors[method]) < 0.2))
+            row[f"error_{method}"] = float(np.median(errors[method]))
+            row[f"ms_{method}"] = 1000 * seconds
         rows.append(row)
     return rows
 
@@ -115,15 +117,13 @@ def robustness() -> list[dict[str, Any]]:
 def speed() -> dict[str, Any]:
     """Time Algorithm 2 with networkx and here: N = 100, d = 64, r = 128, r_g = 32."""
     dictionaries, _ = draw(np.random.default_rng(0), 100, 0.3, 0.0, n_atoms=128, n_global=32)
-    slow, lengths = timed(lambda: networkx_paths(dictionaries, 32))
-    runs = [timed(lambda: global_matching(dictionaries, 32, method="paths")) for _ in range(5)]
-    fast = statistics.median(seconds for seconds, _ in runs)
-    difference = float(np.abs(runs[0][1].path_lengths - lengths).max())
+    slow = partial(networkx_paths, dictionaries, 32)
+    fast = partial(global_matching, dictionaries, 32, method="paths")
+    took = in_turn({"networkx": slow, "paths": fast}, TURNS)
     return {
-        "seconds_networkx": slow,
-        "seconds_paths": fast,
-        "ratio": slow / fast,
-        "largest_difference_of_path_lengths": difference,
+        "seconds": took,
+        "ratio": took["networkx"] / took["paths"],
+        "largest_difference_of_path_lengths": np.abs(fast().path_lengths - slow()).max(),
     }
 
 
@@ -132,20 +132,20 @@ def table(results: dict[str, Any]) -> str:
     rows = [
         [
             *(str(row["clients"]), str(row["error"]), f"{row['random']:.0%}"),
-            *(f"{row[f'share_{m}']:.1f} ({row[f'error_{m}']:.3f})" for m in ("paths", "consensus")),
-            f"{row['ms_paths']:.0f}, {row['ms_consensus']:.0f}",
+            *(f"{row[f'share_{m}']:.1f} ({row[f'error_{m}']:.3f})" for m in METHODS),
+            *(cell(row[f"ms_{m}"]) for m in METHODS),
         ]
         for row in results["robustness"]
     ]
     heads = ["clients", "error per atom", "random clients", "chain: share < 0.2 (median)"]
-    heads += ["consensus: share < 0.2 (median)", "chain, consensus (ms)"]
+    heads += ["consensus: share < 0.2 (median)", "chain (ms)", "consensus (ms)"]
     took = results["speed"]
     return (
         f"{markdown_table(heads, rows)}\n"
-        f"Algorithm 2 at N = 100, d = 64, r = 128, r_g = 32: networkx "
-        f"{took['seconds_networkx']:.1f} s, here {took['seconds_paths']:.3f} s, "
-        f"{took['ratio']:.0f} times faster; path lengths differ by at most "
-        f"{took['largest_difference_of_path_lengths']:.0e}.\n"
+        f"Times are medians of {TURNS} turns, and their range. Algorithm 2 at N = 100, d = 64, "
+        f"r = 128, r_g = 32: networkx {cell(took['seconds']['networkx'])} s, here "
+        f"{cell(took['seconds']['paths'])} s, {cell(took['ratio'])} times faster; path lengths "
+        f"differ by at most {took['largest_difference_of_path_lengths']:.0e}.\n"
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from _measure import fastest, main, timed
+from _measure import cell, in_turn, main, timed
 from flwr.app import ArrayRecord, Context
 
 from flwr_perdl.clients import client_app
@@ -31,10 +32,10 @@ from perdl_experiments.mixed_regression_data import (
 from perdl_experiments.render import markdown_table
 
 SEEDS = 4
-#: Rounds of the paper's Phase 2, of one that divides by the cluster's points, of a comparison.
-ROUNDS, FEWER, FEWEST = 400, 100, 20
-#: So many rounds by plain loops, and the batched ``ROUNDS``, are timed so often, in turn.
-PLAIN, TIMES = 5, 6
+#: Rounds of the paper's Phase 2, and of one that divides by the cluster's points.
+ROUNDS, FEWER = 400, 100
+#: Rounds by plain loops and through messages, and batched ones, that are timed in a turn.
+PLAIN, SENT, BATCHED, TURNS = 5, 20, 100, 7
 #: Draws for the times until close to the oracle.
 DRAWS = 3
 #: Within so much of the oracle's error a run counts as good.
@@ -142,29 +143,30 @@ def plain_rounds(data: Mixed, centers: np.ndarray, step: float, n_rounds: int) -
 
 
 def speed() -> dict[str, Any]:
-    """Time rounds of Phase 2: plain per-client loops, batched, and through Flower's messages."""
+    """Time a round of Phase 2: plain per-client loops, batched, and through Flower's messages."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    found: dict[str, Any] = {}
     phase_2 = Refinement(n_steps=5, step_size=0.01, momentum=False, check_every=0)
     settings = TwoPhase(3, phase_2=phase_2)
-    for where in ("C1", "C2"):
-        data = setting(where, np.random.default_rng(0))
-        clients = Clients(data.X, data.y)
+
+    def measured(data: Mixed) -> dict[str, Any]:
         start = data.theta + 0.1 * np.random.default_rng(1).standard_normal(data.theta.shape)
         plain = partial(plain_rounds, data, start, 0.01)
-        batched = partial(simulate, clients, settings, centers=start)
-        runs = {"plain": partial(plain, PLAIN), "batched": partial(batched, ROUNDS)}
-        took = fastest(runs, TIMES)
-        ms_plain, ms_batched = 1000 * took["plain"] / PLAIN, 1000 * took["batched"] / ROUNDS
-        found[where] = {
-            "ms_plain": ms_plain,
-            "ms_batched": ms_batched,
-            "ratio": ms_plain / ms_batched,
-            "largest_difference": _apart(batched(FEWEST).state.centers, plain(FEWEST)),
+        batched = partial(simulate, Clients(data.X, data.y), settings, centers=start)
+        sent = partial(messages, data, start, settings)
+        runs: dict[str, Callable[[], float]] = {
+            "plain": lambda: timed(partial(plain, PLAIN)) / PLAIN,
+            "batched": lambda: timed(partial(batched, BATCHED)) / BATCHED,
+            "messages": lambda: sent()[1],
         }
-    expected = batched(ROUNDS).state.centers
-    found["messages"] = messages(data, start, settings, expected, ms_plain, ms_batched)
-    return found
+        took = in_turn(runs, TURNS, lambda run: run())
+        models, others = batched(SENT).state.centers, {"plain": plain(SENT), "messages": sent()[0]}
+        return {
+            "clients": len(data.X),
+            "ms": {name: 1000 * turns for name, turns in took.items()},
+            "largest_difference": {name: np.abs(of - models).max() for name, of in others.items()},
+        }
+
+    return {where: measured(setting(where, np.random.default_rng(0))) for where in ("C1", "C2")}
 
 
 def ifca(data: Mixed, centers: np.ndarray, n_rounds: int) -> list[np.ndarray]:
@@ -201,57 +203,33 @@ def peers() -> dict[str, Any]:
                 "plain": partial(ifca, data, start, int(plain)),
                 "batched": partial(simulate, clients, TwoPhase(3), int(ours), seed=seed),
             }
-            took = fastest(runs, TIMES)
+            took = in_turn(runs, TURNS)
             rows.append([plain, ours, 1000 * took["plain"], 1000 * took["batched"]])
-        names = ("rounds_plain", "rounds_batched", "ms_plain", "ms_batched")
-        found[where] = dict(zip(names, np.median(rows, axis=0).tolist(), strict=True))
-        found[where]["draws"] = len(rows)
+        rounds_plain, rounds_batched, *ms = (np.hstack(of) for of in zip(*rows, strict=True))
+        found[where] = {
+            "draws": len(rows),
+            "rounds": {"plain": np.median(rounds_plain), "batched": np.median(rounds_batched)},
+            "ms": dict(zip(("plain", "batched"), ms, strict=True)),
+        }
     return found
 
 
-def messages(
-    data: Mixed,
-    start: np.ndarray,
-    settings: TwoPhase,
-    expected: np.ndarray,
-    ms_plain: float,
-    ms_batched: float,
-) -> dict[str, Any]:
-    """Time rounds through Flower's messages, in process.
-
-    A round's time is the median of all rounds', by the processor's clock.
-    """
+def messages(data: Mixed, start: np.ndarray, settings: TwoPhase) -> tuple[np.ndarray, float]:
+    """Return the models after rounds through Flower's messages, in process, and a round's time."""
 
     def make_client(context: Context) -> RegressionClient:
         i = int(context.node_config["partition-id"])
         return RegressionClient(data.X[i], data.y[i], context, min_support=0)  # as batched
 
-    def through_flower() -> tuple[np.ndarray, float]:
-        ends: list[float] = []
-        strategy = FedX(
-            **vars(settings),
-            fraction_evaluate=0.0,
-            on_round=lambda report: ends.append(time.process_time()),
-        )
-        grid = InProcessGrid(client_app(make_client), len(data.X))
-        result = strategy.start(grid, ArrayRecord([start]), num_rounds=ROUNDS)
-        return result.arrays.to_numpy_ndarrays()[0], 1000 * float(np.median(np.diff(ends)))
-
-    seconds, (models, ms) = timed(through_flower)
-    return {
-        "clients": len(data.X),
-        "rounds": ROUNDS,
-        "seconds": seconds,
-        "ms_round": ms,
-        "ms_client_over_batched": (ms - ms_batched) / len(data.X),
-        "over_batched": ms / ms_batched,
-        "over_plain": ms / ms_plain,
-        "largest_difference": _apart(models, expected),
-    }
-
-
-def _apart(A: np.ndarray, B: np.ndarray) -> float:
-    return float(np.abs(A - B).max())
+    ends: list[float] = []
+    strategy = FedX(
+        **vars(settings),
+        fraction_evaluate=0.0,
+        on_round=lambda report: ends.append(time.process_time()),
+    )
+    grid = InProcessGrid(client_app(make_client), len(data.X))
+    result = strategy.start(grid, ArrayRecord([start]), num_rounds=SENT)
+    return result.arrays.to_numpy_ndarrays()[0], float(np.median(np.diff(ends)))
 
 
 def _number(value: float) -> float | None:
@@ -267,7 +245,6 @@ def _cell(cell: dict[str, Any]) -> str:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    took, sent = results["speed"], results["speed"]["messages"]
     lines = [
         f"Seeds within 5 % of the oracle after {ROUNDS} rounds ({FEWER} from the division by the "
         "cluster's points on), the median round from which they stay there, the median final error "
@@ -285,46 +262,45 @@ def tables(results: dict[str, Any]) -> str:
             ["points", *map(str, NOISES)],
             [[str(r["points"]), *(str(r[str(n)]) for n in NOISES)] for r in results["limits"]],
         ),
-        "A round of Phase 2, s = 5:",
+        "Milliseconds of a round of Phase 2, s = 5, on one core: through Flower's messages in "
+        "process, by plain loops, and batched; how many times the plain loops' time that is; and "
+        f"how far models are from the batched ones after {SENT} rounds. Medians of {TURNS} turns, "
+        "and their range:",
         "",
         markdown_table(
-            ["", "plain loops (ms)", "batched (ms)", "ratio", "largest difference"],
+            ["", "clients", "", "ms", "plain loops / this", "largest difference"],
             [
                 [
-                    where,
-                    f"{took[where]['ms_plain']:.1f}",
-                    f"{took[where]['ms_batched']:.2f}",
-                    f"{took[where]['ratio']:.0f}",
-                    f"{took[where]['largest_difference']:.0e}",
+                    *(where, str(of["clients"]), words, cell(of["ms"][way])),
+                    cell(of["ms"]["plain"] / of["ms"][way]),
+                    f"{of['largest_difference'].get(way, 0.0):.0e}",
                 ]
-                for where in ("C1", "C2")
+                for where, of in results["speed"].items()
+                for way, words in {
+                    "messages": "through messages",
+                    "plain": "plain loops",
+                    "batched": "batched",
+                }.items()
             ],
         ),
         "Until within 5 % of the oracle: the defaults (Phase 1 included), batched, and IFCA as a "
-        "plain loop with one local step of length 1 (medians of the draws, of "
-        f"{DRAWS}, in which IFCA finds the clusters from its one random start):",
+        f"plain loop with one local step of length 1. Medians of {TURNS} turns of each of the "
+        f"draws, of {DRAWS}, in which IFCA finds the clusters from its one random start, and their "
+        "range:",
         "",
         markdown_table(
-            ["", "draws", "plain: rounds", "plain: ms", "batched: rounds", "batched: ms", "ratio"],
+            ["", "draws", "IFCA: rounds", "ms", "batched: rounds", "ms", "IFCA / batched"],
             [
                 [
                     where,
                     str(own["draws"]),
-                    f"{own['rounds_plain']:.0f}",
-                    f"{own['ms_plain']:.0f}",
-                    f"{own['rounds_batched']:.0f}",
-                    f"{own['ms_batched']:.0f}",
-                    f"{own['ms_batched'] / own['ms_plain']:.1f}",
+                    *(f"{own['rounds']['plain']:.0f}", cell(own["ms"]["plain"])),
+                    *(f"{own['rounds']['batched']:.0f}", cell(own["ms"]["batched"])),
+                    cell(own["ms"]["plain"] / own["ms"]["batched"]),
                 ]
                 for where, own in results["peers"].items()
             ],
         ),
-        f"{sent['clients']} clients x {sent['rounds']} rounds through Flower's messages, in "
-        f"process, one core: {sent['seconds']:.0f} s, a round {sent['ms_round']:.0f} ms, a "
-        f"client's message {sent['ms_client_over_batched']:.3f} ms. That is "
-        f"{sent['over_plain']:.1f} times the plain loops and {sent['over_batched']:.0f} times the "
-        "batched path; the results differ by at most "
-        f"{sent['largest_difference']:.0e}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -332,21 +308,15 @@ def tables(results: dict[str, Any]) -> str:
 def ratios() -> dict[str, Any]:
     """Measure times."""
     found, beside = speed(), peers()
-    close = {
-        f"IFCA's plain loop / batched defaults, to 5 %, {where}": own["ms_plain"]
-        / own["ms_batched"]
-        for where, own in beside.items()
+    compared = {
+        f"plain loops / {words}, {where}": of["ms"]["plain"] / of["ms"][way]
+        for where, of in found.items()
+        for way, words in {"batched": "batched", "messages": "through messages"}.items()
     }
-    return {
-        "ratios": {
-            "plain loops / batched, C1": found["C1"]["ratio"],
-            "plain loops / batched, C2": found["C2"]["ratio"],
-            "plain loops / through messages, C2": 1 / found["messages"]["over_plain"],
-            **close,
-        },
-        "speed": found,
-        "peers": beside,
-    }
+    for where, own in beside.items():
+        name = f"IFCA's plain loop / batched defaults, to 5 %, {where}"
+        compared[name] = own["ms"]["plain"] / own["ms"]["batched"]
+    return {"ratios": compared, "speed": found, "peers": beside}
 
 
 def rest() -> dict[str, Any]:

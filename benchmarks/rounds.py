@@ -1,18 +1,19 @@
 """What a round of PerMA costs in process, and a message.
 
 Run from the repository's root: ``python benchmarks/rounds.py``; it writes
-``benchmarks/results/rounds.json`` and the tables of it, ``rounds.md``. Under two minutes.
+``benchmarks/results/rounds.json`` and the tables of it, ``rounds.md``. Some three minutes.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-from _measure import CORES, fastest, main, on
+from _measure import CORES, cell, in_turn, main, on, timed, wall
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 
@@ -36,8 +37,8 @@ SIZES = [(64, 32, 200), (6, 6, 200)]
 IMAGES, IMAGE_CLIENTS, ROUNDS, STARTING = (784, 100, 500), 10, 20, 100
 #: What the paper's run of that size took in seconds (its Table 1), on its own machine.
 PAPER = 40.8
-#: A round's time is the median of so many rounds after the first, the least of so many runs.
-ROUNDS_TIMED, TIMES = 4, 2
+#: A round's time is the median of so many rounds after the first; turns of the runs.
+ROUNDS_TIMED, TURNS = 5, 3
 #: Clients begin with an untrained dictionary: what is timed is a round.
 START = partial(warm_start, n_iter=0)
 #: Noise on the samples, so that the atoms do not represent them exactly.
@@ -98,13 +99,17 @@ def perma() -> list[dict[str, Any]]:
             strategy.start(grid, ArrayRecord([G]), num_rounds=ROUNDS_TIMED + 1)
             return float(np.median(np.diff(ends)))
 
-        seconds = fastest({"arithmetic": arithmetic, "maths": maths}, TIMES)
-        seconds["round"] = min(on(1, federation)() for _ in range(TIMES))
+        runs: dict[str, Callable[[], float]] = {
+            "arithmetic": partial(timed, arithmetic),
+            "maths": partial(timed, maths),
+            "round": on(1, federation),
+        }
+        seconds = in_turn(runs, TURNS, lambda run: run())
         rows.append({"features": d, "atoms": r, "samples": n, "seconds": seconds})
     return rows
 
 
-def images() -> dict[str, float]:
+def images() -> dict[str, np.ndarray]:
     """Time a whole run of the size of the paper's Section 5.2, and its products alone: seconds."""
     d, r, n = IMAGES
     rng = np.random.default_rng(0)
@@ -132,10 +137,10 @@ def images() -> dict[str, float]:
         "run": on(1, federation),
         "run_all": on(CORES, federation),
     }
-    return fastest(runs, TIMES + 1, clock=time.perf_counter) | {"cores": CORES}
+    return in_turn(runs, TURNS, wall)
 
 
-def messages() -> dict[str, float]:
+def messages() -> np.ndarray:
     """Time a message there and back, of clients that only answer: milliseconds per client."""
     grid = InProcessGrid(client_app(lambda context: Echo()), CLIENTS)
 
@@ -147,28 +152,29 @@ def messages() -> dict[str, float]:
         for reply in grid.send_and_receive(asked):
             reply.content["arrays"].to_numpy_ndarrays()
 
-    return {"message": 1000 * fastest({"message": exchange}, 5 * TIMES)["message"] / CLIENTS}
+    return 1000 * in_turn({"message": exchange}, 5 * TURNS)["message"] / CLIENTS
 
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     rows = [
         [", ".join(str(row[key]) for key in ("features", "atoms", "samples"))]
-        + [f"{row['seconds'][way]:.2f}" for way in ("arithmetic", "maths", "round")]
+        + [cell(row["seconds"][way]) for way in ("arithmetic", "maths", "round")]
         for row in results["perma"]
     ]
     heads, whole = ["features, atoms, samples", "arithmetic", "maths", "round"], results["images"]
     return (
         f"A round of PerMA, {CLIENTS:,} clients in process, in seconds of processor time. "
         "Arithmetic is two products and a polar factor per client, maths all that clients compute, "
-        "a round that and the messages, the checks and the server:\n\n"
-        f"{markdown_table(heads, rows)}\n"
-        f"A message there and back, of 16 x 64 numbers: {results['messages']['message']:.3f} ms."
+        "a round that and the messages, the checks and the server. Medians of "
+        f"{TURNS} turns, and their range:\n\n{markdown_table(heads, rows)}\n"
+        f"A message there and back, of 16 x 64 numbers, {5 * TURNS} turns: "
+        f"{cell(results['messages'])} ms."
         f"\n\nA run of the size of the paper's Table 1 ({IMAGE_CLIENTS} clients of {IMAGES[2]} "
         f"samples, {IMAGES[0]} features, {IMAGES[1]} atoms, {ROUNDS} rounds, the clients' own "
-        f"starts among them): {whole['run']:.1f} s on one core, "
-        f"{whole['run'] / whole['products']:.1f} times its products with the samples, and "
-        f"{whole['run_all']:.1f} s on {whole['cores']}, where the paper took {PAPER} s.\n"
+        f"starts among them): {cell(whole['run'])} s on one core, "
+        f"{cell(whole['run'] / whole['products'])} times its products with the samples, and "
+        f"{cell(whole['run_all'])} s on {CORES}, where the paper took {PAPER} s.\n"
     )
 
 

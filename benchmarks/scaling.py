@@ -23,7 +23,7 @@ from time import process_time
 from typing import Any
 
 import numpy as np
-from _measure import fastest, main
+from _measure import in_turn, main
 from flwr.app import Context, Message
 from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
@@ -50,8 +50,8 @@ CLIENTS = (10, 100, 1000, 3000, 10_000)
 FRACTION = 0.05
 #: Clients where atoms and features are varied, and features where atoms are.
 FEW, WIDE = 50, 256
-#: Updates after the matching round; the least time of all is reported, of each part by itself.
-UPDATES = 4
+#: Updates after the matching round, each of which is a turn.
+UPDATES = 5
 #: Iterations of a client's own start: enough for its cost, which every client bears by itself.
 START = 10
 AGENTS = (50, 200, 500, 1000, 2000)
@@ -63,11 +63,12 @@ SMALL, FOUR, SHARED = 100, 4, 16
 NUMBERS = 10_000
 #: A round's time is the difference of a long and a short run, of inference and of learning.
 SHORT, LONG = 1, {"inference": 41, "diffusion": 6, "averaging": 6}
-#: Where nothing else is said, a time is the least of so many.
-TIMES = 2
+#: Turns of each pair of runs.
+TURNS = 3
 
-#: Points of one curve: the number that is varied is ``"x"``.
-Curve = list[dict[str, float]]
+#: Points of one curve: the number that is varied is ``"x"``; what was timed has all turns.
+Point = dict[str, Any]
+Curve = list[Point]
 
 
 class TimedGrid(InProcessGrid):
@@ -112,7 +113,7 @@ def perma(
     r: int = ATOMS,
     n: int = SAMPLES,
     fraction: float = 1.0,
-) -> dict[str, float]:
+) -> Point:
     """Measure a matching round and updates: the clients' part and the server's."""
     imported = most_memory()
     X, learner = draw(n_clients, d, r, n), OrthogonalLearner(r)
@@ -138,24 +139,24 @@ def perma(
     return {
         "seconds_start_clients": clients[0],
         "seconds_start_server": server[0],
-        "seconds_update": whole[1:].min(),
-        "seconds_update_clients": clients[1:].min(),
-        "seconds_update_server": server[1:].min(),
+        "seconds_update": whole[1:],
+        "seconds_update_clients": clients[1:],
+        "seconds_update_server": server[1:],
         "mb_data": data - imported,
         "mb_rest": held[-1] - data,
     }
 
 
-def per_round(run: Callable[[int], Any], long: int) -> dict[str, float]:
+def per_round(run: Callable[[int], Any], long: int) -> Point:
     """Time a round, what comes before the first, and the memory of all."""
     before = most_memory()
-    seconds = fastest({n: partial(run, n) for n in (SHORT, long)}, TIMES)
+    seconds = in_turn({n: partial(run, n) for n in (SHORT, long)}, TURNS)
     each = (seconds[long] - seconds[SHORT]) / (long - SHORT)
-    before_first = max(seconds[SHORT] - SHORT * each, 0.0)
+    before_first = np.maximum(seconds[SHORT] - SHORT * each, 0.0)
     return {"seconds": each, "seconds_before": before_first, "mb": most_memory() - before}
 
 
-def inference(n_agents: int, degree: int) -> dict[str, float]:
+def inference(n_agents: int, degree: int) -> Point:
     """Measure dual inference, an atom per agent."""
     rng = np.random.default_rng(0)
     atoms = normalize_atoms(rng.standard_normal((n_agents, SMALL)))[:, None]
@@ -175,7 +176,7 @@ def inference(n_agents: int, degree: int) -> dict[str, float]:
     )
 
 
-def diffusion(n_agents: int, degree: int) -> dict[str, float]:
+def diffusion(n_agents: int, degree: int) -> Point:
     """Measure learning one dictionary from data of 50 samples per agent."""
     rng = np.random.default_rng(0)
     data = rng.standard_normal((n_agents, 50, SHARED))
@@ -197,7 +198,7 @@ class Near:
         return [w - 0.1 * (w - self.own) for w in parameters], 1, {}
 
 
-def averaging(n_nodes: int) -> dict[str, float]:
+def averaging(n_nodes: int) -> Point:
     """Measure the default method of any model, on an exponential graph."""
     learner, start = DiffusionAveraging(evaluate_every=0), [np.zeros(NUMBERS)]
     return per_round(
@@ -206,7 +207,7 @@ def averaging(n_nodes: int) -> dict[str, float]:
     )
 
 
-def files(n_clients: int) -> dict[str, float]:
+def files(n_clients: int) -> Point:
     """Measure what a run of two rounds leaves on the server's disk."""
     with TemporaryDirectory() as name:
         folder = Path(name) / "run"
@@ -221,7 +222,7 @@ def files(n_clients: int) -> dict[str, float]:
     }
 
 
-MEASURES: dict[str, Callable[..., dict[str, float]]] = {
+MEASURES: dict[str, Callable[..., Point]] = {
     "clients": perma,
     "sampled": partial(perma, fraction=FRACTION),
     "atoms": lambda x: perma(FEW, d=WIDE, r=x),
@@ -265,7 +266,8 @@ ABOUT = (
     "each client; seconds of one core, memory in MB. Clients: their arithmetic and the messages "
     f"there and back. The matching round has {START} iterations of every client's own start, of "
     "which a real run has 100. Data: the samples, which clients elsewhere would hold; rest: "
-    "clients' states, messages, replies and what the server makes of them. The exponent is the "
+    "clients' states, messages, replies and what the server makes of them. Updates are medians of "
+    f"{UPDATES}, what is between neighbors of {TURNS} turns, and their range. The exponent is the "
     "slope between the last two points on logarithmic axes: 1 is linear. Inference: "
     f"{SMALL} features, {FOUR} samples, an atom per agent; learning: {SHARED} features and atoms, "
     f"50 samples per agent; averaging: models of {NUMBERS:,} numbers, training that costs next to "
@@ -280,11 +282,11 @@ LINEAR = {
 }
 
 
-def measure(kind: str, x: int) -> dict[str, float]:
+def measure(kind: str, x: int) -> Point:
     """Measure one point, in this process."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with threadpool_limits(1):
-        return {key: float(value) for key, value in MEASURES[kind](x).items()}
+        return MEASURES[kind](x)
 
 
 # The results
@@ -301,10 +303,10 @@ def add_curves(found: dict[str, Curve], kinds: Iterable[str]) -> None:
 
 def exponent(rows: Curve, key: str) -> float | None:
     """Return the slope of ``key`` between the last two points on logarithmic axes."""
-    before, last = rows[-2:]
-    if min(before[key], last[key]) <= 0:
+    before, last = (float(np.median(row[key])) for row in rows[-2:])
+    if min(before, last) <= 0:
         return None
-    return float(np.log(last[key] / before[key]) / np.log(last["x"] / before["x"]))
+    return float(np.log(last / before) / np.log(rows[-1]["x"] / rows[-2]["x"]))
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -321,11 +323,16 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def number(value: float) -> str:
-    """Return three digits of a number, with commas."""
-    if value >= 100:
-        return f"{float(f'{value:.3g}'):,.0f}"
-    return f"{value:.3g}" if value >= 1e-3 or not value else f"{value:.1e}"
+def number(turns: Any) -> str:
+    """Return three digits of a median, with commas, and the range of several turns."""
+
+    def shown(value: float) -> str:
+        if value >= 100:
+            return f"{float(f'{value:.3g}'):,.0f}"
+        return f"{value:.3g}" if value >= 1e-3 or not value else f"{value:.1e}"
+
+    median, least, most = (shown(of(turns)) for of in (np.median, np.min, np.max))
+    return f"{median} ({least} to {most})" if np.size(turns) > 1 else median
 
 
 def picture(results: dict[str, Any]) -> Figure:
@@ -363,11 +370,10 @@ def picture(results: dict[str, Any]) -> Figure:
         figure.subplots(2, 3).ravel(), panels.items(), strict=True
     ):
         for (label, (kind, key)), color in zip(drawn.items(), COLORS, strict=False):
-            rows = [row for row in found[kind] if row[key] > 0]
             slope = exponent(found[kind], key)
             name = label if slope is None else f"{label} ({slope:.1f})"
-            points = [row["x"] for row in rows], [row[key] for row in rows]
-            axes.plot(*points, "o-", ms=3.5, color=color, label=name)
+            points = np.array([(row["x"], np.median(row[key])) for row in found[kind]])
+            axes.plot(*points[points[:, 1] > 0].T, "o-", ms=3.5, color=color, label=name)
         axes.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
