@@ -533,20 +533,27 @@ def compare(rivals: Rivals, found: Found) -> list[Rival]:
     def is_better(theirs: float, ours: float) -> bool:
         return is_less(sign * theirs, sign * ours, rivals.ours)
 
-    named = {f"{run}:{rivals.ours}": words for run, words in rivals.runs.items()}
-    names = {**found.names, **rivals.names}
-    run, colon, _ = rivals.ours.rpartition(":")
-    for metric in found.metrics(run or found.first):
-        if match := re.fullmatch(rivals.others, metric):
-            named[f"{run}{colon}{metric}"] = names.get(match[1], match[1].replace("_", " "))
     compared = []
-    for metric, name in named.items():
+    for metric, name in _named(rivals, found).items():
+        if metric == rivals.ours:
+            continue
         pairs = list(zip(found.values(metric), found.values(rivals.ours), strict=False))
         wins = sum(is_better(theirs, ours) for theirs, ours in pairs)
         better = is_better(found.get(metric), found.get(rivals.ours))
         seeds = f"{wins}/{len(pairs)}" if len(pairs) > 1 else ""
         compared.append(Rival(name, metric, better, seeds))
     return compared
+
+
+def _named(rivals: Rivals, found: Found) -> dict[str, str]:
+    """Return the metrics of all rivals, in words; with ours, if that is a method like them."""
+    named = {f"{run}:{rivals.ours}": words for run, words in rivals.runs.items()}
+    names = {**found.names, **rivals.names}
+    run, colon, _ = rivals.ours.rpartition(":")
+    for metric in found.metrics(run or found.first):
+        if match := re.fullmatch(rivals.others, metric):
+            named[f"{run}{colon}{metric}"] = names.get(match[1], match[1].replace("_", " "))
+    return named
 
 
 def judgement(entry: Entry, found: Found) -> Iterator[str]:
@@ -726,7 +733,8 @@ def _methods(sections: Sequence[Section]) -> str:
             column = _column(f"`{rivals.ours}` ({rivals.better} is better)", entry, sections)
             columns[column] = None
             sign = 1 if rivals.better == "lower" else -1
-            for one in [Rival("ours", rivals.ours, False, ""), *compare(rivals, found)]:
+            ours = _named(rivals, found).get(rivals.ours, "ours")
+            for one in [Rival(ours, rivals.ours, False, ""), *compare(rivals, found)]:
                 cell = " ".join(filter(None, [_measured(one.metric, found), one.seeds]))
                 cells.setdefault(one.name, {})[column] = f"{cell} (better)" if one.better else cell
                 order.setdefault(one.name, sign * found.get(one.metric))
