@@ -70,13 +70,12 @@ MEANING = {
     MATCHED: "Our median is as good as the paper's number, within the tolerance; or the paper has "
     "no number, and its claim holds of our medians.",
     NOT_REACHED: "Neither is so, or one of the paper's claims does not hold of our medians.",
-    HOLDS: "No paper shows it. The page's own rules hold of our medians.",
-    FAILS: "No paper shows it. One of the page's rules does not hold of our medians.",
+    HOLDS: "No paper shows it; the page's own rules hold of our medians.",
+    FAILS: "One of them does not.",
 }
 RULES = (
-    "Each figure beside a number of a paper has a verdict. The tolerance is 5 % of the paper's "
-    "number, unless the entry in [entries.toml](entries.toml) has another one. What is judged in "
-    "brackets does not change the verdict of its section.",
+    "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. "
+    "Verdicts in brackets do not count for their section.",
     f"One median is better than another by more than {SHARE:.0%} of the other, of areas under a "
     f"curve by more than {SHARE:.0%} of what is missing to one, of decibels by more than "
     f"{DECIBELS:g}. Tables of methods have every rival, the best first; n/m counts the seeds in "
@@ -618,14 +617,13 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "# Gallery\n"
     yield f"**{len(found)} pages with {len(every)} experiments: {counts}.**\n"
     yield (
-        "The papers' figures and tables of results, made again by one command, and results that "
-        "the papers do not have. Rivals stand in the same tables, the best first. All numbers "
-        "come from [results.json](results.json), which has every metric.\n"
+        "The papers' figures and tables, made again by one command, and results that the papers "
+        "do not have. [results.json](results.json) has every metric.\n"
     )
-    yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
-    yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch lists the files"
+    yield "```sh\nmake gallery                  # all, resumable: runs/gallery"
+    yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch"
     yield "make gallery ARGS=--small     # the quick ones"
-    yield "make gallery ARGS=synthetic   # some, by the names of their pages\n```\n"
+    yield "make gallery ARGS=synthetic   # by page\n```\n"
     question = ""
     for page, sections in found.items():
         if page.question != question:

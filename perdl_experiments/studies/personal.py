@@ -18,6 +18,7 @@ The network has one hidden layer, the *body*, and an output layer, the *head*.
 method         what it is
 =============  ===================================================================================
 ``alone``      each client alone, stopped at its best epoch, one epoch per round at most
+``linear``     each client alone, a softmax regression in place of the network
 ``fedavg``     FedAvg
 ``tuned``      FedAvg's last model, trained further by each client, with a step of its own, stopped
                likewise
@@ -29,13 +30,14 @@ method         what it is
 =============  ===================================================================================
 
 Every method has the same rounds, one epoch of an array per round, and its own best length of a step
-(and Ditto its best pull) of a grid, by the mean accuracy on the images to choose by.
+(Ditto its best pull, too; the regression its best penalty) of a grid, by the mean accuracy on the
+images to choose by.
 
 ``--data FILE.npz`` with ``X`` (n, h, w) and ``y`` (n,), as for ``images``; without it,
 scikit-learn's digits.
 
-Metrics: ``accuracy_KIND_METHOD``, the mean over clients of the accuracy on a client's own images, and
-of that the median over seeds.
+Metrics: ``accuracy_KIND_METHOD``, the mean over clients of the accuracy on their own images, and of
+that the median over seeds.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ from perdl_experiments.studies._parts import keep_all
 #: Images of a step of training, most images that a client's accuracy is measured on, and classes
 #: that a client of the kind "missing" has.
 BATCH, MOST_TEST, CLASSES = 10, 200, 3
-#: The tuning grid: lengths of a step, and Ditto's pulls.
-STEPS, PULLS = (0.1, 0.3, 1.0), (0.03, 0.1, 0.3)
+#: The tuning grid: lengths of a step, Ditto's pulls, and penalties of a regression.
+STEPS, PULLS, PENALTIES = (0.1, 0.3, 1.0), (0.03, 0.1, 0.3), (1e-5, 1e-4, 1e-3, 0.01, 0.1)
 KINDS, METHODS = words("personal", "kind"), words("personal")
 
 
@@ -274,6 +276,25 @@ def stopped(clients: Sequence[Client], model: Model, epochs: int, how: str = "")
     return _best(_tried(table, f"{how}, {epoch} epochs") for epoch, table in tables)
 
 
+def linear(own: Sequence[Split]) -> Found:
+    """Return a softmax regression at each client alone, with the best penalty.
+
+    Parameters
+    ----------
+    own : sequence of Split
+        Every client's images.
+    """
+    from sklearn.linear_model import LogisticRegression  # an extra
+
+    tried = []
+    for penalty in PENALTIES:
+        models = [LogisticRegression(C=1 / penalty, max_iter=2000).fit(*one.train) for one in own]
+        pairs = list(zip(models, own, strict=True))
+        table = np.array([[m.score(*one.choose), m.score(*one.test)] for m, one in pairs])
+        tried.append(_tried(table, f"penalty {penalty:g}"))
+    return _best(tried)
+
+
 def _tried(table: Matrix, how: str) -> Found:
     chosen_by, accuracies = table.T
     return Found(float(chosen_by.mean()), accuracies, how)
@@ -305,7 +326,7 @@ def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
     own = splits(config, kind, seed)
     of_step = {s: [Client(one, seed, i, s) for i, one in enumerate(own)] for s in STEPS}
     model, clients = first_model(config, own, seed), of_step[step]
-    found = {"alone": stopped(clients, model, config.rounds, f"{step:g}")}
+    found = {"alone": stopped(clients, model, config.rounds, f"{step:g}"), "linear": linear(own)}
     for method, tried in strategies(config.rounds).items():
         if method not in config.methods and method != "fedavg":
             continue
