@@ -635,7 +635,7 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
     yield "".join(f"- {rule}\n" for rule in RULES)
-    yield f"The runs shown took {minutes:.0f} minutes in all, one after the other.\n"
+    yield f"The runs shown took {minutes:.0f} minutes in all.\n"
 
 
 def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
