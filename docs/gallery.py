@@ -70,13 +70,12 @@ MEANING = {
     MATCHED: "Our median is as good as the paper's number, within the tolerance; or the paper has "
     "no number, and its claim holds of our medians.",
     NOT_REACHED: "Neither is so, or one of the paper's claims does not hold of our medians.",
-    HOLDS: "No paper shows it. The page's own rules hold of our medians.",
-    FAILS: "No paper shows it. One of the page's rules does not hold of our medians.",
+    HOLDS: "No paper shows it; the page's own rules hold of our medians.",
+    FAILS: "One of them does not.",
 }
 RULES = (
-    "Each figure beside a number of a paper has a verdict. The tolerance is 5 % of the paper's "
-    "number, unless the entry in [entries.toml](entries.toml) has another one. What is judged in "
-    "brackets does not change the verdict of its section.",
+    "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. "
+    "Verdicts in brackets do not count for their section.",
     f"One median is better than another by more than {SHARE:.0%} of the other, of areas under a "
     f"curve by more than {SHARE:.0%} of what is missing to one, of decibels by more than "
     f"{DECIBELS:g}. Tables of methods have every rival, the best first; n/m counts the seeds in "
@@ -533,20 +532,27 @@ def compare(rivals: Rivals, found: Found) -> list[Rival]:
     def is_better(theirs: float, ours: float) -> bool:
         return is_less(sign * theirs, sign * ours, rivals.ours)
 
-    named = {f"{run}:{rivals.ours}": words for run, words in rivals.runs.items()}
-    names = {**found.names, **rivals.names}
-    run, colon, _ = rivals.ours.rpartition(":")
-    for metric in found.metrics(run or found.first):
-        if match := re.fullmatch(rivals.others, metric):
-            named[f"{run}{colon}{metric}"] = names.get(match[1], match[1].replace("_", " "))
     compared = []
-    for metric, name in named.items():
+    for metric, name in _named(rivals, found).items():
+        if metric == rivals.ours:
+            continue
         pairs = list(zip(found.values(metric), found.values(rivals.ours), strict=False))
         wins = sum(is_better(theirs, ours) for theirs, ours in pairs)
         better = is_better(found.get(metric), found.get(rivals.ours))
         seeds = f"{wins}/{len(pairs)}" if len(pairs) > 1 else ""
         compared.append(Rival(name, metric, better, seeds))
     return compared
+
+
+def _named(rivals: Rivals, found: Found) -> dict[str, str]:
+    """Return the metrics of all rivals, in words; with ours, if that is a method like them."""
+    named = {f"{run}:{rivals.ours}": words for run, words in rivals.runs.items()}
+    names = {**found.names, **rivals.names}
+    run, colon, _ = rivals.ours.rpartition(":")
+    for metric in found.metrics(run or found.first):
+        if match := re.fullmatch(rivals.others, metric):
+            named[f"{run}{colon}{metric}"] = names.get(match[1], match[1].replace("_", " "))
+    return named
 
 
 def judgement(entry: Entry, found: Found) -> Iterator[str]:
@@ -611,14 +617,13 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "# Gallery\n"
     yield f"**{len(found)} pages with {len(every)} experiments: {counts}.**\n"
     yield (
-        "The papers' figures and tables of results, made again by one command, and results that "
-        "the papers do not have. Rivals stand in the same tables, the best first. All numbers "
-        "come from [results.json](results.json), which has every metric.\n"
+        "The papers' figures and tables, made again by one command, and results that the papers "
+        "do not have. [results.json](results.json) has every metric.\n"
     )
-    yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
-    yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch lists the files"
+    yield "```sh\nmake gallery                  # all, resumable: runs/gallery"
+    yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch"
     yield "make gallery ARGS=--small     # the quick ones"
-    yield "make gallery ARGS=synthetic   # some, by the names of their pages\n```\n"
+    yield "make gallery ARGS=synthetic   # by page\n```\n"
     question = ""
     for page, sections in found.items():
         if page.question != question:
@@ -630,7 +635,7 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
     yield "".join(f"- {rule}\n" for rule in RULES)
-    yield f"The runs shown took {minutes:.0f} minutes in all, one after the other.\n"
+    yield f"The runs shown took {minutes:.0f} minutes in all.\n"
 
 
 def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
@@ -726,7 +731,8 @@ def _methods(sections: Sequence[Section]) -> str:
             column = _column(f"`{rivals.ours}` ({rivals.better} is better)", entry, sections)
             columns[column] = None
             sign = 1 if rivals.better == "lower" else -1
-            for one in [Rival("ours", rivals.ours, False, ""), *compare(rivals, found)]:
+            ours = _named(rivals, found).get(rivals.ours, "ours")
+            for one in [Rival(ours, rivals.ours, False, ""), *compare(rivals, found)]:
                 cell = " ".join(filter(None, [_measured(one.metric, found), one.seeds]))
                 cells.setdefault(one.name, {})[column] = f"{cell} (better)" if one.better else cell
                 order.setdefault(one.name, sign * found.get(one.metric))

@@ -18,8 +18,10 @@ The network has one hidden layer, the *body*, and an output layer, the *head*.
 method         what it is
 =============  ===================================================================================
 ``alone``      each client alone, stopped at its best epoch, one epoch per round at most
+``linear``     each client alone, a softmax regression in place of the network
 ``fedavg``     FedAvg
-``tuned``      FedAvg's last model, trained further by each client, stopped likewise
+``tuned``      FedAvg's last model, trained further by each client, with a step of its own, stopped
+               likewise
 ``fedper``     `PersonalizedFedAvg` with a private head (Arivazhagan et al., 2019)
 ``fedrep``     the same, head and body trained in turn (Collins et al., 2021)
 ``lg-fedavg``  `PersonalizedFedAvg` with a private body (Liang et al., 2020)
@@ -28,18 +30,19 @@ method         what it is
 =============  ===================================================================================
 
 Every method has the same rounds, one epoch of an array per round, and its own best length of a step
-(and Ditto its best pull) of a grid, by the mean accuracy on the images to choose by.
+(Ditto its best pull, too; the regression its best penalty) of a grid, by the mean accuracy on the
+images to choose by.
 
 ``--data FILE.npz`` with ``X`` (n, h, w) and ``y`` (n,), as for ``images``; without it,
 scikit-learn's digits.
 
-Metrics: ``accuracy_KIND_METHOD``, the mean over seeds and clients of the accuracy on a client's own
-images.
+Metrics: ``accuracy_KIND_METHOD``, the mean over clients of the accuracy on their own images, and of
+that the median over seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -79,8 +82,8 @@ from perdl_experiments.studies._parts import keep_all
 #: Images of a step of training, most images that a client's accuracy is measured on, and classes
 #: that a client of the kind "missing" has.
 BATCH, MOST_TEST, CLASSES = 10, 200, 3
-#: The tuning grid: lengths of a step, and Ditto's pulls.
-STEPS, PULLS = (0.1, 0.3, 1.0), (0.03, 0.1, 0.3)
+#: The tuning grid: lengths of a step, Ditto's pulls, and penalties of a regression.
+STEPS, PULLS, PENALTIES = (0.1, 0.3, 1.0), (0.03, 0.1, 0.3), (1e-5, 1e-4, 1e-3, 0.01, 0.1)
 KINDS, METHODS = words("personal", "kind"), words("personal")
 
 
@@ -208,11 +211,11 @@ PRIVATE = {"fedper": ["head.*"], "fedrep": ["head.*"], "lg-fedavg": ["body.*"]}
 
 
 class Found(NamedTuple):
-    """Every client's accuracy on its own images, and what was chosen of the grid."""
+    """What chooses among what was tried, every client's accuracy on its own images, and how."""
 
     chosen_by: float
     accuracy: Matrix
-    grid: tuple[float, str]
+    how: str
 
 
 def federated(
@@ -255,8 +258,8 @@ def _tables(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Ma
         yield np.array([[float(own[n]) for n in ("chosen-by", "accuracy")] for *_, own in measured])
 
 
-def stopped(clients: Sequence[Client], model: Model, epochs: int) -> float:
-    """Return the mean accuracy after the best number of epochs of each client alone.
+def stopped(clients: Sequence[Client], model: Model, epochs: int, how: str = "") -> Found:
+    """Return what is best of all numbers of epochs of each client alone.
 
     Parameters
     ----------
@@ -266,18 +269,48 @@ def stopped(clients: Sequence[Client], model: Model, epochs: int) -> float:
         What they begin with.
     epochs : int
         At most.
+    how : str
+        What else was chosen.
     """
-    found = [_best(table, 0.0) for table in _tables(clients, model, epochs)]
-    return float(max(found, key=lambda one: one.chosen_by).accuracy.mean())
+    tables = enumerate(_tables(clients, model, epochs))
+    return _best(_tried(table, f"{how}, {epoch} epochs") for epoch, table in tables)
 
 
-def _best(table: Matrix, step: float, more: str = "") -> Found:
+def linear(own: Sequence[Split]) -> Found:
+    """Return a softmax regression at each client alone, with the best penalty.
+
+    Parameters
+    ----------
+    own : sequence of Split
+        Every client's images.
+    """
+    from sklearn.linear_model import LogisticRegression  # an extra
+
+    tried = []
+    for penalty in PENALTIES:
+        models = [LogisticRegression(C=1 / penalty, max_iter=2000).fit(*one.train) for one in own]
+        pairs = list(zip(models, own, strict=True))
+        table = np.array([[m.score(*one.choose), m.score(*one.test)] for m, one in pairs])
+        tried.append(_tried(table, f"penalty {penalty:g}"))
+    return _best(tried)
+
+
+def _tried(table: Matrix, how: str) -> Found:
     chosen_by, accuracies = table.T
-    return Found(float(chosen_by.mean()), accuracies, (step, more))
+    return Found(float(chosen_by.mean()), accuracies, how)
 
 
-def compare(config: Config, kind: str, seed: int) -> Arrays:
-    """Return every client's accuracy by every method, each at its best of the grid.
+def _best(tried: Iterable[Found]) -> Found:
+    return max(tried, key=lambda one: one.chosen_by)
+
+
+def _read(kept: Arrays, method: str) -> Found:
+    chosen_by, accuracies, how = (kept[f"{method}/{field}"] for field in Found._fields)
+    return Found(float(chosen_by), accuracies, str(how))
+
+
+def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
+    """Return `Found` of every method, as "METHOD/FIELD", with one length of a step.
 
     Parameters
     ----------
@@ -287,72 +320,78 @@ def compare(config: Config, kind: str, seed: int) -> Arrays:
         How the clients differ.
     seed : int
         Which images they have.
+    step : float
+        One of `STEPS`. What is best with it competes with the best of the others in `run`.
     """
     own = splits(config, kind, seed)
-    model, found = first_model(config, own, seed), dict[str, list[Found]]()
-    for step in STEPS:
-        clients = [Client(one, seed, i, step) for i, one in enumerate(own)]
-        for table in _tables(clients, model, config.rounds):
-            found.setdefault("alone", []).append(_best(table, step))
-        for method, tried in strategies(config.rounds).items():
-            if method not in config.methods and method != "fedavg":
-                continue
-            for more, strategy in tried.items():
-                measured, shared = federated(clients, model, method, strategy, config.rounds)
-                rows = [[m["chosen-by"], m["accuracy"]] for m in measured.values()]
-                found.setdefault(method, []).append(_best(np.array(rows), step, more))
-                if method == "fedavg":
-                    shared = [array[0] for array in shared]
-                    for table in _tables(clients, shared, config.rounds):
-                        found.setdefault("tuned", []).append(_best(table, step))
-    best = {method: max(tried, key=lambda one: one.chosen_by) for method, tried in found.items()}
+    of_step = {s: [Client(one, seed, i, s) for i, one in enumerate(own)] for s in STEPS}
+    model, clients = first_model(config, own, seed), of_step[step]
+    found = {"alone": stopped(clients, model, config.rounds, f"{step:g}"), "linear": linear(own)}
+    for method, tried in strategies(config.rounds).items():
+        if method not in config.methods and method != "fedavg":
+            continue
+        ends = []
+        for more, strategy in tried.items():
+            measured, shared = federated(clients, model, method, strategy, config.rounds)
+            table = np.array([[m["chosen-by"], m["accuracy"]] for m in measured.values()])
+            ends.append(_tried(table, f"{step:g} {more}".strip()))
+        found[method] = _best(ends)
+        if method == "fedavg":
+            last = [array[0] for array in shared]
+            found["tuned"] = _best(
+                stopped(further, last, config.rounds, f"{step:g}, then {s:g}")
+                for s, further in of_step.items()
+            )
     return {
-        **{method: one.accuracy for method, one in best.items()},
-        "grid": np.array([f"{m}: {one.grid[0]:g} {one.grid[1]}" for m, one in best.items()]),
+        f"{method}/{field}": np.array(value)
+        for method, one in found.items()
+        for field, value in one._asdict().items()
     }
 
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run all kinds with every seed."""
-    pairs = list(product(config.kinds, config.each_seed))
-    parts = {f"{kind}-seed-{seed}": partial(compare, config, kind, seed) for kind, seed in pairs}
-    kept = dict(zip(pairs, keep_all(keep, parts), strict=True))
-    methods = [name for name in METHODS if name in next(iter(kept.values()))]
-    records, means = [], np.empty((len(config.kinds), len(methods)))
+    tried = list(product(config.kinds, config.each_seed, STEPS))
+    names = [f"{kind}-seed-{seed}-step-{step:g}" for kind, seed, step in tried]
+    parts = [partial(compare, config, *one) for one in tried]
+    kept = dict(zip(tried, keep_all(keep, dict(zip(names, parts, strict=True))), strict=True))
+    methods = [name for name in METHODS if f"{name}/how" in kept[tried[0]]]
+    best = {
+        (kind, seed, method): _best(_read(kept[kind, seed, step], method) for step in STEPS)
+        for kind, seed, method in product(config.kinds, config.each_seed, methods)
+    }
+    records, medians = [], np.empty((len(config.kinds), len(methods)))
     for (i, kind), (j, method) in product(enumerate(config.kinds), enumerate(methods)):
-        each = [kept[kind, seed][method] for seed in config.each_seed]
-        values = np.array([own.mean() for own in each])
-        means[i, j] = values.mean()
-        at = {"kind": kind}
-        records.append(Record("accuracy", values, method, at))
-        records.append(Record("worst", np.array([own.min() for own in each]), method, at))
+        values = np.array([best[kind, seed, method].accuracy.mean() for seed in config.each_seed])
+        medians[i, j] = np.median(values)
+        records.append(Record("accuracy", values, method, {"kind": kind}))
     size = sum(array.size for array in first_model(config, splits(config, "turned", 0), 0))
     return Outcome(
         records=records,
         curves={},
         arrays={
-            f"{kind}-{seed}-{method}": kept[kind, seed][method]
-            for kind, seed in pairs
-            for method in (*methods, "grid")
+            f"{kind}-{seed}-{method}-{part}": np.array(getattr(one, part))
+            for (kind, seed, method), one in best.items()
+            for part in ("accuracy", "how")
         },
-        figures=_figures(means, config.kinds, methods),
+        figures=_figures(medians, config.kinds, methods),
         rounds=config.rounds,
         floats_up=float(size * config.rounds),
         floats_down=float(size * config.rounds),
-        facts={"best": _said(means, config.kinds, methods)},
+        facts={"best": _said(medians, config.kinds, methods)},
     )
 
 
-def _said(means: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
+def _said(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
     """Return which method is best for each kind, in words."""
     return "; ".join(
         f"{KINDS[kind]}: {METHODS[methods[j]]} ({row[j]:.3f})"
-        for kind, row, j in zip(kinds, means, means.argmax(axis=1), strict=True)
+        for kind, row, j in zip(kinds, medians, medians.argmax(axis=1), strict=True)
     )
 
 
-def _figures(means: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> dict[str, Any]:
+def _figures(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
     rows, columns = [KINDS[kind] for kind in kinds], [METHODS[method] for method in methods]
-    return {"heat": pictures.heat_map(means, rows, columns)}
+    return {"heat": pictures.heat_map(medians, rows, columns)}

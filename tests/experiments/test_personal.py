@@ -53,3 +53,17 @@ def test_a_step_moves_the_named_arrays_and_descends() -> None:
     for round_ in range(30):
         trained = client.fit(trained, {"server-round": round_ + 1})[0]
     assert client.accuracy(trained, client.train) > 0.9
+
+
+@pytest.mark.parametrize("kind", ["labels", "cameras"])
+def test_steps_beyond_the_ends_of_the_grid_are_worse(kind: str) -> None:
+    config = config_of("personal", clients=8)
+    own = personal.splits(config, kind, 0)
+    model = personal.first_model(config, own, 0)
+    shortest, *_, longest = personal.STEPS
+    found = {}
+    for step in (*personal.STEPS, shortest / 3, 3 * longest):
+        clients = [personal.Client(one, 0, i, step) for i, one in enumerate(own)]
+        found[step] = personal.stopped(clients, model, config.rounds).chosen_by
+    best = max(found[step] for step in personal.STEPS)
+    assert max(found[shortest / 3], found[3 * longest]) < best - 0.03
