@@ -16,7 +16,6 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import ortho_group
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.npy import view_file
@@ -339,7 +338,7 @@ def planted_clients(
         The atoms and the data.
     """
     check_size(sum(n_samples) * n_features)
-    basis = ortho_group.rvs(n_features, random_state=rng)
+    basis = _random_rotation(n_features, rng)
     shared, rest = basis[:n_global], basis[n_global:]
     local_atoms, samples = [], []
     for r, n in zip(n_atoms, n_samples, strict=True):
@@ -362,6 +361,8 @@ def check_size(n_numbers: int) -> None:
 
 
 def _random_rotation(size: int, rng: np.random.Generator) -> Matrix:
+    from scipy.stats import ortho_group  # takes long to import, and clients seldom need it
+
     if size < 2:  # scipy's ortho_group starts at 2
         return np.full((size, size), rng.choice([-1.0, 1.0]))
     rotation: Matrix = ortho_group.rvs(size, random_state=rng)
