@@ -18,7 +18,6 @@ from flwr_perdl.dictionary import (
     omp,
     reconstruct,
     sparse_code,
-    warm_start,
 )
 
 KINDS = OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner
@@ -76,15 +75,3 @@ def test_one_client_with_enormous_statistics_does_not_stop_the_server(rng, unit)
     stack[4] *= 1e200
     found = aggregate_statistics(stack, D, orthogonal=False)
     assert np.allclose(found.global_atoms, D, atol=1e-9)
-
-
-@pytest.mark.parametrize(("dtype", "scale"), [(np.float32, 1e-12), (np.float64, 1e100)])
-def test_scales_in_range_change_nothing(dtype, scale, rng):
-    X = rng.standard_normal((40, 6)).astype(dtype)
-    scale = 2.0 ** round(np.log2(scale))
-    for learner in (kind(4) for kind in KINDS):
-        found = [
-            warm_start(Y, learner, rng=np.random.default_rng(0), n_iter=5).dictionary
-            for Y in (X, (scale * X).astype(dtype))
-        ]
-        assert np.allclose(*found, atol=1e-3 if dtype == np.float32 else 1e-9)

@@ -84,14 +84,6 @@ def test_the_same_by_messages_over_a_sparse_network() -> None:
     assert by_messages.outcome.floats_up > least  # several patches travel in every round
 
 
-@pytest.mark.slow
-def test_the_default_run() -> None:
-    metrics = run().metrics
-    assert metrics["psnr_denoised"] >= metrics["psnr_noisy"] + 8.5
-    for other in ("sklearn", "sklearn_lasso"):
-        assert metrics["psnr_denoised"] >= metrics[f"psnr_{other}"] - 0.5
-
-
 def test_the_users_images(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     stack = (255 * rng.random((5, 12, 14))).astype(np.uint8)

@@ -9,14 +9,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
 from perdl_experiments.data import load_images
-from perdl_experiments.engine import federate
-from perdl_experiments.studies import EXPERIMENTS, configure, find, images, synthetic
-
-
-def test_the_registry_finds_every_experiment_with_its_defaults():
-    for name, experiment in EXPERIMENTS.items():
-        assert find(name) is experiment
-        assert configure(experiment).options == {"experiment": name, **experiment.defaults}
+from perdl_experiments.studies import configure, find, synthetic
 
 
 def test_options_are_read_as_their_defaults_type():
@@ -296,19 +289,6 @@ def test_clients_that_the_data_name_keep_their_own_images(tmp_path):
         theirs = {tuple(x) for x in digits.X[owners == kind]}
         assert {tuple(x) for x in own} <= theirs
     assert results["metrics"]["mse_own_full_10"] < results["metrics"]["mse_global_10"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"learner": name} for name in ("gradient", "mod", "ksvd")] + [{"aggregation": "mean"}],
-)
-def test_updates_improve_with_every_learner(options):
-    given = {"n_atoms": 16, "n_global": 4, **options}
-    config = configure(find("digits"), clients=3, rounds=4, options=given)
-    history = federate(images, config).history
-    errors = [one.aggregate["mse"] for one in history if one.step == "update"]
-    assert errors[-1] < errors[0]
-    assert errors[-1] < np.mean(load_images("").X ** 2)
 
 
 def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):

@@ -91,31 +91,6 @@ def test_a_file_is_read_in_order_of_time(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.topics, [3, 1, 3, 2])
 
 
-COUNTS = np.eye(3)
-
-
-@pytest.mark.parametrize(
-    ("counts", "arrays", "message"),
-    [
-        (COUNTS, {}, "y"),
-        (COUNTS, {"y": [1, 2]}, "y"),
-        (-COUNTS, {"y": [1, 2, 3]}, "data"),
-        (COUNTS * 1j, {"y": [1, 2, 3]}, "data"),
-        (COUNTS, {"y": [1, 2, 3], "indices": [0, 1, 9]}, "data"),
-        (COUNTS, {"y": [1, 2, 3], "format": b"csc"}, "data"),
-        (COUNTS, {"y": [1, 2, 3], "time": [1, 2]}, "time"),
-        (COUNTS, {"y": [1, 2, 3], "time": [1, np.nan, 2]}, "time"),
-    ],
-)
-def test_a_bad_file_gets_one_sentence(
-    counts: Any, arrays: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = save(tmp_path / "x.npz", counts, **arrays)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_documents(str(path))
-    assert str(caught.value).count("\n") == 0
-
-
 def test_the_newsgroups_appear_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     target = rng.permutation(np.repeat(np.arange(20), 120))

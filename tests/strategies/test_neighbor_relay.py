@@ -130,14 +130,6 @@ def test_few_rounds(rounds: int, faults: Faults) -> None:
     assert_same(run, InMemoryNetwork(Topology.ring(3), faults=faults).run(Drift(data), rounds))
 
 
-def test_a_node_whose_own_estimate_is_nan_recovers_from_its_neighbours() -> None:
-    data = values(5)
-    data[3] = np.full(2, np.nan)
-    run = FlowerNetwork(grid(data, program=Consensus), Topology.complete(5)).run(None, 4)
-    assert_same(run, InMemoryNetwork(Topology.complete(5)).run(Consensus(data), 4))
-    assert run.unheard == {3: 1}
-
-
 # What a run takes ------------------------------------------------------------------------------
 
 
