@@ -340,7 +340,8 @@ def planted_clients(
     check_size(sum(n_samples) * n_features)
     basis = _random_rotation(n_features, rng)
     shared, rest = basis[:n_global], basis[n_global:]
-    local_atoms, samples = [], []
+    local_atoms: list[Matrix] = []
+    samples: list[Matrix] = []
     for r, n in zip(n_atoms, n_samples, strict=True):
         local = _random_rotation(rest.shape[0], rng)[: r - n_global] @ rest
         atoms = np.vstack([shared, local])

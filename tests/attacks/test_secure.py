@@ -137,15 +137,6 @@ def test_the_error_is_within_five_percent_of_the_default(
     assert samples == list(sizes)
 
 
-def test_the_mean_is_that_of_a_run_in_the_clear() -> None:
-    """In one round, where all send all atoms: a sum does not say how many have sent a row."""
-    parts, _ = digits()
-    options: dict[str, Any] = {"initial": START, "rounds": 1, "aggregation": "mean"}
-    plain, _ = learn(make_grid(parts, min_support=0), **options)
-    secure, _ = learn(make_grid(parts, min_support=0), secure=True, **options)
-    np.testing.assert_allclose(secure, plain, atol=1e-5)
-
-
 # The server --------------------------------------------------------------------------------------
 
 

@@ -174,17 +174,3 @@ def test_what_no_machine_can_serve_is_refused_at_once(
     line = assert_refused(invoke("run", name, *given, "--out", tmp_path / "out"))
     assert "at most" in line or "more images" in line
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.name != "sites"])
-def test_nodes_start_after_everything_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(
-        "perdl_experiments.cli.Deployment", lambda *_, **__: pytest.fail("too late")
-    )
-    bad = ["-o", "rounds=x"]
-    if not EXPERIMENTS[name].federated:
-        bad = []
-    assert_refused(invoke("up", name, *bad, "--out", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from perdl_experiments.documents import (
     reuters,
 )
 from perdl_experiments.studies import novel_documents
-from tests.studies import Ran, compute_all, config_of, run_study
+from tests.studies import Ran, compute_all, run_study
 
 
 def save(path: Path, counts: Any, **arrays: Any) -> Path:
@@ -237,20 +236,6 @@ def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
 
     again = run(path, lambda name, compute, *, of=0: kept.get(name) or refuse())
     assert again.metrics == outcome.metrics
-
-
-def test_the_papers_settings_are_a_mode(path: Path) -> None:
-    """Its inference stops far from the limit; a fully connected network needs no second one."""
-    outcome = run(path, score="paper", connectivity=1.0, rounds=60)
-    assert not any(name.startswith("auc_full") for name in outcome.metrics)
-    assert np.mean(outcome.curves["auc"][1:]) > 0.75
-    config = config_of("novel-documents", score="paper")
-    sparse_, full = (novel_documents._learner(config, name, 3) for name in ("network", "full"))
-    assert novel_documents._learner(replace(config, connectivity=1.0), "network", 3) == full
-    assert (sparse_.n_iterations, sparse_.options) == (1000, {"step": 0.05})
-    assert (full.n_iterations, full.options) == (100, {"step": 0.5})
-    assert sparse_.step == full.step == 1 / 3
-    assert vars(full.objective) == {"gamma": 0.05, "delta": 0.1, "eta": 0.2}
 
 
 def test_steps_from_the_codes_find_the_novel_documents(path: Path) -> None:

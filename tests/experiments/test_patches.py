@@ -62,15 +62,6 @@ def test_all_figures_and_pictures_of_a_short_run() -> None:
     assert again.metrics == outcome.metrics
 
 
-def test_a_run_is_reproducible_and_noise_free_where_asked() -> None:
-    options = {"seeds": 1, "rounds": 3, "samples": 50, "update": "ksvd", "replacement": "none"}
-    first, second = run(**options), run(**options)
-    assert first.metrics == second.metrics
-    np.testing.assert_array_equal(first.arrays["dictionaries"], second.arrays["dictionaries"])
-    assert "recovered_private" in first.metrics
-    assert "recovered_none" not in first.metrics
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
 def test_at_least_45_of_48_atoms_at_every_node(update: str) -> None:

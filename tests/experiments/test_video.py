@@ -137,21 +137,6 @@ def test_the_street_is_what_it_says_and_the_seeds() -> None:
     assert (found(one.frames - one.background) & one.mask).sum() > 0.9 * one.mask.sum()
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"X": np.zeros((5, 9))}, "X"),
-        ({"X": np.zeros((2, 9, 9))}, "X"),
-        ({"X": np.zeros((5, 9, 9)), "mask": np.zeros((5, 9))}, "mask"),
-    ],
-)
-def test_a_bad_file_gets_one_sentence(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
-    np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(ValueError, match=message) as caught:
-        run_experiment("video", data=tmp_path / "bad.npz")
-    assert "\n" not in str(caught.value)
-
-
 def test_frames_with_less_in_them_than_the_global_atoms_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "grey.npz", X=np.ones((8, 24, 32)))
     with pytest.raises(ValueError, match="n_global must"):

@@ -32,6 +32,7 @@ from flwr_perdl.protocol.records import Limits, read_reply, reply_to
 from flwr_perdl.protocol.strategy import _properties
 from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments._run_config import all_keys, read_run_config
+from perdl_experiments.clips import load_clip
 from perdl_experiments.data import load_images
 from perdl_experiments.documents import read_documents
 from perdl_experiments.studies import (
@@ -63,6 +64,7 @@ LOADERS: tuple[Callable[[str], Any], ...] = (
     partial(regression._load.__wrapped__, bundled=""),
     unmixing._load.__wrapped__,
     biclustering._read,
+    partial(load_clip, seed=0),
 )
 
 RESUME = ServerSettings(resume=True)

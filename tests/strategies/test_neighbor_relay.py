@@ -515,6 +515,3 @@ def test_the_older_interface_gives_the_same_bits(sealed: bool) -> None:
     new.start(InProcessGrid(client_app(make_client), 4))
     assert_same(old.outcome, new.outcome)
     np.testing.assert_array_equal(old.outcome.state.value, new.outcome.state.value)
-
-
-# Arguments -------------------------------------------------------------------------------------
