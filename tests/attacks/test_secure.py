@@ -38,7 +38,7 @@ from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
 from flwr_perdl.strategies import perma as perma_server
-from tests.grids import Tapped, context_of, grid_of, partition_of
+from tests.grids import Tapped, context_of, grid_of, partition_of, stage
 
 CLIENTS, GLOBAL, ATOMS = 4, 16, 24
 ROUNDS = 4
@@ -448,12 +448,6 @@ def test_a_client_that_says_it_has_many_samples_counts_as_three() -> None:
 
 
 # Clients that fail -------------------------------------------------------------------------------
-
-
-def stage(message: Message) -> str:
-    """Return which step of the secure aggregation a message asks for."""
-    record = message.content.get(RECORD_KEY_CONFIGS)
-    return str(record["stage"]) if isinstance(record, ConfigRecord) else ""
 
 
 @pytest.mark.parametrize("step", Stage.all())

@@ -10,8 +10,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from perdl_experiments.data import planted_clients
 from perdl_experiments.deployment import Deployment, make_certificates, make_key
 from perdl_experiments.report import read_results
 from perdl_experiments.studies import configure, find, sites
+from tests.engines import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
@@ -50,13 +49,13 @@ def main(grid, context):
     if out.suffix == ".json":
         known = {int(node): partition for node, partition in json.loads(out.read_text()).items()}
         listed = ServerSettings(clients_by_node=known)
-        strategy = PerMA(10, num_clients=4, fraction_evaluate=0, server=listed)
+        strategy = PerMA(10, num_clients=3, fraction_evaluate=0, server=listed)
         strategy.start(grid, num_rounds=1)
         out.write_text(json.dumps([*strategy.history[0].metrics]))
         return
 
     def after_the_liar():
-        while (out / "checkpoints").exists() and len([*node_ids()]) < 4:
+        while (out / "checkpoints").exists() and len([*node_ids()]) < 3:
             time.sleep(0.2)
         return node_ids()
 
@@ -82,7 +81,7 @@ def test_registered_nodes_learn_what_a_run_in_process_learns_and_others_are_refu
         return node
 
     with (
-        Deployment(tmp_path / "deployment", 3, tls=True, app=WITH_A_LIAR) as deployment,
+        Deployment(tmp_path / "deployment", 2, tls=True, app=WITH_A_LIAR) as deployment,
         ThreadPoolExecutor(1) as helper,
     ):
         deployment.make_key("stranger")
@@ -93,18 +92,18 @@ def test_registered_nodes_learn_what_a_run_in_process_learns_and_others_are_refu
         assert f"Nodes {first} and {liar} both say that they are client 0: only {first}" in said
 
         known = {node: partition for partition, node in deployment.node_ids.items()}
-        listed.write_text(json.dumps({**known, liar: 3}))
+        listed.write_text(json.dumps({**known, liar: 2}))
         said = deployment.run({"experiment": "digits", "out": str(listed)}, timeout=400)
         assert f"Left out node {liar}" in said
-        assert "it says that it is client 0, and clients_by_node that it is client 3" in said
-        assert json.loads(listed.read_text()) == [0, 1, 2]
+        assert "it says that it is client 0, and clients_by_node that it is client 2" in said
+        assert json.loads(listed.read_text()) == [0, 1]
 
         refused = stranger.poll()
         processes = [*deployment.nodes]
     assert refused not in (None, 0), "the unregistered SuperNode is still running"
     assert all(process.poll() is not None for process in processes)
     local = tmp_path / "local"
-    run_experiment("digits", clients=3, rounds=2, out=local)
+    run_experiment("digits", clients=2, rounds=2, out=local)
     with np.load(out / "arrays.npz") as deployed, np.load(local / "arrays.npz") as in_process:
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
 
@@ -262,10 +261,12 @@ def _third_state(states: Path) -> files.Saved:
     return files.load(path)
 
 
-def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_fails_says_why_and_a_killed_server_goes_on_from_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     """The ServerApp dies after round 1 (SIGKILL); a new run with `resume` ends as if it had not."""
     out, states = tmp_path / "out", tmp_path / "states"
-    run = {"experiment": "digits", "clients": 2, "rounds": 3, "out": str(out)}
+    run = {"experiment": "digits", "clients": 2, "rounds": 2, "out": str(out)}
 
     def strike(deployment: Deployment) -> None:
         until(lambda: (out / "checkpoints" / "round-000001.npz").exists())
@@ -278,6 +279,8 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         ) as deployment,
         ThreadPoolExecutor(1) as helper,
     ):
+        with pytest.raises(RuntimeError, match="rounds must"):
+            deployment.run({"experiment": "digits", "rounds": 0}, timeout=300)
         struck = helper.submit(strike, deployment)
         with pytest.raises(RuntimeError, match="the run ended as finished:failed"):
             deployment.run(run, timeout=400)
@@ -285,25 +288,9 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         assert not (out / "results.json").exists()
         deployment.run({**run, "resume": True}, timeout=400)
     local = tmp_path / "local"
-    run_experiment("digits", clients=2, rounds=3, out=local)
+    run_experiment("digits", clients=2, rounds=2, out=local)
     with np.load(out / "arrays.npz") as deployed, np.load(local / "arrays.npz") as in_process:
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
-
-
-def until(happens: Callable[[], bool], patience: float = 300.0) -> None:
-    """Wait for something to happen."""
-    deadline = time.monotonic() + patience
-    while not happens():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-
-
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    with (
-        Deployment(tmp_path, 2) as deployment,
-        pytest.raises(RuntimeError, match="rounds must"),
-    ):
-        deployment.run({"experiment": "digits", "rounds": 0}, timeout=300)
 
 
 def test_a_signal_ends_all_that_the_command_has_started(tmp_path: Path) -> None:

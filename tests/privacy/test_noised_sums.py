@@ -34,7 +34,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     as_legacy,
 )
-from tests.grids import Tapped, context_of
+from tests.grids import Tapped, context_of, stage
 
 CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 2
 RNG = np.random.default_rng(0)
@@ -272,12 +272,6 @@ def test_a_client_counts_what_it_spends() -> None:
     ):
         with pytest.raises(ValueError, match=named):
             ask(round_, **changed)
-
-
-def stage(message: Message) -> str:
-    """Return which step of the secure aggregation a message asks for."""
-    record = message.content.get(RECORD_KEY_CONFIGS)
-    return str(record["stage"]) if isinstance(record, ConfigRecord) else ""
 
 
 @pytest.mark.parametrize("privacy", [None, seeded(epsilon=1e4, clip=3.0)])

@@ -19,11 +19,12 @@ from flwr_perdl.diffusion import (
     averaging_weights,
     metropolis_weights,
 )
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
+from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies, as_legacy
 from tests.grids import Tapped, failing, grid_of, partition_of
+from tests.network.programs import assert_same
 from tests.network.test_ray import Drift, Held
 from tests.strategies.test_legacy import serve
 
@@ -63,22 +64,6 @@ def grid(
         return DiffusionClient(program({node: data[node]}), context, **shown)
 
     return grid_of(make_client, len(data), kind, **options)
-
-
-def assert_same(run: Run, here: Run) -> None:
-    assert run.state._fields == here.state._fields
-    for rows, expected in zip(run.state, here.state, strict=True):
-        assert rows.dtype == expected.dtype
-        np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-12)
-    assert run.observed.keys() == here.observed.keys()
-    for name, rows in here.observed.items():
-        assert run.observed[name].dtype == rows.dtype
-        np.testing.assert_allclose(run.observed[name], rows, rtol=0, atol=1e-12)
-    np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
-    assert run.floats_sent == here.floats_sent
-    assert run.unheard == here.unheard
-    assert run.alive.tolist() == here.alive.tolist()
-    assert run.rounds == here.rounds
 
 
 # The same numbers ------------------------------------------------------------------------------
