@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
@@ -21,6 +21,7 @@ from flwr_perdl.diffusion.averaging import METHODS, Averaged, AveragingProgram
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
+from tests.grids import Tapped, arrays_in
 
 Array = NDArray[Any]
 
@@ -314,28 +315,6 @@ def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
 # Who learns what ---------------------------------------------------------------------------------
 
 
-class Tap(InProcessGrid):
-    """A grid that keeps what it carries: arrays as bytes, and the names of metrics."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen: list[bytes] = []
-        self.metrics: set[str] = set()
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        asked = list(messages)
-        replies = list(super().send_and_receive(asked, timeout=timeout))
-        for message in [*asked, *replies]:
-            for name, record in message.content.items():
-                if isinstance(record, ArrayRecord):
-                    self.seen += [array.tobytes() for array in record.to_numpy_ndarrays()]
-                elif name == "metrics":
-                    self.metrics |= set(record)
-        return replies
-
-
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_are_open(
     sealed: bool,
@@ -352,17 +331,18 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
     def make_client(context: Context) -> DiffusionClient:
         return DiffusionClient(learner.program(Noted, initial=START), context, sealed=sealed)
 
-    grid = Tap(client_app(make_client), N)
+    grid = Tapped(client_app(make_client), N)
     reports: list[dict[int, dict[str, float]]] = []
     network = FlowerNetwork(
         grid, RING, sealed=sealed, on_round=lambda report: reports.append(report.metrics)
     )
     learned = learner.fit(None, network, 3)
-    crossed = b"".join(grid.seen)
+    crossed = b"".join(array.tobytes() for _, array in arrays_in(grid.asked + grid.replies))
     assert len(models) == 3 * N
     assert all((model in crossed) != sealed for model in models)
     told = {"neighbor-distance", "floats-received", "bytes-received", "train-loss", "evaluate-loss"}
-    assert grid.metrics - {"num-examples", "floats"} == told
+    seen = {name for _, _, reply in grid.exchanges() for name in reply.get("metrics", ())}
+    assert seen - {"num-examples", "floats"} == told
     assert set(learned.curves) == told
     # While it runs: from the second exchange on, every node's report about the round before.
     assert told.isdisjoint(reports[int(sealed)][0])

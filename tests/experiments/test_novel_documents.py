@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from perdl_experiments.documents import (
     reuters,
 )
 from perdl_experiments.studies import novel_documents
-from tests.studies import Ran, compute_all, run_study
+from tests.studies import Kept, Ran, compute_all, run_study
 
 
 def save(path: Path, counts: Any, **arrays: Any) -> Path:
@@ -200,13 +199,8 @@ def test_logarithms_of_counts_weigh_repeated_terms_less(tmp_path: Path) -> None:
 
 
 def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
-    kept: dict[str, Any] = {}
-
-    def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
-        kept[name] = compute()
-        return kept[name]
-
-    outcome = run(path, keep)
+    kept = Kept()
+    outcome = run(path, kept)
     steps = outcome.arrays["steps"].tolist()
     assert len(steps) >= 3
     last = steps[-1]
@@ -230,11 +224,8 @@ def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
     assert len(outcome.tables[0].rows) == len(steps)
     assert {len(row) for row in outcome.tables[0].rows} == {len(outcome.tables[0].columns)}
     assert outcome.figures == ["fig7.png"]
-
-    def refuse() -> Any:
-        raise AssertionError("a resumed run computes nothing again")
-
-    again = run(path, lambda name, compute, *, of=0: kept.get(name) or refuse())
+    kept.whole = True
+    again = run(path, kept)
     assert again.metrics == outcome.metrics
 
 
