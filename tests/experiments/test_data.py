@@ -7,14 +7,6 @@ from flwr_perdl.simulations.partition import imbalanced_partition, natural_parti
 from perdl_experiments.data import digest, load_images, planted_clients
 
 
-def test_bundled_digits_are_brought_to_the_unit_range():
-    images = load_images("")
-    assert images.X.shape == (1797, 64)
-    assert images.shape == (8, 8)
-    assert (images.X.min(), images.X.max()) == (0, 1)
-    np.testing.assert_array_equal(np.unique(images.y), np.arange(10))
-
-
 @pytest.mark.parametrize(
     ("X", "first"),
     [

@@ -3,10 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from flwr_perdl.dictionary import iterate, normalize_atoms
 from perdl_experiments import run_experiment
 from perdl_experiments.studies import _methods, configure, find, images
 
@@ -76,20 +74,6 @@ def test_images_that_choose_are_not_learned_from(monkeypatch: pytest.MonkeyPatch
     known, chosen = ({row.tobytes() for X in parts for row in X} for parts in (learned, judged))
     assert not known & chosen
     assert known | chosen == {row.tobytes() for X in task.clients for row in X}
-
-
-def test_fine_tuning_keeps_what_is_best_for_each_client() -> None:
-    task, learner = config().task, _methods.make_learner(config(), 12, 0.1)
-    D = normalize_atoms(np.random.default_rng(0).standard_normal((12, 64)))
-    steps = {0: 3, 1: 0, 2: 100}
-
-    def error(client: int, tried: Any) -> float:
-        once = iterate(learner, task.clients[client], D, [1.0] * steps[client])
-        return float(np.abs(tried - once).max())
-
-    found = _methods.finetuned(learner, D, task.clients, error)
-    assert [taken for _, taken in found] == list(steps.values())
-    np.testing.assert_array_equal(found[1][0], D)
 
 
 SMALL: dict[str, Any] = {

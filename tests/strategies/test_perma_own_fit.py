@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings
+from flwr_perdl.strategies import PerMA
 from tests.grids import as_app, partition_of
 
 N_ATOMS, N_GLOBAL, CLIENTS = 12, 3, 4
@@ -100,18 +99,3 @@ def test_numbers_of_shared_atoms_are_measured_by_the_clients_own_evaluate(app: A
     assert dictionary_distance(SHARED, atoms) < 1e-6
     tried = next(r for r in reversed(strategy.history) if r.step == "choose").aggregate
     assert tried["mse_held_out_3"] < 1e-10 < tried["mse_held_out_12"]
-
-
-def test_local_atoms_survive_on_disk_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    def grid() -> InProcessGrid:
-        own = {"state-dir": str(tmp_path / "state")}
-        return InProcessGrid(client_app(Ordinary), CLIENTS, node_config=lambda partition: own)
-
-    def learn(here: InProcessGrid, rounds: int, **options: Any) -> Any:
-        strategy = PerMA(N_GLOBAL, aggregation="mean", **options)
-        return strategy.start(here, num_rounds=rounds).arrays.to_numpy_ndarrays()[0]
-
-    whole = learn(InProcessGrid(client_app(Ordinary), CLIENTS), 4)
-    learn(grid(), 2, checkpoint_dir=tmp_path / "run")
-    again = learn(grid(), 4, checkpoint_dir=tmp_path / "run", server=ServerSettings(resume=True))
-    np.testing.assert_array_equal(whole, again)
