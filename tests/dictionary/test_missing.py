@@ -80,7 +80,7 @@ def test_what_no_sample_has_stays_zero(rng, learner):
 
 
 def digits(rng: np.random.Generator) -> np.ndarray:
-    return rng.permutation(load_digits().data / 16)
+    return rng.permutation(load_digits().data / 16)[:1100]
 
 
 def planted(rng: np.random.Generator) -> np.ndarray:
@@ -93,8 +93,8 @@ def planted(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize(
     ("learner", "draw", "n_known", "most"),
     [
-        (LassoLearner(32), digits, 1400, 0.03),
-        (MODLearner(32, n_nonzero=5), digits, 1400, 0.04),
+        (LassoLearner(32), digits, 700, 0.03),
+        (MODLearner(32, n_nonzero=5), digits, 700, 0.04),
         (LassoLearner(8), planted, 600, 0.03),
         (MODLearner(8, n_nonzero=2), planted, 600, 0.05),
     ],
