@@ -60,7 +60,7 @@ def test_naming_runs_removes_no_runs_state(tmp_path: Path) -> None:
     for i in range(1, MOST_BEGUN):
         PrivateState(node, f"another {i}", shelf(tmp_path)).save(1, ATOMS)
     for i in range(MOST_RUNS):
-        with pytest.raises(ValueError, match="a Flower run must begin at most 16 runs of a client"):
+        with pytest.raises(ValueError, match="16 runs"):
             PrivateState(node, f"one more {i}", shelf(tmp_path)).save(1, ATOMS)
     assert kept(tmp_path) is not None
     assert len(list(shelf(tmp_path).folder.iterdir())) == MOST_BEGUN
@@ -103,7 +103,7 @@ def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, w
     link.symlink_to(elsewhere)
     state = PrivateState(context_of(), "run", own)
     for touch in (lambda: state.save(1, ATOMS), lambda: state.before(2)):
-        with pytest.raises(ValueError, match="must not be a symbolic link, got one to"):
+        with pytest.raises(ValueError, match="symbolic link"):
             touch()
     assert elsewhere.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in elsewhere.iterdir()] == ["round-000009.npz"]

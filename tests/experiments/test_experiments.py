@@ -242,7 +242,7 @@ def test_a_replacement_that_is_interrupted_can_be_made_again(tmp_path, monkeypat
 def test_a_figure_that_is_not_the_earlier_runs_is_not_replaced(tmp_path):
     run_experiment("global-atoms", clients=3, out=tmp_path, options=OTHER)
     (tmp_path / "rounds.png").write_text("mine")
-    with pytest.raises(ValueError, match=r"whose rounds\.png no run has written"):
+    with pytest.raises(ValueError, match=r"rounds\.png"):
         run_experiment("synthetic", clients=3, rounds=2, out=tmp_path, overwrite=True)
     assert (tmp_path / "rounds.png").read_text() == "mine"
 
@@ -270,7 +270,7 @@ def test_inside_a_flower_run_there_is_one_federation():
     outside = run_experiment("synthetic", **given)
     assert inside["engine"] == "flower"
     assert inside["metrics"] == outside["metrics"]
-    with pytest.raises(ValueError, match="must be one federation, got 10"):
+    with pytest.raises(ValueError, match="federation"):
         run_experiment("synthetic", engine=grid, clients=4)
 
 
