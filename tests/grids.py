@@ -95,8 +95,8 @@ class Forgetting(Tapped):
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         sent = list(messages)
-        trains = sent[0].metadata.message_type == "train"
-        if trains and sent[0].content["config"]["server-round"] == self.forgets:
+        trained = [m.content["config"] for m in sent if m.metadata.message_type == "train"]
+        if self.forgets in (config["server-round"] for config in trained):
             self.contexts[1000].state = RecordDict()
         return super().send_and_receive(sent, timeout=timeout)
 

@@ -65,7 +65,7 @@ def start() -> ArrayRecord:
 def diagnosed(kind: str, seed: int, **options: Any) -> Diagnosis:
     diagnosis = Diagnosis(**options)
     grid = InProcessGrid(client_app(linear(kind, seed)), N)
-    diagnosis.start(grid, start(), num_rounds=20, verbose="quiet")
+    diagnosis.start(grid, start(), num_rounds=12, verbose="quiet")
     return diagnosis
 
 
