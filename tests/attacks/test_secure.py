@@ -36,7 +36,7 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
 from flwr_perdl.strategies import perma as perma_server
 from tests.grids import Tapped, context_of, grid_of, partition_of, stage
 
@@ -135,6 +135,15 @@ def test_the_error_is_within_five_percent_of_the_default(
     assert [report.dropped for report in strategy.history] == [{}] * ROUNDS
     samples = [int(found["num-examples"]) for found in strategy.history[-1].metrics.values()]
     assert samples == list(sizes)
+
+
+def test_the_mean_is_that_of_a_run_in_the_clear() -> None:
+    """In one round, where all send all atoms: a sum does not say how many have sent a row."""
+    parts, _ = digits()
+    options: dict[str, Any] = {"initial": START, "rounds": 1, "aggregation": "mean"}
+    plain, _ = learn(make_grid(parts, min_support=0), **options)
+    secure, _ = learn(make_grid(parts, min_support=0), secure=True, **options)
+    np.testing.assert_allclose(secure, plain, atol=1e-5)
 
 
 # The server --------------------------------------------------------------------------------------
@@ -585,3 +594,8 @@ def test_learners_of_two_kinds_are_not_summed() -> None:
     parts, _ = digits()
     with pytest.raises(TooFewReplies, match="wrong shape"):
         learn(make_grid(parts, MODLearner(ATOMS)), initial=START, secure=True)
+
+
+def test_flowers_older_interface_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy must"):
+        as_legacy(PerMA(GLOBAL, secure=True))
