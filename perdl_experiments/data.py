@@ -16,6 +16,7 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import ortho_group
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.npy import view_file
@@ -338,10 +339,9 @@ def planted_clients(
         The atoms and the data.
     """
     check_size(sum(n_samples) * n_features)
-    basis = _random_rotation(n_features, rng)
+    basis = ortho_group.rvs(n_features, random_state=rng)
     shared, rest = basis[:n_global], basis[n_global:]
-    local_atoms: list[Matrix] = []
-    samples: list[Matrix] = []
+    local_atoms, samples = [], []
     for r, n in zip(n_atoms, n_samples, strict=True):
         local = _random_rotation(rest.shape[0], rng)[: r - n_global] @ rest
         atoms = np.vstack([shared, local])
@@ -362,8 +362,6 @@ def check_size(n_numbers: int) -> None:
 
 
 def _random_rotation(size: int, rng: np.random.Generator) -> Matrix:
-    from scipy.stats import ortho_group  # takes long to import, and clients seldom need it
-
     if size < 2:  # scipy's ortho_group starts at 2
         return np.full((size, size), rng.choice([-1.0, 1.0]))
     rotation: Matrix = ortho_group.rvs(size, random_state=rng)

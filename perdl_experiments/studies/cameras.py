@@ -35,7 +35,7 @@ from statistics import mode
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.stats import t as student
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import hmf, reconstruct, sparse_code
@@ -412,7 +412,7 @@ def _intervals(curve: Matrix) -> Matrix:
     if len(curve) < 2:
         return np.empty((0, len(VIEWS), 2))
     differences = curve / curve[:, -1:] - 1
-    room = stdtrit(len(curve) - 1, 0.975) * differences.std(axis=0, ddof=1)
+    room = student.ppf(0.975, len(curve) - 1) * differences.std(axis=0, ddof=1)
     room, mean = room / np.sqrt(len(curve)), differences.mean(axis=0)
     return np.stack([mean - room, mean + room], axis=-1)
 

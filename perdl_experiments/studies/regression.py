@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy import stats
 
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.core.checks import Matrix, check_array
@@ -438,7 +438,7 @@ def _half_width(differences: Matrix) -> float:
     if n < 2:
         return float("inf")
     variance = float(differences.var(ddof=1)) * (1 / n + HELD_OUT / (1 - HELD_OUT))
-    return float(stdtrit(n - 1, (1 + _COVERAGE) / 2)) * float(np.sqrt(variance))
+    return float(stats.t.ppf((1 + _COVERAGE) / 2, n - 1)) * float(np.sqrt(variance))
 
 
 def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
