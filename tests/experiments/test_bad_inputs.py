@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
+from perdl_experiments.clips import load_clip
+from perdl_experiments.data import load_images
+from perdl_experiments.documents import read_documents
 from perdl_experiments.studies import EXPERIMENTS
 
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -174,3 +177,48 @@ def test_what_no_machine_can_serve_is_refused_at_once(
     line = assert_refused(invoke("run", name, *given, "--out", tmp_path / "out"))
     assert "at most" in line or "more images" in line
     assert not (tmp_path / "out").exists()
+
+
+IMAGES: dict[str, Any] = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
+#: As `scipy.sparse.save_npz` writes three documents of one term each.
+COUNTS: dict[str, Any] = {
+    "data": np.ones(3),
+    "indices": np.arange(3),
+    "indptr": np.arange(4),
+    "shape": (3, 3),
+    "format": b"csr",
+    "y": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize(
+    ("load", "arrays", "named"),
+    [
+        (load_images, {"X": IMAGES["X"]}, "y"),
+        (load_images, {"X": np.zeros((0, 3, 3)), "y": np.arange(0)}, "X"),
+        (load_images, IMAGES | {"X": np.zeros((4, 10))}, "X"),
+        (load_images, IMAGES | {"X": np.zeros((4, 2, 9))}, "X"),
+        (load_images, IMAGES | {"y": np.arange(3)}, "y"),
+        (load_images, IMAGES | {"client": np.arange(3)}, "client"),
+        (load_images, IMAGES | {"names": np.array(["brick", "sand"])}, "names"),
+        (load_images, IMAGES | {"y": np.array([*"abcd"], object)}, "y"),
+        (read_documents, {k: COUNTS[k] for k in COUNTS if k != "y"}, "y"),
+        (read_documents, COUNTS | {"y": [1, 2]}, "y"),
+        (read_documents, COUNTS | {"data": -np.ones(3)}, "data"),
+        (read_documents, COUNTS | {"data": 1j * np.ones(3)}, "data"),
+        (read_documents, COUNTS | {"indices": [0, 1, 9]}, "data"),
+        (read_documents, COUNTS | {"format": b"csc"}, "data"),
+        (read_documents, COUNTS | {"time": [1, 2]}, "time"),
+        (read_documents, COUNTS | {"time": [1, np.nan, 2]}, "time"),
+        (load_clip, {"X": np.zeros((5, 9))}, "X"),
+        (load_clip, {"X": np.zeros((2, 9, 9))}, "X"),
+        (load_clip, {"X": np.zeros((5, 9, 9)), "mask": np.zeros((5, 9))}, "mask"),
+    ],
+)
+def test_a_bad_data_file_gets_one_sentence(
+    load: Callable[..., Any], arrays: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ValueError, match=rf"\b{named}\b") as caught:
+        load(str(tmp_path / "bad.npz"), *[0] * (load is load_clip))
+    assert "\n" not in str(caught.value)
