@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from flwr.clientapp import ClientApp
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 from tests.grids import as_app, partition_of
 
 N_ATOMS, N_GLOBAL, CLIENTS = 12, 3, 4
@@ -99,3 +100,15 @@ def test_numbers_of_shared_atoms_are_measured_by_the_clients_own_evaluate(app: A
     assert dictionary_distance(SHARED, atoms) < 1e-6
     tried = next(r for r in reversed(strategy.history) if r.step == "choose").aggregate
     assert tried["mse_held_out_3"] < 1e-10 < tried["mse_held_out_12"]
+
+
+def test_local_atoms_survive_on_disk_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    def learn(rounds: int, own: dict[str, Any], **options: Any) -> Any:
+        grid = InProcessGrid(client_app(Ordinary), CLIENTS, node_config=lambda partition: own)
+        strategy = PerMA(N_GLOBAL, aggregation="mean", **options)
+        return strategy.start(grid, num_rounds=rounds).arrays.to_numpy_ndarrays()[0]
+
+    disk, kept = {"state-dir": str(tmp_path / "state")}, {"checkpoint_dir": tmp_path / "run"}
+    learn(2, disk, **kept)
+    again = learn(4, disk, server=ServerSettings(resume=True), **kept)
+    np.testing.assert_array_equal(again, learn(4, {}))
