@@ -53,8 +53,14 @@ WORK = {
 }
 #: What the library makes itself, and would only be slower to check: results and states.
 RECORDS = {"Ask", "CombinationMatrix", "Descent", "Inbox", "State", "Topology"}
-#: Other names of an argument, as an error may call it.
-ALSO = {"learner": "Learner", "objective": "Objective", "X": "n_features", "D": "S"}
+#: Other names of an argument, anywhere or in one method, as an error may call it.
+ALSO = {
+    "learner": "Learner",
+    "objective": "Objective",
+    "ModelDiffusion(SparseSVD).fit.X": "n_features",
+    "ModelDiffusion(HuberNMF).fit.X": "n_features",
+    "OrthogonalLearner.step.D": "S",
+}
 
 N, D, K = 12, 4, 3
 RING = diffusion.Topology.ring(3)
@@ -407,7 +413,7 @@ def draws(seed: int) -> Iterator[tuple[str, str, str, str, str | None]]:
             with np.errstate(over="ignore"):
                 new = CHANGED[label](value) if label in CHANGED else MALFORMED[label]()
             arguments[key] = new
-            also = {ALSO.get(key, key)}
+            also = {ALSO.get(f"{name}.{key}") or ALSO.get(key, key)}
             if isinstance(new, int | float | np.ndarray) and not isinstance(new, bool):
                 also |= set(arguments)  # of two that do not fit either may be the wrong one
             yield room, name, key, label, finding(called, arguments, key, also)
