@@ -64,5 +64,5 @@ def test_without_the_library_a_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match="safetensors"):
+    with pytest.raises(ImportError, match="safetensors must be installed"):
         save(tmp_path / "x.safetensors", ARRAYS)

@@ -270,7 +270,7 @@ def test_inside_a_flower_run_there_is_one_federation():
     outside = run_experiment("synthetic", **given)
     assert inside["engine"] == "flower"
     assert inside["metrics"] == outside["metrics"]
-    with pytest.raises(ValueError, match="federation"):
+    with pytest.raises(ValueError, match="must be one federation"):
         run_experiment("synthetic", engine=grid, clients=4)
 
 

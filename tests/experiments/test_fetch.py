@@ -186,7 +186,7 @@ def test_scikit_learns_faces_from_its_store(
 
 
 def test_what_cannot_be_fetched_is_said_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'imagefolder'"):
+    with pytest.raises(ValueError, match="'imagefolder' could not be fetched"):
         fetch("imagefolder", folder=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="client, split must"):
         fetch("olivetti", client="id", split="test")

@@ -156,7 +156,7 @@ class TestOnACluster:
             def adapt(self, state: Any, round_: int) -> Any:
                 os._exit(1)
 
-        with pytest.raises(RuntimeError, match="actor"):
+        with pytest.raises(RuntimeError, match="must keep one actor"):
             RayNetwork(Topology.ring(4), agents_per_actor=2).run(Doomed(np.ones((4, 1))), 3)
 
     @pytest.mark.parametrize("where", ["start", "adapt", "combine", "observe"])
