@@ -114,6 +114,20 @@ def test_lasso_is_scikit_learns(rng, unit, alpha):
     assert np.allclose(ours.codes, expected, atol=1e-7)
 
 
+@pytest.mark.parametrize("alpha", [0.02, 1.0])
+@pytest.mark.parametrize("r", [8, 90])
+def test_lasso_is_spams(rng, unit, r, alpha):
+    spams = pytest.importorskip("spams")
+    D = unit(r, 20)
+    D[1::2] += D[0] + D[2]  # atoms that have much in common, of any length
+    X = rng.standard_normal((50, 20))
+    codes = lasso(X, D, alpha).codes
+    options = {"lambda1": alpha, "numThreads": 1}
+    expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
+    found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
+    assert found == pytest.approx(wanted, rel=1e-9)
+
+
 def test_lasso_may_start_from_any_codes(rng, unit):
     X, D = rng.standard_normal((20, 10)), unit(30, 10)
     D[4] = 0  # an atom that was withheld
@@ -240,3 +254,23 @@ def test_nonnegative_least_squares_ends_where_atoms_are_nearly_dependent(seed, p
     assert (C >= 0).all()
     best = np.array([nnls(D.T.astype(float), x)[1] ** 2 for x in X.astype(float)])
     assert (((X - C @ D) ** 2).sum(axis=1) <= best + 1e-3 * best.max()).all()
+
+
+def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(rng, unit):
+    D = unit(20, 12)
+    C = np.zeros((40, 20))
+    C[np.arange(40), rng.integers(0, 10, 40)] = 4.0
+    C[np.arange(40), rng.integers(10, 20, 40)] = -9.0
+    ours, theirs = focuss(C @ D, D, 0.05), lasso(C @ D, D, 0.05).codes
+    right = ((ours != 0) == (C != 0)).all(axis=1)
+    assert right.mean() > 0.7
+    assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_omp_by_residual_is_spams(rng, unit, k):
+    spams = pytest.importorskip("spams")  # there are no wheels but for Linux
+    X, D = rng.standard_normal((40, 12)), unit(25, 12)
+    X[:, 3] *= 4
+    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
+    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)

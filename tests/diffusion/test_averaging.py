@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flwr_perdl.diffusion.averaging import METHODS, Averaged, AveragingProgram
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import ServerSettings
 from tests.grids import Tapped, arrays_in
 
 Array = NDArray[Any]
@@ -228,6 +230,27 @@ def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context]
     return make_client
 
 
+def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    graph = Schedule.random_pairs(N)
+    learner = DiffusionAveraging(method="gradient_tracking", metrics=["loss"])
+    grid = InProcessGrid(client_app(federation(learner)), N)
+
+    def stop(round_: int, row: Any) -> None:
+        if round_ == 3:
+            raise KeyboardInterrupt
+
+    def network(**server: Any) -> FlowerNetwork:
+        settings = ServerSettings(**server)
+        return FlowerNetwork(grid, graph, checkpoint_dir=tmp_path, server=settings)
+
+    with pytest.raises(KeyboardInterrupt):
+        learner.fit(None, network(), 6, callback=stop)
+    resumed = learner.fit(None, network(resume=True), 6)
+    assert resumed.models == {}
+    assert np.isnan(resumed.disagreement)
+    assert_same_bits(resumed, learner.fit(LeastSquares, graph, 6, initial=START))
+
+
 # Nodes that die, and nodes that lie --------------------------------------------------------------
 
 DEAD = 3
@@ -370,3 +393,52 @@ def test_what_a_client_returns_is_checked(returned: Any) -> None:
 
     with pytest.raises(ValueError, match=r"^fit of node 0"):
         DiffusionAveraging(metrics=["loss"]).fit(Wrong, RING, 1, initial=START)
+
+
+@pytest.mark.slow
+def test_the_worst_of_sixteen_nodes_is_as_good_as_fedavg_on_digits() -> None:
+    """scikit-learn's SGDClassifier; every node has two or three of the ten digits."""
+    from sklearn.datasets import load_digits
+    from sklearn.linear_model import SGDClassifier
+
+    X, y = load_digits(return_X_y=True)
+    X, order = X / 16, spawn(0).permutation(len(y))
+    test, train = order[:400], order[400:1040]
+    parts = np.array_split(train[np.argsort(y[train], kind="stable")], 32)
+    parts = [parts[i] for i in spawn(1).permutation(32)]
+    own = [np.concatenate(parts[2 * k : 2 * k + 2]) for k in range(16)]
+    assert max(len(np.unique(y[mine])) for mine in own) <= 4
+
+    class Digits(NumPyClient):
+        def __init__(self, node: int) -> None:
+            self.node = node
+
+        def model(self, parameters: list[Array], seed: int) -> Any:
+            model = SGDClassifier(
+                "log_loss", learning_rate="constant", eta0=0.05, random_state=seed
+            )
+            model.classes_, (model.coef_, model.intercept_) = np.arange(10), parameters
+            return model
+
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            model, mine = self.model(parameters, config["server-round"]), own[self.node]
+            model.partial_fit(X[mine], y[mine], classes=np.arange(10))
+            return [model.coef_, model.intercept_], len(mine), {}
+
+        def evaluate(self, parameters: list[Array], config: Any) -> Any:
+            model = self.model(parameters, 0)
+            return 0.0, len(test), {"accuracy": model.score(X[test], y[test])}
+
+    rounds, average = 80, [np.zeros((10, 64)), np.zeros(10)]
+    for round_ in range(1, rounds + 1):
+        copies = [[array.copy() for array in average] for _ in own]
+        fitted = [Digits(k).fit(w, {"server-round": round_})[0] for k, w in enumerate(copies)]
+        average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
+    fedavg = Digits(0).evaluate(average, {})[2]["accuracy"]
+    assert fedavg > 0.9
+    for topology in (Topology.ring(16), Topology.exponential(16)):
+        learner = DiffusionAveraging(
+            method="exact_diffusion", evaluate_every=rounds, metrics=["accuracy"]
+        )
+        learned = learner.fit(Digits, topology, rounds, initial=[np.zeros((10, 64)), np.zeros(10)])
+        assert learned.curves["evaluate-accuracy"][-1].min() >= fedavg - 0.01

@@ -6,9 +6,12 @@ from typing import Any
 import cvxpy as cp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import optimize
 
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion._minimize import minimize
 from flwr_perdl.diffusion.combine import LONG, is_sparse
 from flwr_perdl.diffusion.inference import (
     ATC,
@@ -140,6 +143,23 @@ def test_the_exact_dual_of_float32_is_that_of_float64_rounded(eta: float) -> Non
     wide = exact_dual(objective, X.astype(float), [W.astype(float) for W in D])
     for mine, theirs in zip((*ours.codes, *ours[1:]), (*wide.codes, *wide[1:]), strict=True):
         np.testing.assert_array_equal(mine, theirs.astype(np.float32))
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), n_atoms=st.integers(1, 6), scale=st.floats(0.01, 100))
+@each
+def test_the_minimum_of_an_agents_cost_meets_the_optimality_conditions(
+    objective: Objective, seed: int, n_atoms: int, scale: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    W = rng.standard_normal((2, n_atoms, 5))
+    b, a = scale * rng.standard_normal((2, 3, 5)), rng.uniform(0.01, 3, 2)
+    nu, codes = minimize(objective, W, b / a[:, None, None], a)
+    np.testing.assert_allclose(
+        codes, objective.code(np.matmul(nu, W.swapaxes(1, 2))), rtol=1e-9, atol=1e-9 * scale
+    )
+    free = (b - np.matmul(codes, W)) / a[:, None, None]
+    np.testing.assert_allclose(nu, objective.project(free), rtol=1e-9, atol=1e-9 * scale)
 
 
 def program(kind: type[DualInference], objective: Objective, **options: Any) -> DualInference:

@@ -152,6 +152,15 @@ def test_a_network_that_grows_keeps_its_atoms() -> None:
         learner.partial_fit(grown, samples(), NETWORK)
 
 
+def test_the_default_rounds_reach_40_db() -> None:
+    X, learner = samples(8), ModelDiffusion(OBJECTIVES[2])
+    model = learner.start(6, 20)
+    found = learner.infer(model, X, NETWORK)
+    exact = exact_dual(OBJECTIVES[2], X, list(model.dictionaries))
+    error = np.linalg.norm(found.nu - exact.nu, axis=2) / np.linalg.norm(exact.nu, axis=1)
+    assert error.max() < 1e-2
+
+
 # Bounded dual variables in fewer coordinates ------------------------------------------------
 
 
