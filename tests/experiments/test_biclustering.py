@@ -67,6 +67,17 @@ def test_labels_are_looked_at_only_afterwards(outcome: Ran, tmp_path: Path) -> N
     assert blind.metrics["ari_ssvd"] < 0.3
 
 
+def test_the_schedule_with_the_least_cost_is_taken(outcome: Ran) -> None:
+    """The cost is that of (7), computed from the atoms and codes that are kept."""
+    X, codes = (small()["X"] - small()["X"].mean(axis=0)).T, outcome.arrays["codes_diffusion"]
+    residual = X / np.sqrt(np.square(X).mean()) - codes @ outcome.arrays["atoms_diffusion"]
+    gamma, delta = biclustering.GAMMA, biclustering.DELTA
+    penalty = gamma * np.abs(codes).sum(axis=1) + delta / 2 * np.square(codes).sum(axis=1)
+    cost = np.mean(np.square(residual).sum(axis=1) / 2 + penalty)
+    least = min(outcome.curves[f"cost_{name}"][0] for name in biclustering.SCHEDULES)
+    assert cost == pytest.approx(least)
+
+
 def test_without_labels_it_compares_the_two_algorithms(tmp_path: Path) -> None:
     unlabelled = run(data=save(tmp_path, X=small()["X"]), seeds=1, atoms=2, rounds=2)
     assert not [name for name in unlabelled.metrics if name in ("ari_ssvd", "ari_diffusion")]

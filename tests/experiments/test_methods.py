@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from flwr_perdl.clients import client_app
+from flwr_perdl.dictionary import iterate, normalize_atoms
+from flwr_perdl.dictionary.perpca import personalized_pca
+from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
 from perdl_experiments.studies import _methods, configure, find, images
 
@@ -74,6 +80,55 @@ def test_images_that_choose_are_not_learned_from(monkeypatch: pytest.MonkeyPatch
     known, chosen = ({row.tobytes() for X in parts for row in X} for parts in (learned, judged))
     assert not known & chosen
     assert known | chosen == {row.tobytes() for X in task.clients for row in X}
+
+
+def test_fine_tuning_keeps_what_is_best_for_each_client() -> None:
+    task, learner = config().task, _methods.make_learner(config(), 12, 0.1)
+    D = normalize_atoms(np.random.default_rng(0).standard_normal((12, 64)))
+    steps = {0: 3, 1: 0, 2: 100}
+
+    def error(client: int, tried: Any) -> float:
+        once = iterate(learner, task.clients[client], D, [1.0] * steps[client])
+        return float(np.abs(tried - once).max())
+
+    found = _methods.finetuned(learner, D, task.clients, error)
+    assert [taken for _, taken in found] == list(steps.values())
+    np.testing.assert_array_equal(found[1][0], D)
+
+
+def test_settings_are_judged_by_the_clients_own_images_alone() -> None:
+    task = config().task
+    for method in _methods.METHODS:
+        tried = _methods.settings(method, task.clients, config())
+        assert len(set(tried)) == _methods.TRIES
+    rms = np.sqrt(np.mean(np.sum(np.vstack(task.clients) ** 2, axis=1)))
+    assert _methods.settings("perma", task.clients, config())[1] == pytest.approx(0.11 * rms)
+    mod = replace(config(), learner="mod")
+    assert _methods.settings("pooled", task.clients, mod) == (5, 10, 20)
+
+
+def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> None:
+    task = config().task
+    learned = _methods.learn("perpca", 1.0, task.clients, config(), images.START)
+    expected = personalized_pca(task.clients, 6, 6, n_rounds=5)
+    (shared,), U = learned.shared, expected.global_components
+    np.testing.assert_allclose(shared.T @ shared, U.T @ U, atol=1e-12)
+    assert [len(D) for D in learned.full] == [12] * 3
+    pooled = np.vstack(task.clients)
+    for X, axes in [(pooled, shared), (task.clients[1], learned.full[1][6:])]:
+        products = axes @ X.T @ X @ axes.T
+        np.testing.assert_allclose(products, np.diag(np.diag(products)), atol=1e-9)
+        assert (np.diff(np.diag(products)) <= 0).all()
+
+
+@pytest.mark.slow
+def test_they_run_inside_a_flower_run(ran: Any) -> None:
+    def make(context: Any) -> Any:
+        return images.client(context, config())
+
+    inside = run_experiment("digits", engine=InProcessGrid(client_app(make), 3), **GIVEN)
+    name = "mse_tuned_averaging_10"
+    assert inside["metrics"][name] == ran[0]["metrics"][name]
 
 
 SMALL: dict[str, Any] = {

