@@ -45,7 +45,7 @@ def until(happens: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def killed_and_back(folder: Path, app: str, nodes: int = 2, **run_config: Any) -> Any:
+def killed_and_back(folder: Path, app: str, nodes: int = 2) -> Any:
     """Run an app on SuperNodes, one of them killed meanwhile, and return its ``found.json``.
 
     In the folder, its run config's ``out``, the app makes ``reached``. Then node 1 dies (SIGKILL),
@@ -68,7 +68,7 @@ def killed_and_back(folder: Path, app: str, nodes: int = 2, **run_config: Any) -
         ThreadPoolExecutor(1) as helper,
     ):
         disturbed = helper.submit(disturb, deployment)
-        deployment.run({"out": str(folder), **run_config}, timeout=400)
+        deployment.run({"out": str(folder)}, timeout=400)
         disturbed.result()
     return json.loads((folder / "found.json").read_text())
 

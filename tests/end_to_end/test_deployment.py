@@ -49,13 +49,13 @@ def main(grid, context):
     if out.suffix == ".json":
         known = {int(node): partition for node, partition in json.loads(out.read_text()).items()}
         listed = ServerSettings(clients_by_node=known)
-        strategy = PerMA(10, num_clients=3, fraction_evaluate=0, server=listed)
+        strategy = PerMA(10, num_clients=4, fraction_evaluate=0, server=listed)
         strategy.start(grid, num_rounds=1)
         out.write_text(json.dumps([*strategy.history[0].metrics]))
         return
 
     def after_the_liar():
-        while (out / "checkpoints").exists() and len([*node_ids()]) < 3:
+        while (out / "checkpoints").exists() and len([*node_ids()]) < 4:
             time.sleep(0.2)
         return node_ids()
 
@@ -81,7 +81,7 @@ def test_registered_nodes_learn_what_a_run_in_process_learns_and_others_are_refu
         return node
 
     with (
-        Deployment(tmp_path / "deployment", 2, tls=True, app=WITH_A_LIAR) as deployment,
+        Deployment(tmp_path / "deployment", 3, tls=True, app=WITH_A_LIAR) as deployment,
         ThreadPoolExecutor(1) as helper,
     ):
         deployment.make_key("stranger")
@@ -92,18 +92,18 @@ def test_registered_nodes_learn_what_a_run_in_process_learns_and_others_are_refu
         assert f"Nodes {first} and {liar} both say that they are client 0: only {first}" in said
 
         known = {node: partition for partition, node in deployment.node_ids.items()}
-        listed.write_text(json.dumps({**known, liar: 2}))
+        listed.write_text(json.dumps({**known, liar: 3}))
         said = deployment.run({"experiment": "digits", "out": str(listed)}, timeout=400)
         assert f"Left out node {liar}" in said
-        assert "it says that it is client 0, and clients_by_node that it is client 2" in said
-        assert json.loads(listed.read_text()) == [0, 1]
+        assert "it says that it is client 0, and clients_by_node that it is client 3" in said
+        assert json.loads(listed.read_text()) == [0, 1, 2]
 
         refused = stranger.poll()
         processes = [*deployment.nodes]
     assert refused not in (None, 0), "the unregistered SuperNode is still running"
     assert all(process.poll() is not None for process in processes)
     local = tmp_path / "local"
-    run_experiment("digits", clients=2, rounds=2, out=local)
+    run_experiment("digits", clients=3, rounds=2, out=local)
     with np.load(out / "arrays.npz") as deployed, np.load(local / "arrays.npz") as in_process:
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
 
@@ -266,7 +266,7 @@ def test_a_run_that_fails_says_why_and_a_killed_server_goes_on_from_its_checkpoi
 ) -> None:
     """The ServerApp dies after round 1 (SIGKILL); a new run with `resume` ends as if it had not."""
     out, states = tmp_path / "out", tmp_path / "states"
-    run = {"experiment": "digits", "clients": 2, "rounds": 2, "out": str(out)}
+    run = {"experiment": "digits", "clients": 2, "rounds": 3, "out": str(out)}
 
     def strike(deployment: Deployment) -> None:
         until(lambda: (out / "checkpoints" / "round-000001.npz").exists())
@@ -288,7 +288,7 @@ def test_a_run_that_fails_says_why_and_a_killed_server_goes_on_from_its_checkpoi
         assert not (out / "results.json").exists()
         deployment.run({**run, "resume": True}, timeout=400)
     local = tmp_path / "local"
-    run_experiment("digits", clients=2, rounds=2, out=local)
+    run_experiment("digits", clients=2, rounds=3, out=local)
     with np.load(out / "arrays.npz") as deployed, np.load(local / "arrays.npz") as in_process:
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
 

@@ -178,7 +178,7 @@ def make_client(context):
 
 
 def learn(grid, **options):
-    strategy = PerMA(16, num_clients=3, fraction_evaluate=0.0, **options)
+    strategy = PerMA(16, num_clients=4, fraction_evaluate=0.0, **options)
     result = strategy.start(grid, ArrayRecord([START]), num_rounds=1)
     return result.arrays.to_numpy_ndarrays()[0], strategy.history
 
@@ -217,7 +217,7 @@ def test_digits_on_a_superlink_cost_at_most_five_percent(tmp_path: Path) -> None
     code = code.replace("Any", "object")
     app: dict[str, Any] = {}
     exec(code, app)
-    with Deployment(tmp_path / "deployment", 3, app=code) as deployment:
+    with Deployment(tmp_path / "deployment", 4, app=code) as deployment:
         for how in app["OPTIONS"]:
             deployment.run({"out": str(tmp_path / f"{how}.npz")}, timeout=500)
 
@@ -237,10 +237,10 @@ def test_digits_on_a_superlink_cost_at_most_five_percent(tmp_path: Path) -> None
         made.__dict__["fit"] = noted
         return made
 
-    plain, _ = app["learn"](InProcessGrid(client_app(app["make_client"]), 3))
+    plain, _ = app["learn"](InProcessGrid(client_app(app["make_client"]), 4))
     for how, options in app["OPTIONS"].items():
         sent: list[np.ndarray] = []
-        local, _ = app["learn"](InProcessGrid(client_app(noting, secure=True), 3), **options)
+        local, _ = app["learn"](InProcessGrid(client_app(noting, secure=True), 4), **options)
         with np.load(tmp_path / f"{how}.npz") as deployed:
             atoms, dropped, seen = deployed["atoms"], deployed["dropped"], deployed["seen"]
         print(how, f"{error(atoms):.5f}, here {error(local):.5f}, clear {error(plain):.5f}")
@@ -249,8 +249,8 @@ def test_digits_on_a_superlink_cost_at_most_five_percent(tmp_path: Path) -> None
         if how == "secure":
             assert error(atoms) < 1.05 * error(plain)
             np.testing.assert_allclose(atoms, local, atol=1e-2)
-        assert len(sent) == 3
-        assert len(seen) > 3, "arrays of that size are there: masked ones, and the sum"
+        assert len(sent) == 4
+        assert len(seen) > 4, "arrays of that size are there: masked ones, and the sum"
         seen = seen - seen.mean(axis=1, keepdims=True)
         for own in sent:
             cosines = seen @ (own - own.mean()) / np.linalg.norm(own - own.mean())

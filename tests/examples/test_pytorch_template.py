@@ -1,16 +1,15 @@
-"""An app in the form of Flower's PyTorch template keeps its last layer, in process and on Ray.
-
-On SuperNodes an app does in ``end_to_end/test_private_part.py``."""
+"""An app in the form of Flower's PyTorch template keeps its last layer, on every engine."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.test_keep_private import private_values
-from tests.engines import on_ray, project
+from tests.engines import killed_and_back, on_ray, project
 from tests.grids import Tapped, arrays_in
 
 pytest.importorskip("torch")
@@ -18,11 +17,16 @@ pytest.importorskip("torch")
 #: The template's network, handlers and server, with digits for CIFAR-10 and one epoch; the inner
 #: mod ``watch`` reports the private layer's size, as received and as trained.
 PROJECT = '''\
+import json
+import time
+from pathlib import Path
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from sklearn.datasets import load_digits
 from torch import nn
@@ -99,6 +103,7 @@ def evaluate(msg, context):
 
 
 client = client_app(app)
+server = ServerApp()
 STRATEGIES = {
     "FedAvg": lambda: FedAvg(fraction_train=1.0),
     "FedAdam": lambda: FedAdam(fraction_train=1.0),
@@ -106,7 +111,7 @@ STRATEGIES = {
 }
 
 
-def serve(grid, name):
+def serve(grid, name, after_training=lambda: None):
     """Return what clients report, and how far any private array in any message is off its start."""
     torch.manual_seed(0)
     arrays, reports, off, receive = ArrayRecord(Net().state_dict()), {}, [], grid.send_and_receive
@@ -121,6 +126,8 @@ def serve(grid, name):
             if "metrics" in content:
                 own = content["metrics"]
                 reports.setdefault(str(own["partition"]), []).append([own["received"], own["kept"]])
+        if asked[0].metadata.message_type == "train":
+            after_training()
         return replies
 
     grid.send_and_receive = tapped
@@ -130,6 +137,19 @@ def serve(grid, name):
     grid.send_and_receive = receive
     Net().load_state_dict(result.arrays.to_torch_state_dict())
     return {"off": max(off), "reports": reports}
+
+
+@server.main()
+def main(grid, context):
+    folder = Path(context.run_config["out"])
+
+    def wait():
+        (folder / "reached").touch()
+        while not (folder / "restarted").exists() or len(list(grid.get_node_ids())) > 2:
+            time.sleep(0.1)
+
+    found = serve(grid, "PersonalizedFedAvg", wait)
+    (folder / "found.json").write_text(json.dumps(found))
 '''
 OURS = "PersonalizedFedAvg"
 
@@ -164,3 +184,10 @@ def test_on_flowers_simulation() -> None:
     app = project(PROJECT)
     for found in on_ray(app["client"], lambda g: [app["serve"](g, n) for n in ("FedAvg", OURS)], 2):
         check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.deployment
+@pytest.mark.tour
+def test_a_killed_node_is_back_with_its_head(tmp_path: Path) -> None:
+    check(killed_and_back(tmp_path, PROJECT))
