@@ -37,18 +37,20 @@ def on_ray(client: ClientApp, serve: Callable[[Grid], Result], n_nodes: int) -> 
     return found[0]
 
 
-def killed_and_back(folder: Path, app: str, nodes: int = 2, **run_config: Any) -> Any:
+def until(happens: Callable[[], bool]) -> None:
+    """Wait for something to happen."""
+    deadline = time.monotonic() + 300
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def killed_and_back(folder: Path, app: str, nodes: int = 2) -> Any:
     """Run an app on SuperNodes, one of them killed meanwhile, and return its ``found.json``.
 
     In the folder, its run config's ``out``, the app makes ``reached``. Then node 1 dies (SIGKILL),
     is started again with its ``state-dir``, and the app finds ``restarted``.
     """
-
-    def until(happens: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 300
-        while not happens():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.1)
 
     def disturb(deployment: Deployment) -> None:
         until((folder / "reached").exists)
@@ -66,7 +68,7 @@ def killed_and_back(folder: Path, app: str, nodes: int = 2, **run_config: Any) -
         ThreadPoolExecutor(1) as helper,
     ):
         disturbed = helper.submit(disturb, deployment)
-        deployment.run({"out": str(folder), **run_config}, timeout=400)
+        deployment.run({"out": str(folder)}, timeout=400)
         disturbed.result()
     return json.loads((folder / "found.json").read_text())
 

@@ -67,6 +67,11 @@ class Tapped(InProcessGrid):
     def errors(self) -> list[str]:
         return [str(reply.error.reason) for reply in self.replies if reply.has_error()]
 
+    @property
+    def shown(self) -> int:
+        """How many arrays clients have replied in the clear."""
+        return len([*arrays_in(self.replies)])
+
     def exchanges(self) -> list[tuple[str, RecordDict, RecordDict]]:
         """Return the step, the request and the reply of every message, where none was lost."""
         return [
@@ -81,6 +86,25 @@ class Tapped(InProcessGrid):
             if not reply.has_error() and name in reply.content.get("metrics", ()):
                 found[reply.metadata.src_node_id - 1000] = reply.content["metrics"][name]
         return found
+
+
+class Forgetting(Tapped):
+    """A grid whose node 0 loses what is in its memory before a round's training."""
+
+    forgets = 2
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        trained = [m.content["config"] for m in sent if m.metadata.message_type == "train"]
+        if self.forgets in (config["server-round"] for config in trained):
+            self.contexts[1000].state = RecordDict()
+        return super().send_and_receive(sent, timeout=timeout)
+
+
+def stage(message: Message) -> str:
+    """Return which step of a secure aggregation a message asks for."""
+    configs = message.content.config_records.values()
+    return str(next((c["stage"] for c in configs if "stage" in c), ""))
 
 
 def arrays_in(messages: list[Message]) -> Iterator[tuple[str, np.ndarray]]:

@@ -51,6 +51,16 @@ def compute_all(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
     return compute()
 
 
+class Kept(dict[str, Any]):
+    """Keeps the parts of a run, and gives them to a later one, which computes none."""
+
+    whole = False
+
+    def __call__(self, name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
+        assert name in self or not self.whole, "a resumed run computes nothing again"
+        return self[name] if name in self else self.setdefault(name, compute())
+
+
 def config_of(name: str, **options: Any) -> Any:
     """Return the typed config of an experiment."""
     return configure(find(name), options=options)

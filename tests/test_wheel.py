@@ -266,6 +266,8 @@ def test_the_library_loads_nothing_of_the_applications(
     asked = f"""
 import sys, flwr.app, flwr.client, flwr.server, flwr.serverapp, flwr.clientapp, flwr.simulation
 flower = set(sys.modules)
+import flwr_perdl.clients
+assert "scipy.stats" not in sys.modules, "a client's process would start later"
 from flwr_perdl import clients, diffusion, dictionary, estimators, network, regression, strategies
 from flwr_perdl.simulations import InProcessGrid
 loaded = {{name.partition(".")[0] for name in set(sys.modules) - flower}}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from scipy.stats import chi2
+from scipy.special import gammaincinv
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.regression.exchange import Answers, Descent, Refining
@@ -56,7 +56,8 @@ def adapted(
         if not honest.any():  # noise can turn everyone's steps round
             return state
         squares, n = squares[honest], n[honest]
-    variance = float(np.quantile(n * squares / chi2.ppf(_QUANTILE, n), _QUANTILE))
+    chi2 = 2 * gammaincinv(n / 2, _QUANTILE)  # the quantile; scipy.stats takes long to import
+    variance = float(np.quantile(n * squares / chi2, _QUANTILE))
     variance = max(variance, float(np.finfo(float).eps * state.power * length**2))
     noise = max(variance, float(state.power * movement**2))
     patience = max(state.patience - 1, 0)

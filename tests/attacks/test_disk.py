@@ -20,8 +20,6 @@ import pytest
 
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.clients.base import (
-    _RUNS,
-    _RUNS_BEGUN,
     PrivateState,
     Shelf,
     private_shelf,
@@ -35,6 +33,8 @@ from flwr_perdl.strategies import PerMA, ServerSettings
 from tests.grids import context_of
 from tests.network.programs import Consensus
 
+#: Runs that a client's folder keeps, and that it begins within one of Flower's.
+MOST_RUNS, MOST_BEGUN = 128, 16
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
 MEGABYTES = 2**20 * 64
 
@@ -57,26 +57,26 @@ def test_naming_runs_removes_no_runs_state(tmp_path: Path) -> None:
     """Before: nine of them did."""
     node = context_of()
     PrivateState(node, "run", shelf(tmp_path)).save(1, ATOMS)
-    for i in range(1, _RUNS_BEGUN):
+    for i in range(1, MOST_BEGUN):
         PrivateState(node, f"another {i}", shelf(tmp_path)).save(1, ATOMS)
-    for i in range(_RUNS):
-        with pytest.raises(ValueError, match="a Flower run must begin at most 16 runs of a client"):
+    for i in range(MOST_RUNS):
+        with pytest.raises(ValueError, match="16 runs"):
             PrivateState(node, f"one more {i}", shelf(tmp_path)).save(1, ATOMS)
     assert kept(tmp_path) is not None
-    assert len(list(shelf(tmp_path).folder.iterdir())) == _RUNS_BEGUN
+    assert len(list(shelf(tmp_path).folder.iterdir())) == MOST_BEGUN
     PrivateState(node, "run", shelf(tmp_path)).save(2, ATOMS)  # goes on
 
 
 def test_the_newest_runs_are_kept_for_a_month(tmp_path: Path) -> None:
     """So that the disk does not fill, and no key of a run that was given up stays for ever."""
     now = time.time()
-    for i in range(_RUNS + 2):
+    for i in range(MOST_RUNS + 2):
         folder = run_folder(shelf(tmp_path), f"{i}")
         folder.mkdir(parents=True)
         os.utime(folder, (now - 3600 + i,) * 2)
     os.utime(run_folder(shelf(tmp_path), "40"), (now - 31 * 86400,) * 2)
     PrivateState(context_of(), "run", shelf(tmp_path)).save(1, ATOMS)
-    gone = {i for i in range(_RUNS + 2) if not run_folder(shelf(tmp_path), f"{i}").exists()}
+    gone = {i for i in range(MOST_RUNS + 2) if not run_folder(shelf(tmp_path), f"{i}").exists()}
     assert gone == {40, 0, 1}
 
 
@@ -103,7 +103,7 @@ def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, w
     link.symlink_to(elsewhere)
     state = PrivateState(context_of(), "run", own)
     for touch in (lambda: state.save(1, ATOMS), lambda: state.before(2)):
-        with pytest.raises(ValueError, match="must not be a symbolic link, got one to"):
+        with pytest.raises(ValueError, match="symbolic link"):
             touch()
     assert elsewhere.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in elsewhere.iterdir()] == ["round-000009.npz"]

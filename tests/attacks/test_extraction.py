@@ -199,7 +199,7 @@ def test_fresh_runs_come_to_an_end() -> None:
     node, G = context_of(), np.eye(2, D)
     for run in range(8):
         DictionaryClient(X, LEARNER, node).fit([G], asks("update", run=str(run)))
-    with pytest.raises(ValueError, match="this client takes part in 8 runs"):
+    with pytest.raises(ValueError, match="8 runs"):
         DictionaryClient(X, LEARNER, node).fit([G], asks("update", run="8"))
     DictionaryClient(X, LEARNER, node).fit([G], asks("update", 2, run="3"))
 
@@ -220,7 +220,7 @@ def test_rounds_only_increase_and_the_last_one_may_be_asked_again(kind: str) -> 
         with pytest.raises(ValueError, match="server-round must"):
             ask(G, round_)
     ask(np.eye(3, D), 5)
-    with pytest.raises(ValueError, match="this client answers 3 requests"):
+    with pytest.raises(ValueError, match="3 requests"):
         ask(np.eye(2, D), 6)
 
 
@@ -234,10 +234,10 @@ def test_a_whole_dictionary_leaves_once() -> None:
         return DictionaryClient(X, LEARNER, node).fit([], asks(step, round_, **more))[0][0]
 
     np.testing.assert_array_equal(ask("start", 1), ask("start", 1))
-    with pytest.raises(ValueError, match="or the same request again"):
+    with pytest.raises(ValueError, match="same request"):
         ask("start", 1, seed=1)
     for seed in (0, 1):
-        with pytest.raises(ValueError, match="in a run's first request only"):
+        with pytest.raises(ValueError, match="first request"):
             ask("start", 2, seed=seed)
 
 
@@ -307,7 +307,7 @@ def for_models(step: str, **options: Any) -> dict[str, Any]:
 def test_large_models_are_refused(size: float, loss: Any, largest: float) -> None:
     """A logistic loss' gradient at a large model sums over what is on the wrong side of a plane."""
     client = RegressionClient(X, LABELS, context_of(), loss=loss)
-    with pytest.raises(ValueError, match="array 0 must have norms of at most"):
+    with pytest.raises(ValueError, match="array 0 must"):
         client.fit([size * direction(np.random.default_rng(1))], for_models("update"))
     client.fit([0.99 * largest * direction(np.random.default_rng(1))], for_models("update"))
 
@@ -318,7 +318,7 @@ def test_a_pair_of_points_is_not_sent() -> None:
         [np.zeros((1, 1, D)), np.eye(D)[None], np.zeros((0, D))],
         for_models("moment", estimate="pair", transpose=0, variance=0.0),
     )
-    with pytest.raises(ValueError, match="which sums over 1 of its 40 points"):
+    with pytest.raises(ValueError, match="1 of its 40 points"):
         RegressionClient(X, LABELS, context_of()).fit(*request)
     (reply,), _, _ = RegressionClient(X, LABELS, context_of(), min_support=0).fit(*request)
     assert max(near(reply[0].T, point).max() for point in X) > 0.99

@@ -38,7 +38,7 @@ from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
 from flwr_perdl.strategies import perma as perma_server
-from tests.grids import Tapped, context_of, grid_of, partition_of
+from tests.grids import Tapped, context_of, grid_of, partition_of, stage
 
 CLIENTS, GLOBAL, ATOMS = 4, 16, 24
 ROUNDS = 4
@@ -459,12 +459,6 @@ def test_a_client_that_says_it_has_many_samples_counts_as_three() -> None:
 # Clients that fail -------------------------------------------------------------------------------
 
 
-def stage(message: Message) -> str:
-    """Return which step of the secure aggregation a message asks for."""
-    record = message.content.get(RECORD_KEY_CONFIGS)
-    return str(record["stage"]) if isinstance(record, ConfigRecord) else ""
-
-
 @pytest.mark.parametrize("step", Stage.all())
 @pytest.mark.parametrize("fault", ["error", "silence"])
 def test_one_client_of_four_may_fail_at_any_step(step: str, fault: str) -> None:
@@ -592,7 +586,7 @@ def test_local_privacy_and_masks_exclude_each_other() -> None:
     noise = LocalPrivacy(1.0, 1e-5, 2, 1.0, rng=lambda: np.random.default_rng(0))
     with pytest.raises(ValueError, match="secure must"):
         make_grid(parts, app={"train_mods": [noise], "secure": True})
-    with pytest.raises(TooFewReplies, match="must not be a secure one with LocalPrivacy"):
+    with pytest.raises(TooFewReplies, match="LocalPrivacy"):
         learn(make_grid(parts, app={"train_mods": [noise]}), initial=START, secure=True)
 
 

@@ -183,7 +183,7 @@ def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
 
 def test_an_array_for_every_byte_is_refused() -> None:
     many = {"arrays": ArrayRecord([np.zeros(0)] * 10_001)}
-    with pytest.raises(ValueError, match="at most 10000 are read, got 10001"):
+    with pytest.raises(ValueError, match="10001"):
         read_reply(RecordDict({**many, "metrics": MetricRecord({"num-examples": 1})}))
 
 
@@ -442,10 +442,10 @@ def test_a_list_of_nodes_says_who_is_who(
 
 def test_a_node_of_the_list_is_no_other_client() -> None:
     roster = Roster({5: 0, 6: 1})
-    with pytest.raises(ValueError, match="says that it is client 1, and clients_by_node that it"):
+    with pytest.raises(ValueError, match="clients_by_node"):
         roster.enrol(5, {"partition-id": 1})
     assert roster.unknown([4, 5, 6]) == [5, 6]
-    with pytest.raises(ValueError, match="partitions in clients_by_node must be between 0 and"):
+    with pytest.raises(ValueError, match="clients_by_node must"):
         PerMA(server=ServerSettings(clients_by_node={1: -1}))
     with pytest.raises(TypeError, match="clients_by_node must"):
         PerMA(server=ServerSettings(clients_by_node=[1]))

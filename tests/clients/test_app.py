@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,23 +18,9 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ProtocolStrategy, Request
 from perdl_experiments.studies import configure, find, synthetic
-from tests.grids import Tapped, as_app, partition_of
+from tests.grids import as_app, partition_of
 
 MakeFederation = Callable[..., Any]
-
-
-def test_records_are_those_of_fedavg(federation: MakeFederation) -> None:
-    grid = Tapped(client_app(federation(3).make_client), 3)
-    PerMA(3).start(grid, num_rounds=2)
-    both, replied = ("arrays", "config"), [reply for _, _, reply in grid.exchanges()]
-    assert Counter((tuple(sorted(q)), tuple(sorted(r))) for _, q, r in grid.exchanges()) == {
-        (("config",), ("config",)): 3,  # who are you?
-        (both, ("arrays", "metrics")): 6,  # two rounds of training
-        (both, ("metrics",)): 6,  # two evaluations
-    }
-    trained = [reply for reply in replied if "arrays" in reply]
-    assert all(len(reply["arrays"]) == 1 for reply in trained)
-    assert all(reply["metrics"]["num-examples"] == 200 for reply in trained)
 
 
 def test_a_numpy_client_replies_with_the_requests_names() -> None:

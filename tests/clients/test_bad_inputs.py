@@ -15,37 +15,11 @@ from flwr_perdl.clients import (
 )
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.regression import LogisticLoss
-from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
 from tests.grids import context_of
 
 X = np.random.default_rng(0).standard_normal((30, 4))
 Y = X @ np.ones(4)
 LEARNER = OrthogonalLearner(4)
-
-
-@given(
-    n_images=st.integers(1, 40),
-    labels=st.integers(1, 5),
-    n_clients=st.integers(1, 45),
-    n_samples=st.integers(1, 10**12),
-    share=st.sampled_from([1e-320, 0.1, 0.9, 1.0]),
-)
-@settings(max_examples=30)
-def test_a_split_gives_no_image_twice_or_says_why_it_cannot(
-    n_images: int, labels: int, n_clients: int, n_samples: int, share: float
-) -> None:
-    y = np.arange(n_images) % labels
-    for split in (
-        lambda rng: imbalanced_partition(y, n_clients, n_samples, rng, share=share),
-        lambda rng: natural_partition(y, n_clients, n_samples, rng),
-    ):
-        try:
-            found = split(np.random.default_rng(0))
-        except ValueError:
-            continue
-        used = np.concatenate([*found.clients, found.test])
-        assert len(found.clients) == n_clients
-        assert len(set(used.tolist())) == len(used)
 
 
 @pytest.mark.parametrize("partition", ["3", 3])

@@ -116,16 +116,6 @@ def test_a_bad_message_is_left_out_and_its_sender_named(
     assert metrics == {"floats": 2, f"rejected-{entry[0]}": 1}
 
 
-def test_late_messages_are_taken_where_that_is_agreed() -> None:
-    where = context()
-    for at in (1, 2):
-        client(where, max_delay=1).fit(NOTHING, asked(at))
-    request = delivery((0, 1, 0.5, 1), arrays=[[[2.0, 4.0]]])
-    reply, _, metrics = client(where, max_delay=1).fit(request, asked(3))
-    np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
-    assert metrics == {"floats": 2}
-
-
 @pytest.mark.parametrize("weights", [(-0.1, 0.5), (0.6, 0.6), (np.nan, 0.1)])
 def test_weights_that_are_none_are_refused(weights: tuple[float, float]) -> None:
     where = context()
@@ -139,18 +129,6 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, float]) -> None
 def test_a_broken_estimate_stays_at_home() -> None:
     reply, _, metrics = client(context(), (np.inf, 0.0)).fit(NOTHING, asked(1))
     assert (reply, metrics) == ([], {"floats": 2, "broken": 1})
-
-
-def test_float32_is_kept() -> None:
-    program = Consensus({2: np.array([1.0, 2.0], dtype=np.float32)})
-    where = context()
-    reply, _, _ = DiffusionClient(program, where).fit(NOTHING, asked(1))
-    assert reply[0].dtype == np.float32
-    shown, _, _ = DiffusionClient(program, where).fit(NOTHING, asked(2, "show"))
-    assert {k: v.dtype for k, v in unpack_arrays(*shown).items()} == {
-        "value": np.float32,
-        "worked": np.int64,
-    }
 
 
 # Sealed ------------------------------------------------------------------------------------------

@@ -7,21 +7,22 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl.clients import DictionaryClient, client_app, kept_local_atoms, local_atoms
+from flwr_perdl.clients import DictionaryClient, kept_local_atoms, local_atoms
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.privacy.at_rest import KEY_VARIABLE
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
+from tests.grids import grid_of
 
 X = np.random.default_rng(0).standard_normal((2, 30, 6))
 
 
-def run(state_dir: Path | None = None, rounds: int = 2, seed: int = 0) -> InProcessGrid:
-    def make_client(context: Context) -> DictionaryClient:
-        own = X[int(context.node_config["partition-id"])]
-        return DictionaryClient(own, OrthogonalLearner(5), context, state_dir=state_dir)
+def run(folder: Path | None = None, rounds: int = 2, seed: int = 0, **options: Any) -> Any:
+    """Return the grid after a run whose clients keep their atoms in a folder."""
 
-    grid = InProcessGrid(client_app(make_client), len(X))
+    def make(context: Context, i: int) -> DictionaryClient:
+        return DictionaryClient(X[i], OrthogonalLearner(5), context, state_dir=folder)
+
+    grid = grid_of(make, len(X), **options)
     PerMA(n_global=2, seed=seed).start(grid, num_rounds=rounds)
     return grid
 
@@ -72,13 +73,7 @@ def test_a_folder_of_all_clients_has_everybodys(
     if key:
         monkeypatch.setenv(KEY_VARIABLE, key)
     apart = run(tmp_path / "apart").local_atoms()
-
-    def make_client(context: Context) -> DictionaryClient:
-        own = X[int(context.node_config["partition-id"])]
-        return DictionaryClient(own, OrthogonalLearner(5), context)
-
-    grid = InProcessGrid(client_app(make_client), len(X), state_dir=tmp_path / "together")
-    PerMA(n_global=2).start(grid, num_rounds=2)
+    run(state_dir=tmp_path / "together")
     for folder in ("apart", "together"):
         kept = kept_local_atoms(tmp_path / folder)
         assert list(kept) == ["0", "1"]

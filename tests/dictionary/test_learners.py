@@ -87,13 +87,6 @@ def test_float32_is_kept_and_inputs_are_not_modified(cls, coder, rng):
 
 
 @pytest.mark.parametrize("cls", GENERAL)
-def test_general_learners_take_more_atoms_than_features(cls, rng):
-    D = run(cls(12), rng.standard_normal((80, 6)), rng)
-    assert D.shape == (12, 6)
-    assert np.allclose(np.linalg.norm(D, axis=1), 1)
-
-
-@pytest.mark.parametrize("cls", GENERAL)
 def test_an_atom_of_one_sample_stays_where_it_is(cls, rng, orthonormal):
     D = orthonormal(4, 6)
     X = rng.standard_normal((20, 6))

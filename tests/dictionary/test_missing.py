@@ -80,7 +80,7 @@ def test_what_no_sample_has_stays_zero(rng, learner):
 
 
 def digits(rng: np.random.Generator) -> np.ndarray:
-    return rng.permutation(load_digits().data / 16)
+    return rng.permutation(load_digits().data / 16)[:1100]
 
 
 def planted(rng: np.random.Generator) -> np.ndarray:
@@ -93,8 +93,8 @@ def planted(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize(
     ("learner", "draw", "n_known", "most"),
     [
-        (LassoLearner(32), digits, 1400, 0.03),
-        (MODLearner(32, n_nonzero=5), digits, 1400, 0.04),
+        (LassoLearner(32), digits, 700, 0.03),
+        (MODLearner(32, n_nonzero=5), digits, 700, 0.04),
         (LassoLearner(8), planted, 600, 0.03),
         (MODLearner(8, n_nonzero=2), planted, 600, 0.05),
     ],
@@ -136,16 +136,3 @@ def test_what_else_is_rejected(rng, unit):
     X, D = with_nan(rng.standard_normal((20, 8))), unit(3, 8)
     with pytest.raises(ValueError, match=r"^X must .*n_nonzero"):
         sparse_code(X, D, threshold=0.1)
-
-
-def test_pursuit_is_least_squares_on_the_observed_entries(rng, unit):
-    X, D = with_nan(rng.standard_normal((20, 8)), 0.2), unit(6, 8)
-    for x, found in zip(X, omp(X, D, 2), strict=True):
-        seen = ~np.isnan(x)
-        A, x, own, c = D[:, seen], x[seen], [], np.zeros(0)
-        for _ in range(2):
-            products = A / np.linalg.norm(A, axis=1, keepdims=True) @ (x - c @ A[own])
-            own.append(int(np.abs(products).argmax()))
-            c = np.linalg.lstsq(A[own].T, x)[0]
-        np.testing.assert_allclose(found[own], c, atol=1e-10)
-        assert np.count_nonzero(found) == 2

@@ -78,13 +78,11 @@ def test_one_client_with_enormous_statistics_does_not_stop_the_server(rng, unit)
     assert np.allclose(found.global_atoms, D, atol=1e-9)
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(np.float32, 1e-12), (np.float64, 1e100)])
-def test_scales_in_range_change_nothing(dtype, scale, rng):
-    X = rng.standard_normal((40, 6)).astype(dtype)
-    scale = 2.0 ** round(np.log2(scale))
-    for learner in (kind(4) for kind in KINDS):
-        found = [
-            warm_start(Y, learner, rng=np.random.default_rng(0), n_iter=5).dictionary
-            for Y in (X, (scale * X).astype(dtype))
-        ]
-        assert np.allclose(*found, atol=1e-3 if dtype == np.float32 else 1e-9)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_in_range_change_nothing(kind, rng):
+    X = rng.standard_normal((40, 6))
+    found = [
+        warm_start(Y, kind(4), rng=np.random.default_rng(0), n_iter=5).dictionary
+        for Y in (X, 2.0**332 * X)  # 1e100
+    ]
+    assert np.allclose(*found, atol=1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import (
     LassoLearner,
     MODLearner,
@@ -15,8 +15,8 @@ from flwr_perdl.dictionary import (
     match_atoms,
     spectral_start,
 )
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
+from tests.grids import grid_of
 
 
 def codes(rng, n, r, k=2):
@@ -54,11 +54,10 @@ def test_perma_starts_from_it():
     own = [np.vstack([atoms[:8], atoms[8 + 4 * i : 12 + 4 * i]]) for i in range(3)]
     tables = [codes(rng, 1000, 12) @ D for D in own]
 
-    def make_client(context):
-        X = tables[int(context.node_config["partition-id"])]
-        return DictionaryClient(X, OrthogonalLearner(12), context, start=spectral_start)
+    def make(context, i):
+        return DictionaryClient(tables[i], OrthogonalLearner(12), context, start=spectral_start)
 
-    result = PerMA(8).start(InProcessGrid(client_app(make_client), 3), num_rounds=2)
+    result = PerMA(8).start(grid_of(make, 3), num_rounds=2)
     assert dictionary_distance(atoms[:8], result.arrays.to_numpy_ndarrays()[0]) < 1e-8
 
 

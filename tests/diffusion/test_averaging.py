@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ServerSettings
+from tests.grids import Tapped, arrays_in
 
 Array = NDArray[Any]
 
@@ -337,28 +338,6 @@ def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
 # Who learns what ---------------------------------------------------------------------------------
 
 
-class Tap(InProcessGrid):
-    """A grid that keeps what it carries: arrays as bytes, and the names of metrics."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen: list[bytes] = []
-        self.metrics: set[str] = set()
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        asked = list(messages)
-        replies = list(super().send_and_receive(asked, timeout=timeout))
-        for message in [*asked, *replies]:
-            for name, record in message.content.items():
-                if isinstance(record, ArrayRecord):
-                    self.seen += [array.tobytes() for array in record.to_numpy_ndarrays()]
-                elif name == "metrics":
-                    self.metrics |= set(record)
-        return replies
-
-
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_are_open(
     sealed: bool,
@@ -375,52 +354,24 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
     def make_client(context: Context) -> DiffusionClient:
         return DiffusionClient(learner.program(Noted, initial=START), context, sealed=sealed)
 
-    grid = Tap(client_app(make_client), N)
+    grid = Tapped(client_app(make_client), N)
     reports: list[dict[int, dict[str, float]]] = []
     network = FlowerNetwork(
         grid, RING, sealed=sealed, on_round=lambda report: reports.append(report.metrics)
     )
     learned = learner.fit(None, network, 3)
-    crossed = b"".join(grid.seen)
+    crossed = b"".join(array.tobytes() for _, array in arrays_in(grid.asked + grid.replies))
     assert len(models) == 3 * N
     assert all((model in crossed) != sealed for model in models)
     told = {"neighbor-distance", "floats-received", "bytes-received", "train-loss", "evaluate-loss"}
-    assert grid.metrics - {"num-examples", "floats"} == told
+    seen = {name for _, _, reply in grid.exchanges() for name in reply.get("metrics", ())}
+    assert seen - {"num-examples", "floats"} == told
     assert set(learned.curves) == told
     # While it runs: from the second exchange on, every node's report about the round before.
     assert told.isdisjoint(reports[int(sealed)][0])
     for t, report in enumerate(reports[1 + sealed :]):
         for name in told:
             assert [report[k][name] for k in range(N)] == learned.curves[name][t].tolist()
-
-
-def test_a_node_receives_messages_of_its_neighbors_only() -> None:
-    """Node 0 of a path of three never hears node 2, whose model is the only one at 100."""
-    path = Topology.from_edges(3, [(0, 1), (1, 2)])
-    heard: list[Array] = []
-    learner = DiffusionAveraging(method="atc", evaluate_every=0)
-
-    class Alone(NumPyClient):
-        def __init__(self, node: int) -> None:
-            self.target = 100.0 * (node == 2)
-
-        def fit(self, parameters: list[Array], config: Any) -> Any:
-            return [np.full(1, self.target)], 1, {}
-
-    class Listening(Tap):
-        def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Any:
-            asked = list(messages)
-            for message in asked:
-                if message.metadata.dst_node_id == 1000 and "arrays" in message.content:
-                    heard.extend(message.content["arrays"].to_numpy_ndarrays()[1:])
-            return super().send_and_receive(asked, **options)
-
-    def make_client(context: Context) -> DiffusionClient:
-        return DiffusionClient(learner.program(Alone, initial=[np.zeros(1)]), context)
-
-    learner.fit(None, FlowerNetwork(Listening(client_app(make_client), 3), path), 3)
-    assert len(heard) == 3
-    assert all(array.max() == 0.0 for array in heard)
 
 
 # What is refused ---------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments.studies.decentralized import Nodes
+from tests.grids import grid_of
 from tests.studies import config_of
 
 Array = NDArray[Any]
@@ -188,10 +189,8 @@ def test_a_message_that_is_lost_is_warned_of() -> None:
                 raise RuntimeError("out of memory")
             return super().fit(parameters, config)
 
-    def make_client(context: Any) -> DiffusionClient:
-        return DiffusionClient(TRACKED.program(Fails, initial=[np.zeros(SIZE)]), context)
-
-    network = FlowerNetwork(InProcessGrid(client_app(make_client), N), RING)
+    program = TRACKED.program(Fails, initial=[np.zeros(SIZE)])
+    network = FlowerNetwork(grid_of(lambda c, _: DiffusionClient(program, c), N), RING)
     with pytest.warns(RuntimeWarning, match="compression"):
         TRACKED.fit(None, network, 4)
 
@@ -211,10 +210,8 @@ def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any,
                 reply = [reply[0], codes[None, None]]
             return reply, *rest
 
-    def make_client(context: Any) -> DiffusionClient:
-        return Odd(learner.program(Quadratic, initial=[np.zeros(SIZE)]), context)
-
-    network = FlowerNetwork(InProcessGrid(client_app(make_client), N), RING)
+    program = learner.program(Quadratic, initial=[np.zeros(SIZE)])
+    network = FlowerNetwork(grid_of(lambda c, _: Odd(program, c), N), RING)
     with pytest.warns(RuntimeWarning, match="compression"):
         learned = learner.fit(None, network, 3)
     assert learned.unheard == {2: 3}

@@ -23,26 +23,19 @@ from flwr_perdl.diffusion.inference import (
     infer,
 )
 from flwr_perdl.diffusion.objectives import (
-    Biclustering,
     HuberNMF,
-    NonnegativeMF,
     Objective,
     SparseSVD,
 )
 from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.studies.inference import FOUND, draw, trace
+from tests.diffusion.objectives import each_of, four
 
-OBJECTIVES: list[Objective] = [
-    SparseSVD(0.2, 0.5),
-    Biclustering(0.2, 0.5, 0.1),
-    NonnegativeMF(0.2, 0.5),
-    HuberNMF(0.2, 0.5, 0.3),
-]
+OBJECTIVES = four(0.2, 0.5, beta=0.1)
 #: Biclustering infers as SparseSVD does.
 LOSSES = [OBJECTIVES[0], *OBJECTIVES[2:]]
-each = pytest.mark.parametrize("objective", LOSSES, ids=lambda o: type(o).__name__)
-every = pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
+each, every = each_of(LOSSES), each_of(OBJECTIVES)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -103,7 +96,7 @@ def test_the_exact_dual_agrees_with_cvxpy(objective: Objective, n_atoms: int) ->
 
 
 @pytest.mark.parametrize("n_atoms", [5, 16])
-@pytest.mark.parametrize("objective", OBJECTIVES[:3], ids=lambda o: type(o).__name__)
+@each_of(OBJECTIVES[:3])
 def test_a_tolerance_bounds_the_error_of_the_exact_dual(objective: Objective, n_atoms: int) -> None:
     rng = np.random.default_rng(0)
     X, W = rng.standard_normal((20, 9)), rng.standard_normal((16, 9))
@@ -343,7 +336,7 @@ def test_an_agent_that_is_not_informed_never_looks_at_the_sample() -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("objective", LOSSES[:2], ids=lambda o: type(o).__name__)
+@each_of(LOSSES[:2])
 @every_method
 def test_the_span_of_sample_and_atoms_holds_it_all(objective: Objective, method: str) -> None:
     X, D = problem(objective, n_atoms=2, n_features=60)

@@ -7,11 +7,9 @@ import pytest
 
 from flwr_perdl.diffusion import (
     Averaging,
-    Biclustering,
     HuberNMF,
     NonnegativeMF,
     Objective,
-    SparseSVD,
     Topology,
     exact_dual,
     infer,
@@ -19,13 +17,8 @@ from flwr_perdl.diffusion import (
     metropolis_weights,
 )
 from flwr_perdl.network import InMemoryNetwork
+from tests.diffusion.objectives import each_of, four
 
-OBJECTIVES: list[Objective] = [
-    SparseSVD(0.05, 0.1),
-    Biclustering(0.05, 0.1, 0.01),
-    NonnegativeMF(0.05, 0.1),
-    HuberNMF(0.05, 0.1, 0.2),
-]
 NETWORK = Topology.erdos_renyi(7, 0.4, seed=3)
 
 
@@ -42,7 +35,7 @@ class Case:
 
 
 @pytest.mark.parametrize("informed", [None, [2], [0, 5, 5]])
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
+@each_of(four(0.05, 0.1, eta=0.2))
 def test_local_costs_add_up_to_the_least_cost(
     objective: Objective, informed: list[int] | None
 ) -> None:

@@ -22,13 +22,9 @@ from flwr_perdl.diffusion.objectives import (
 )
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.network import InMemoryNetwork
+from tests.diffusion.objectives import each_of, four
 
-OBJECTIVES: list[Objective] = [
-    SparseSVD(0.05, 0.1),
-    Biclustering(0.05, 0.1, 0.01),
-    NonnegativeMF(0.05, 0.1),
-    HuberNMF(0.05, 0.1, 0.1),
-]
+OBJECTIVES = four(0.05, 0.1, eta=0.1)
 METHODS = ("admm", "jacobian_admm", "exact_diffusion", "atc")
 NETWORK = Topology.erdos_renyi(6, 0.5, seed=1)
 
@@ -45,7 +41,7 @@ def samples(n: int = 13, n_features: int = 20, seed: int = 0) -> Any:
 # The update ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
+@each_of(OBJECTIVES)
 def test_the_update_descends_the_loss_at_the_optimal_codes(objective: Objective) -> None:
     """(53)-(56): nu' y is minus the gradient of f(x - y W) in W."""
     rng = np.random.default_rng(3)
@@ -88,7 +84,7 @@ def test_the_update_by_hand() -> None:
 
 
 @pytest.mark.parametrize("n_atoms", [1, 2])
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
+@each_of(OBJECTIVES)
 def test_the_network_learns_what_one_place_would(objective: Objective, n_atoms: int) -> None:
     X = samples(5, 10)
     learner = ModelDiffusion(

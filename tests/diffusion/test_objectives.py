@@ -17,14 +17,9 @@ from flwr_perdl.diffusion.objectives import (
     Objective,
     SparseSVD,
 )
+from tests.diffusion.objectives import each_of, four
 
-OBJECTIVES: list[Objective] = [
-    SparseSVD(0.3, 0.5),
-    Biclustering(0.3, 0.5, 0.2),
-    NonnegativeMF(0.3, 0.5),
-    HuberNMF(0.3, 0.5, 0.7),
-]
-every = pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
+every = each_of(four(0.3, 0.5, beta=0.2, eta=0.7))
 rows = arrays(np.float64, (3, 4), elements=st.floats(-4, 4, allow_subnormal=False))
 
 

@@ -10,8 +10,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from perdl_experiments.data import planted_clients
 from perdl_experiments.deployment import Deployment, make_certificates, make_key
 from perdl_experiments.report import read_results
 from perdl_experiments.studies import configure, find, sites
+from tests.engines import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
@@ -262,7 +261,9 @@ def _third_state(states: Path) -> files.Saved:
     return files.load(path)
 
 
-def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_fails_says_why_and_a_killed_server_goes_on_from_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     """The ServerApp dies after round 1 (SIGKILL); a new run with `resume` ends as if it had not."""
     out, states = tmp_path / "out", tmp_path / "states"
     run = {"experiment": "digits", "clients": 2, "rounds": 3, "out": str(out)}
@@ -278,6 +279,8 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         ) as deployment,
         ThreadPoolExecutor(1) as helper,
     ):
+        with pytest.raises(RuntimeError, match="rounds must"):
+            deployment.run({"experiment": "digits", "rounds": 0}, timeout=300)
         struck = helper.submit(strike, deployment)
         with pytest.raises(RuntimeError, match="the run ended as finished:failed"):
             deployment.run(run, timeout=400)
@@ -288,22 +291,6 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run_experiment("digits", clients=2, rounds=3, out=local)
     with np.load(out / "arrays.npz") as deployed, np.load(local / "arrays.npz") as in_process:
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
-
-
-def until(happens: Callable[[], bool], patience: float = 300.0) -> None:
-    """Wait for something to happen."""
-    deadline = time.monotonic() + patience
-    while not happens():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-
-
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    with (
-        Deployment(tmp_path, 2) as deployment,
-        pytest.raises(RuntimeError, match="rounds must"),
-    ):
-        deployment.run({"experiment": "digits", "rounds": 0}, timeout=300)
 
 
 def test_a_signal_ends_all_that_the_command_has_started(tmp_path: Path) -> None:

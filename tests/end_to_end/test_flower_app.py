@@ -42,8 +42,8 @@ def run_app(environment: dict[str, str], nodes: int, run_config: str = "") -> st
     ("name", "nodes", "rounds", "options", "learned"),
     [
         pytest.param("synthetic", 4, 3, {"seeds": 1}, "global_atoms", marks=pytest.mark.tour),
-        ("synthetic", 500, 3, {"seeds": 1}, "global_atoms"),
-        ("mixed-regression", 200, 30, {"seeds": 1, "setting": "C1"}, "models"),
+        ("synthetic", 100, 3, {"seeds": 1}, "global_atoms"),
+        ("mixed-regression", 200, 12, {"seeds": 1, "setting": "C1"}, "models"),
     ],
 )
 def test_the_app_learns_what_the_in_process_run_learns(

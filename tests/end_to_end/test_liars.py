@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import GradientLearner, OrthogonalLearner, dictionary_distance
 from flwr_perdl.random import DATA as DRAWS
 from flwr_perdl.random import spawn
 from flwr_perdl.regression import TwoPhase, model_error
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, client_report
 from perdl_experiments.data import planted_clients
 from perdl_experiments.liars import MESSAGES, LyingDictionaryClient, liars, lie, regress
 from perdl_experiments.mixed_regression_data import Mixed, setting
+from tests.grids import grid_of
 
 BOUND = 2.0
 
@@ -32,15 +32,13 @@ def perma(
     )
     local = learner or OrthogonalLearner(6, threshold=0.15)
 
-    def make_client(context: Any) -> DictionaryClient:
-        partition = int(context.node_config["partition-id"])
-        X = planted.samples[partition]
-        if attack is not None and partition < 0.3 * n:
-            return LyingDictionaryClient(X, local, context, attack=attack)
-        return DictionaryClient(X, local, context)
+    def make_client(context: Any, i: int) -> DictionaryClient:
+        if attack is not None and i < 0.3 * n:
+            return LyingDictionaryClient(planted.samples[i], local, context, attack=attack)
+        return DictionaryClient(planted.samples[i], local, context)
 
     strategy = PerMA(3, aggregation=aggregation, fraction_evaluate=0.0)
-    result = strategy.start(InProcessGrid(client_app(make_client), n), num_rounds=12)
+    result = strategy.start(grid_of(make_client, n), num_rounds=12)
     atoms = result.arrays.to_numpy_ndarrays()[0]
     return dictionary_distance(atoms, planted.global_atoms), client_report(strategy.history)
 
@@ -77,12 +75,10 @@ def test_one_client_cannot_stop_the_matching_round() -> None:
                 sent = np.eye(4) if self.partition == 2 else sent
             return [sent], n, metrics
 
-    def make_client(context: Any) -> Odd:
-        partition = int(context.node_config["partition-id"])
-        return Odd(planted.samples[partition], OrthogonalLearner(6), context)
-
     strategy = PerMA(3, fraction_evaluate=0.0)
-    result = strategy.start(InProcessGrid(client_app(make_client), 5), num_rounds=3)
+    result = strategy.start(
+        grid_of(lambda c, i: Odd(planted.samples[i], OrthogonalLearner(6), c), 5), num_rounds=3
+    )
     atoms = result.arrays.to_numpy_ndarrays()[0]
     assert dictionary_distance(atoms, planted.global_atoms) < 1e-6
     assert [sorted(odd) for odd in strategy.history[0].anomalies.values()] == [["left out"]] * 3

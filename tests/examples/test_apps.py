@@ -106,7 +106,7 @@ def test_a_node_reads_the_data_that_its_config_names(
         np.testing.assert_array_equal(np.vstack([one for one, _ in own]), X)
         np.testing.assert_array_equal(np.hstack([y for _, y in own]), range(10))
     loaded(name="ward-7")  # a SuperNode may have a name alone
-    with pytest.raises(ValueError, match="'partition-id' or 'name'"):
+    with pytest.raises(ValueError, match="'partition-id'"):
         loaded()
 
 

@@ -148,7 +148,7 @@ def main(grid, context):
         while not (folder / "restarted").exists() or len(list(grid.get_node_ids())) > 2:
             time.sleep(0.1)
 
-    found = serve(grid, context.run_config["methods"], wait)
+    found = serve(grid, "PersonalizedFedAvg", wait)
     (folder / "found.json").write_text(json.dumps(found))
 '''
 OURS = "PersonalizedFedAvg"
@@ -190,4 +190,4 @@ def test_on_flowers_simulation() -> None:
 @pytest.mark.deployment
 @pytest.mark.tour
 def test_a_killed_node_is_back_with_its_head(tmp_path: Path) -> None:
-    check(killed_and_back(tmp_path, PROJECT, methods=OURS))
+    check(killed_and_back(tmp_path, PROJECT))

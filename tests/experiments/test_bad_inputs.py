@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
+from perdl_experiments.clips import load_clip
+from perdl_experiments.data import load_images
+from perdl_experiments.documents import read_documents
 from perdl_experiments.studies import EXPERIMENTS
 
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -176,15 +179,46 @@ def test_what_no_machine_can_serve_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.name != "sites"])
-def test_nodes_start_after_everything_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+IMAGES: dict[str, Any] = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
+#: As `scipy.sparse.save_npz` writes three documents of one term each.
+COUNTS: dict[str, Any] = {
+    "data": np.ones(3),
+    "indices": np.arange(3),
+    "indptr": np.arange(4),
+    "shape": (3, 3),
+    "format": b"csr",
+    "y": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize(
+    ("load", "arrays", "named"),
+    [
+        (load_images, {"X": IMAGES["X"]}, "y"),
+        (load_images, {"X": np.zeros((0, 3, 3)), "y": np.arange(0)}, "X"),
+        (load_images, IMAGES | {"X": np.zeros((4, 10))}, "X"),
+        (load_images, IMAGES | {"X": np.zeros((4, 2, 9))}, "X"),
+        (load_images, IMAGES | {"y": np.arange(3)}, "y"),
+        (load_images, IMAGES | {"client": np.arange(3)}, "client"),
+        (load_images, IMAGES | {"names": np.array(["brick", "sand"])}, "names"),
+        (load_images, IMAGES | {"y": np.array([*"abcd"], object)}, "y"),
+        (read_documents, {k: COUNTS[k] for k in COUNTS if k != "y"}, "y"),
+        (read_documents, COUNTS | {"y": [1, 2]}, "y"),
+        (read_documents, COUNTS | {"data": -np.ones(3)}, "data"),
+        (read_documents, COUNTS | {"data": 1j * np.ones(3)}, "data"),
+        (read_documents, COUNTS | {"indices": [0, 1, 9]}, "data"),
+        (read_documents, COUNTS | {"format": b"csc"}, "data"),
+        (read_documents, COUNTS | {"time": [1, 2]}, "time"),
+        (read_documents, COUNTS | {"time": [1, np.nan, 2]}, "time"),
+        (load_clip, {"X": np.zeros((5, 9))}, "X"),
+        (load_clip, {"X": np.zeros((2, 9, 9))}, "X"),
+        (load_clip, {"X": np.zeros((5, 9, 9)), "mask": np.zeros((5, 9))}, "mask"),
+    ],
+)
+def test_a_bad_data_file_gets_one_sentence(
+    load: Callable[..., Any], arrays: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        "perdl_experiments.cli.Deployment", lambda *_, **__: pytest.fail("too late")
-    )
-    bad = ["-o", "rounds=x"]
-    if not EXPERIMENTS[name].federated:
-        bad = []
-    assert_refused(invoke("up", name, *bad, "--out", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ValueError, match=rf"\b{named}\b") as caught:
+        load(str(tmp_path / "bad.npz"), *[0] * (load is load_clip))
+    assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ from sklearn.datasets import make_biclusters
 from sklearn.metrics import adjusted_rand_score
 
 from perdl_experiments.studies import biclustering
-from tests.studies import Ran, config_of, run_study, save
+from tests.studies import Ran, run_study, save
 
 LUNG = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lung200.npz"
 
@@ -69,19 +69,13 @@ def test_labels_are_looked_at_only_afterwards(outcome: Ran, tmp_path: Path) -> N
 
 def test_the_schedule_with_the_least_cost_is_taken(outcome: Ran) -> None:
     """The cost is that of (7), computed from the atoms and codes that are kept."""
-    X, codes = outcome_data(), outcome.arrays["codes_diffusion"]
-    residual = X - codes @ outcome.arrays["atoms_diffusion"]
+    X, codes = (small()["X"] - small()["X"].mean(axis=0)).T, outcome.arrays["codes_diffusion"]
+    residual = X / np.sqrt(np.square(X).mean()) - codes @ outcome.arrays["atoms_diffusion"]
     gamma, delta = biclustering.GAMMA, biclustering.DELTA
     penalty = gamma * np.abs(codes).sum(axis=1) + delta / 2 * np.square(codes).sum(axis=1)
     cost = np.mean(np.square(residual).sum(axis=1) / 2 + penalty)
     least = min(outcome.curves[f"cost_{name}"][0] for name in biclustering.SCHEDULES)
     assert cost == pytest.approx(least)
-
-
-def outcome_data() -> np.ndarray:
-    """Return the module's genes as the study has them."""
-    centered = (small()["X"] - small()["X"].mean(axis=0)).T
-    return centered / np.sqrt(np.square(centered).mean())
 
 
 def test_without_labels_it_compares_the_two_algorithms(tmp_path: Path) -> None:
@@ -95,23 +89,6 @@ def test_without_labels_it_compares_the_two_algorithms(tmp_path: Path) -> None:
     assert [table.columns[1:] for table in unlabelled.tables] == [["mean cost", "chosen"]]
     given = run(data=save(tmp_path, X=small()["X"]), seeds=1, atoms=2, rounds=2, k="5")
     assert len(set(given.arrays["clusters_ssvd"])) == 5
-
-
-def test_the_bundled_data_are_planted_anew_for_every_seed() -> None:
-    one, other = (config_of("biclustering").data_of(seed) for seed in (0, 1))
-    assert one.X.shape == other.X.shape == (400, 60)
-    assert np.abs(one.X - other.X).max() > 1
-    assert one.labels is not None
-    assert len(set(one.labels)) == 4
-    np.testing.assert_allclose(one.X.mean(axis=1), 0, atol=1e-12)
-    assert np.square(one.X).mean() == pytest.approx(1)
-
-
-@pytest.mark.slow
-def test_the_default_run() -> None:
-    default = run(seeds=2)
-    assert default.metrics["ari_ssvd"] > 0.9
-    assert default.metrics["ari_diffusion"] > 0.6
 
 
 @pytest.mark.slow
@@ -128,7 +105,6 @@ def test_lungs() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda X: 1e200 * X, marks=pytest.mark.slow, id="large units"),
         pytest.param(lambda X: 1e-200 * X, id="small units"),
         pytest.param(lambda X: 1000 * (X + np.arange(45)), id="levels"),
     ],

@@ -9,14 +9,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
 from perdl_experiments.data import load_images
-from perdl_experiments.engine import federate
-from perdl_experiments.studies import EXPERIMENTS, configure, find, images, synthetic
-
-
-def test_the_registry_finds_every_experiment_with_its_defaults():
-    for name, experiment in EXPERIMENTS.items():
-        assert find(name) is experiment
-        assert configure(experiment).options == {"experiment": name, **experiment.defaults}
+from perdl_experiments.studies import configure, find, synthetic
 
 
 def test_options_are_read_as_their_defaults_type():
@@ -249,7 +242,7 @@ def test_a_replacement_that_is_interrupted_can_be_made_again(tmp_path, monkeypat
 def test_a_figure_that_is_not_the_earlier_runs_is_not_replaced(tmp_path):
     run_experiment("global-atoms", clients=3, out=tmp_path, options=OTHER)
     (tmp_path / "rounds.png").write_text("mine")
-    with pytest.raises(ValueError, match=r"whose rounds\.png no run has written"):
+    with pytest.raises(ValueError, match=r"rounds\.png"):
         run_experiment("synthetic", clients=3, rounds=2, out=tmp_path, overwrite=True)
     assert (tmp_path / "rounds.png").read_text() == "mine"
 
@@ -277,7 +270,7 @@ def test_inside_a_flower_run_there_is_one_federation():
     outside = run_experiment("synthetic", **given)
     assert inside["engine"] == "flower"
     assert inside["metrics"] == outside["metrics"]
-    with pytest.raises(ValueError, match="must be one federation, got 10"):
+    with pytest.raises(ValueError, match="must be one federation"):
         run_experiment("synthetic", engine=grid, clients=4)
 
 
@@ -296,19 +289,6 @@ def test_clients_that_the_data_name_keep_their_own_images(tmp_path):
         theirs = {tuple(x) for x in digits.X[owners == kind]}
         assert {tuple(x) for x in own} <= theirs
     assert results["metrics"]["mse_own_full_10"] < results["metrics"]["mse_global_10"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"learner": name} for name in ("gradient", "mod", "ksvd")] + [{"aggregation": "mean"}],
-)
-def test_updates_improve_with_every_learner(options):
-    given = {"n_atoms": 16, "n_global": 4, **options}
-    config = configure(find("digits"), clients=3, rounds=4, options=given)
-    history = federate(images, config).history
-    errors = [one.aggregate["mse"] for one in history if one.step == "update"]
-    assert errors[-1] < errors[0]
-    assert errors[-1] < np.mean(load_images("").X ** 2)
 
 
 def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):

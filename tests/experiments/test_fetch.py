@@ -186,9 +186,9 @@ def test_scikit_learns_faces_from_its_store(
 
 
 def test_what_cannot_be_fetched_is_said_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'imagefolder' could not be fetched: "):
+    with pytest.raises(ValueError, match="'imagefolder' could not be fetched"):
         fetch("imagefolder", folder=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="client, split must not be given for 'olivetti'"):
+    with pytest.raises(ValueError, match="client, split must"):
         fetch("olivetti", client="id", split="test")
     with pytest.raises(ValueError, match="limit must"):
         fetch("mnist", limit=0)

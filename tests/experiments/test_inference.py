@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.diffusion.inference import exact_dual
 from perdl_experiments.studies import inference
 from tests.studies import Ran, run_study
 
@@ -37,21 +36,3 @@ def test_the_papers_figure_of_a_fully_connected_network() -> None:
     assert 0.9 * latest < found.metrics["rounds_to_40db_atc"] <= latest
     assert found.curves["snr_atc_nu"][99] < 40 < found.curves["snr_atc_y"][99]
     assert found.metrics["rounds_to_40db_admm"] < 100
-
-
-def test_costs_until_40_db_and_none_where_they_are_not_reached() -> None:
-    found = outcome(100)
-    rounds, links = found.metrics["rounds_to_40db_admm"], found.outcome.floats_up / (100 * 30)
-    assert found.metrics["floats_to_40db_admm"] == pytest.approx(rounds * 30 * links)
-    assert found.metrics["milliseconds_to_40db_admm"] > 0
-    assert not {"floats_to_40db_atc", "milliseconds_to_40db_atc"} & set(found.metrics)
-
-
-def test_a_case_holds_the_answer_and_the_impulses() -> None:
-    rng = np.random.default_rng(0)
-    case = inference.draw("huber", 8, 200, 0.5, rng, 0.1)
-    assert (case.X >= 0).all()
-    assert (case.X > 0.3).any()
-    assert (np.abs(case.nu) == 1).any()
-    exact = exact_dual(case.objective, case.X, list(case.atoms))
-    np.testing.assert_array_equal(case.nu, exact.nu[0])

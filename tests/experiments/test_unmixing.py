@@ -61,15 +61,6 @@ def test_a_scene_of_ones_own_with_and_without_the_truth(tmp_path: Path) -> None:
     assert two.arrays["spectra_network"].shape == (4, 2, 20)
 
 
-def test_black_pixels_and_integers_are_welcome(tmp_path: Path) -> None:
-    data = small()
-    data["X"] = (1000 * data["X"]).astype(np.int32)
-    data["X"][:36] = 0
-    outcome = run(data=save(tmp_path, **data), tiles=4, rounds=5)
-    assert np.isfinite(list(outcome.metrics.values())).all()
-    assert not outcome.arrays["abundances"].reshape(-1, 3)[:36].any()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not SAMSON.is_file(), reason="shared/data/samson.npz is not here")
 def test_samson() -> None:

@@ -10,8 +10,8 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl.dictionary import GradientLearner
 from perdl_experiments import run_experiment
-from perdl_experiments.clips import Clip, draw_street, load_clip, still, to_frame, to_samples
-from perdl_experiments.studies.video import found, separate
+from perdl_experiments.clips import Clip, load_clip, still, to_frame, to_samples
+from perdl_experiments.studies.video import separate
 
 
 def make_clip(
@@ -123,33 +123,6 @@ def test_a_frame_comes_apart_along_the_atoms() -> None:
     background, objects = separate(back + front, basis[:4], GradientLearner(6, n_nonzero=6))
     np.testing.assert_allclose(background, back, atol=1e-8)
     np.testing.assert_allclose(objects, front, atol=1e-8)
-
-
-def test_the_street_is_what_it_says_and_the_seeds() -> None:
-    one, other = (draw_street(np.random.default_rng(seed)) for seed in (0, 1))
-    assert one.frames.shape == (40, 96, 144, 3)
-    assert not np.array_equal(one.frames, other.frames)
-    assert one.mask is not None
-    assert one.background is not None
-    assert 0.01 < one.mask.mean() < 0.2
-    rest = (one.frames - one.background)[~one.mask]
-    assert np.std(rest) == pytest.approx(0.03, rel=0.05)
-    assert (found(one.frames - one.background) & one.mask).sum() > 0.9 * one.mask.sum()
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"X": np.zeros((5, 9))}, "X"),
-        ({"X": np.zeros((2, 9, 9))}, "X"),
-        ({"X": np.zeros((5, 9, 9)), "mask": np.zeros((5, 9))}, "mask"),
-    ],
-)
-def test_a_bad_file_gets_one_sentence(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
-    np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(ValueError, match=message) as caught:
-        run_experiment("video", data=tmp_path / "bad.npz")
-    assert "\n" not in str(caught.value)
 
 
 def test_frames_with_less_in_them_than_the_global_atoms_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Malformed calls of public functions: each is right, or an error that names what is wrong with it.
+"""Malformed calls of public functions and methods: each is right, or an error names what is wrong.
 
 ``python tests/fuzz/calls.py SECONDS`` (`make fuzz-calls`) draws new calls until the time is over. A
 call is a valid one in which one argument is malformed. It may find that right; otherwise it raises
@@ -53,8 +53,14 @@ WORK = {
 }
 #: What the library makes itself, and would only be slower to check: results and states.
 RECORDS = {"Ask", "CombinationMatrix", "Descent", "Inbox", "State", "Topology"}
-#: Other names of an argument, as an error may call it.
-ALSO = {"learner": "Learner", "objective": "Objective"}
+#: Other names of an argument, anywhere or in one method, as an error may call it.
+ALSO = {
+    "learner": "Learner",
+    "objective": "Objective",
+    "ModelDiffusion(SparseSVD).fit.X": "n_features",
+    "ModelDiffusion(HuberNMF).fit.X": "n_features",
+    "OrthogonalLearner.step.D": "S",
+}
 
 N, D, K = 12, 4, 3
 RING = diffusion.Topology.ring(3)
@@ -183,6 +189,7 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "common_start": {"dictionaries": lambda: dict(enumerate(VALID["dictionaries"]()))},
     "infer": {"dictionaries": lambda: [np.eye(D)[i : i + 1] for i in range(3)]},
     "lasso": {"start": lambda: np.zeros((N, K))},
+    "ModelDiffusion(HuberNMF).fit": {"X": lambda: np.abs(_normal(N, D))},
     "local_costs": {"nu": lambda: _normal(3, N, D), "dictionaries": lambda: np.eye(3, D)[:, None]},
     "may_send": {"weights": lambda: np.abs(_normal(N, K)), "min_support": lambda: 2},
     "moment_step": {"step": lambda: "least-squares"},
@@ -284,9 +291,20 @@ def _is_record(called: Any) -> bool:
     )
 
 
+def _methods() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Yield methods that take a user's arrays, of which these alone are malformed."""
+    for kind in dictionary.__all__:
+        if kind.endswith("Learner") and kind != "Learner":
+            for name in ("start", "step", "code", "update", "loss"):
+                yield "dictionary", f"{kind}.{name}", getattr(getattr(dictionary, kind)(K), name)
+    for objective in (diffusion.SparseSVD(0.1, 0.1), diffusion.HuberNMF(0.1, 0.1, 0.5)):
+        name = f"ModelDiffusion({type(objective).__name__}).fit"
+        yield "diffusion", name, diffusion.ModelDiffusion(objective, n_iterations=3).fit
+
+
 def callables() -> dict[str, tuple[str, Callable[..., Any]]]:
     """Return all public callables by name, each with its room."""
-    found: dict[str, tuple[str, Callable[..., Any]]] = {}
+    found = {name: (room, method) for room, name, method in _methods()}
     for room in ROOMS:
         for name in sorted(set(room.__all__) - RECORDS - LEFT_OUT):
             called = getattr(room, name)
@@ -386,16 +404,16 @@ def draws(seed: int) -> Iterator[tuple[str, str, str, str, str | None]]:
         for name in rng.permutation(list(all_of)).tolist():
             room, called = all_of[name]
             arguments = valid(name, called)
-            key = str(rng.choice(list(arguments)))
+            arrays = [key for key, value in arguments.items() if isinstance(value, np.ndarray)]
+            key = str(rng.choice(arrays if "." in name else list(arguments)))
             value = arguments[key]
-            array = isinstance(value, np.ndarray)
-            label = str(rng.choice([*MALFORMED, *(CHANGED if array else ())]))
+            label = str(rng.choice([*MALFORMED, *(CHANGED if key in arrays else ())]))
             if (key, label) in RIGHT:
                 continue
             with np.errstate(over="ignore"):
                 new = CHANGED[label](value) if label in CHANGED else MALFORMED[label]()
             arguments[key] = new
-            also = {ALSO.get(key, key)}
+            also = {ALSO.get(f"{name}.{key}") or ALSO.get(key, key)}
             if isinstance(new, int | float | np.ndarray) and not isinstance(new, bool):
                 also |= set(arguments)  # of two that do not fit either may be the wrong one
             yield room, name, key, label, finding(called, arguments, key, also)

@@ -32,6 +32,7 @@ from flwr_perdl.protocol.records import Limits, read_reply, reply_to
 from flwr_perdl.protocol.strategy import _properties
 from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments._run_config import all_keys, read_run_config
+from perdl_experiments.clips import load_clip
 from perdl_experiments.data import load_images
 from perdl_experiments.documents import read_documents
 from perdl_experiments.studies import (
@@ -63,7 +64,10 @@ LOADERS: tuple[Callable[[str], Any], ...] = (
     partial(regression._load.__wrapped__, bundled=""),
     unmixing._load.__wrapped__,
     biclustering._read,
+    partial(load_clip.__wrapped__, seed=0),
 )
+#: For the last loader: three frames and their mask, as `npz` writes them.
+CLIP = bytes([len(LOADERS) - 1, 55, 3, 3, 0, *range(192), 10, 3, 3, 0, *range(192)])
 
 RESUME = ServerSettings(resume=True)
 
@@ -84,12 +88,15 @@ def npz(data: bytes) -> bytes:
     The first byte says how many members there are; each is named by a byte, and is either raw or
     an array that NumPy wrote, cut into equal parts.
     """
-    names = ("X", "y", "client", "shape", "endmembers", "meta", "indices", "indptr", "data", "time")
+    names = (
+        *("X", "y", "client", "shape", "endmembers", "meta", "indices", "indptr", "data", "time"),
+        "mask",
+    )
     stream, count = io.BytesIO(), 1 + (data[0] % 6 if data else 0)
     size = max(len(data) // count, 1)
     with zipfile.ZipFile(stream, "w") as archive:
         for part in {
-            data[i] % 10: data[i + 1 : i + size] for i in range(0, len(data), size)
+            data[i] % len(names): data[i + 1 : i + size] for i in range(0, len(data), size)
         }.items():
             archive.writestr(f"{names[part[0]]}.npy", _member(part[1]))
     return stream.getvalue()
@@ -102,8 +109,10 @@ def _member(data: bytes) -> bytes:
     rows = 1 + data[2] % 5
     body = data[3:]
     values = np.frombuffer(body[: len(body) // dtype.itemsize * dtype.itemsize], dtype)
-    if data[0] % 4 > 1:
+    if data[0] % 4 == 2:
         values = values[: len(values) // rows * rows].reshape(rows, -1)
+    if data[0] % 4 == 3:  # frames
+        values = values[: len(values) // 64 * 64].reshape(len(values) // 64, 8, 8)
     written = io.BytesIO()
     np.save(written, values)
     return written.getvalue()
@@ -253,8 +262,9 @@ def seeds(name: str) -> list[bytes]:
     }
     found = [text.encode() for text in texts.get(name, [])]
     if name in ("reply", "data"):
-        found += [bytes([k]) + b"\x03" * 3 + whole for k in range(0, 250, 24)]
-        found += [b"\x00" + whole, b"\xf0" + whole + b"\xff\xfe" + whole]
+        # The step and the number of loaders have no common divisor, so that each has a seed.
+        found += [bytes([k]) + b"\x03" * 3 + whole for k in range(0, 250, 25)]
+        found += [b"\x00" + whole, b"\xf0" + whole + b"\xff\xfe" + whole, CLIP]
     if name in ("letter", "shown"):
         found += [whole + whole, npz(bytes(30)), unpack(pack_arrays({"a": np.eye(2)}))]
     if name in ("checkpoint", "state"):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.diffusion import Inbox
+from flwr_perdl.network import Run
 
 
 class Held(NamedTuple):
@@ -35,3 +36,18 @@ class Consensus:
 
     def observe(self, state: Held) -> dict[str, NDArray[np.float64]]:
         return {"value": state.value}
+
+
+def assert_same(run: Run, here: Run, rtol: float = 0.0) -> None:
+    """Assert that two runs of one program have the same states, observations and counts."""
+    assert run.state._fields == here.state._fields
+    for rows, expected in zip(run.state, here.state, strict=True):
+        assert rows.dtype == expected.dtype
+        np.testing.assert_allclose(rows, expected, rtol=rtol, atol=1e-12)
+    assert run.observed.keys() == here.observed.keys()
+    for name, rows in here.observed.items():
+        np.testing.assert_allclose(run.observed[name], rows, rtol=rtol, atol=1e-12, err_msg=name)
+    np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
+    assert (run.floats_sent, run.rounds) == (here.floats_sent, here.rounds)
+    assert run.unheard == here.unheard
+    assert run.alive.tolist() == here.alive.tolist()

@@ -34,7 +34,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     as_legacy,
 )
-from tests.grids import Tapped, context_of
+from tests.grids import Tapped, context_of, stage
 
 CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 2
 RNG = np.random.default_rng(0)
@@ -274,12 +274,6 @@ def test_a_client_counts_what_it_spends() -> None:
             ask(round_, **changed)
 
 
-def stage(message: Message) -> str:
-    """Return which step of the secure aggregation a message asks for."""
-    record = message.content.get(RECORD_KEY_CONFIGS)
-    return str(record["stage"]) if isinstance(record, ConfigRecord) else ""
-
-
 @pytest.mark.parametrize("privacy", [None, seeded(epsilon=1e4, clip=3.0)])
 @pytest.mark.parametrize(("gone", "there"), [((3, 4), (0, 1, 2)), ((2, 3, 4), (0, 1, 2, 3, 4))])
 def test_a_sum_of_too_few_is_not_opened_but_repeated(
@@ -346,7 +340,7 @@ def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
 
 def test_the_older_interface_is_rejected() -> None:
     noise = Noise(epsilon=1.0, trust="central")
-    with pytest.raises(ValueError, match="privacy must come with the strategy's own start"):
+    with pytest.raises(ValueError, match="privacy must"):
         as_legacy(PerMA(ATOMS, privacy=noise), initial=[START]).initialize_parameters(
             SimpleClientManager()
         )
@@ -354,7 +348,7 @@ def test_the_older_interface_is_rejected() -> None:
 
 def test_a_client_that_bounds_no_record_is_named() -> None:
     grid = Tapped(client_app(OwnFit), CLIENTS)
-    with pytest.raises(TooFewReplies, match='level must be "client" for clients that'):
+    with pytest.raises(TooFewReplies, match="level must"):
         learn(Noise(epsilon=1.0, trust="central"), grid, 1)
 
 
@@ -431,5 +425,5 @@ def test_one_linear_model_is_learned_with_noise() -> None:
 
 @pytest.mark.parametrize("options", [{"k": 2}, {"k": "auto"}, {"k": 1, "robust": True}])
 def test_a_choice_of_clusters_is_rejected_under_a_promise(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="k must be 1 and robust False with privacy"):
+    with pytest.raises(ValueError, match="k must be 1"):
         ClusteredFedAvg(**options, privacy=Noise(epsilon=1.0, level="client"))

@@ -70,10 +70,10 @@ def test_replies_are_pulled_once() -> None:
 
 
 def test_unknown_faults_and_empty_grids_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_nodes must be between 1 and 10000000, got 0"):
+    with pytest.raises(ValueError, match="num_nodes must"):
         InProcessGrid(echo(), 0)
     grid = InProcessGrid(echo(), 1, run_config={"x": 0}, faults=lambda partition, message: "boom")
-    with pytest.raises(ValueError, match="a fault must be one of"):
+    with pytest.raises(ValueError, match="fault must"):
         ask(grid)
 
 

@@ -74,7 +74,7 @@ def test_another_key_stops_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
     ask(InProcessGrid(summing(), NODES, state_dir=tmp_path))
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(ValueError, match=r"must be the key that nodes\.npz is locked with"):
+    with pytest.raises(ValueError, match=r"nodes\.npz"):
         InProcessGrid(summing(), NODES, state_dir=tmp_path)
 
 
@@ -82,5 +82,5 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     grid = InProcessGrid(summing(), NODES, state_dir=tmp_path / "link")
-    with pytest.raises(ValueError, match="must not be a symbolic link"):
+    with pytest.raises(ValueError, match="symbolic link"):
         ask(grid)

@@ -161,15 +161,13 @@ def test_perpca_refuses_components_that_are_not(federation: MakeFederation) -> N
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize("name", ["averaging", "perpca"])
-def test_ray_gives_the_same_bits(name: str) -> None:
+def test_ray_gives_the_same_bits() -> None:
     def client(context: Context, config: Any) -> LearnerClient:
         rng = np.random.default_rng(int(context.node_config["partition-id"]))
-        return CLIENTS[name](rng.standard_normal((50, 8)), OrthogonalLearner(5), context)
+        return PerPCAClient(rng.standard_normal((50, 8)), OrthogonalLearner(5), context)
 
-    make = STRATEGIES[name]
     experiment: Any = SimpleNamespace(
-        client=client, strategy=lambda config, **o: make(**arranged(o))
+        client=client, strategy=lambda config, **o: PerPCA(3, **arranged(o))
     )
     config: Any = SimpleNamespace(clients=3, rounds=3, seed=0)
     one, other = (federate(experiment, config, engine=e) for e in ("in-process", "ray"))
@@ -177,7 +175,7 @@ def test_ray_gives_the_same_bits(name: str) -> None:
 
 
 def test_more_shared_components_than_components_are_refused(federation: MakeFederation) -> None:
-    with pytest.raises(ValueError, match="n_global=7 with 6 components at client 0"):
+    with pytest.raises(ValueError, match="n_global=7"):
         federation(client=PerPCAClient).learn(PerPCA(7))
 
 

@@ -29,7 +29,7 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies, as_legacy
 from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
-from tests.grids import Tapped, arrays_in, grid_of, partition_of
+from tests.grids import Forgetting, Tapped, arrays_in, grid_of, partition_of
 
 N, FEATURES, ROUNDS = 5, 3, 6
 NET = Topology.from_edges(5, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3)])
@@ -325,14 +325,10 @@ def test_a_node_that_joins_late_begins_with_the_initial_arrays() -> None:
     assert len(sent) == N  # once to each
 
 
-class Dying(Tapped):
-    """A grid whose node 0 loses what is in its memory before exchange 3."""
+class Dying(Forgetting):
+    """A grid whose node 0 dies before exchange 3, and is back in it."""
 
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        sent = list(messages)
-        if any(message.content["config"].get("server-round") == 3 for message in sent):
-            self.contexts[1000].state = RecordDict()
-        return super().send_and_receive(sent, timeout=timeout)
+    forgets = 3
 
 
 @pytest.mark.parametrize("private", [False, True], ids=["all", "private"])

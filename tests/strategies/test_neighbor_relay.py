@@ -19,11 +19,12 @@ from flwr_perdl.diffusion import (
     averaging_weights,
     metropolis_weights,
 )
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
+from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies, as_legacy
 from tests.grids import Tapped, failing, grid_of, partition_of
+from tests.network.programs import assert_same
 from tests.network.test_ray import Drift, Held
 from tests.strategies.test_legacy import serve
 
@@ -63,22 +64,6 @@ def grid(
         return DiffusionClient(program({node: data[node]}), context, **shown)
 
     return grid_of(make_client, len(data), kind, **options)
-
-
-def assert_same(run: Run, here: Run) -> None:
-    assert run.state._fields == here.state._fields
-    for rows, expected in zip(run.state, here.state, strict=True):
-        assert rows.dtype == expected.dtype
-        np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-12)
-    assert run.observed.keys() == here.observed.keys()
-    for name, rows in here.observed.items():
-        assert run.observed[name].dtype == rows.dtype
-        np.testing.assert_allclose(run.observed[name], rows, rtol=0, atol=1e-12)
-    np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
-    assert run.floats_sent == here.floats_sent
-    assert run.unheard == here.unheard
-    assert run.alive.tolist() == here.alive.tolist()
-    assert run.rounds == here.rounds
 
 
 # The same numbers ------------------------------------------------------------------------------
@@ -128,14 +113,6 @@ def test_few_rounds(rounds: int, faults: Faults) -> None:
     data = values(3)
     run = FlowerNetwork(grid(data), Topology.ring(3), faults=faults).run(None, rounds)
     assert_same(run, InMemoryNetwork(Topology.ring(3), faults=faults).run(Drift(data), rounds))
-
-
-def test_a_node_whose_own_estimate_is_nan_recovers_from_its_neighbours() -> None:
-    data = values(5)
-    data[3] = np.full(2, np.nan)
-    run = FlowerNetwork(grid(data, program=Consensus), Topology.complete(5)).run(None, 4)
-    assert_same(run, InMemoryNetwork(Topology.complete(5)).run(Consensus(data), 4))
-    assert run.unheard == {3: 1}
 
 
 # What a run takes ------------------------------------------------------------------------------
@@ -523,6 +500,3 @@ def test_the_older_interface_gives_the_same_bits(sealed: bool) -> None:
     new.start(InProcessGrid(client_app(make_client), 4))
     assert_same(old.outcome, new.outcome)
     np.testing.assert_array_equal(old.outcome.state.value, new.outcome.state.value)
-
-
-# Arguments -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -21,9 +21,9 @@ from flwr_perdl.dictionary import (
     dictionary_distance,
     normalize_atoms,
 )
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
 from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
+from tests.grids import grid_of
 
 MakeFederation = Callable[..., Any]
 
@@ -70,15 +70,14 @@ def test_different_atoms_whose_means_are_one_direction_do_not_end_a_run() -> Non
     light = np.ones(9) / 3  # what most samples are, as patches of photos
     starts = [normalize_atoms(light + 0.06 * rng.standard_normal((6, 9))) for _ in range(20)]
 
-    def make_client(context: Context) -> DictionaryClient:
-        i = int(context.node_config["partition-id"])
+    def make_client(context: Context, i: int) -> DictionaryClient:
         own = WarmStart(starts[i], 0.0, (0.0,))
         X = starts[i].repeat(3, axis=0)
         options: Any = {"start": lambda X, learner, rng: own, "min_support": 0}
         return DictionaryClient(X, LassoLearner(6), context, **options)
 
     strategy = PerMA(4, seed=0)
-    strategy.start(InProcessGrid(client_app(make_client), 20), num_rounds=3, verbose="quiet")
+    strategy.start(grid_of(make_client, 20), num_rounds=3, verbose="quiet")
     assert not any(report.dropped for report in strategy.history)
 
 
@@ -157,12 +156,8 @@ def test_a_learner_of_another_kind_is_left_out_of_every_round(aggregation: str) 
     learners = [OrthogonalLearner(3)] * 3 + [MODLearner(3)]
 
     def run(n_clients: int) -> tuple[np.ndarray, PerMA]:
-        def make_client(context: Context) -> DictionaryClient:
-            partition = int(context.node_config["partition-id"])
-            return DictionaryClient(X[partition], learners[partition], context)
-
         strategy = PerMA(2, aggregation=aggregation, fraction_evaluate=0.0)
-        grid = InProcessGrid(client_app(make_client), n_clients)
+        grid = grid_of(lambda c, i: DictionaryClient(X[i], learners[i], c), n_clients)
         return strategy.start(grid, num_rounds=3).arrays.to_numpy_ndarrays()[0], strategy
 
     without, _ = run(3)

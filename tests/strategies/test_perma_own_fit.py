@@ -103,15 +103,12 @@ def test_numbers_of_shared_atoms_are_measured_by_the_clients_own_evaluate(app: A
 
 
 def test_local_atoms_survive_on_disk_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    def grid() -> InProcessGrid:
-        own = {"state-dir": str(tmp_path / "state")}
-        return InProcessGrid(client_app(Ordinary), CLIENTS, node_config=lambda partition: own)
-
-    def learn(here: InProcessGrid, rounds: int, **options: Any) -> Any:
+    def learn(rounds: int, own: dict[str, Any], **options: Any) -> Any:
+        grid = InProcessGrid(client_app(Ordinary), CLIENTS, node_config=lambda partition: own)
         strategy = PerMA(N_GLOBAL, aggregation="mean", **options)
-        return strategy.start(here, num_rounds=rounds).arrays.to_numpy_ndarrays()[0]
+        return strategy.start(grid, num_rounds=rounds).arrays.to_numpy_ndarrays()[0]
 
-    whole = learn(InProcessGrid(client_app(Ordinary), CLIENTS), 4)
-    learn(grid(), 2, checkpoint_dir=tmp_path / "run")
-    again = learn(grid(), 4, checkpoint_dir=tmp_path / "run", server=ServerSettings(resume=True))
-    np.testing.assert_array_equal(whole, again)
+    disk, kept = {"state-dir": str(tmp_path / "state")}, {"checkpoint_dir": tmp_path / "run"}
+    learn(2, disk, **kept)
+    again = learn(4, disk, server=ServerSettings(resume=True), **kept)
+    np.testing.assert_array_equal(again, learn(4, {}))

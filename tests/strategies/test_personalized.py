@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app, keep_private
@@ -27,7 +27,7 @@ from flwr_perdl.strategies import (
 )
 from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import NAMES, ask, assert_private_stays, make_app, model
-from tests.grids import Tapped, arrays_in, context_of, partition_of
+from tests.grids import Forgetting, Tapped, arrays_in, context_of, partition_of
 
 RESUME = ServerSettings(resume=True)
 HEAD = ["head.*"]
@@ -113,19 +113,8 @@ def test_clients_without_patterns_keep_what_the_server_leaves_out() -> None:
     assert_private_stays(grid)
 
 
-class Restarting(Tapped):
-    """A grid whose node 0 loses its state before round two."""
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        sent = list(messages)
-        kind, config = sent[0].metadata.message_type, sent[0].content["config"]
-        if kind == "train" and config["server-round"] == 2:
-            self.contexts[1000].state = RecordDict()
-        return super().send_and_receive(sent, timeout=timeout)
-
-
 def test_a_client_that_lost_its_part_begins_anew_in_the_next_round() -> None:
-    grid = Restarting(personal(), 3)
+    grid = Forgetting(personal(), 3)
     strategy, _ = start(grid, 3)
     assert len(grid.errors) == 1
     assert "state-dir" in grid.errors[0]
@@ -141,7 +130,7 @@ def kept_on_disk(tmp_path: Path) -> Callable[[int], dict[str, Any]]:
 
 
 def test_with_a_folder_the_same_client_goes_on(tmp_path: Path) -> None:
-    grid = Restarting(personal(), 3, node_config=kept_on_disk(tmp_path))
+    grid = Forgetting(personal(), 3, node_config=kept_on_disk(tmp_path))
     start(grid, 3)
     assert grid.errors == []
     assert grid.measured("head") == {0: 3, 1: 6, 2: 9}
@@ -368,8 +357,8 @@ def test_no_client_s_own_model_travels() -> None:
 
 
 def test_dittos_clients_survive_a_restart_on_disk_alone(tmp_path: Path) -> None:
-    kept = Restarting(client_app(make_app()), 2, node_config=kept_on_disk(tmp_path))
-    lost, same = Restarting(client_app(make_app()), 2), Tapped(client_app(make_app()), 2)
+    kept = Forgetting(client_app(make_app()), 2, node_config=kept_on_disk(tmp_path))
+    lost, same = Forgetting(client_app(make_app()), 2), Tapped(client_app(make_app()), 2)
     for grid in (kept, lost, same):
         Ditto().start(grid, model(), num_rounds=3)
         assert grid.errors == []

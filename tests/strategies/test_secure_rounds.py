@@ -24,7 +24,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     as_legacy,
 )
-from tests.grids import Tapped, arrays_in, partition_of
+from tests.grids import Tapped, partition_of
 
 VALUES = np.array([[1.0, -2.0], [0.5, 4.0], [-3.0, 0.25]])
 SIZES = (2, 4, 30)
@@ -51,11 +51,6 @@ class Client(NumPyClient):
         return [VALUES[self.i]], SIZES[self.i], {"size": SIZES[self.i]}
 
 
-def shown(grid: Tapped) -> int:
-    """Return how many arrays clients have sent in the clear."""
-    return len([*arrays_in(grid.replies)])
-
-
 def mean(asked: SecureMean | None, **options: Any) -> tuple[Any, Mean, Tapped]:
     grid, strategy = Tapped(client_app(Client), 3), Mean(asked, **options)
     (found,) = strategy.start(grid, num_rounds=1).arrays.to_numpy_ndarrays()
@@ -73,7 +68,7 @@ def test_a_secure_mean_is_the_weighted_mean_and_no_array_travels_in_the_clear(
     np.testing.assert_allclose(
         found, np.average(VALUES, axis=0, weights=weights), atol=1e-7 * max(1, max_weight / 30)
     )
-    assert shown(grid) == 0
+    assert grid.shown == 0
     assert [reply.metrics["size"] for reply in strategy.heard.values()] == list(SIZES)
     assert [reply.num_examples for reply in strategy.heard.values()] == list(SIZES)
 
@@ -81,7 +76,7 @@ def test_a_secure_mean_is_the_weighted_mean_and_no_array_travels_in_the_clear(
 def test_without_it_the_same_protocol_runs_in_the_clear() -> None:
     found, _, grid = mean(None)
     np.testing.assert_allclose(found, VALUES.mean(axis=0))
-    assert shown(grid) == 3
+    assert grid.shown == 3
 
 
 def test_a_reply_longer_than_the_norm_is_scaled_down_to_it() -> None:

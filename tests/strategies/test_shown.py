@@ -10,9 +10,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from flwr.app import Context
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
@@ -26,16 +25,13 @@ from flwr_perdl.strategies import (
     RoundReport,
     ServerSettings,
 )
+from tests.grids import grid_of
 
 X = np.random.default_rng(0).standard_normal((3, 30, 6))
 
 
 def grid() -> InProcessGrid:
-    def make_client(context: Context) -> DictionaryClient:
-        own = X[int(context.node_config["partition-id"])]
-        return DictionaryClient(own, OrthogonalLearner(5), context)
-
-    return InProcessGrid(client_app(make_client), len(X))
+    return grid_of(lambda c, i: DictionaryClient(X[i], OrthogonalLearner(5), c), len(X))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,22 @@
+"""The four objectives, for tests that go through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from flwr_perdl.diffusion import Biclustering, HuberNMF, NonnegativeMF, Objective, SparseSVD
+
+
+def four(gamma: float, delta: float, *, beta: float = 0.01, eta: float = 0.3) -> list[Objective]:
+    return [
+        SparseSVD(gamma, delta),
+        Biclustering(gamma, delta, beta),
+        NonnegativeMF(gamma, delta),
+        HuberNMF(gamma, delta, eta),
+    ]
+
+
+def each_of(objectives: Sequence[Objective]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("objective", objectives, ids=lambda one: type(one).__name__)
