@@ -390,7 +390,8 @@ def ratios(found: dict[str, Curve]) -> dict[str, Any]:
     for kind, key in LINEAR.items():
         before, last = found[kind][-2:]
         name = f"each of {before['x']:,} / each of {last['x']:,}: {kind}"
-        compared[name] = (before[key] / before["x"]) / (last[key] / last["x"])
+        # Of medians: each point has a process of its own, whose turns are nobody else's.
+        compared[name] = np.median(before[key] / before["x"]) / np.median(last[key] / last["x"])
     return {"ratios": compared}
 
 

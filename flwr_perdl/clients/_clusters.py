@@ -63,6 +63,8 @@ MEASURING = "perdl.evaluate."
 
 #: Metrics of a reply: the chosen model, and its loss before training.
 CLUSTER, CLUSTER_LOSS = "cluster", "cluster-loss"
+#: In a reply: that all models have the same loss at this client.
+ALL_ALIKE = "models-alike"
 #: The start of the metrics' names that say a model's share of the weight.
 SHARE = "share_"
 #: A model with a smaller share of the weight is not trained.
@@ -158,7 +160,12 @@ def _choose(
     losses, measured = _evaluations(evaluate, stacks, config.evaluate)
     weights = assign(losses[None], np.array([measured[0][1]]), temperature)[0]  # equation 7
     chosen = int(weights.argmax())
-    choice = {CLUSTER: int(labels[chosen]), CLUSTER_LOSS: float(losses[chosen])}
+    choice: dict[str, Scalar] = {
+        CLUSTER: int(labels[chosen]),
+        CLUSTER_LOSS: float(losses[chosen]),
+    }
+    if losses.min() == losses.max():
+        choice[ALL_ALIKE] = 1
     if not temperature:
         model, n, metrics = fit(_model(stacks, chosen), dict(config.fit))
         return floats(model), n, {**metrics, **choice}

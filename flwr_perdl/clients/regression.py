@@ -78,8 +78,11 @@ class RegressionClient(ProtocolClient):
     Raises
     ------
     ValueError
-        If the data are empty, not finite, or of different lengths or widths, a response is not -1
-        or 1 with the logistic loss, or who the client is is not known.
+        If the data are empty, not finite, or of different lengths or widths, or have squares out of
+        their dtype's range, a response is not -1 or 1 with the logistic loss, or who the client is
+        is not known.
+    TypeError
+        If ``loss`` is none.
 
     Examples
     --------
@@ -223,9 +226,11 @@ class RegressionClient(ProtocolClient):
 
     def _checked(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
         """Return features and responses."""
+        if self.features is not None:
+            check_array("X", X, min_rows=1)
         X, y = check_points(self._mapped(X, columns), y)
         check_labels("y", y, self.loss)
-        return X, y.astype(X.dtype, copy=False)
+        return X, y
 
 
 def _check_norms(name: str, models: Matrix, most: float) -> None:

@@ -144,7 +144,8 @@ def as_float(array: NDArray[Any]) -> Matrix:
     """Return an array as it is computed with: half floats become float32, counters float64."""
     if array.dtype in FLOATS:
         return array
-    return array.astype(np.float32 if array.dtype == np.float16 else np.float64)
+    small = array.dtype.kind == "f" and array.itemsize <= 4
+    return array.astype(np.float32 if small else np.float64)
 
 
 def check_mask(name: str, value: object, least: int, most: int) -> NDArray[np.bool_]:

@@ -112,6 +112,8 @@ def check_points(X: Matrix, y: Matrix, *, ndim: int = 2, name: str = "") -> tupl
         )
     if not X.shape[-2]:
         raise ValueError(f"X{name} must have at least 1 row, got shape {X.shape}.")
+    with np.errstate(over="ignore"):  # infinite in float32: rejected
+        y = y.astype(X.dtype, copy=False)
     return check_magnitude(f"X{name}", X), check_magnitude(f"y{name}", y)
 
 

@@ -48,6 +48,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flwr_perdl.clients._clusters import (
+    ALL_ALIKE,
     ALONE,
     CHOOSE,
     CLUSTER,
@@ -409,12 +410,12 @@ class ClusteredFedAvg(ModelStrategy):
         moved, memory = self.moved(stacks, replies.combined, state)
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained = {chosen[p][0] for p in replies}
-        if not round_ and len(trained) < min(k, len(replies), 2):
+        if not round_ and all(ALL_ALIKE in reply.metrics for reply in replies.values()):
             log(
                 WARNING,
-                "All %d clients chose the same of %d models: does evaluate return a loss that "
-                "depends on the model?",
-                *(len(replies), k),
+                "Each client has the same loss for all of the %d models, by which none finds its "
+                "cluster: evaluate must return the model's loss.",
+                k,
             )
         idle = [j for j in range(k) if j not in trained and not self.temperature]
         for new, old in zip(moved, stacks, strict=True):

@@ -487,7 +487,7 @@ def test_a_loss_that_tells_no_models_apart_is_warned_of(caplog: Any) -> None:
     for client, warned in ((Constant, True), (Linear, False)):
         caplog.clear()
         run(ClusteredFedAvg(3), 3, app=app_of(client))
-        assert ("the same of 3 models" in caplog.text) == warned
+        assert ("the same loss for all of the 3 models" in caplog.text) == warned
 
 
 def test_counters_travel_as_floats() -> None:
