@@ -158,8 +158,8 @@ class ClusteredFedAvg(ModelStrategy):
         the server averages the models of clients whose changes point the same way. "anchors":
         likewise, but takes the models of k clients that are far from each other. "random": the
         initial model, perturbed k times by as much as each array's own values vary; it often loses
-        clusters. "given": the initial
-        arrays are k models, stacked: each array has a first axis of length k.
+        clusters. "given": the initial arrays are k models, stacked: each array has a first axis of
+        length k.
     start_rounds : int, default 1
         How often a client calls its ``fit`` when it trains alone, all in one message.
     choose_every : int, default 1

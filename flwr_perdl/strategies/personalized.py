@@ -110,8 +110,8 @@ class PersonalizedFedAvg(ModelStrategy):
     these arrays count, so that an app that reads nothing of it is right, too. Metrics and number of
     samples are the second step's.
 
-    Shared counters travel as float64, and half floats as float32, whose means would be too coarse.
-    Numbers of samples weigh, those above ten times the round's median as that.
+    Shared counters travel as float64, and half floats as float32, since means of half floats would
+    be too coarse. Numbers of samples weigh, those above ten times the round's median as that.
 
     Examples
     --------
