@@ -47,7 +47,7 @@ def stored() -> dict[str, dict[str, Any]]:
 def turns(of: Mapping[str, Any], name: str) -> tuple[float, list[float]]:
     """Return a ratio and the range of its turns, where it had several."""
     ratio = of["ratios"][name]
-    return ratio, of.get("ranges", {}).get(name, [ratio, ratio])
+    return ratio, of["ranges"][name]
 
 
 def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -97,7 +97,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         machine, versions = of["machine"], of["versions"]
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
         system = f"{machine['platform'].partition('-')[0]}, {machine['cores']} cores"
-        place = [system, machine.get("processor", "-")]
+        place = [system, machine["processor"]]
         where.append([f"`{script}.py`", (of["commit"] or "-")[:7], *place, packages])
     heads = ["script", "what is divided by ours", "ratios", "median", "least", "greatest"]
     measured = markdown_table(["script", "commit", "machine", "processor", "versions"], where)
