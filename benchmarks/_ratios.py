@@ -45,9 +45,8 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def turns(of: Mapping[str, Any], name: str) -> tuple[float, list[float]]:
-    """Return a ratio and the range of its turns, where it had several."""
-    ratio = of["ratios"][name]
-    return ratio, of["ranges"][name]
+    """Return a ratio and the range of its turns."""
+    return of["ratios"][name], of["ranges"][name]
 
 
 def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:

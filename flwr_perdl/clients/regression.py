@@ -82,7 +82,7 @@ class RegressionClient(ProtocolClient):
         their dtype's range, a response is not -1 or 1 with the logistic loss, or who the client is
         is not known.
     TypeError
-        If ``loss`` is none.
+        If ``loss`` has not the methods of a loss.
 
     Examples
     --------

@@ -101,8 +101,8 @@ class LogisticLoss:
 def check_points(X: Matrix, y: Matrix, *, ndim: int = 2, name: str = "") -> tuple[Matrix, Matrix]:
     """Return a client's features and responses, or raise a ValueError unless they are usable.
 
-    At least one point, a response for each, and squares within the dtype's range. ``name`` is what
-    comes after ``X`` and ``y`` in the message.
+    At least one point, a response for each, and squares within the dtype's range, which is that of
+    ``X`` for both. ``name`` is what comes after ``X`` and ``y`` in the message.
     """
     X = check_array(f"X{name}", X, ndim=max(ndim, 2))
     y = check_array(f"y{name}", y, ndim=X.ndim - 1)

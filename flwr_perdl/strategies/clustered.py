@@ -23,9 +23,10 @@ loss is the client's own.
 What each party receives:
 
 - *The server*: in every round, per client: the number of its cluster, the loss of that model at
-  this client (where there was a choice), the model after the client's training, its number of
-  samples, and the metrics that the client's own ``fit`` returns. With ``temperature`` above 0: a
-  trained model for each cluster that has a share of the weight, and the shares. For the starts
+  this client and whether all models have that loss (where there was a choice), the model after the
+  client's training, its number of samples, and the metrics that the client's own ``fit`` returns.
+  With ``temperature`` above 0: a trained model for each cluster that has a share of the weight, and
+  the shares. For the starts
   "one-shot" and "anchors", once: the initial model after the client's training alone. With
   ``k="auto"``, once: the losses of up to 2 ``max_clusters`` - 1 models. Never a sample; what a
   trained model says of the samples is not hidden (see ``client_app``'s mods).
