@@ -1,6 +1,6 @@
 """NumPyClients of the protocols, and the way to a Message-API ClientApp."""
 
-from flwr_perdl.clients.app import client_app, client_fn
+from flwr_perdl.clients.app import client_app
 from flwr_perdl.clients.averaging import DictionaryAveragingClient
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import LearnerClient
@@ -27,7 +27,6 @@ __all__ = [
     "StepRequest",
     "StepResult",
     "client_app",
-    "client_fn",
     "keep_private",
     "kept_local_atoms",
     "local_atoms",

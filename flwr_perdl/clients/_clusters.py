@@ -154,9 +154,6 @@ def _choose(
     temperature: float,
 ) -> Fitted:
     """Choose among the models, and train what is chosen."""
-    if len(labels) == 1:
-        model, n, metrics = fit(list(stacks), dict(config.fit))
-        return floats(model), n, {**metrics, CLUSTER: int(labels[0])}
     losses, measured = _evaluations(evaluate, stacks, config.evaluate)
     weights = assign(losses[None], np.array([measured[0][1]]), temperature)[0]  # equation 7
     chosen = int(weights.argmax())

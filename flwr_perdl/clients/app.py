@@ -10,15 +10,9 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients._clusters import (
-    CLUSTERED,
-    answer_clustered,
-    evaluate_clustered,
-    fit_clustered,
-)
+from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
 from flwr_perdl.clients._handlers import (
     Evaluate,
-    Evaluated,
     Fit,
     Fitted,
     Handlers,
@@ -39,7 +33,7 @@ from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, 
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
-from flwr_perdl.protocol.compat import NumPyClient, has_handler, is_legacy, mods_of, to_client
+from flwr_perdl.protocol.compat import has_handler, is_legacy, mods_of
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
@@ -77,7 +71,7 @@ def client_app(
     The client may be a NumPyClient, or any other object with ``fit`` and ``evaluate``. With these
     it takes part in `ClusteredFedAvg`, `DiffusionAveraging`, in Flower's own strategies and, where
     the model is a dictionary, in `PerMA` with ``aggregation="mean"``. A client that answers PerMA's
-    steps by itself is a `Member`. For older projects see `client_fn`.
+    steps by itself is a `Member`.
 
     Parameters
     ----------
@@ -182,68 +176,6 @@ def _check_outermost(name: str, mods: Sequence[Any]) -> None:
             f"{name} must be without keep_private, which stands around all mods, on training and "
             "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
         )
-
-
-def client_fn(make_client: Factory) -> Callable[[Context], Any]:
-    """Return the ``client_fn`` of an older project: ``ClientApp(client_fn(make_client))``.
-
-    Parameters
-    ----------
-    make_client : callable
-        As in `client_app`.
-
-    Returns
-    -------
-    callable
-        ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
-        takes part in `ClusteredFedAvg` and `PerMA`, as one of `client_app` does.
-
-    Raises
-    ------
-    ImportError
-        When a client is made, where Flower has no older clients.
-
-    Examples
-    --------
-    >>> from flwr.client import ClientApp, NumPyClient
-    >>> from flwr_perdl.clients import client_fn
-    >>> app = ClientApp(client_fn(lambda context: NumPyClient()))
-    """
-
-    def make(context: Context) -> Any:
-        client = AnyClient(_numpy_client(make_client(context)), context)
-        return to_client(client, "client_fn")
-
-    return make
-
-
-class AnyClient(NumPyClient):
-    """Any NumPyClient, with what `client_app` adds to it; for the older interface."""
-
-    def __init__(self, client: Any, context: Context) -> None:
-        self._client, self._context = client, context
-
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return who the client is, and its own properties."""
-        return _properties(self._client, self._context)
-
-    def fit(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Fitted:
-        """Train as the client does, or take a step of clustered learning or of PerMA."""
-        if CLUSTERED in config:
-            return fit_clustered(self._client.fit, evaluation_of(self._client), parameters, config)
-        if isinstance(self._client, Member):
-            return self._client.fit(parameters, config)
-        evaluate = evaluation_of(self._client)
-        return _own_fit(self._client.fit, evaluate, parameters, config, self._context)
-
-    def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
-        """Evaluate as the client does."""
-        evaluate = evaluation_of(self._client)
-        if CLUSTERED in config:
-            return evaluate_clustered(evaluate, parameters, config)
-        if SENDS in config and not isinstance(self._client, Member):
-            return evaluate_perma(self._client.fit, evaluate, parameters, config, self._context)
-        return evaluate(parameters, config)
 
 
 def _numpy_client(client: Any) -> Any:
@@ -420,14 +352,20 @@ class NumPyClientApp(AnsweringApp):
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        client = AnyClient(self._made(context), context)
-        updated, num_examples, metrics = client.fit(arrays, config)
-        return reply_to(message, updated, num_examples, metrics)
+        client = self._made(context)
+        if isinstance(client, Member):
+            return reply_to(message, *client.fit(arrays, config))
+        evaluate = evaluation_of(client)
+        return reply_to(message, *_own_fit(client.fit, evaluate, arrays, config, context))
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        client = AnyClient(self._made(context), context)
-        return evaluation_reply(message, *client.evaluate(arrays, config))
+        client = self._made(context)
+        evaluate = evaluation_of(client)
+        if SENDS in config and not isinstance(client, Member):
+            measured = evaluate_perma(client.fit, evaluate, arrays, config, context)
+            return evaluation_reply(message, *measured)
+        return evaluation_reply(message, *evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
         if self._privacy is None:

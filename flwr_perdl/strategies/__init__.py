@@ -12,7 +12,6 @@ from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
 from flwr_perdl.strategies.diffusion_averaging import DiffusionAveraging
 from flwr_perdl.strategies.ditto import Ditto
-from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
@@ -49,7 +48,6 @@ __all__ = [
     "ServerSettings",
     "TooFewReplies",
     "Yogi",
-    "as_legacy",
     "await_nodes",
     "client_report",
 ]

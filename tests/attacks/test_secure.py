@@ -36,7 +36,7 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
 from flwr_perdl.strategies import perma as perma_server
 from tests.grids import Tapped, context_of, grid_of, partition_of, stage
 
@@ -594,8 +594,3 @@ def test_learners_of_two_kinds_are_not_summed() -> None:
     parts, _ = digits()
     with pytest.raises(TooFewReplies, match="wrong shape"):
         learn(make_grid(parts, MODLearner(ATOMS)), initial=START, secure=True)
-
-
-def test_flowers_older_interface_is_refused() -> None:
-    with pytest.raises(ValueError, match="strategy must"):
-        as_legacy(PerMA(GLOBAL, secure=True))

@@ -177,7 +177,7 @@ def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
     with pytest.raises(ValueError, match=sentence) as caught:
         read_reply(hostile.content)
     assert len(str(caught.value)) < 200
-    with pytest.raises(ValueError, match=sentence):  # the older interface
+    with pytest.raises(ValueError, match=sentence):  # of a secure round
         read_parts([], {**metrics, "num-examples": 1})
 
 

@@ -11,7 +11,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
-from flwr.server.client_manager import SimpleClientManager
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import (
     DictionaryAveragingClient,
@@ -32,7 +32,6 @@ from flwr_perdl.strategies import (
     PerMA,
     ServerSettings,
     TooFewReplies,
-    as_legacy,
 )
 from tests.grids import Tapped, context_of, stage
 
@@ -338,12 +337,12 @@ def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
     assert not grid.replies
 
 
-def test_the_older_interface_is_rejected() -> None:
-    noise = Noise(epsilon=1.0, trust="central")
+def test_flowers_own_start_does_not_say_for_how_many_rounds_the_budget_is() -> None:
+    strategy, grid = PerMA(ATOMS, privacy=Noise(epsilon=1.0, trust="central")), grid_of()
+    wrapper = DifferentialPrivacyClientSideFixedClipping(strategy, 1.0, 1.0, CLIENTS)
     with pytest.raises(ValueError, match="privacy must"):
-        as_legacy(PerMA(ATOMS, privacy=noise), initial=[START]).initialize_parameters(
-            SimpleClientManager()
-        )
+        wrapper.start(grid, ArrayRecord([START]), num_rounds=2)
+    assert not grid.replies
 
 
 def test_a_client_that_bounds_no_record_is_named() -> None:
