@@ -11,35 +11,23 @@ from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordD
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
-from flwr_perdl.clients._handlers import (
-    Evaluate,
-    Fit,
-    Fitted,
-    Handlers,
-    NoEvaluateError,
-    evaluation_of,
-    evaluation_reply,
-    says,
-)
-from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
+from flwr_perdl.clients._handlers import NoEvaluateError, evaluation_of, evaluation_reply, says
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
 from flwr_perdl.clients.ditto import DITTO, answer_ditto
 from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
-from flwr_perdl.clients.perma import SENDS
+from flwr_perdl.clients.perma import ONLY_DICTIONARY, SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
-from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_list
+from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
 from flwr_perdl.protocol.compat import has_handler, is_legacy, mods_of
 from flwr_perdl.protocol.records import (
-    ARRAYS,
     CONFIG,
     NO_EVALUATE,
     PARTITION_ID,
-    Scalar,
     directed,
     read_request,
     reply_to,
@@ -49,6 +37,9 @@ from flwr_perdl.protocol.records import (
 Factory = Callable[[Context], Any]
 #: Answers a message by several calls of an app's handlers.
 Parts = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
+
+#: Marks of requests that only a client of their protocol answers, and what others are told.
+_ONLY = {LINEAR: ONLY_LINEAR, SEALED: ONLY_DIFFUSION, SENDS: ONLY_DICTIONARY}
 
 #: The client that answers all parts of one message.
 _MADE: ContextVar[Any] = ContextVar("made", default=None)
@@ -69,9 +60,8 @@ def client_app(
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
     The client may be a NumPyClient, or any other object with ``fit`` and ``evaluate``. With these
-    it takes part in `ClusteredFedAvg`, `DiffusionAveraging`, in Flower's own strategies and, where
-    the model is a dictionary, in `PerMA` with ``aggregation="mean"``. A client that answers PerMA's
-    steps by itself is a `Member`.
+    it takes part in `ClusteredFedAvg`, `DiffusionAveraging` and Flower's own strategies. A client
+    that answers a protocol's steps by itself is a `Member`.
 
     Parameters
     ----------
@@ -274,31 +264,15 @@ class OtherApp(AnsweringApp):
         measures = message.metadata.message_type == MessageType.EVALUATE
         if measures and not has_handler(self._app, "evaluate.default", unknown=True):
             raise NoEvaluateError
-        if asks_who or not says(message, SENDS, LINEAR, SEALED):
-            return self._app(message, context)
-        arrays, config = read_request(message)
-        app = Handlers(message, context, self._app, message.content[ARRAYS])
-        if measures:
-            measured = evaluate_perma(app.fit, app.evaluate, arrays, config, context)
-            return evaluation_reply(message, *measured)
-        return reply_to(message, *_own_fit(app.fit, app.evaluate, arrays, config, context))
+        _check_answerable(message)
+        return self._app(message, context)
 
 
-def _own_fit(
-    fit: Fit,
-    evaluate: Evaluate,
-    parameters: list[Matrix],
-    config: dict[str, Scalar],
-    context: Context,
-) -> Fitted:
-    """Train by the own ``fit`` of a client that is made for no protocol."""
-    if LINEAR in config:
-        raise ValueError(f"the client must be another one: {ONLY_LINEAR}.")
-    if SEALED in config:
-        raise ValueError(f"the client must be another one: {ONLY_DIFFUSION}.")
-    if SENDS in config:
-        return fit_perma(fit, evaluate, parameters, config, context)
-    return fit(parameters, config)
+def _check_answerable(message: Message) -> None:
+    """Raise a ValueError if a request is for clients that are made for its protocol."""
+    for key, why in _ONLY.items():
+        if says(message, key):
+            raise ValueError(f"the client must be another one: {why}.")
 
 
 class NumPyClientApp(AnsweringApp):
@@ -353,18 +327,13 @@ class NumPyClientApp(AnsweringApp):
                 "the clear."
             )
         client = self._made(context)
-        if isinstance(client, Member):
-            return reply_to(message, *client.fit(arrays, config))
-        evaluate = evaluation_of(client)
-        return reply_to(message, *_own_fit(client.fit, evaluate, arrays, config, context))
+        if not isinstance(client, Member):
+            _check_answerable(message)
+        return reply_to(message, *client.fit(arrays, config))
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        client = self._made(context)
-        evaluate = evaluation_of(client)
-        if SENDS in config and not isinstance(client, Member):
-            measured = evaluate_perma(client.fit, evaluate, arrays, config, context)
-            return evaluation_reply(message, *measured)
+        evaluate = evaluation_of(self._made(context))
         return evaluation_reply(message, *evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:

@@ -220,7 +220,7 @@ def test_a_client_with_one_point_shows_its_direction_to_fedxs_server() -> None:
     """A limit: the change of a model is a sum over points, and there is one."""
     x, y = np.array([[3.0, 4.0]]), np.array([1.0])
     node = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
-    options = {"local": "fedavg", "n_steps": 3, "step_size": 0.1, "soft": 0, "temperature": 0.0}
+    options = {"local": "fedavg", "n_steps": 3, "step_size": 0.1}
     config = {"perdl.step": "update", "server-round": 1, "perdl.seed": 0}
     config |= {f"perdl.option.{k}": v for k, v in options.items()}
     (reply,), _, _ = RegressionClient(x, y, node, min_support=0).fit([np.zeros((2, 2))], config)

@@ -60,18 +60,6 @@ class Mean(NumPyClient):
         return float(np.sum((parameters[0] - self.own) ** 2)), 1, {}
 
 
-class Dictionary(NumPyClient):
-    """A dictionary client as for FedAvg, for `PerMA` with a client's own fit."""
-
-    def __init__(self, partition: int) -> None:
-        self.X, self.partition = ATOMS[partition], partition
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        learner, rng = OrthogonalLearner(4), np.random.default_rng(self.partition)
-        D = learner.step(self.X, parameters[0] if parameters else learner.start(self.X, rng))
-        return [D], len(self.X), {}
-
-
 class Case(NamedTuple):
     """A strategy and its clients; rounds after which it has a model, and what it starts from."""
 
@@ -129,9 +117,6 @@ FAULTS = Faults(0.2, 0.2, {}, {0: 2}, 2, seed=4)
 VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
         strategy=lambda **o: PerMA(2, aggregation="mean", **SOME, **o)
-    ),
-    "perma, own fit": Case(
-        lambda **o: PerMA(2, aggregation="mean", **o), lambda c, i: Dictionary(i), 2
     ),
     "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries(DictionaryClient), 10),
     "averaging, some": CASES["averaging"]._replace(

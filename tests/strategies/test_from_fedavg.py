@@ -23,7 +23,7 @@ from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import DiffusionAveraging
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, FedX, PerMA, ServerOptions, TooFewReplies
-from tests.grids import Tapped, partition_of
+from tests.grids import Tapped, as_app, partition_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-fedavg.md").read_text()
 MODEL, ATOMS = ArrayRecord([np.zeros(3)]), ArrayRecord([np.eye(2, 6)])
@@ -60,8 +60,8 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
     ("combine", "error", "said"),
     [
         (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "must have 'perdl."),
-        (lambda: run(PerMA(2), MEANS), TooFewReplies, "aggregation must"),
-        (lambda: run(PerMA(2, aggregation="mean"), MEANS), TooFewReplies, "fit must"),
+        (lambda: run(PerMA(2), MEANS), TooFewReplies, "PerMA needs a DictionaryClient"),
+        (lambda: run(PerMA(2), client_app(as_app(MeanClient))), TooFewReplies, "needs a Dict"),
         (lambda: run(FedX(2), MEANS), TooFewReplies, "this strategy clusters linear models"),
         (lambda: run(ClusteredFedAvg(2), ClientApp(), MODEL), TooFewReplies, "client_app"),
         (
