@@ -355,17 +355,11 @@ def discrete_gaussian(deviation: float, size: int, rng: np.random.Generator | No
 @lru_cache(maxsize=64)
 def _gaussian(deviation: float) -> Callable[[list[int]], list[int]]:
     """Return OpenDP's mechanism that adds discrete Gaussian noise to integers."""
-    opendp = opendp_prelude()
+    opendp = _needed("opendp.prelude", "opendp")  # late: it is an extra, and takes 0.3 s
+    opendp.enable_features("contrib")  # vetted, but not yet by all of its reviewers
     space = opendp.vector_domain(opendp.atom_domain(T="i64")), opendp.l2_distance(T="f64")
     mechanism: Callable[[list[int]], list[int]] = opendp.m.make_gaussian(*space, scale=deviation)
     return mechanism
-
-
-def opendp_prelude() -> Any:
-    """Return OpenDP; imported late, since it is an extra and takes a third of a second."""
-    opendp = _needed("opendp.prelude", "opendp")
-    opendp.enable_features("contrib")  # vetted, but not yet by all of its reviewers
-    return opendp
 
 
 def _needed(module: str, package: str) -> Any:

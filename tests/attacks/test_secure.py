@@ -20,7 +20,6 @@ from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.core.npy import view_file
 from flwr_perdl.dictionary import (
     LassoLearner,
@@ -579,15 +578,6 @@ def test_a_client_may_insist_on_masks() -> None:
         learn(make_grid(parts, app=app))
     _, strategy = learn(make_grid(parts, app=app), 2, secure=True)
     assert len(strategy.history[-1].metrics) == CLIENTS
-
-
-def test_local_privacy_and_masks_exclude_each_other() -> None:
-    parts, _ = digits()
-    noise = LocalPrivacy(1.0, 1e-5, 2, 1.0, rng=lambda: np.random.default_rng(0))
-    with pytest.raises(ValueError, match="secure must"):
-        make_grid(parts, app={"train_mods": [noise], "secure": True})
-    with pytest.raises(TooFewReplies, match="LocalPrivacy"):
-        learn(make_grid(parts, app={"train_mods": [noise]}), initial=START, secure=True)
 
 
 def test_learners_of_two_kinds_are_not_summed() -> None:
