@@ -516,9 +516,6 @@ def test_the_threshold_is_an_option() -> None:
     assert sorted(asked) == [0, 0, 1, 1, 2, 2, 3]
     assert [*strategy.history[0].metrics] == [0, 1, 2]
     assert strategy.history[0].anomalies == {3: {"failed": 1.0}}
-    five = digits((60,) * 5)[0]
-    _, strategy = learn(make_grid(five), 2, secure={"num_shares": 3})
-    assert [len(report.metrics) for report in strategy.history] == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -559,7 +556,6 @@ def test_a_masked_reply_that_is_none_is_left_out(wrong: dict[str, Any], reason: 
         ({"aggregation": "trimmed"}, "secure must"),
         ({"robust": True}, "secure must"),
         ({"remember": 1}, "secure must"),
-        ({"secure": {"num_shares": 2}}, "num_shares in secure must"),
         ({"secure": {"reconstruction_threshold": 0.5}}, "reconstruction_threshold in secure must"),
     ],
 )
