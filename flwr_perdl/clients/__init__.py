@@ -9,7 +9,6 @@ from flwr_perdl.clients.keep_private import keep_private
 from flwr_perdl.clients.perma import DictionaryClient
 from flwr_perdl.clients.perpca import PerPCAClient
 from flwr_perdl.clients.personal import kept_local_atoms, local_atoms
-from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
 
@@ -18,7 +17,6 @@ __all__ = [
     "DictionaryClient",
     "DiffusionClient",
     "LearnerClient",
-    "LocalPrivacy",
     "Member",
     "PerPCAClient",
     "PrivateState",

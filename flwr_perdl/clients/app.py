@@ -44,8 +44,6 @@ _ONLY = {LINEAR: ONLY_LINEAR, SEALED: ONLY_DIFFUSION, SENDS: ONLY_DICTIONARY}
 #: The client that answers all parts of one message.
 _MADE: ContextVar[Any] = ContextVar("made", default=None)
 
-_NOT_BOTH = "with LocalPrivacy, which adds noise to every single reply"
-
 
 def client_app(
     make_client: Factory | ClientApp,
@@ -74,8 +72,7 @@ def client_app(
     train_mods, evaluate_mods : sequence of Flower mods
         Mods around training and around evaluation, outermost first. Requests and replies carry one
         ArrayRecord each way, so that Flower's differential-privacy mods compose; of
-        `ClusteredFedAvg`'s requests they see one model at a time. A training mod
-        with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
+        `ClusteredFedAvg`'s requests they see one model at a time.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
         for a request without arrays, as PerMA's first. With False the client takes part in secure
@@ -104,9 +101,9 @@ def client_app(
     TypeError
         If an argument is of another kind.
     ValueError
-        If ``secure`` comes with a mod that adds noise, ``min_clients`` is below 2, or an option
-        comes with a ClientApp, which has its own (``min_clients`` and ``private`` with one of
-        `client_app` only); if `keep_private` is among the mods, and not the first of a ClientApp's.
+        If ``min_clients`` is below 2, or an option comes with a ClientApp, which has its own
+        (``min_clients`` and ``private`` with one of `client_app` only); if `keep_private` is among
+        the mods, and not the first of a ClientApp's.
 
     Examples
     --------
@@ -151,12 +148,9 @@ def client_app(
         if not all(map(callable, check_list(name, mods))):
             raise TypeError(f"{name} must be functions, got {mods!r}.")
         _check_outermost(name, mods)
-    app = NumPyClientApp(
+    return NumPyClientApp(
         make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy
     )
-    if secure and app.noisy:
-        raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
-    return app
 
 
 def _check_outermost(name: str, mods: Sequence[Any]) -> None:
@@ -188,7 +182,6 @@ def _properties(client: Any, context: Context) -> dict[str, Any]:
 class AnsweringApp(ClientApp):
     """A ClientApp that takes part in secure and in clustered rounds, by its own handlers."""
 
-    noisy = False
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
 
@@ -213,8 +206,6 @@ class AnsweringApp(ClientApp):
                 parts = partial(answer_averaging, keep=self._keep or self.own_keep)
                 call = partial(self._answer_in_parts, parts)
             if in_secure_round(message):
-                if self.noisy:
-                    raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
                 answered = masked(message, context, call, self._min_clients, self._privacy)
             else:
                 if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
@@ -291,13 +282,9 @@ class NumPyClientApp(AnsweringApp):
         super().__init__(min_clients, private, privacy)
         self._make_client = make_client
         self._secure = secure
-
-        # Local privacy is a promise about all that leaves a client: one mention is enough.
-        everywhere = [mod for mod in train_mods if getattr(mod, "for_all_messages", False)]
-        self.noisy = bool(everywhere)
         self.train(mods=list(train_mods))(self._train)
-        self.evaluate(mods=[*everywhere, *evaluate_mods])(self._evaluate)
-        self.query(mods=everywhere)(self._query)
+        self.evaluate(mods=list(evaluate_mods))(self._evaluate)
+        self.query()(self._query)
 
     def allows_threads(self, context: Context) -> bool:
         """Whether clients like that of this context may be called in threads (`InProcessGrid`)."""

@@ -269,7 +269,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
 def _moments(grams: Matrix) -> NDArray[np.bool_]:
     """Tell which matrices can be second moments, but for some noise."""
     values = np.linalg.eigvalsh((grams + grams.swapaxes(1, 2)) / 2)
-    # Noise, as of local privacy, makes small eigenvalues negative; a liar makes large ones so.
+    # Noise makes small eigenvalues negative; a liar makes large ones so.
     possible: NDArray[np.bool_] = values[:, 0] >= -_NOISE * values[:, -1]
     return possible & (values[:, -1] > 0)
 

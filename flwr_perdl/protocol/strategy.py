@@ -436,8 +436,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         raise ValueError(
             "arrays must be those that aggregate_train returned, got others: strategies that "
             "change the model between rounds, as Flower's DifferentialPrivacy wrappers do, cannot "
-            "wrap this one (clients can add noise themselves, see LocalPrivacy), and another run "
-            "wants another strategy."
+            "wrap this one (the option privacy adds noise to sums), and another run wants another "
+            "strategy."
         )
 
     # Messages ------------------------------------------------------------------------------

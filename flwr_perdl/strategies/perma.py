@@ -143,10 +143,9 @@ class PerMA(DictionaryStrategy):
         (docs/faults.md). `FedX` has the same argument.
     secure : bool or mapping, default False
         Whether the server gets the clients' updates as a sum only, through Flower's SecAgg+
-        (docs/security.md). A mapping may set ``num_shares``, among how many clients each client's
-        keys are shared (by default all, at most 51), and ``reconstruction_threshold``, the share of
-        these that must answer to the end (more than a half; by default two thirds). The clients
-        need `client_app`; round one is in the clear.
+        (docs/security.md). ``{"reconstruction_threshold": 0.8}`` sets the share of clients that
+        must answer to the end (more than a half; by default two thirds). The clients need
+        `client_app`; round one is in the clear.
     privacy : Noise, optional
         A promise of differential privacy for the whole run: the sum of every round has noise, and
         nothing else leaves the clients (`flwr_perdl.privacy.Noise`). It takes initial arrays that

@@ -19,7 +19,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -60,6 +59,7 @@ ALSO = {
     "ModelDiffusion(SparseSVD).fit.X": "n_features",
     "ModelDiffusion(HuberNMF).fit.X": "n_features",
     "OrthogonalLearner.step.D": "S",
+    "common_start.dictionaries": "sizes",  # of which each client must have one
 }
 
 N, D, K = 12, 4, 3
@@ -178,7 +178,6 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "assumptions": {"local": lambda: [_atoms()]},
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
-    "LocalPrivacy": {"delta": lambda: 1e-5},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
     "average_dictionaries": {
         "stack": lambda: np.stack([np.eye(K + 1, D)] * 2),
@@ -217,10 +216,8 @@ LEFT_OUT = {
     "public_key",
     "two_phases",
 }
-if find_spec("opendp") is None:
-    LEFT_OUT.add("LocalPrivacy")
 #: Files and folders; any text is one.
-PATHS = {"checkpoint_dir", "events", "ledger", "state_dir"}
+PATHS = {"checkpoint_dir", "events", "state_dir"}
 #: What is right: functions may be classes, and a path any text.
 RIGHT = {
     *((key, label) for key in WORK for label in ("10**6", "10**30")),
