@@ -162,7 +162,6 @@ class DictionaryClient(LearnerClient):
     (3, 6)
     """
 
-    accepts_missing = accepts_batches = True
     #: Whether the log names what is odd about the samples.
     warns: ClassVar[bool] = True
 

@@ -140,6 +140,14 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
     """Return the first right singular vectors of ``X``, whose rows are not centered.
 
     They are orthonormal rows; fewer than ``n_components`` where the rank of ``X`` is less.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import principal_directions
+    >>> np.abs(principal_directions(np.diag([1.0, 3.0, 2.0]), 2))
+    array([[0., 1., 0.],
+           [0., 0., 1.]])
     """
     X = check_array("X", X, min_rows=1)
     check_count("n_components", n_components, 0, X.shape[1])

@@ -14,7 +14,6 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import (
-    DictionaryAveragingClient,
     DictionaryClient,
     Member,
     RegressionClient,
@@ -27,7 +26,6 @@ from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.regression import Refinement
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
-    DictionaryAveraging,
     FedX,
     PerMA,
     ServerSettings,
@@ -382,20 +380,6 @@ def test_any_models_changes_are_summed_with_noise(trust: str) -> None:
     for array in found.to_numpy_ndarrays():
         np.testing.assert_allclose(array, mean, atol=0.03)
     assert "'i'" not in repr(strategy.history)
-
-
-def test_one_dictionary_is_averaged_with_noise() -> None:
-    def make_client(context: Context) -> DictionaryAveragingClient:
-        X = SAMPLES[int(context.node_config["partition-id"])]
-        return DictionaryAveragingClient(X, LassoLearner(ATOMS, alpha=0.05), context)
-
-    def averaged(privacy: Noise | None) -> np.ndarray:
-        strategy = DictionaryAveraging(weighted=False, fraction_evaluate=0.0, privacy=privacy)
-        grid = Tapped(client_app(make_client), CLIENTS)
-        return strategy.start(grid, ArrayRecord([START])).arrays.to_numpy_ndarrays()[0]
-
-    noise = seeded(epsilon=1e4, level="client", trust="central", clip=2.0)
-    np.testing.assert_allclose(averaged(noise), averaged(None), atol=0.1)
 
 
 def test_one_linear_model_is_learned_with_noise() -> None:

@@ -11,11 +11,8 @@ from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import (
-    DictionaryAveragingClient,
     DictionaryClient,
     DiffusionClient,
-    LearnerClient,
-    PerPCAClient,
     RegressionClient,
     client_app,
 )
@@ -27,13 +24,11 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Adam,
     ClusteredFedAvg,
-    DictionaryAveraging,
     FedMD,
     FedX,
     NeighborRelay,
     OneShotClustering,
     PerMA,
-    PerPCA,
     ProtocolStrategy,
 )
 from tests.grids import partition_of
@@ -83,8 +78,8 @@ class Case(NamedTuple):
         return InProcessGrid(client_app(self.make_client), N, state_dir=state_dir)
 
 
-def dictionaries(client: type[LearnerClient]) -> Callable[[Context, int], Any]:
-    return lambda context, i: client(ATOMS[i], OrthogonalLearner(4), context)
+def dictionaries(context: Context, i: int) -> Any:
+    return DictionaryClient(ATOMS[i], OrthogonalLearner(4), context)
 
 
 def regressions(context: Context, i: int) -> Any:
@@ -100,9 +95,7 @@ def nodes(context: Context, i: int) -> Any:
 
 
 CASES = {
-    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries(DictionaryClient), 2),
-    "averaging": Case(DictionaryAveraging, dictionaries(DictionaryAveragingClient), 2),
-    "perpca": Case(lambda **o: PerPCA(2, **o), dictionaries(PerPCAClient), 2),
+    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries, 2),
     "clusters": Case(lambda **o: ClusteredFedAvg(2, choose_every=2, **o), means, 2, ZEROS),
     "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), means, 1, ZEROS),
     "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
@@ -118,11 +111,7 @@ VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
         strategy=lambda **o: PerMA(2, aggregation="mean", **SOME, **o)
     ),
-    "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries(DictionaryClient), 10),
-    "averaging, some": CASES["averaging"]._replace(
-        strategy=lambda **o: DictionaryAveraging(**SOME, **o)
-    ),
-    "perpca, some": CASES["perpca"]._replace(strategy=lambda **o: PerPCA(2, **SOME, **o)),
+    "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries, 10),
     "clusters, adam": CASES["clusters"]._replace(
         strategy=lambda **o: ClusteredFedAvg(2, optimizer=Adam(), choose_every=2, **SOME, **o)
     ),
