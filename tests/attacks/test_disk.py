@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 
