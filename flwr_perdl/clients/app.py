@@ -280,6 +280,8 @@ class NumPyClientApp(AnsweringApp):
         privacy: Noise | None,
     ) -> None:
         super().__init__(min_clients, private, privacy)
+        if private:
+            self._keep = KeepPrivate(private, by_position=True)
         self._make_client = make_client
         self._secure = secure
         self.train(mods=list(train_mods))(self._train)

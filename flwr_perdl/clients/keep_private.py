@@ -7,9 +7,10 @@ clip and PyTorch's ``load_state_dict`` want it. Only `PersonalizedFedAvg` knows 
 and asks the mod to leave it out of the messages.
 
 What leaves the client: the other arrays after training, and what else the app replies. What they
-say of the samples, and of the private arrays that they were trained with, is not hidden. The names
-of arrays are the server's: an app that takes its arrays by position, as a NumPyClient does, trusts
-the first request of a run with which array has which name.
+say of the samples, and of the private arrays that they were trained with, is not hidden, but that a
+shared array is a copy of a private one, as of tied weights, is refused. The names of arrays are the
+server's: an app that takes its arrays by position, as a NumPyClient does, trusts the first request
+of its first run with which array has which name, and keeps to it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from flwr.app import (
 )
 
 from flwr_perdl.clients._handlers import says, sendable
-from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
-from flwr_perdl.core.checks import check_count, check_list
+from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import Matrix, check_count, check_list
+from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.records import (
     ANEW,
     CONFIG,
@@ -58,6 +61,8 @@ KEPT = "kept-private"
 
 #: What the state is of, and its entries: the names of all arrays, and the private ones.
 _ALGORITHM, _NAMES, _ARRAY = "keep-private", "names", "array/"
+#: Where the names of a client's first run are: in ``context.state``, and on disk.
+_FIRST, _FIRST_FILE = "perdl.names", "names.npz"
 
 Call = Callable[[Message, Context], Message]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
@@ -89,7 +94,8 @@ def keep_private(*patterns: str) -> KeepPrivate:
         the reply, with the stored arrays as they were: if a pattern matches no array, or the
         patterns match all of them; if names or shapes are not those of the run's messages before;
         if there is no ``"server-round"`` in the config; if the app does not return the arrays that
-        it received, or returns private ones that are not finite.
+        it received, or returns private ones that are not finite, or a shared array of floats that
+        its training changed and that equals a private one (tied weights).
 
     Notes
     -----
@@ -117,11 +123,11 @@ def keep_private(*patterns: str) -> KeepPrivate:
     ...     numbers = MetricRecord({"num-examples": 1})
     ...     content = RecordDict({"arrays": ArrayRecord(own), "metrics": numbers})
     ...     return Message(content, reply_to=message)
-    >>> start = ArrayRecord({"body": Array(np.zeros(1)), "head": Array(np.zeros(1))})
+    >>> start = ArrayRecord({"body": Array(np.zeros(1)), "head": Array(np.ones(1))})
     >>> grid = InProcessGrid(app, 2)
     >>> result = FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=3)
     >>> result.arrays.to_numpy_ndarrays()
-    [array([3.]), array([0.])]
+    [array([3.]), array([1.])]
     """
     if not patterns:
         raise ValueError("patterns must name at least one array, got none.")
@@ -171,8 +177,9 @@ class _Part(NamedTuple):
 class KeepPrivate:
     """See `keep_private`."""
 
-    def __init__(self, patterns: tuple[str, ...]) -> None:
+    def __init__(self, patterns: tuple[str, ...], *, by_position: bool = False) -> None:
         self.patterns = patterns
+        self._by_position = by_position
 
     def __call__(self, message: Message, context: Context, call_next: Call) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
@@ -184,9 +191,16 @@ class KeepPrivate:
         config = next((one for one in configs if ROUND in one), ConfigRecord())
         round_ = check_count(ROUND, config.get(ROUND))
         run = str(config.get(RUN, context.run_id))
-        state = PrivateState(context, run, private_shelf(context, _ALGORITHM))
+        shelf = private_shelf(context, _ALGORITHM)
+        state = PrivateState(context, run, shelf)
         kept = state.before(round_) if kind == MessageType.TRAIN else state.after(round_)
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
+        first = _first_names(context, shelf) if self._by_position else part.names
+        if first not in (None, part.names):
+            raise ValueError(
+                f"arrays must be called {_list(first)}, as in the first run of this client, which "
+                f"takes them by position, got {_list(part.names)}."
+            )
         alternate = bool(config.pop(ALTERNATE, False))
 
         def ask(model: Mapping[str, Array], trained: Sequence[str] = ()) -> Message:
@@ -202,6 +216,8 @@ class KeepPrivate:
         if reply.has_error():
             return reply
         state.save(round_, _to_keep(part, model))
+        if first is None:
+            _keep_names(context, shelf, part.names)
         answered, _ = _only_arrays(reply.content, "a training reply")
         reply.content[answered] = _record(_to_send(part, model))
         numbers = reply.content.get(METRICS)
@@ -231,7 +247,7 @@ class KeepPrivate:
                 f"arrays must have a start of {_list(lost)}: this client keeps none from before, "
                 "and without a state-dir in its node config a restart loses what it kept."
             )
-        names = list(given) if kept is None else json.loads(kept[_NAMES].astype(np.uint8).tobytes())
+        names = list(given) if kept is None else _read_names(kept[_NAMES])
         private = matched("patterns", self.patterns, names)
         if not set(left_out) <= set(private):
             raise ValueError(
@@ -320,12 +336,57 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
         if not np.isfinite(decode(found[name])).all():
             raise ValueError(f"array {name!r} must be finite after training, got other values.")
+        for other in found.keys() - set(private):
+            if _equal(found[other], found[name]) and not _equal(found[other], model[other]):
+                raise ValueError(
+                    f"array {other!r} must not equal the private array {name!r} after training, as "
+                    "tied weights do: keep both private, or none."
+                )
+
+
+def _equal(one: Array, other: Array) -> bool:
+    """Whether two arrays of floats have the same values, in whatever shape."""
+    alike = one.dtype == other.dtype and prod(one.shape) == prod(other.shape)
+    if not alike or np.dtype(one.dtype).kind != "f":
+        return False
+    return np.array_equal(decode(one).ravel(), decode(other).ravel())
 
 
 def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
-    letters = np.frombuffer(json.dumps(part.names).encode(), dtype=np.uint8)
-    names = letters.astype(np.float64)  # records take longer for other dtypes
-    return {_NAMES: names, **{f"{_ARRAY}{name}": decode(model[name]) for name in part.private}}
+    own = {f"{_ARRAY}{name}": decode(model[name]) for name in part.private}
+    return {_NAMES: _written_names(part.names), **own}
+
+
+def _written_names(names: Sequence[str]) -> Matrix:
+    letters = np.frombuffer(json.dumps(names).encode(), dtype=np.uint8)
+    return letters.astype(np.float64)  # records take longer for other dtypes
+
+
+def _read_names(array: Matrix) -> list[str]:
+    names: list[str] = json.loads(array.astype(np.uint8).tobytes())
+    return names
+
+
+def _first_names(context: Context, shelf: Shelf | None) -> list[str] | None:
+    """Return the names of the arrays in this client's first run, None before its training."""
+    record = context.state.array_records.get(_FIRST)
+    if record is not None:
+        return _read_names(decode(record[_NAMES]))
+    path = None if shelf is None else shelf.folder / _FIRST_FILE
+    if shelf is None or path is None or not path.exists():
+        return None
+    files.refuse_link(shelf.folder)
+    saved = read(path, ["client"], lambda _: None)
+    return None if saved is None else _read_names(saved.arrays[_NAMES])
+
+
+def _keep_names(context: Context, shelf: Shelf | None, names: Sequence[str]) -> None:
+    """Keep the names of a client's first run, where it keeps its private arrays."""
+    written = _written_names(names)
+    context.state[_FIRST] = named([encode(written)], [_NAMES])
+    if shelf is not None:  # its folder is there: a state was saved
+        path = shelf.folder / _FIRST_FILE
+        files.save(path, *locked({_NAMES: written}, {"client": shelf.client}))
 
 
 def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:

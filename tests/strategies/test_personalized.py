@@ -282,7 +282,7 @@ def test_a_robust_rule_bounds_what_a_liar_does_to_the_body() -> None:
             self.by = 1 if partition_of(context) else 1e4
 
         def fit(self, parameters: Any, config: Any) -> Any:
-            return [parameters[0] + self.by, parameters[1] + 1], 1, {}
+            return [parameters[0] + self.by, parameters[1] + 3], 1, {}
 
     given = ArrayRecord([np.zeros(2), np.zeros(2)])
     grid = Tapped(client_app(Moves, private=["1"]), 6)
