@@ -121,6 +121,16 @@ def numbers_of(content: RecordDict) -> tuple[dict[str, Scalar], int]:
     return numbers, int(numbers[NUM_EXAMPLES])
 
 
+def within(
+    mods: Sequence[Any], call: Callable[[Message, Context], Message]
+) -> Callable[[Message, Context], Message]:
+    """Return ``call`` with these mods around it, outermost first."""
+    if not mods:
+        return call
+    inner = within(mods[1:], call)
+    return lambda message, context: mods[0](message, context, inner)
+
+
 def says(message: Message, *keys: str) -> bool:
     """Whether a request's config has one of these keys."""
     record = message.content.get(CONFIG)

@@ -11,15 +11,26 @@ from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordD
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
-from flwr_perdl.clients._handlers import NoEvaluateError, evaluation_of, evaluation_reply, says
+from flwr_perdl.clients._handlers import (
+    NoEvaluateError,
+    evaluation_of,
+    evaluation_reply,
+    says,
+    within,
+)
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
 from flwr_perdl.clients.ditto import DITTO, answer_ditto
-from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
+from flwr_perdl.clients.keep_private import (
+    KeepPrivate,
+    asked_to_keep,
+    check_mods,
+    check_patterns,
+)
 from flwr_perdl.clients.perma import ONLY_DICTIONARY, SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
-from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
+from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
@@ -82,8 +93,9 @@ def client_app(
         different public keys: in a round with fewer it sends no update, and it does not help to
         unmask a sum over fewer.
     private : sequence of str, default ()
-        Names of arrays that never leave the client, or patterns of them: `keep_private`, around all
-        mods. Where the strategy's initial arrays have no names, they are "0", "1", ….
+        Names of arrays that never leave the client, or patterns of them: `keep_private`, with
+        ``train_mods`` inside, which see the shared arrays alone, and around all other mods. Where
+        the strategy's initial arrays have no names, they are "0", "1", ….
     privacy : Noise, optional
         The client answers only requests whose promise is at least as strong, with sums to which
         noise is added, and only for as many rounds as the promise is for. Its ``basis`` and
@@ -137,7 +149,7 @@ def client_app(
                 "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        _check_outermost("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
+        check_mods("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
         return make_client if ours else OtherApp(make_client, min_clients, names, privacy)
     if not callable(make_client):
         raise TypeError(
@@ -145,21 +157,10 @@ def client_app(
             f"{make_client!r}."
         )
     for name, mods in (("train_mods", train_mods), ("evaluate_mods", evaluate_mods)):
-        if not all(map(callable, check_list(name, mods))):
-            raise TypeError(f"{name} must be functions, got {mods!r}.")
-        _check_outermost(name, mods)
+        check_mods(name, mods)
     return NumPyClientApp(
         make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy
     )
-
-
-def _check_outermost(name: str, mods: Sequence[Any]) -> None:
-    """Refuse a `keep_private` that other mods, or another one, would stand around."""
-    if any(isinstance(mod, KeepPrivate) for mod in mods):
-        raise ValueError(
-            f"{name} must be without keep_private, which stands around all mods, on training and "
-            "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
-        )
 
 
 def _numpy_client(client: Any) -> Any:
@@ -184,6 +185,8 @@ class AnsweringApp(ClientApp):
 
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
+    #: Mods around training, which see what is shared.
+    _train_mods: Sequence[Any] = ()
 
     def __init__(self, min_clients: int, private: tuple[str, ...], privacy: Noise | None) -> None:
         super().__init__()
@@ -220,9 +223,11 @@ class AnsweringApp(ClientApp):
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
         keep = self._keep or (None if self.own_keep else asked_to_keep(message))
+        trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+        mods = self._train_mods if trains else ()
         if keep is None:
-            return self._handle(message, context)
-        return keep(message, context, self._handle)
+            return within(mods, self._handle)(message, context)
+        return keep(message, context, self._handle, mods)
 
     def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""
@@ -284,7 +289,8 @@ class NumPyClientApp(AnsweringApp):
             self._keep = KeepPrivate(private, by_position=True)
         self._make_client = make_client
         self._secure = secure
-        self.train(mods=list(train_mods))(self._train)
+        self._train_mods = tuple(train_mods)
+        self.train()(self._train)
         self.evaluate(mods=list(evaluate_mods))(self._evaluate)
         self.query()(self._query)
 

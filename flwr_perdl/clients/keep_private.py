@@ -34,11 +34,12 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients._handlers import says, sendable
+from flwr_perdl.clients._handlers import says, sendable, within
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.privacy.at_rest import locked, read
+from flwr_perdl.protocol.compat import like
 from flwr_perdl.protocol.records import (
     ANEW,
     CONFIG,
@@ -68,7 +69,7 @@ Call = Callable[[Message, Context], Message]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 
 
-def keep_private(*patterns: str) -> KeepPrivate:
+def keep_private(*patterns: str, inside: Sequence[Any] = ()) -> KeepPrivate:
     """Return a Flower mod that keeps the arrays with these names at the client.
 
     ``ClientApp(mods=[keep_private("head.*")])`` personalizes an app of the Message API without a
@@ -80,6 +81,9 @@ def keep_private(*patterns: str) -> KeepPrivate:
     *patterns : str
         Names of arrays, or patterns of them as in ``fnmatch``: ``"fc3.*"``. Arrays without names
         are called "0", "1", ….
+    inside : sequence of Flower mods, default ()
+        Mods around training, outermost first, that see the shared arrays alone, such as
+        ``LocalDpMod``: the private ones are neither clipped nor noised, and do not count in norms.
 
     Returns
     -------
@@ -89,6 +93,8 @@ def keep_private(*patterns: str) -> KeepPrivate:
 
     Raises
     ------
+    TypeError
+        If ``inside`` has something that is not a function.
     ValueError
         If there are no patterns, or one is no text. When a message comes, and then as the error of
         the reply, with the stored arrays as they were: if a pattern matches no array, or the
@@ -131,7 +137,7 @@ def keep_private(*patterns: str) -> KeepPrivate:
     """
     if not patterns:
         raise ValueError("patterns must name at least one array, got none.")
-    return KeepPrivate(check_patterns("patterns", patterns))
+    return KeepPrivate(check_patterns("patterns", patterns), inside=check_mods("inside", inside))
 
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
@@ -140,6 +146,19 @@ def asked_to_keep(message: Message) -> KeepPrivate | None:
         return None
     left_out = json.loads(str(message.content[CONFIG][LEFT_OUT]))
     return KeepPrivate(tuple(map(escape, left_out))) if left_out else None
+
+
+def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
+    """Return mods, or say that one is no function, or another `keep_private`."""
+    listed = tuple(check_list(name, mods))
+    if not all(map(callable, listed)):
+        raise TypeError(f"{name} must be functions, got {mods!r}.")
+    if any(isinstance(mod, KeepPrivate) for mod in listed):
+        raise ValueError(
+            f"{name} must be without keep_private, which stands around all mods, on training and "
+            "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
+        )
+    return listed
 
 
 def check_patterns(name: str, patterns: Any) -> tuple[str, ...]:
@@ -177,11 +196,16 @@ class _Part(NamedTuple):
 class KeepPrivate:
     """See `keep_private`."""
 
-    def __init__(self, patterns: tuple[str, ...], *, by_position: bool = False) -> None:
+    def __init__(
+        self, patterns: tuple[str, ...], *, inside: Sequence[Any] = (), by_position: bool = False
+    ) -> None:
         self.patterns = patterns
+        self._inside = tuple(inside)
         self._by_position = by_position
 
-    def __call__(self, message: Message, context: Context, call_next: Call) -> Message:
+    def __call__(
+        self, message: Message, context: Context, call_next: Call, inside: Sequence[Any] = ()
+    ) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
         kind = message.metadata.message_type.partition(".")[0]
         if kind == MessageType.QUERY:
@@ -203,18 +227,46 @@ class KeepPrivate:
             )
         alternate = bool(config.pop(ALTERNATE, False))
 
-        def ask(model: Mapping[str, Array], trained: Sequence[str] = ()) -> Message:
-            message.content[record] = _record(model)
-            if trained:
-                config[TRAIN_NAMES] = json.dumps(trained)
-            return call_next(message, context)
-
         model = _model(part, kept)
         if kind != MessageType.TRAIN:
-            return _without_arrays(ask(model))
-        reply, model = _trained(ask, part, model, alternate)
-        if reply.has_error():
-            return reply
+            message.content[record] = _record(model)
+            return _without_arrays(call_next(message, context))
+
+        def train(
+            model: Mapping[str, Array], names: Sequence[str]
+        ) -> tuple[Message, dict[str, Array]]:
+            """Train this model; the mods inside see its shared arrays alone."""
+            private = {name: model[name] for name in part.private}
+
+            def whole(asked: Message, context: Context) -> Message:
+                shared = asked.content[record]
+                given = {n: private[n] if n in private else shared[n] for n in part.names}
+                content = RecordDict({**asked.content, record: _record(given)})
+                reply = call_next(like(asked, content), context)
+                if reply.has_error():
+                    return reply
+                answered, found = _only_arrays(reply.content, "a training reply")
+                _check_found(found, given, part.private)
+                private.update({name: found[name] for name in private})
+                reply.content[answered] = _record(_without(found, private))
+                return reply
+
+            if alternate:
+                config[TRAIN_NAMES] = json.dumps(names)
+            message.content[record] = _record(_without(model, private))
+            reply = within((*self._inside, *inside), whole)(message, context)
+            if reply.has_error():
+                return reply, {}
+            _, shared = _only_arrays(reply.content, "a training reply")
+            _check_names(shared, _without(model, private))
+            return reply, {**private, **shared}
+
+        shared = [name for name in part.names if name not in part.private]
+        for names in (part.private, shared) if alternate else (part.names,):
+            reply, found = train(model, names)
+            if reply.has_error():
+                return reply
+            model = {**model, **{name: found[name] for name in names}}
         state.save(round_, _to_keep(part, model))
         if first is None:
             _keep_names(context, shelf, part.names)
@@ -305,31 +357,18 @@ def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:
     return {name: private[name] if name in private else part.given[name] for name in part.names}
 
 
-def _trained(
-    ask: Callable[..., Message],
-    part: _Part,
-    model: dict[str, Array],
-    alternate: bool,
-) -> tuple[Message, dict[str, Array]]:
-    """Return the app's last reply, and the model after its training, in one step or FedRep's two.
+def _without(model: Mapping[str, Array], private: Collection[str]) -> dict[str, Array]:
+    return {name: array for name, array in model.items() if name not in private}
 
-    Of a step of FedRep the other part counts as it was, whatever the app made of it.
-    """
-    shared = [name for name in part.names if name not in part.private]
-    for names in (part.private, shared) if alternate else (part.names,):
-        reply = ask(model, names if alternate else ())
-        if reply.has_error():
-            break
-        _, found = _only_arrays(reply.content, "a training reply")
-        _check_found(found, model, part.private)
-        model = {**model, **{name: found[name] for name in names}}
-    return reply, model
+
+def _check_names(found: ArrayRecord, model: Mapping[str, Array]) -> None:
+    if found.keys() != model.keys():
+        raise ValueError(f"a training reply must have {_list(model)}, got {_list(found)}.")
 
 
 def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequence[str]) -> None:
     """Accept a training reply with the model's arrays, whose private ones can be kept."""
-    if found.keys() != model.keys():
-        raise ValueError(f"a training reply must have {_list(model)}, got {_list(found)}.")
+    _check_names(found, model)
     for name in private:
         shape, wanted = tuple(found[name].shape), tuple(model[name].shape)
         if shape != wanted:

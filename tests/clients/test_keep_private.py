@@ -19,12 +19,12 @@ from flwr.app import (
 )
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import fixedclipping_mod
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg
+from flwr_perdl.strategies import ClusteredFedAvg, PersonalizedFedAvg
 from tests.grids import Tapped, arrays_in, failing, partition_of
 
 NAMES = ("body.weight", "head.weight", "body.bias", "head.bias")
@@ -313,6 +313,40 @@ def test_arrays_leave_in_replies_to_training_alone() -> None:
         ask(app, context, None, model(), "evaluate")
 
 
+@pytest.mark.parametrize("which", ["inside", "train_mods", "the server's names"])
+def test_noise_and_clipping_see_the_shared_part_alone(which: str) -> None:
+    """The steps of the head are longer than the norm that updates are clipped to."""
+    mods = [LocalDpMod(100.0, 0.0, 1.0, 0.1), LocalDpMod(100.0, 1e-3, 1.0, 0.1)]
+    private = ["head.*"] if which == "train_mods" else []
+    if which == "inside":
+        app = client_app(make_app(keep_private("head.*", inside=mods)))
+    else:
+        app = client_app(lambda context: ByPosition(context), private=private, train_mods=mods)
+    grid = Tapped(app, 2)
+    strategy = PersonalizedFedAvg(["head.*"]) if which == "the server's names" else FedAvg()
+    result = strategy.start(grid, model(), num_rounds=2)
+    assert grid.errors == []
+    assert grid.measured("head") == {0: 2, 1: 4}
+    assert_private_stays(grid)
+    body = result.arrays["body.bias"].numpy()
+    assert (body != 6.0).all()
+    np.testing.assert_allclose(body, 6.0, atol=0.1)
+
+
+class ByPosition(NumPyClient):
+    """Does what the app of `make_app` does."""
+
+    def __init__(self, context: Context) -> None:
+        self.p = partition_of(context)
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        steps = zip(parameters, STEPS.values(), strict=True)
+        return [array + (self.p + 1) * step for array, step in steps], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return 0.0, 1, {"head": float(parameters[1][0]) / 1e3}
+
+
 def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
     keep = keep_private("head.*")
     client_app(make_app(keep, fixedclipping_mod))
@@ -321,6 +355,7 @@ def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
         lambda: client_app(make_app(keep), private=["head.*"]),
         lambda: client_app(by_position, train_mods=[keep]),
         lambda: client_app(by_position, evaluate_mods=[keep]),
+        lambda: keep_private("head.*", inside=[keep]),
     ):
         with pytest.raises(ValueError, match="mods"):
             wrong()
