@@ -39,6 +39,7 @@ from flwr_perdl.protocol.records import (
     CONFIG,
     NO_EVALUATE,
     PARTITION_ID,
+    PRIVATE,
     directed,
     read_request,
     reply_to,
@@ -223,11 +224,18 @@ class AnsweringApp(ClientApp):
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
         keep = self._keep or (None if self.own_keep else asked_to_keep(message))
-        trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
-        mods = self._train_mods if trains else ()
+        kind = message.metadata.message_type.partition(".")[0]
+        mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:
-            return within(mods, self._handle)(message, context)
-        return keep(message, context, self._handle, mods)
+            reply = within(mods, self._handle)(message, context)
+        else:
+            reply = keep(message, context, self._handle, mods)
+        keep = keep or self.own_keep
+        if kind == MessageType.QUERY and keep is not None and not reply.has_error():
+            who = reply.content.get(CONFIG)
+            if isinstance(who, ConfigRecord):
+                who[PRIVATE] = list(keep.patterns)
+        return reply
 
     def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""

@@ -78,6 +78,8 @@ RUN = "perdl.run"
 #: What a client says of itself when it is asked who it is.
 PARTITION_ID = "partition-id"
 NAME = "name"
+#: Names, or patterns, of the arrays that it keeps private; nothing where it keeps none.
+PRIVATE = "perdl.keeps-private"
 #: The metric of a client that found no private state of the run and had to make it anew.
 ANEW = "anew"
 

@@ -15,6 +15,7 @@ from flwr_perdl.protocol.records import (
     CONFIG,
     NAME,
     PARTITION_ID,
+    PRIVATE,
     brief,
     named_partition,
     printable,
@@ -61,6 +62,8 @@ class Roster:
         self._count: Counter[str] = Counter()
         #: How the clients call themselves.
         self.names: dict[int, str] = {}
+        #: The patterns of arrays that clients say they keep private.
+        self.private: dict[int, list[str]] = {}
         #: Why nodes take no part that do not say who they are.
         self.strangers: dict[int, str] = {}
         #: Why nodes that are there now, and were asked, do not say who they are.
@@ -91,6 +94,11 @@ class Roster:
         if self._partitions.get(node, partition) != partition:
             del self._partitions[node]  # who becomes another client is not the first to be it
         self._partitions[node] = partition
+        patterns = properties.get(PRIVATE, ())
+        if patterns and isinstance(patterns, list):
+            self.private[partition] = [printable(str(one), _LONGEST_NAME) for one in patterns[:8]]
+        else:
+            self.private.pop(partition, None)
         name = properties.get(NAME)
         own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
         self._names[node] = own or str(partition)

@@ -30,11 +30,15 @@ What each party receives:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from logging import WARNING
 from typing import ClassVar, Unpack
+
+from flwr.serverapp import Grid
 
 from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.protocol.combine import Combine
+from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Scalar
 from flwr_perdl.protocol.request import Protocol, Request, State
@@ -71,7 +75,8 @@ class Ditto(ModelStrategy):
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; from `start`, if the initial arrays are none.
+        If an option breaks its rule; from `start`, if the initial arrays are none, or clients keep
+        a part private (`keep_private`) and fewer than ``min_clients`` others are there.
 
     Notes
     -----
@@ -131,3 +136,21 @@ class Ditto(ModelStrategy):
                 combine=Combine(start=model, rule=self.robust),
             )
             state = packed(*self.moved(model, replies.combined, state))
+
+    def _present(self, grid: Grid) -> dict[int, int]:
+        """Return the present clients; who keeps a part private has no place for a whole model."""
+        nodes, roster = super()._present(grid), self._running().roster
+        keeping = [who for who in nodes if who in roster.private]
+        if not keeping:
+            return nodes
+        who = keeping[0]
+        sentence = (
+            f"clients of Ditto must keep nothing private, since each has a whole model of its own, "
+            f"got {roster.label(who)}, which keeps {', '.join(map(repr, roster.private[who]))} "
+            f"({len(keeping)} of {len(nodes)} clients in all): take keep_private, or private= of "
+            "client_app, away, or use PersonalizedFedAvg."
+        )
+        if len(nodes) - len(keeping) < self._options.min_clients:
+            raise ValueError(sentence)
+        log(WARNING, "Left out of this round: %s", sentence)
+        return {who: node for who, node in nodes.items() if who not in keeping}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.simulations import InProcessGrid
@@ -373,10 +374,32 @@ def test_ditto_keeps_what_it_has_if_a_training_fails() -> None:
     assert grid.measured("body") == {0: 2, 1: 6, 2: 9}
 
 
-def test_keep_private_around_a_client_with_private_state_says_so() -> None:
-    grid = Tapped(client_app(make_app(), private=HEAD), 2)
-    with pytest.raises(TooFewReplies, match="private state"):
+@pytest.mark.parametrize(
+    "app",
+    [
+        client_app(make_app(), private=HEAD),
+        client_app(make_app(keep_private(*HEAD))),
+        client_app(lambda context: Coupled(True, []), private=HEAD),
+    ],
+    ids=["option", "mod", "NumPyClient"],
+)
+def test_ditto_refuses_clients_with_a_private_part_at_the_start(app: Any) -> None:
+    grid = Tapped(app, 2)
+    with pytest.raises(ValueError, match=r"private.*client 0.*'head\.\*'"):
         Ditto().start(grid, model(), num_rounds=2)
+    assert {message.metadata.message_type for message in grid.asked} == {"query"}
+
+
+def test_ditto_goes_on_without_one_client_that_has_a_private_part() -> None:
+    plain, keeping = client_app(make_app()), client_app(make_app(), private=HEAD)
+
+    class Mixed(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            return (plain if partition_of(context) else keeping)(message, context)
+
+    strategy = Ditto(pull=0.25)
+    strategy.start(Tapped(Mixed(), 3), model(), num_rounds=2)
+    assert [list(report.metrics) for report in strategy.history] == 4 * [[1, 2]]
 
 
 def test_a_server_of_ditto_that_sends_another_model_is_refused() -> None:
