@@ -64,7 +64,7 @@ def client_app(
     evaluate_mods: Sequence[Any] = (),
     secure: bool = False,
     min_clients: int = MIN_CLIENTS,
-    private: Sequence[str] = (),
+    private: str | Sequence[str] = (),
     privacy: Noise | None = None,
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
@@ -93,7 +93,7 @@ def client_app(
         The fewest clients in a secure round that the client takes part in, at least 2. It counts
         different public keys: in a round with fewer it sends no update, and it does not help to
         unmask a sum over fewer.
-    private : sequence of str, default ()
+    private : str or sequence of str, default ()
         Names of arrays that never leave the client, or patterns of them: `keep_private`, with
         ``train_mods`` inside, which see the shared arrays alone, and around all other mods. Where
         the strategy's initial arrays have no names, they are "0", "1", ….

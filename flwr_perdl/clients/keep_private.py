@@ -69,7 +69,7 @@ Call = Callable[[Message, Context], Message]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 
 
-def keep_private(*patterns: str, inside: Sequence[Any] = ()) -> KeepPrivate:
+def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> KeepPrivate:
     """Return a Flower mod that keeps the arrays with these names at the client.
 
     ``ClientApp(mods=[keep_private("head.*")])`` personalizes an app of the Message API without a
@@ -78,9 +78,9 @@ def keep_private(*patterns: str, inside: Sequence[Any] = ()) -> KeepPrivate:
 
     Parameters
     ----------
-    *patterns : str
-        Names of arrays, or patterns of them as in ``fnmatch``: ``"fc3.*"``. Arrays without names
-        are called "0", "1", ….
+    *patterns : str or sequence of str
+        Names of arrays, or patterns of them as in ``fnmatch``: ``"fc3.*"``, one after the other or
+        in a list. Arrays without names are called "0", "1", ….
     inside : sequence of Flower mods, default ()
         Mods around training, outermost first, that see the shared arrays alone, such as
         ``LocalDpMod``: the private ones are neither clipped nor noised, and do not count in norms.
@@ -135,9 +135,10 @@ def keep_private(*patterns: str, inside: Sequence[Any] = ()) -> KeepPrivate:
     >>> result.arrays.to_numpy_ndarrays()
     [array([3.]), array([1.])]
     """
-    if not patterns:
+    own = tuple(one for some in patterns for one in check_patterns("patterns", some))
+    if not own:
         raise ValueError("patterns must name at least one array, got none.")
-    return KeepPrivate(check_patterns("patterns", patterns), inside=check_mods("inside", inside))
+    return KeepPrivate(own, inside=check_mods("inside", inside))
 
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
@@ -162,8 +163,9 @@ def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
 
 
 def check_patterns(name: str, patterns: Any) -> tuple[str, ...]:
-    """Return patterns of arrays' names, or say which is none."""
-    for pattern in check_list(name, patterns):
+    """Return patterns of arrays' names, one or several, or say which is none."""
+    patterns = [patterns] if isinstance(patterns, str) else check_list(name, patterns)
+    for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"{name} must be names of arrays, or patterns, got {pattern!r}.")
     return tuple(patterns)

@@ -72,7 +72,7 @@ class PersonalizedFedAvg(ModelStrategy):
 
     Parameters
     ----------
-    private : sequence of str
+    private : str or sequence of str
         Names of the private arrays, or patterns of them as in ``fnmatch``.
     alternate : bool, default False
         FedRep: in each round a client trains its private arrays while the shared ones are fixed,
@@ -135,7 +135,7 @@ class PersonalizedFedAvg(ModelStrategy):
 
     def __init__(
         self,
-        private: Sequence[str],
+        private: str | Sequence[str],
         *,
         alternate: bool = False,
         optimizer: Momentum | Adam | None = None,

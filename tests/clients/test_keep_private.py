@@ -265,10 +265,31 @@ def test_patterns_that_match_none_or_all_become_the_replys_error(patterns: tuple
     assert not any(context.state for context in grid.contexts.values())
 
 
-@pytest.mark.parametrize("given", [(), ("",), (3,), (None,)])
+@pytest.mark.parametrize("given", [(), ("",), (3,), (None,), ([],), (["head", 3],)])
 def test_patterns_must_be_texts(given: Any) -> None:
-    with pytest.raises(ValueError, match="patterns"):
+    with pytest.raises((TypeError, ValueError), match="patterns"):
         keep_private(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("head.*", {"head.weight", "head.bias"}),
+        (["head.weight", "head.b*"], {"head.weight", "head.bias"}),
+    ],
+)
+def test_all_take_one_name_or_several(given: Any, names: set[str]) -> None:
+    for app, strategy in (
+        (make_app(keep_private(given)), FedAvg()),
+        (make_app(keep_private(*[given] if isinstance(given, str) else given)), FedAvg()),
+        (client_app(make_app(), private=given), FedAvg()),
+        (client_app(make_app()), PersonalizedFedAvg(given)),
+    ):
+        grid = Tapped(app, 2)
+        strategy.start(grid, model(), num_rounds=1)
+        assert grid.errors == []
+        sent = {name for name, array in arrays_in(grid.replies) if array.any()}
+        assert sent == set(NAMES) - names
 
 
 def spoil_shape(own: dict[str, np.ndarray], config: Any) -> None:
@@ -362,4 +383,4 @@ def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
     with pytest.raises(ValueError, match="private"):
         client_app(client_app(by_position), private=["1"])
     with pytest.raises(TypeError, match="private"):
-        client_app(by_position, private="head")
+        client_app(by_position, private=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,12 @@ def test_a_model_is_needed(arrays: Any) -> None:
     for strategy in (PersonalizedFedAvg(HEAD), Ditto()):
         with pytest.raises(ValueError, match="initial_arrays"):
             strategy.start(Tapped(personal(), 2), arrays)
+
+
+def test_fedproxs_option_is_told_where_it_goes() -> None:
+    for strategy in (Ditto, partial(PersonalizedFedAvg, HEAD)):
+        with pytest.raises(TypeError, match=r"train_config.*proximal-mu"):
+            strategy(proximal_mu=0.1)
 
 
 # Ditto --------------------------------------------------------------------------------------
