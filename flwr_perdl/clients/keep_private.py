@@ -19,6 +19,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
+from logging import WARNING
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,7 +40,7 @@ from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.privacy.at_rest import locked, read
-from flwr_perdl.protocol.compat import like
+from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
     ANEW,
     CONFIG,
@@ -97,11 +98,13 @@ def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> 
         If ``inside`` has something that is not a function.
     ValueError
         If there are no patterns, or one is no text. When a message comes, and then as the error of
-        the reply, with the stored arrays as they were: if a pattern matches no array, or the
-        patterns match all of them; if names or shapes are not those of the run's messages before;
-        if there is no ``"server-round"`` in the config; if the app does not return the arrays that
-        it received, or returns private ones that are not finite, or a shared array of floats that
-        its training changed and that equals a private one (tied weights).
+        the reply, with the stored arrays as they were: if the patterns match no array, or all of
+        them (one that matches none, where another does, is a warning); if names or shapes are not
+        those of the run's messages before, or, of a client of `client_app` that takes its arrays by
+        position, names not those of its first run; if there is no ``"server-round"`` in the config;
+        if the app does not return the arrays that it received, or returns private ones that are not
+        finite, or a shared array of floats that its training changed and that equals a private one
+        (tied weights).
 
     Notes
     -----
@@ -172,16 +175,26 @@ def check_patterns(name: str, patterns: Any) -> tuple[str, ...]:
 
 
 def matched(name: str, patterns: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return which of these names match; each pattern must match one, and not all may match."""
-    for pattern in patterns:
-        if not any(fnmatchcase(one, pattern) for one in names):
-            raise ValueError(
-                f"{name} must match arrays, got {pattern!r} with arrays called {_list(names)}."
-            )
+    """Return which of these names match: at least one, and not all."""
     found = [one for one in names if any(fnmatchcase(one, each) for each in patterns)]
+    if not found:
+        raise ValueError(
+            f"{name} must match arrays, got {_list(patterns)} with arrays called {_list(names)}."
+        )
     if len(found) == len(names):
         raise ValueError(f"{name} must leave an array to share, got {_list(patterns)}: all match.")
     return found
+
+
+def warn_of_unmatched(name: str, patterns: Sequence[str], names: Collection[str]) -> None:
+    """Warn of patterns that match no array, where others do."""
+    unmatched = [one for one in patterns if not any(fnmatchcase(each, one) for each in names)]
+    if unmatched:
+        log(
+            WARNING,
+            "%s: %s matches none of the arrays, which are called %s.",
+            *(name, _list(unmatched), _list(names)),
+        )
 
 
 class _Part(NamedTuple):
@@ -230,6 +243,8 @@ class KeepPrivate:
         alternate = bool(config.pop(ALTERNATE, False))
 
         model = _model(part, kept)
+        if kept is None:
+            warn_of_unmatched("patterns", self.patterns, part.names)
         if kind != MessageType.TRAIN:
             message.content[record] = _record(model)
             return _without_arrays(call_next(message, context))

@@ -40,7 +40,14 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.keep_private import ALTERNATE, KEPT, LEFT_OUT, check_patterns, matched
+from flwr_perdl.clients.keep_private import (
+    ALTERNATE,
+    KEPT,
+    LEFT_OUT,
+    check_patterns,
+    matched,
+    warn_of_unmatched,
+)
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
@@ -89,8 +96,8 @@ class PersonalizedFedAvg(ModelStrategy):
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; from `start`, if the initial arrays are none, a pattern
-        matches none of them, or the patterns match all.
+        If an option breaks its rule; from `start`, if the initial arrays are none, or the patterns
+        match none of them (one of several is a warning) or all.
 
     Notes
     -----
@@ -157,6 +164,7 @@ class PersonalizedFedAvg(ModelStrategy):
         """Begin a run, or take it up from its checkpoint."""
         listed = list(names)
         own = matched("private", self.private, listed) if listed else []
+        warn_of_unmatched("private", self.private, listed)
         self._is_private = [name in own for name in listed]
         self._known, self._asked_now = set(), set()
         return super().open(initial, listed)

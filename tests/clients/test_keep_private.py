@@ -256,13 +256,25 @@ def stored(context: Context) -> dict[str, bytes]:
     return {name: array.data for name, array in record.items()}
 
 
-@pytest.mark.parametrize("patterns", [("tail.*",), ("head.*", "tail"), ("*",), ("head.*", "b*")])
+@pytest.mark.parametrize("patterns", [("tail.*",), ("tail", "x"), ("*",), ("head.*", "b*")])
 def test_patterns_that_match_none_or_all_become_the_replys_error(patterns: tuple[str, ...]) -> None:
     grid = Tapped(make_app(keep_private(*patterns)), 2)
     FedAvg().start(grid, model(), num_rounds=1)
     assert len(grid.errors) == 4
     assert all("ValueError: patterns must" in error for error in grid.errors)
     assert not any(context.state for context in grid.contexts.values())
+
+
+def test_a_pattern_that_matches_none_beside_one_that_does_is_a_warning(warned: Any) -> None:
+    for app, strategy in (
+        (make_app(keep_private("head.*", "tail")), FedAvg()),
+        (client_app(make_app()), PersonalizedFedAvg(["head.*", "tail"])),
+    ):
+        warned.clear()
+        grid = Tapped(app, 2)
+        strategy.start(grid, model(), num_rounds=2)
+        assert "'tail'" in warned.text
+        assert_private_stays(grid)
 
 
 @pytest.mark.parametrize("given", [(), ("",), (3,), (None,), ([],), (["head", 3],)])
