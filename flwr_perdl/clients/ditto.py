@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import Context, Message, MessageType
 
-from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats
+from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats, state_of
 from flwr_perdl.clients.base import PrivateState, private_shelf
 from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.protocol.records import (
@@ -49,7 +49,8 @@ def answer_ditto(
     if not trains:
         return evaluation_reply(message, *app.evaluate(own, own_config))
     pull = check_real(PULL, config.get(PULL), 0, 1)
-    sent, n, metrics = app.fit(given, own_config)
+    with state_of(context, "shared"):  # evaluations see the state of the client's own model
+        sent, n, metrics = app.fit(given, own_config)
     trained, _, _ = app.fit(own, own_config)
     if (found := [np.shape(array) for array in trained]) != shapes:
         raise ValueError(f"training must return arrays of shapes {shapes}, got {found}.")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from glob import escape
 from logging import WARNING
@@ -35,7 +36,7 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients._handlers import says, sendable, within
+from flwr_perdl.clients._handlers import says, sendable, state_of, within
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
@@ -280,7 +281,9 @@ class KeepPrivate:
 
         shared = [name for name in part.names if name not in part.private]
         for names in (part.private, shared) if alternate else (part.names,):
-            reply, found = train(model, names)
+            apart = state_of(context, "private") if names is part.private else nullcontext()
+            with apart:
+                reply, found = train(model, names)
             if reply.has_error():
                 return reply
             model = {**model, **{name: found[name] for name in names}}

@@ -83,6 +83,10 @@ class Ditto(ModelStrategy):
     Result: ``strategy.start(...).arrays`` is the global model; ``strategy.history`` has each
     client's evaluation of its own.
 
+    What the client's app keeps in ``context.state``, such as an optimizer's state, it finds again
+    in trainings of the same model: there is one such state for the server's model, and one for the
+    client's own, which evaluations see.
+
     Floats per client and round: the model down and up, in evaluations down. Clients keep their own
     model in ``context.state``, and on disk with ``state-dir`` in the node config.
 

@@ -115,7 +115,8 @@ class PersonalizedFedAvg(ModelStrategy):
     PyTorch, ``parameter.requires_grad = name in names`` for each of ``net.named_parameters()``. It
     may take more epochs where the names are those of its head, as the paper does. Of each step only
     these arrays count, so that an app that reads nothing of it is right, too. Metrics and number of
-    samples are the second step's.
+    samples are the second step's. What the app keeps in ``context.state``, such as an optimizer's
+    state, it finds again in the same step; evaluations see that of the second one.
 
     Shared counters travel as float64, and half floats as float32, since means of half floats would
     be too coarse. Numbers of samples weigh, those above ten times the round's median as that.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -305,6 +305,37 @@ def test_a_model_is_needed(arrays: Any) -> None:
     for strategy in (PersonalizedFedAvg(HEAD), Ditto()):
         with pytest.raises(ValueError, match="initial_arrays"):
             strategy.start(Tapped(personal(), 2), arrays)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [partial(Ditto, 0.1), partial(PersonalizedFedAvg, HEAD, alternate=True)],
+    ids=["Ditto", "FedRep"],
+)
+def test_each_training_finds_the_state_that_it_kept_and_no_other(strategy: Any) -> None:
+    """The app keeps in its state in which call of a round it wrote there: the first or second."""
+    calls: list[tuple[int, list[int]]] = []
+
+    class Remembers(NumPyClient):
+        def __init__(self, context: Context) -> None:
+            self.state = context.state
+
+        def found(self) -> list[int]:
+            return [int(i) for i in self.state.config_records.get("mine", {"calls": []})["calls"]]
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            calls.append((config["server-round"], self.found()))
+            self.state["mine"] = ConfigRecord({"calls": [*self.found(), len(calls) % 2]})
+            return [array + 10.0**i for i, array in enumerate(parameters)], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            assert self.found() == [0] * config["server-round"]
+            return 0.0, 1, {}
+
+    grid = Tapped(client_app(Remembers), 1)
+    strategy(min_clients=1).start(grid, model(), num_rounds=3)
+    assert grid.errors == []
+    assert calls == [(t, [of] * (t - 1)) for t in (1, 2, 3) for of in (1, 0)]
 
 
 def test_fedproxs_option_is_told_where_it_goes() -> None:
