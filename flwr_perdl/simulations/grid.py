@@ -69,10 +69,10 @@ class InProcessGrid(ShownAsCalled, Grid):
         error ("error"), not at all ("silence"), with NaN ("nan"), an array too short by a row
         ("shape"), or without records ("empty").
     state_dir : str or Path, optional
-        Folder in which the arrays of all nodes' ``context.state`` are kept, one file for all of
-        them, from which a later grid of as many nodes goes on. With ``state-dir`` in its node
-        config a node keeps files of its own instead, which takes longer than all else that
-        thousands of small nodes do.
+        Folder in which the arrays of all nodes' ``context.state`` are kept, in ``nodes/nodes.npz``,
+        one file for all of them, from which a later grid of as many nodes goes on. With a folder of
+        its own (`private_shelf`) a node keeps files there as well, which takes longer than all else
+        that thousands of small nodes do.
 
     Examples
     --------
