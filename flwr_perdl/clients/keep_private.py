@@ -250,40 +250,14 @@ class KeepPrivate:
             message.content[record] = _record(model)
             return _without_arrays(call_next(message, context))
 
-        def train(
-            model: Mapping[str, Array], names: Sequence[str]
-        ) -> tuple[Message, dict[str, Array]]:
-            """Train this model; the mods inside see its shared arrays alone."""
-            private = {name: model[name] for name in part.private}
-
-            def whole(asked: Message, context: Context) -> Message:
-                shared = asked.content[record]
-                given = {n: private[n] if n in private else shared[n] for n in part.names}
-                content = RecordDict({**asked.content, record: _record(given)})
-                reply = call_next(like(asked, content), context)
-                if reply.has_error():
-                    return reply
-                answered, found = _only_arrays(reply.content, "a training reply")
-                _check_found(found, given, part.private)
-                private.update({name: found[name] for name in private})
-                reply.content[answered] = _record(_without(found, private))
-                return reply
-
-            if alternate:
-                config[TRAIN_NAMES] = json.dumps(names)
-            message.content[record] = _record(_without(model, private))
-            reply = within((*self._inside, *inside), whole)(message, context)
-            if reply.has_error():
-                return reply, {}
-            _, shared = _only_arrays(reply.content, "a training reply")
-            _check_names(shared, _without(model, private))
-            return reply, {**private, **shared}
-
+        mods = (*self._inside, *inside)
         shared = [name for name in part.names if name not in part.private]
         for names in (part.private, shared) if alternate else (part.names,):
+            if alternate:
+                config[TRAIN_NAMES] = json.dumps(names)
             apart = state_of(context, "private") if names is part.private else nullcontext()
             with apart:
-                reply, found = train(model, names)
+                reply, found = _trained(message, context, mods, call_next, part, model)
             if reply.has_error():
                 return reply
             model = {**model, **{name: found[name] for name in names}}
@@ -375,6 +349,41 @@ def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:
     own = {} if kept is None else kept
     private = {n: encode(own[f"{_ARRAY}{n}"]) for n in part.private if f"{_ARRAY}{n}" in own}
     return {name: private[name] if name in private else part.given[name] for name in part.names}
+
+
+def _trained(
+    message: Message,
+    context: Context,
+    mods: Sequence[Any],
+    call: Call,
+    part: _Part,
+    model: Mapping[str, Array],
+) -> tuple[Message, dict[str, Array]]:
+    """Return the app's reply, and the model after training; mods see its shared arrays alone."""
+    record, _ = _only_arrays(message.content, "a request")
+    private = {name: model[name] for name in part.private}
+
+    def whole(asked: Message, context: Context) -> Message:
+        """Train by the app, which has the whole model."""
+        _, shared = _only_arrays(asked.content, "a request")
+        given = {n: private[n] if n in private else shared[n] for n in part.names}
+        content = RecordDict({**asked.content, record: _record(given)})
+        reply = call(like(asked, content), context)
+        if reply.has_error():
+            return reply
+        answered, found = _only_arrays(reply.content, "a training reply")
+        _check_found(found, given, part.private)
+        private.update({name: found[name] for name in private})
+        reply.content[answered] = _record(_without(found, private))
+        return reply
+
+    message.content[record] = _record(_without(model, private))
+    reply = within(mods, whole)(message, context)
+    if reply.has_error():
+        return reply, {}
+    _, shared = _only_arrays(reply.content, "a training reply")
+    _check_names(shared, _without(model, private))
+    return reply, {**private, **shared}
 
 
 def _without(model: Mapping[str, Array], private: Collection[str]) -> dict[str, Array]:
