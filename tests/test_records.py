@@ -85,7 +85,7 @@ def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Messag
 
 @pytest.mark.parametrize("metrics", [{"name": "x"}, {"bytes": b"x"}, {3: 1.0}])
 def test_metrics_that_are_no_numbers_with_names_are_refused(metrics: dict[Any, Any]) -> None:
-    with pytest.raises(TypeError, match=r"^metrics must"):
+    with pytest.raises(TypeError, match=r"^metrics"):
         reply_to(request(), None, 1, metrics)
 
 

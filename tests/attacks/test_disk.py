@@ -83,7 +83,7 @@ def test_the_newest_runs_are_kept_for_a_month(tmp_path: Path) -> None:
 @pytest.mark.parametrize("round_", [-1, 10**6, 10**30])
 def test_no_round_leaves_a_file_that_is_never_removed(tmp_path: Path, round_: int) -> None:
     """Before: a file for each round outside of 0 to 999,999, as many as the server likes."""
-    with pytest.raises(ValueError, match="round must"):
+    with pytest.raises(ValueError, match=r"^round"):
         PrivateState(context_of(), "run", shelf(tmp_path)).save(round_, ATOMS)
     assert list(tmp_path.iterdir()) == []
 
@@ -122,7 +122,7 @@ def test_a_link_in_place_of_a_journal_cuts_no_other_file(tmp_path: Path) -> None
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "history.jsonl").symlink_to(victim)
-    with pytest.raises(ValueError, match=r"history\.jsonl must"):
+    with pytest.raises(ValueError, match=r"history\.jsonl"):
         files.Journal(tmp_path / "history.jsonl").append([1])
     assert victim.read_text() == "precious"
 
@@ -369,7 +369,7 @@ def test_a_node_that_has_shown_its_result_takes_no_further_step(
     shown, _, _ = node.ask(request, "show", 2)
     for again in (node, Node(tmp_path)):
         for step in ("announce", "exchange"):
-            with pytest.raises(ValueError, match="step must"):
+            with pytest.raises(ValueError, match=r"^step"):
                 again.ask(request, step, round_)
         repeated, _, _ = again.ask([np.zeros((0, 4))], "show", round_, **{"perdl.sealed": False})
         np.testing.assert_array_equal(repeated, shown)

@@ -217,7 +217,7 @@ def test_rounds_only_increase_and_the_last_one_may_be_asked_again(kind: str) -> 
     once, again = (ask(np.eye(2, D), 4) for _ in range(2))
     np.testing.assert_equal(once, again)
     for G, round_ in ((np.eye(3, D), 4), (np.eye(2, D), 1), (np.eye(2, D), 3)):
-        with pytest.raises(ValueError, match="server-round must"):
+        with pytest.raises(ValueError, match=r"^server-round"):
             ask(G, round_)
     ask(np.eye(3, D), 5)
     with pytest.raises(ValueError, match="3 requests"):
@@ -245,7 +245,7 @@ def test_a_whole_dictionary_leaves_once() -> None:
 def test_a_client_serves_one_protocol(kind: Any) -> None:
     own = {step for _, step in kind.steps}
     for step in {"start", "update", "average", "components", "describe"} - own:
-        with pytest.raises(ValueError, match="step must"):
+        with pytest.raises(ValueError, match=r"^step"):
             kind(X, LEARNER, context_of()).fit([np.eye(2, D)], asks(step))
 
 
@@ -307,7 +307,7 @@ def for_models(step: str, **options: Any) -> dict[str, Any]:
 def test_large_models_are_refused(size: float, loss: Any, largest: float) -> None:
     """A logistic loss' gradient at a large model sums over what is on the wrong side of a plane."""
     client = RegressionClient(X, LABELS, context_of(), loss=loss)
-    with pytest.raises(ValueError, match="array 0 must"):
+    with pytest.raises(ValueError, match="array 0"):
         client.fit([size * direction(np.random.default_rng(1))], for_models("update"))
     client.fit([0.99 * largest * direction(np.random.default_rng(1))], for_models("update"))
 
@@ -326,5 +326,5 @@ def test_a_pair_of_points_is_not_sent() -> None:
 
 @pytest.mark.parametrize("step", ["describe", "moment", "anchors", "update"])
 def test_a_client_with_few_points_does_not_train(step: str) -> None:
-    with pytest.raises(ValueError, match="min_support must"):
+    with pytest.raises(ValueError, match=r"^min_support"):
         RegressionClient(X[:2], LABELS[:2], context_of()).fit([], for_models(step))

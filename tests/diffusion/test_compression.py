@@ -233,7 +233,7 @@ TWO = [metropolis_weights(RING), metropolis_weights(Topology.exponential(N))]
     ids=["changing", "faults", "faults on Flower"],
 )
 def test_public_copies_need_one_network_without_faults(network: Any) -> None:
-    with pytest.raises(ValueError, match=r"^network must .* compression"):
+    with pytest.raises(ValueError, match=r"^network"):
         learn(TRACKED, 3, network)
 
 
@@ -260,7 +260,7 @@ def test_a_compression_that_keeps_nothing_is_rejected_before_any_fit() -> None:
             raise AssertionError
 
     learner = DiffusionAveraging(method="atc", compression=TopK(0.05), evaluate_every=0)
-    with pytest.raises(ValueError, match=rf"^compression must .* {SIZE} values"):
+    with pytest.raises(ValueError, match=r"^compression"):
         learner.fit(Never, RING, 1, initial=[np.zeros(SIZE)])
 
 

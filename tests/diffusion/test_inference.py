@@ -528,7 +528,7 @@ def test_samples_of_any_size_get_the_right_answer_or_a_sentence(
     objective, ring = SparseSVD(0.0, 0.1), Topology.ring(4)
     X, D = problem(objective, n_agents=4, n_features=n_features)
     D = [W.astype(dtype) for W in D]
-    with pytest.raises(ValueError, match=r"^X must"):
+    with pytest.raises(ValueError, match=r"^X"):
         infer(objective, (large * X).astype(dtype), D, ring, method=method)
     found = infer(objective, (small * X).astype(dtype), D, ring, method=method)
     assert found.converged

@@ -371,7 +371,7 @@ def test_only_dual_variables_travel_and_nothing_private_is_shown() -> None:
     alone = learner.program({}, NETWORK, shape=X.shape)
     state = alone.adapt(alone.start(np.array([3, 5])), 1)
     np.testing.assert_array_equal(state.linear, 0)
-    with pytest.raises(ValueError, match=r"^X must"):
+    with pytest.raises(ValueError, match=r"^X"):
         alone.start(np.array([0, 3]))
 
 

@@ -55,7 +55,7 @@ def test_partition_gives_less_where_there_is_less():
     parts = imbalanced_partition(y, 10, 500, np.random.default_rng(0))
     assert [len(indices) for indices in parts.clients] == [90] * 10
     assert len(parts.test) == 100
-    with pytest.raises(ValueError, match="n_clients must"):
+    with pytest.raises(ValueError, match=r"^n_clients"):
         imbalanced_partition(np.arange(10), 20, 100, np.random.default_rng(0))
 
 
@@ -69,9 +69,9 @@ def test_natural_clients_keep_their_own_images():
     used = np.concatenate([*parts.clients, parts.test])
     assert len(set(used)) == len(used)
     assert sorted(owners[parts.test]) == [3, 5, 5, 5, 5, 7, 7, 7, 7]
-    with pytest.raises(ValueError, match="data must"):
+    with pytest.raises(ValueError, match=r"^data"):
         natural_partition(owners, 5, 20, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="data must"):
+    with pytest.raises(ValueError, match=r"^data"):
         natural_partition(np.array([0, 0, 1]), 2, 20, np.random.default_rng(0))
 
 

@@ -97,7 +97,7 @@ def test_the_partitioner_splits_as_the_experiment_does(pictures: Path) -> None:
         np.testing.assert_array_equal(same["y"], arrays["y"][indices])
     for label, client in zip(parts.labels, own, strict=True):
         assert np.mean(np.array(client["label"][:]) == label) >= 0.8
-    with pytest.raises(ValueError, match="partition_id must"):
+    with pytest.raises(ValueError, match=r"^partition_id"):
         parts.load_partition(4)
 
 
@@ -188,11 +188,11 @@ def test_scikit_learns_faces_from_its_store(
 def test_what_cannot_be_fetched_is_said_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'imagefolder' could not be fetched"):
         fetch("imagefolder", folder=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="client, split must"):
+    with pytest.raises(ValueError, match="client, split"):
         fetch("olivetti", client="id", split="test")
-    with pytest.raises(ValueError, match="limit must"):
+    with pytest.raises(ValueError, match=r"^limit"):
         fetch("mnist", limit=0)
-    with pytest.raises(ValueError, match="out must"):
+    with pytest.raises(ValueError, match=r"^out"):
         save(tmp_path / "data.txt", {})
     done = CliRunner().invoke(app, ["fetch", "olivetti", "--label", "y"])
     assert done.exit_code == 2

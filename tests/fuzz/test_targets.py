@@ -35,13 +35,6 @@ def test_seeds_are_read(name: str) -> None:
         targets.TARGETS[name](data)
 
 
-def test_seeds_reach_every_loader_and_a_clip_with_its_mask() -> None:
-    loaders = {data[0] % len(targets.LOADERS) for data in targets.seeds("data")}
-    assert loaders == set(range(len(targets.LOADERS)))
-    with targets.file_of(targets.npz(targets.CLIP[1:])) as path:
-        assert targets.load_clip(str(path), seed=0).mask.shape == (3, 8, 8)
-
-
 @pytest.mark.parametrize("name", targets.TARGETS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

@@ -15,7 +15,6 @@ from flwr_perdl.privacy import Noise, PublicBasis
 from flwr_perdl.privacy.noise import (
     Release,
     discrete_gaussian,
-    floor_eigenvalues,
     noise_multiplier,
     spent,
 )
@@ -231,11 +230,6 @@ def test_noise_comes_from_the_operating_system_unless_a_generator_is_given() -> 
     release = Noise(epsilon=1.0).release(1, size=3, sensitivity=1.0, reach=1.0)
     seeded = [release.noised(np.ones(3), np.random.default_rng(1)) for _ in range(2)]
     np.testing.assert_array_equal(*seeded)
-
-
-def test_eigenvalues_are_floored() -> None:
-    A = np.array([[1.0, 2.0], [2.0, 1.0]])  # 3 and -1
-    np.testing.assert_allclose(np.linalg.eigvalsh(floor_eigenvalues(A, 0.5)), [0.5, 3.0])
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (40,)])

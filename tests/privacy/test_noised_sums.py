@@ -340,7 +340,7 @@ def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
 
 def test_the_older_interface_is_rejected() -> None:
     noise = Noise(epsilon=1.0, trust="central")
-    with pytest.raises(ValueError, match="privacy must"):
+    with pytest.raises(ValueError, match=r"^privacy"):
         as_legacy(PerMA(ATOMS, privacy=noise), initial=[START]).initialize_parameters(
             SimpleClientManager()
         )
@@ -348,7 +348,7 @@ def test_the_older_interface_is_rejected() -> None:
 
 def test_a_client_that_bounds_no_record_is_named() -> None:
     grid = Tapped(client_app(OwnFit), CLIENTS)
-    with pytest.raises(TooFewReplies, match="level must"):
+    with pytest.raises(TooFewReplies, match="level"):
         learn(Noise(epsilon=1.0, trust="central"), grid, 1)
 
 
@@ -419,11 +419,11 @@ def test_one_linear_model_is_learned_with_noise() -> None:
         {"robust": True},
         {"phase_2": Refinement()},
     ):
-        with pytest.raises(ValueError, match="n_clusters must be 1"):
+        with pytest.raises(ValueError, match=r"^n_clusters"):
             FedX(**{"n_clusters": 1, "phase_2": phase, "privacy": noise, **wrong})
 
 
 @pytest.mark.parametrize("options", [{"k": 2}, {"k": "auto"}, {"k": 1, "robust": True}])
 def test_a_choice_of_clusters_is_rejected_under_a_promise(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="k must be 1"):
+    with pytest.raises(ValueError, match=r"^k"):
         ClusteredFedAvg(**options, privacy=Noise(epsilon=1.0, level="client"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,8 @@ from flwr.client import NumPyClient
 from flwr_perdl.clients import Member, PrivateState, client_app
 from flwr_perdl.core.files import load, save
 from flwr_perdl.protocol.records import ROUND, RUN
-from flwr_perdl.protocol.roster import settle
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
-    Options,
     ProtocolStrategy,
     Request,
     SecureMean,
@@ -215,20 +211,6 @@ def test_numbers_in_a_state_are_numbers_again(tmp_path: Path) -> None:
     before, after = seen[2], seen[3]
     assert [type(value) for value in after.values()] == [type(v) for v in before.values()]
     assert after == before
-
-
-def test_registrations_are_awaited() -> None:
-    def counter(*counts: int) -> Callable[[], int]:
-        left = list(counts)
-        return lambda: left.pop(0) if len(left) > 1 else left[0]
-
-    assert settle(counter(1, 5, 9, 10, 10), Options(num_clients=10), poll=0) == 10
-    assert settle(counter(0, 2, 4, 4, 7), Options(), poll=0) == 7
-    assert settle(counter(3), Options(), fixed=True, poll=0) == 3
-    five = Options(num_clients=5, node_timeout=0.01)
-    assert settle(counter(3), replace(five, allow_fewer=True), poll=0) == 3
-    with pytest.raises(TooFewReplies, match="3 client"):
-        settle(counter(3), five, poll=0)
 
 
 def test_numbers_of_numpy_are_options_like_any_other(tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(private: bool, tmp_path: Path) 
     whole = run("whole", initial).result
     first = run("parts", initial, stops=stop)
     assert stopped == [(1, [1]), (2, [1, 2])]
-    with pytest.raises(RuntimeError, match="run must be over"):
+    with pytest.raises(RuntimeError, match=r"^run"):
         _ = first.result
     with pytest.raises(KeyboardInterrupt):
         run("parts", None, Crashing, server=resume)

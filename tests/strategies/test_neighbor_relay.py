@@ -430,7 +430,7 @@ def test_too_few_rounds_are_refused_before_the_first_message(sealed: bool) -> No
     nodes = grid(values(3), kind=Tapped)
     relay = NeighborRelay(Topology.ring(3), 3, sealed=sealed)
     for few in (0, 2, relay.exchanges - 1, "all"):
-        with pytest.raises((ValueError, TypeError), match="num_rounds must"):
+        with pytest.raises((ValueError, TypeError), match=r"^num_rounds"):
             relay.start(nodes, num_rounds=few)
     assert nodes.asked == relay.history == []
     with pytest.raises(RuntimeError, match=f"{4 + sealed} exchanges"):
@@ -480,7 +480,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 ) -> None:
     NeighborRelay(Topology.ring(4), 2, checkpoint_dir=tmp_path).start(grid(values(4)))
     other = NeighborRelay(topology, n_rounds, checkpoint_dir=tmp_path, server=RESUME, **options)
-    with pytest.raises(ValueError, match="checkpoint_dir must"):
+    with pytest.raises(ValueError, match=r"^checkpoint_dir"):
         other.start(grid(values(4)))
 
 
