@@ -91,7 +91,7 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
     make_key(tmp_path / "2.pem")
     (tmp_path / "keys.json").write_text(f'{{"0": "{public}"}}')
     config = {"key-file": str(tmp_path / "2.pem"), "neighbour-keys": str(tmp_path / "keys.json")}
-    with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
+    with pytest.raises(ValueError, match="sealed"):
         Server(**config)
     impostor = Keys(0, "run")
     cards = [np.array([0.0]), impostor.card[None]]
@@ -140,6 +140,6 @@ def test_a_malformed_request_is_refused_in_a_sentence_and_changes_nothing(
 ) -> None:
     server = Server()
     before = {name: dict(server.context.state[name]) for name in server.context.state}
-    with pytest.raises(ValueError, match=r"must be|must have|must not"):
+    with pytest.raises(ValueError, match="must"):
         server.ask(arrays, **config)
     assert {name: dict(server.context.state[name]) for name in server.context.state} == before

@@ -172,7 +172,7 @@ def test_samples_with_missing_entries_that_do_not_serve_are_named() -> None:
         with pytest.raises(ValueError, match=r"^X"):
             kind(X, learner, context_of(3))
     for given in ({"X": X * np.nan}, {"evaluation": {"new": X * np.nan}}):
-        with pytest.raises(ValueError, match=r"^(X|evaluation\['new'\]) must"):
+        with pytest.raises(ValueError, match=r"^(X|evaluation\['new'\])"):
             DictionaryClient(given.pop("X", X), learner, context_of(3), **given)
     client = DictionaryClient(X, learner, context_of(3))
     client.fit([], asks("start", 1))
@@ -254,13 +254,13 @@ def test_batches_that_do_not_serve_are_named() -> None:
         with pytest.raises(ValueError, match=r"^X"):
             kind([X, X], LEARNER, context_of(3))
     for given, name in (
-        ({"X": [X, X[:, :4]]}, r"X\[1\] must have 5 columns"),
-        ({"X": lambda: [X, X + np.inf]}, r"X\[1\] must"),
-        ({"X": lambda: [3]}, r"X\[0\] must"),
-        ({"X": lambda: []}, "X must"),
-        ({"learner": KSVDLearner(4)}, "learner must"),
-        ({"weights": [1.0]}, "weights must"),
-        ({"past": CodeSums.of(X, X[:, :3])}, "past.products must"),
+        ({"X": [X, X[:, :4]]}, r"X\[1\]"),
+        ({"X": lambda: [X, X + np.inf]}, r"X\[1\]"),
+        ({"X": lambda: [3]}, r"X\[0\]"),
+        ({"X": lambda: []}, "X"),
+        ({"learner": KSVDLearner(4)}, "learner"),
+        ({"weights": [1.0]}, "weights"),
+        ({"past": CodeSums.of(X, X[:, :3])}, "past.products"),
     ):
         options = {"X": [X, X], "learner": LEARNER, **given}
         with pytest.raises(ValueError, match=f"^{name}"):

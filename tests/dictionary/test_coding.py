@@ -112,20 +112,6 @@ def test_lasso_is_scikit_learns(rng, unit, alpha):
     assert np.allclose(ours.codes, expected, atol=1e-7)
 
 
-@pytest.mark.parametrize("alpha", [0.02, 1.0])
-@pytest.mark.parametrize("r", [8, 90])
-def test_lasso_is_spams(rng, unit, r, alpha):
-    spams = pytest.importorskip("spams")
-    D = unit(r, 20)
-    D[1::2] += D[0] + D[2]  # atoms that have much in common, of any length
-    X = rng.standard_normal((50, 20))
-    codes = lasso(X, D, alpha).codes
-    options = {"lambda1": alpha, "numThreads": 1}
-    expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
-    found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
-    assert found == pytest.approx(wanted, rel=1e-9)
-
-
 def test_lasso_may_start_from_any_codes(rng, unit):
     X, D = rng.standard_normal((20, 10)), unit(30, 10)
     D[4] = 0  # an atom that was withheld
@@ -199,12 +185,3 @@ def test_sparse_code_keeps_float32_and_its_inputs(rng, unit, option):
 def test_sparse_code_has_one_method(options):
     with pytest.raises(ValueError, match="n_nonzero"):
         sparse_code(np.ones((2, 3)), np.eye(3), **options)
-
-
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_omp_by_residual_is_spams(rng, unit, k):
-    spams = pytest.importorskip("spams")  # there are no wheels but for Linux
-    X, D = rng.standard_normal((40, 12)), unit(25, 12)
-    X[:, 3] *= 4
-    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
-    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)

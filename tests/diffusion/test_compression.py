@@ -19,7 +19,6 @@ from flwr_perdl.diffusion import (
     Topology,
     metropolis_weights,
 )
-from flwr_perdl.diffusion.averaging import Averaged
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
@@ -50,11 +49,11 @@ class Quadratic(NumPyClient):
 
 def learn(
     learner: DiffusionAveraging, rounds: int, network: Any = RING, dtype: type = float
-) -> Averaged:
+) -> Any:
     return learner.fit(Quadratic, network, rounds, initial=[np.zeros(SIZE, dtype)])
 
 
-def models_of(learned: Averaged) -> Array:
+def models_of(learned: Any) -> Array:
     return np.stack([w for (w,) in learned.models.values()])
 
 

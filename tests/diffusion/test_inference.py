@@ -259,9 +259,9 @@ def test_codes_may_be_bounded_with_the_diffusions(seed: int, n_features: int) ->
         atc.nu[:, 0], by_hand(objective, X[0], D, A, 0.1, 40), rtol=0, atol=1e-12
     )
     for method in ("admm", "jacobian_admm"):
-        with pytest.raises(ValueError, match=r'^objective .* got Boxed: .*"atc"'):
+        with pytest.raises(ValueError, match=r"^objective"):
             infer(objective, X, D, topology, method=method)
-    with pytest.raises(ValueError, match=r'^objective .* got Boxed: .*"atc"'):
+    with pytest.raises(ValueError, match=r"^objective"):
         exact_dual(objective, X, D)
 
 

@@ -134,9 +134,9 @@ def test_fedavg_takes_a_mean() -> None:
 def test_a_mean_of_cluster_names_is_refused(warned: Any) -> None:
     make_client, truth = regression(2)
     options: dict[str, Any] = {"num_clients": 5, "fraction_evaluate": 0.0}
-    with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
+    with pytest.raises(TooFewReplies):
         aggregate(make_client, 5, FedX(2, phase_2=replace(STEP, check_every=0), **options), truth)
-    assert "the answer names cluster 0." in warned.text
+    assert "cluster 0." in warned.text
 
 
 def _plain(planted: Any, start: np.ndarray, rounds: int) -> np.ndarray:

@@ -134,7 +134,7 @@ def test_before_fit_the_error_is_scikit_learns_too(
     ask = estimator.predict if hasattr(estimator, "predict") else estimator.transform
     with pytest.raises(TheirError):
         check_is_fitted(estimator)
-    with pytest.raises(TheirError, match=r"must be fitted first: call fit\.") as raised:
+    with pytest.raises(TheirError, match=type(estimator).__name__) as raised:
         ask(np.zeros((1, 5)))
     assert isinstance(raised.value, NotFittedError)
     monkeypatch.delitem(sys.modules, "sklearn.exceptions")
@@ -242,7 +242,7 @@ def test_random_state_is_the_seed_by_scikit_learns_name(estimator: Any) -> None:
         if name.endswith("atoms_") or name.endswith("components_") or name == "coef_":
             np.testing.assert_array_equal(getattr(by_name, name), value)
     for wrong in ({"seed": 1, "random_state": 2}, {"random_state": "a"}):
-        with pytest.raises(ValueError, match=r"seed must|random_state must"):
+        with pytest.raises(ValueError, match=r"^(seed|random_state) "):
             fitted(clone(estimator).set_params(**wrong))
 
 

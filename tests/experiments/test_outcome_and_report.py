@@ -150,6 +150,5 @@ def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
 def test_a_report_needs_a_finished_run(tmp_path, content):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
-    with pytest.raises(ValueError, match="must be") as caught:
+    with pytest.raises(ValueError, match=tmp_path.name):
         write_report(tmp_path)
-    assert str(tmp_path) in str(caught.value)

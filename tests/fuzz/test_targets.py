@@ -113,11 +113,11 @@ def test_a_header_makes_no_room_for_what_is_not_there() -> None:
     """A terabyte by the header, a few bytes in the reply, and in the file."""
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (137438953472,), }"
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64)
-    with pytest.raises(ValueError, match="fewer bytes than its shape"):
+    with pytest.raises(ValueError, match="137438953472"):
         targets.read_reply(_reply(data).content)
     with (
         targets.file_of(_zipped(data)) as path,
-        pytest.raises(ValueError, match="fewer bytes than its shape"),
+        pytest.raises(ValueError, match="137438953472"),
     ):
         targets.load_images(str(path))
 

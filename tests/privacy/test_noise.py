@@ -261,11 +261,11 @@ FINE: dict[str, Any] = {"size": 10, "sensitivity": 1.0, "reach": 1.0}
         (lambda: noise_multiplier(1.0, 1e-5, 1, sampling=0.0), "sampling"),
         (lambda: PublicBasis(np.ones((2, 3))), "matrix"),
         (lambda: PublicBasis(np.full((1, 2), 1e200)), "matrix"),
-        (lambda: PublicBasis.dct((4, 4), 17), "n must"),
+        (lambda: PublicBasis.dct((4, 4), 17), "n"),
         (lambda: PublicBasis.dct((0, 4), 1), "shape"),
         (lambda: PublicBasis.dct((4, 4), 2).project(np.ones((1, 3))), "X"),
     ],
 )
 def test_bad_input_is_named(make: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         make()

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flwr_perdl.core.robust import shortening
 from flwr_perdl.regression import (
     SQUARED,
     LogisticLoss,
@@ -141,12 +140,6 @@ def test_a_share_in_anothers_cluster_is_no_way_to_lie_there(robust: str) -> None
     packed[11] = [[0.49, 1e6], [0.51, 1.0]]  # fits where it is judged
     found = aggregate(packed, np.ones(12), 2, soft=True, robust=robust)
     np.testing.assert_allclose(found.change, 1, atol=0.2)
-
-
-def test_clipping_keeps_directions() -> None:
-    stack = np.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.5], [0.0, 0.0]])
-    np.testing.assert_allclose(shortening(stack), [0.3, 1, 1, 1])
-    np.testing.assert_array_equal(shortening(np.zeros((2, 3))), 1)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 2))

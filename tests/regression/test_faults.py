@@ -157,7 +157,7 @@ def test_without_any_anchor_phase_1_says_so() -> None:
     def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
         return of(answers, ~np.isin(answers.partitions, list(ask.own)))
 
-    with pytest.raises(ValueError, match=r"no client with enough points answered that was asked"):
+    with pytest.raises(ValueError, match="anchors"):
         simulate(Faulty(planted(), fault), TwoPhase.paper(3), 60)
 
 

@@ -82,7 +82,7 @@ def test_a_client_that_cannot_be_made_is_named(allow_fewer: bool) -> None:
     grid = InProcessGrid(client_app(make), 4)
     strategy = PerMA(2, num_clients=4, server=ServerSettings(allow_fewer=allow_fewer))
     if not allow_fewer:
-        with pytest.raises(TooFewReplies, match=r"num_clients=4.*read /data/ward-3"):
+        with pytest.raises(TooFewReplies, match=r"/data/ward-3"):
             strategy.start(grid, num_rounds=2, verbose="quiet")
         return
     strategy.start(grid, num_rounds=2, verbose="quiet")

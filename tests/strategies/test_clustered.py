@@ -23,7 +23,6 @@ from flwr_perdl.strategies import (
     Momentum,
     TooFewReplies,
 )
-from tests.bits import assert_same_bits
 from tests.grids import Tapped, as_app, failing, partition_of
 
 #: The kinds of client: client i is of kind i % 3.
@@ -350,7 +349,7 @@ def test_an_app_of_messages_keeps_its_arrays_names() -> None:
     assert list(result.arrays) == list(strategy.result.models[0]) == names
     assert not any(report.dropped for report in strategy.history)
     for name, array in zip(names, run(ClusteredFedAvg(3), 4), strict=True):
-        assert_same_bits(result.arrays[name].numpy(), array)
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array)
 
 
 def test_mods_see_one_model_at_a_time() -> None:
@@ -474,7 +473,7 @@ def test_clients_without_a_loss_train_one_model_and_are_named_in_round_one_of_se
         {**means, "clients": N, "dropped": 0} for means in evaluations
     ]
     for k in (2, "auto"):
-        with pytest.raises(TooFewReplies, match="Round 1 "):
+        with pytest.raises(TooFewReplies):
             run(ClusteredFedAvg(k), 3, app=client_app(client))
 
 

@@ -23,6 +23,7 @@ from flwr.common import (
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
+from numpy.testing import assert_array_equal as assert_same_bits
 
 from flwr_perdl.clients.app import AnyClient
 from flwr_perdl.protocol.events import read_events
@@ -33,7 +34,6 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     as_legacy,
 )
-from tests.bits import assert_same_bits
 
 MakeFederation = Callable[..., Any]
 

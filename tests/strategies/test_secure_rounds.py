@@ -86,7 +86,7 @@ def test_a_reply_longer_than_the_norm_is_scaled_down_to_it() -> None:
 
 
 def test_another_shape_is_refused_and_named() -> None:
-    with pytest.raises(TooFewReplies, match="masked arrays"):
+    with pytest.raises(TooFewReplies):
         mean(SecureMean((3,), norm=10.0))
 
 
