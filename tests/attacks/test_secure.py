@@ -328,7 +328,7 @@ def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
         (Lies(sources=(1,)), "min_clients"),
         (Lies(sources=(1, 1, 2)), "srcs"),
         (Lies(active=(0, 1)), "min_clients"),
-        (Lies(active=(0, 1, 1)), "srcs"),
+        (Lies(active=(0, 1, 1)), "active_nids"),
         (Lies(dead=(0,)), "clients"),
         (Lies(kind="train.default"), "secure=True"),
         (Lies(limit=2**20), "must be one for noise"),
