@@ -102,12 +102,16 @@ def test_nodes_find_planted_atoms_together_but_not_alone(update: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"coder": "lasso", "alpha": 0.1}, {"coder": "focuss", "alpha": 0.02}],
-    ids=["lasso", "focuss"],
+    ("n_features", "options"),
+    [
+        (8, {"coder": "lasso", "alpha": 0.1}),
+        (8, {"coder": "focuss", "alpha": 0.02}),
+        (16, {"coder": "focuss", "alpha": 0.02}),  # more than the atoms
+    ],
+    ids=["lasso", "focuss", "focuss, few atoms"],
 )
-def test_the_other_coders_find_planted_atoms_too(options: dict[str, Any]) -> None:
-    atoms, data = draw(nodes=2, samples=150)
+def test_the_other_coders_find_planted_atoms_too(n_features: int, options: dict[str, Any]) -> None:
+    atoms, data = draw(nodes=2, samples=150, n_features=n_features)
     ended = DataDiffusion(12, **options).fit(data, Topology.ring(2), 60)
     assert min(found(ended.dictionaries, atoms)) >= 11
 

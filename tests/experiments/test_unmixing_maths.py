@@ -75,11 +75,14 @@ def test_vca_in_much_noise_projects_on_one_direction_less() -> None:
 # Abundances -----------------------------------------------------------------------------------
 
 
-def test_abundances_are_non_negative_least_squares() -> None:
+@pytest.mark.parametrize("apart", [1.0, 1e-9])
+def test_abundances_are_non_negative_least_squares(apart: float) -> None:
     rng = np.random.default_rng(0)
     spectra, X = rng.random((4, 12)), rng.random((50, 12))
-    expected = np.stack([nnls(spectra.T, x)[0] for x in X])
-    np.testing.assert_allclose(abundances(X, spectra), expected, atol=1e-10)
+    spectra[3] = spectra[0] + apart * rng.random(12)
+    found, rests = abundances(X, spectra), [nnls(spectra.T, x)[1] for x in X]
+    assert (found >= 0).all()
+    np.testing.assert_allclose(np.linalg.norm(X - found @ spectra, axis=1), rests, atol=1e-10)
 
 
 # Angles ---------------------------------------------------------------------------------------
