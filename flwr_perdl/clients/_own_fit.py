@@ -23,7 +23,6 @@ from flwr_perdl.clients.perma import (
     CHOOSE,
     DICTIONARY,
     HELD_OUT,
-    HOLD_OUT,
     REFINE_STEPS,
     SENDS,
     START,
@@ -35,7 +34,7 @@ from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.protocol.records import ANEW, ROUND, RUN, STEP, Scalar
 
 #: What the client's own functions do not see of the config.
-_OURS = (STEP, SENDS, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT, HOLD_OUT)
+_OURS = (STEP, SENDS, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT)
 
 
 def fit_perma(

@@ -59,7 +59,6 @@ import numpy as np
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import (
     ATOMS,
-    HOLD_OUT,
     REFINE_STEPS,
     SENDS,
     START,
@@ -261,8 +260,6 @@ class PerMA(DictionaryStrategy):
             )
         if state is None:
             config: dict[str, Scalar] = {SENDS: self._sends}
-            if self.n_global == AUTO:
-                config[HOLD_OUT] = True
             replies = yield Request(
                 START, config=config, check=self.check_dictionary, max_weight=None
             )
