@@ -27,8 +27,7 @@ from _measure import cell, in_turn, main
 from sklearn.datasets import load_digits
 from sklearn.decomposition import MiniBatchDictionaryLearning
 
-from flwr_perdl.dictionary import LassoLearner, normalize_atoms, sparse_code
-from flwr_perdl.dictionary.learners import AUTO_PENALTY
+from flwr_perdl.dictionary import AUTO_PENALTY, LassoLearner, normalize_atoms, sparse_code
 from perdl_experiments.engine import federate
 from perdl_experiments.render import markdown_table
 from perdl_experiments.studies import configure, find, images

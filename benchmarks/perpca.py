@@ -14,7 +14,7 @@ import numpy as np
 from _measure import cell, in_turn, main
 from sklearn.datasets import load_digits
 
-from flwr_perdl.dictionary import personalized_pca
+from perdl_experiments.perpca import personalized_pca
 from perdl_experiments.render import markdown_table
 
 ROUNDS, TURNS = 20, 11

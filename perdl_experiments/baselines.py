@@ -9,15 +9,24 @@ dictionary, whose atoms need not be orthogonal.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 
-from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.dictionary import Learner, iterate, normalize_atoms, sparse_code, warm_start
+from flwr_perdl.dictionary import (
+    Learner,
+    WarmStart,
+    iterate,
+    normalize_atoms,
+    sparse_code,
+    warm_start,
+)
+
+#: ``start(X, learner, rng=rng)``: how a client makes its first dictionary.
+Start = Callable[..., WarmStart]
 
 #: Iterations of a baseline per iteration of PerMA.
 GENEROSITY = 5

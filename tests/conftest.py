@@ -17,7 +17,7 @@ import pytest
 from flwr.app import Context
 from hypothesis import HealthCheck, settings
 
-from flwr_perdl.clients import DictionaryClient, LearnerClient, client_app
+from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import Learner, OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
@@ -133,7 +133,6 @@ def federation() -> Callable[..., Federation]:
         learner: Learner | None = None,
         n_samples: int = 200,
         min_support: int = 3,
-        client: type[LearnerClient] = DictionaryClient,
         **options: Any,
     ) -> Federation:
         planted = planted_clients(
@@ -146,9 +145,9 @@ def federation() -> Callable[..., Federation]:
         )
         local = learner or OrthogonalLearner(6)
 
-        def make_client(context: Context) -> LearnerClient:
+        def make_client(context: Context) -> DictionaryClient:
             X = planted.samples[int(context.node_config["partition-id"])]
-            return client(X, local, context, min_support=min_support)
+            return DictionaryClient(X, local, context, min_support=min_support)
 
         return Federation(planted, make_client)
 

@@ -38,8 +38,6 @@ from flwr_perdl.protocol.records import (
 
 Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
-Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
-Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
 
 #: How Flower writes the dtypes that the server takes.
 _FLOATS = tuple(map(str, FLOATS))
@@ -70,7 +68,7 @@ class Handlers:
         The client's.
     call : callable
         Answers a message by the app's handlers.
-    names : collection of str, default ()
+    names : collection of str
         The names of a model's arrays, see `named`.
     """
 
@@ -79,7 +77,7 @@ class Handlers:
         message: Message,
         context: Context,
         call: Callable[[Message, Context], Message],
-        names: Collection[str] = (),
+        names: Collection[str],
     ) -> None:
         self._message, self._context, self._call, self._names = message, context, call, names
 
@@ -139,15 +137,13 @@ def floats(model: Sequence[Any]) -> list[Matrix]:
     return [as_float(np.asarray(array)) for array in model]
 
 
-def evaluation_of(client: Any) -> Evaluate:
-    """Return the client's ``evaluate``; what raises a NotImplementedError if it has none."""
-    evaluate: Evaluate | None = getattr(client, "evaluate", None)
-    inherited = getattr(evaluate, "__func__", None) is NumPyClient.evaluate
-    return evaluate if evaluate is not None and not inherited else _no_evaluate
-
-
-def _no_evaluate(parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
-    raise NoEvaluateError
+def evaluation_of(client: Any) -> Callable[[list[Matrix], dict[str, Scalar]], Evaluated]:
+    """Return the client's ``evaluate``, or raise a NotImplementedError if it has none."""
+    evaluate = getattr(client, "evaluate", None)
+    if evaluate is None or getattr(evaluate, "__func__", None) is NumPyClient.evaluate:
+        raise NoEvaluateError
+    found: Callable[[list[Matrix], dict[str, Scalar]], Evaluated] = evaluate
+    return found
 
 
 def evaluation_reply(

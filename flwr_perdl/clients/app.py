@@ -10,42 +10,24 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients._clusters import (
-    CLUSTERED,
-    answer_clustered,
-    evaluate_clustered,
-    fit_clustered,
-)
-from flwr_perdl.clients._handlers import (
-    Evaluate,
-    Evaluated,
-    Fit,
-    Fitted,
-    Handlers,
-    NoEvaluateError,
-    evaluation_of,
-    evaluation_reply,
-    says,
-)
-from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
+from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
+from flwr_perdl.clients._handlers import NoEvaluateError, evaluation_of, evaluation_reply, says
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
 from flwr_perdl.clients.ditto import DITTO, answer_ditto
 from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
-from flwr_perdl.clients.perma import SENDS
+from flwr_perdl.clients.perma import ONLY_DICTIONARY, SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
-from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_list
+from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
-from flwr_perdl.protocol.compat import NumPyClient, has_handler, is_legacy, mods_of, to_client
+from flwr_perdl.protocol.compat import has_handler, is_legacy, mods_of
 from flwr_perdl.protocol.records import (
-    ARRAYS,
     CONFIG,
     NO_EVALUATE,
     PARTITION_ID,
-    Scalar,
     directed,
     read_request,
     reply_to,
@@ -56,10 +38,11 @@ Factory = Callable[[Context], Any]
 #: Answers a message by several calls of an app's handlers.
 Parts = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
+#: Marks of requests that only a client of their protocol answers, and what others are told.
+_ONLY = {LINEAR: ONLY_LINEAR, SEALED: ONLY_DIFFUSION, SENDS: ONLY_DICTIONARY}
+
 #: The client that answers all parts of one message.
 _MADE: ContextVar[Any] = ContextVar("made", default=None)
-
-_NOT_BOTH = "with LocalPrivacy, which adds noise to every single reply"
 
 
 def client_app(
@@ -75,9 +58,8 @@ def client_app(
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
     The client may be a NumPyClient, or any other object with ``fit`` and ``evaluate``. With these
-    it takes part in `ClusteredFedAvg`, `DiffusionAveraging`, in Flower's own strategies and, where
-    the model is a dictionary, in `PerMA` with ``aggregation="mean"``. A client that answers PerMA's
-    steps by itself is a `Member`. For older projects see `client_fn`.
+    it takes part in `ClusteredFedAvg`, `DiffusionAveraging` and Flower's own strategies. A client
+    that answers a protocol's steps by itself is a `Member`.
 
     Parameters
     ----------
@@ -90,8 +72,7 @@ def client_app(
     train_mods, evaluate_mods : sequence of Flower mods
         Mods around training and around evaluation, outermost first. Requests and replies carry one
         ArrayRecord each way, so that Flower's differential-privacy mods compose; of
-        `ClusteredFedAvg`'s requests they see one model at a time. A training mod
-        with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
+        `ClusteredFedAvg`'s requests they see one model at a time.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
         for a request without arrays, as PerMA's first. With False the client takes part in secure
@@ -120,9 +101,9 @@ def client_app(
     TypeError
         If an argument is of another kind.
     ValueError
-        If ``secure`` comes with a mod that adds noise, ``min_clients`` is below 2, or an option
-        comes with a ClientApp, which has its own (``min_clients`` and ``private`` with one of
-        `client_app` only); if `keep_private` is among the mods, and not the first of a ClientApp's.
+        If ``min_clients`` is below 2, or an option comes with a ClientApp, which has its own
+        (``min_clients`` and ``private`` with one of `client_app` only); if `keep_private` is among
+        the mods, and not the first of a ClientApp's.
 
     Examples
     --------
@@ -167,12 +148,9 @@ def client_app(
         if not all(map(callable, check_list(name, mods))):
             raise TypeError(f"{name} must be functions, got {mods!r}.")
         _check_outermost(name, mods)
-    app = NumPyClientApp(
+    return NumPyClientApp(
         make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy
     )
-    if secure and app.noisy:
-        raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
-    return app
 
 
 def _check_outermost(name: str, mods: Sequence[Any]) -> None:
@@ -182,68 +160,6 @@ def _check_outermost(name: str, mods: Sequence[Any]) -> None:
             f"{name} must be without keep_private, which stands around all mods, on training and "
             "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
         )
-
-
-def client_fn(make_client: Factory) -> Callable[[Context], Any]:
-    """Return the ``client_fn`` of an older project: ``ClientApp(client_fn(make_client))``.
-
-    Parameters
-    ----------
-    make_client : callable
-        As in `client_app`.
-
-    Returns
-    -------
-    callable
-        ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
-        takes part in `ClusteredFedAvg` and `PerMA`, as one of `client_app` does.
-
-    Raises
-    ------
-    ImportError
-        When a client is made, where Flower has no older clients.
-
-    Examples
-    --------
-    >>> from flwr.client import ClientApp, NumPyClient
-    >>> from flwr_perdl.clients import client_fn
-    >>> app = ClientApp(client_fn(lambda context: NumPyClient()))
-    """
-
-    def make(context: Context) -> Any:
-        client = AnyClient(_numpy_client(make_client(context)), context)
-        return to_client(client, "client_fn")
-
-    return make
-
-
-class AnyClient(NumPyClient):
-    """Any NumPyClient, with what `client_app` adds to it; for the older interface."""
-
-    def __init__(self, client: Any, context: Context) -> None:
-        self._client, self._context = client, context
-
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return who the client is, and its own properties."""
-        return _properties(self._client, self._context)
-
-    def fit(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Fitted:
-        """Train as the client does, or take a step of clustered learning or of PerMA."""
-        if CLUSTERED in config:
-            return fit_clustered(self._client.fit, evaluation_of(self._client), parameters, config)
-        if isinstance(self._client, Member):
-            return self._client.fit(parameters, config)
-        evaluate = evaluation_of(self._client)
-        return _own_fit(self._client.fit, evaluate, parameters, config, self._context)
-
-    def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
-        """Evaluate as the client does."""
-        evaluate = evaluation_of(self._client)
-        if CLUSTERED in config:
-            return evaluate_clustered(evaluate, parameters, config)
-        if SENDS in config and not isinstance(self._client, Member):
-            return evaluate_perma(self._client.fit, evaluate, parameters, config, self._context)
-        return evaluate(parameters, config)
 
 
 def _numpy_client(client: Any) -> Any:
@@ -266,7 +182,6 @@ def _properties(client: Any, context: Context) -> dict[str, Any]:
 class AnsweringApp(ClientApp):
     """A ClientApp that takes part in secure and in clustered rounds, by its own handlers."""
 
-    noisy = False
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
 
@@ -291,8 +206,6 @@ class AnsweringApp(ClientApp):
                 parts = partial(answer_averaging, keep=self._keep or self.own_keep)
                 call = partial(self._answer_in_parts, parts)
             if in_secure_round(message):
-                if self.noisy:
-                    raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
                 answered = masked(message, context, call, self._min_clients, self._privacy)
             else:
                 if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
@@ -342,31 +255,15 @@ class OtherApp(AnsweringApp):
         measures = message.metadata.message_type == MessageType.EVALUATE
         if measures and not has_handler(self._app, "evaluate.default", unknown=True):
             raise NoEvaluateError
-        if asks_who or not says(message, SENDS, LINEAR, SEALED):
-            return self._app(message, context)
-        arrays, config = read_request(message)
-        app = Handlers(message, context, self._app, message.content[ARRAYS])
-        if measures:
-            measured = evaluate_perma(app.fit, app.evaluate, arrays, config, context)
-            return evaluation_reply(message, *measured)
-        return reply_to(message, *_own_fit(app.fit, app.evaluate, arrays, config, context))
+        _check_answerable(message)
+        return self._app(message, context)
 
 
-def _own_fit(
-    fit: Fit,
-    evaluate: Evaluate,
-    parameters: list[Matrix],
-    config: dict[str, Scalar],
-    context: Context,
-) -> Fitted:
-    """Train by the own ``fit`` of a client that is made for no protocol."""
-    if LINEAR in config:
-        raise ValueError(f"the client must be another one: {ONLY_LINEAR}.")
-    if SEALED in config:
-        raise ValueError(f"the client must be another one: {ONLY_DIFFUSION}.")
-    if SENDS in config:
-        return fit_perma(fit, evaluate, parameters, config, context)
-    return fit(parameters, config)
+def _check_answerable(message: Message) -> None:
+    """Raise a ValueError if a request is for clients that are made for its protocol."""
+    for key, why in _ONLY.items():
+        if says(message, key):
+            raise ValueError(f"the client must be another one: {why}.")
 
 
 class NumPyClientApp(AnsweringApp):
@@ -385,13 +282,9 @@ class NumPyClientApp(AnsweringApp):
         super().__init__(min_clients, private, privacy)
         self._make_client = make_client
         self._secure = secure
-
-        # Local privacy is a promise about all that leaves a client: one mention is enough.
-        everywhere = [mod for mod in train_mods if getattr(mod, "for_all_messages", False)]
-        self.noisy = bool(everywhere)
         self.train(mods=list(train_mods))(self._train)
-        self.evaluate(mods=[*everywhere, *evaluate_mods])(self._evaluate)
-        self.query(mods=everywhere)(self._query)
+        self.evaluate(mods=list(evaluate_mods))(self._evaluate)
+        self.query()(self._query)
 
     def allows_threads(self, context: Context) -> bool:
         """Whether clients like that of this context may be called in threads (`InProcessGrid`)."""
@@ -420,14 +313,15 @@ class NumPyClientApp(AnsweringApp):
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        client = AnyClient(self._made(context), context)
-        updated, num_examples, metrics = client.fit(arrays, config)
-        return reply_to(message, updated, num_examples, metrics)
+        client = self._made(context)
+        if not isinstance(client, Member):
+            _check_answerable(message)
+        return reply_to(message, *client.fit(arrays, config))
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        client = AnyClient(self._made(context), context)
-        return evaluation_reply(message, *client.evaluate(arrays, config))
+        evaluate = evaluation_of(self._made(context))
+        return evaluation_reply(message, *evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
         if self._privacy is None:

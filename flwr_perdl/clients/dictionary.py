@@ -1,6 +1,6 @@
-"""What the clients of the three dictionary protocols share: samples, a learner, and evaluation.
+"""A client with samples and a learner: its options, and evaluation.
 
-`flwr_perdl.clients.perma`, `averaging` and `perpca` each have the steps of one protocol.
+`flwr_perdl.clients.perma` has the steps of PerMA.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 from flwr.app import Context
@@ -116,10 +116,6 @@ class LearnerClient(ProtocolClient):
     True
     """
 
-    #: Whether NaN in samples is a missing entry; else it is an error.
-    accepts_missing: ClassVar[bool] = False
-    #: Whether samples may come in batches.
-    accepts_batches: ClassVar[bool] = False
     #: What the samples of each batch count; None: all alike.
     weights: Sequence[float] | None = None
 
@@ -142,7 +138,7 @@ class LearnerClient(ProtocolClient):
         check_members("learner", learner, "Learner", "code", "update")
         check_members("learner", learner, "Learner", "n_atoms", "orthogonal")
         self.learner = learner
-        read = reader(X) if self.accepts_batches else None
+        read = reader(X)
         if read is not None:
             check_summed(learner, "where X comes in batches")
         #: The batches, of which ``X`` is drawn; None of an array in memory.
@@ -168,15 +164,10 @@ class LearnerClient(ProtocolClient):
         self.max_requests = check_count("max_requests", max_requests, 1)
 
     def _samples(self, name: str, value: object, **rules: Any) -> Matrix:
-        """Return checked samples; with NaN, missing entries, only where the protocol has them."""
+        """Return checked samples; NaN is a missing entry."""
         X = check_samples(name, value, self.learner, **{"squares": False, **rules})
         if not has_missing(X):
             return X
-        if not self.accepts_missing:
-            raise ValueError(
-                f"{name} must have no NaN for {type(self).__name__}, got {np.isnan(X).sum()}: "
-                "PerMA with aggregation='statistics' learns from the other entries."
-            )
         # A sample of which nothing is known must not count where samples are counted.
         X = X[~np.isnan(X).all(axis=1)]
         if not len(X):

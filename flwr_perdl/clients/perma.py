@@ -79,6 +79,11 @@ UPDATE = "update"
 SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
+#: What a client of another kind is told.
+ONLY_DICTIONARY = (
+    "PerMA needs a DictionaryClient, or a LearnerClient of one's own, at every client; "
+    "PersonalizedFedAvg trains any model by the clients' own fit"
+)
 REFINE_STEPS = "perdl.refine-steps"
 #: The names of a choice's errors on samples held out, in a reply.
 HELD_OUT = "mse_held_out_"
@@ -156,7 +161,6 @@ class DictionaryClient(LearnerClient):
     (3, 6)
     """
 
-    accepts_missing = accepts_batches = True
     #: Whether the log names what is odd about the samples.
     warns: ClassVar[bool] = True
 

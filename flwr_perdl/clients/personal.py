@@ -39,8 +39,8 @@ def local_atoms(source: Context | str | Path) -> Matrix:
     Raises
     ------
     ValueError
-        If there is no state of a client that has taken part in an update round of `PerMA`, or in a
-        run of `PerPCA` or `DictionaryAveraging`; or if the key is missing or not the folder's.
+        If there is no state of a client that has taken part in an update round of `PerMA`, or if
+        the key is missing or not the folder's.
 
     Examples
     --------

@@ -188,16 +188,16 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
 
 
 @contextmanager
-def private(path: Path, flags: int = 0, *, buffering: int = -1) -> Iterator[Any]:
+def _private(path: Path) -> Iterator[BinaryIO]:
     """Open a file to read and write that only its owner may read, and make it when missing.
 
     A symbolic link is not followed, and an OSError in the block names the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_link(path)
-    flags |= os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
-        with os.fdopen(os.open(path, flags, 0o600), "r+b", buffering) as stream:
+        with os.fdopen(os.open(path, flags, 0o600), "r+b") as stream:
             yield stream
     except OSError as error:
         error.filename = str(path)  # one of a full disk has none
@@ -222,7 +222,7 @@ class Journal:
     def append(self, entries: Iterable[Any]) -> None:
         """Write entries after the last one; what a run that was given up wrote there is lost."""
         lines = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
-        with private(self.path) as stream:
+        with _private(self.path) as stream:
             stream.truncate(self._size)
             stream.seek(self._size)
             stream.write(lines)

@@ -6,7 +6,6 @@ paper (Liang et al., NeurIPS 2023)      here
 ``D_i^g``                               ``stack[i]`` of :func:`aggregate_atoms`
 ``D^g = (1/N) sum_i D_i^g`` (line 13)   ``method="mean"``
 ``(Y - D^l X^l) (X^g)'`` (not there)    ``stack[i]`` of :func:`aggregate_statistics`
-one dictionary for all (B.1, Fig. 5)    :func:`common_start`, :func:`average_dictionaries`
 ======================================= ====================================================
 
 Deviations: averages are not unit vectors; they are brought to the nearest orthonormal rows for
@@ -15,18 +14,11 @@ updated atoms a client sends what the update is computed from, as many numbers, 
 solves for the atoms once, from all clients' sums. The truth is a fixed point of this, clients
 count by what they know, and a client that is wrong altogether is left out.
 
-One dictionary for all clients is what the paper compares PerMA with: Gkillas et al. (2022) average
-gradient steps, Huang et al. (2022) K-SVD's, by numbers of samples. This is the fair version of
-both: from a common start atoms keep their places, so that no matching is needed; atoms that nobody
-uses are replaced by what all clients' residuals have in common, never a sample. Averages of
-dictionaries from *different* starts mix atoms that have nothing to do with each other.
-
 A zero row in a stack means that the client withholds this atom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +29,8 @@ from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_choice,
-    check_count,
     check_flag,
-    check_kind,
     check_mask,
-    check_rng,
 )
 from flwr_perdl.core.robust import EFFECTS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.core.threads import in_threads
@@ -49,7 +38,6 @@ from flwr_perdl.dictionary.atoms import (
     coordinate_atoms,
     descended_atoms,
     normalize_atoms,
-    principal_directions,
     unit_atoms,
 )
 from flwr_perdl.dictionary.polar import polar_factor, polar_of_checked
@@ -59,8 +47,6 @@ METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 _NOISE = 0.1
 #: Numbers in a client's atoms from which on threads solve for them faster than one.
 _LONG = 2**13
-#: Directions shorter than this after projection lie in the span of the other atoms.
-_TINY = 1e-6
 
 
 class Aggregation(NamedTuple):
@@ -269,7 +255,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
 def _moments(grams: Matrix) -> NDArray[np.bool_]:
     """Tell which matrices can be second moments, but for some noise."""
     values = np.linalg.eigvalsh((grams + grams.swapaxes(1, 2)) / 2)
-    # Noise, as of local privacy, makes small eigenvalues negative; a liar makes large ones so.
+    # Noise makes small eigenvalues negative; a liar makes large ones so.
     possible: NDArray[np.bool_] = values[:, 0] >= -_NOISE * values[:, -1]
     return possible & (values[:, -1] > 0)
 
@@ -306,117 +292,3 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     distances = np.sqrt(means).astype(own.dtype, copy=False)  # their dtype says what is rounding
     outliers: NDArray[np.bool_] = distances > reach(distances[present], 1)
     return outliers
-
-
-# One dictionary for all clients
-
-
-def common_start(
-    dictionaries: Mapping[int, Matrix],
-    sizes: Mapping[int, int],
-    rng: np.random.Generator,
-    *,
-    orthogonal: bool = False,
-) -> Matrix:
-    """Return the dictionary of the client with the most samples, for all to start from.
-
-    Parameters
-    ----------
-    dictionaries : mapping of int to ndarray of shape (n_atoms, n_features)
-        By client; withheld atoms are zero.
-    sizes : mapping of int to int
-        Numbers of samples; of clients with as many, the first counts.
-    rng : numpy.random.Generator
-        Draws atoms where that client's are withheld.
-    orthogonal : bool, default False
-        Whether atoms are orthonormal: then those that are drawn are orthogonal to the others.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Unit atoms.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import common_start
-    >>> rng = np.random.default_rng(0)
-    >>> common_start({0: np.eye(2), 1: np.eye(2)[::-1]}, {0: 10, 1: 50}, rng, orthogonal=True)
-    array([[0., 1.],
-           [1., 0.]])
-    """
-    check_kind("dictionaries", dictionaries, Mapping, "a mapping of clients to dictionaries")
-    check_kind("sizes", sizes, Mapping, "a mapping of clients to numbers of samples")
-    if not dictionaries:
-        raise ValueError("dictionaries must hold at least one dictionary, got none.")
-    counts = {client: check_count("sizes", sizes.get(client)) for client in dictionaries}
-    check_rng(rng)
-    orthogonal = check_flag("orthogonal", orthogonal)
-    first = max(dictionaries, key=lambda i: (counts[i], -i))
-    D = check_array(f"dictionaries[{first}]", dictionaries[first])
-    drawn = normalize_atoms(rng.standard_normal(D.shape).astype(D.dtype))
-    if orthogonal and not D.any(axis=1).all():
-        return polar_factor(D, polar_factor(drawn, drawn))
-    return normalize_atoms(D, drawn)
-
-
-def average_dictionaries(
-    stack: Matrix,
-    current: Matrix,
-    *,
-    weights: Matrix | None = None,
-    orthogonal: bool,
-    replace: bool = True,
-) -> Matrix:
-    """Average the clients' dictionaries atom by atom, and replace atoms that nobody uses.
-
-    Parameters
-    ----------
-    stack : ndarray of shape (n_clients, n_atoms + 1, n_features)
-        Every client's atoms, zeros where it does not send one, and in the last row the leading
-        direction of what they leave of its samples, or zeros.
-    current : ndarray of shape (n_atoms, n_features)
-        The dictionary that they started from; an unused atom that is not replaced stays.
-    weights : ndarray of shape (n_clients,), optional
-        Numbers of samples; by default all clients count alike.
-    orthogonal : bool
-        Whether atoms are orthonormal.
-    replace : bool, default True
-        Whether unused atoms become the leading directions of what the dictionary leaves of the
-        clients' samples.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import average_dictionaries
-    >>> one, other = np.eye(3)[[0, 1, 2]], np.eye(3)[[0, 1, 2]]
-    >>> one[1] = other[1] = 0  # nobody uses atom 1: what is left of the samples replaces it
-    >>> average_dictionaries(np.stack([one, other]), np.eye(3)[:2], orthogonal=True)
-    array([[1., 0., 0.],
-           [0., 0., 1.]])
-    """
-    replace = check_flag("replace", replace)
-    current = check_array("current", current)
-    r, d = current.shape
-    stack = check_array("stack", stack, ndim=3, min_rows=1, rows=r + 1, columns=d)
-    own, spare = stack[:, :-1], stack[:, -1][np.any(stack[:, -1] != 0, axis=1)]
-    method = "mean" if weights is None else "weighted"
-    atoms = aggregate_atoms(
-        own, current, method=method, weights=weights, orthogonal=orthogonal
-    ).global_atoms
-    unused = np.flatnonzero(~np.any(own != 0, axis=(0, 2))) if replace else np.arange(0)
-    if len(unused) and orthogonal:
-        kept = np.delete(atoms, unused, axis=0)
-        spare = spare - (spare @ kept.T) @ kept
-        spare = spare[np.linalg.norm(spare, axis=1) > _TINY]
-    if not (len(unused) and len(spare)):
-        return atoms
-    fresh = principal_directions(spare, min(len(unused), d))
-    atoms[unused[: len(fresh)]] = fresh
-    moved = np.full(r, True)
-    moved[unused[len(fresh) :]] = False
-    return finish_atoms(atoms, current, moved, orthogonal=bool(orthogonal))

@@ -6,7 +6,7 @@ paper (Liang et al., NeurIPS 2023)      here
 ``D`` (d x r), an atom is a column      ``D`` (n_atoms, n_features), an atom is a row
 signed permutation ``Pi``               ``AtomMatch.indices`` and ``AtomMatch.signs``
 ``d_2(a, b)`` of two atoms              :func:`atom_distances`, ``min(|a - b|, |a + b|)``
-``d_{1,2}``, eq. 3; ``d_2``, eq. 4      :func:`dictionary_distance`, norms "1,2" and "2"
+``d_{1,2}``, eq. 3                      :func:`dictionary_distance`
 ======================================= ====================================================
 
 Deviations: distances come from differences of atoms, never from ``sqrt(2 - 2|c|)``, whose floor
@@ -24,10 +24,9 @@ from scipy.linalg import eigh
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
-from scipy.spatial.distance import cdist
 
 from flwr_perdl.core.arrays import row_products
-from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.core.checks import Matrix, check_array, check_count
 from flwr_perdl.dictionary.polar import SAFE_GRAM, orthonormal, thin_svd
 
 #: Squared distances below this are recomputed from the differences of the atoms.
@@ -36,8 +35,6 @@ _CLOSE = 1e-2
 _ORTHOGONAL = 1e-6
 #: Squared norms this near to 1 are those of unit atoms.
 _UNIT = 1e-5
-#: Pairs that the search for the spectral distance tries at most: some tenths of a second.
-_MOST_TRIED = 5_000
 #: Atoms with a larger cosine than this are copies of each other; clients refuse those above .99.
 COPY = 0.98
 
@@ -143,6 +140,14 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
     """Return the first right singular vectors of ``X``, whose rows are not centered.
 
     They are orthonormal rows; fewer than ``n_components`` where the rank of ``X`` is less.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import principal_directions
+    >>> np.abs(principal_directions(np.diag([1.0, 3.0, 2.0]), 2))
+    array([[0., 1., 0.],
+           [0., 0., 1.]])
     """
     X = check_array("X", X, min_rows=1)
     check_count("n_components", n_components, 0, X.shape[1])
@@ -303,10 +308,11 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     return _match(A, B, linear_sum_assignment(atom_distances(A, B))[1])
 
 
-def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
-    """Return the distance of two dictionaries up to order and signs of their atoms.
+def dictionary_distance(A: Matrix, B: Matrix) -> float:
+    """Return the distance of two dictionaries up to order and signs of their atoms (eq. 3).
 
-    The lengths of atoms count, see `normalize_atoms`.
+    It is the largest distance within a pair, least over all pairings. The lengths of atoms count,
+    see `normalize_atoms`.
 
     Parameters
     ----------
@@ -314,16 +320,11 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
         A dictionary; each of its atoms takes an atom of ``B`` of its own.
     B : ndarray of shape (n_b, n_features)
         Another, ``n_b >= n_a``; Definition 1 has ``n_b = n_a``.
-    norm : {"1,2", "2", "2-bound"}, default "1,2"
-        "1,2": the largest distance within a pair, least over all pairings (eq. 3). "2": the largest
-        singular value of the difference, least over all pairings (eq. 4), by a search that ends at
-        once where every atom has one near partner. "2-bound": its value at the pairing of "1,2"
-        (of several, the one with the least sum of distances), an upper bound of "2".
 
     Raises
     ------
     ValueError
-        If a shape does not fit, or too many pairings would have to be tried for "2".
+        If a shape does not fit.
 
     Examples
     --------
@@ -332,52 +333,11 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     >>> dictionary_distance(np.eye(3), -np.eye(3)[::-1])
     0.0
     """
-    check_choice("norm", norm, ("1,2", "2", "2-bound"))
     A, B = _fewer_and_more(A, B)
     distances = atom_distances(A, B)
     if 0 in distances.shape:
         return 0.0
-    match = _match(A, B, _bottleneck_assignment(distances))
-    if norm == "1,2":
-        return float(match.distances.max())
-    bound = float(np.linalg.norm(A - match.signs[:, None] * B[match.indices], 2))
-    return bound if norm == "2-bound" else _least_spectral_norm(A, B, bound)
-
-
-def _least_spectral_norm(A: Matrix, B: Matrix, best: float) -> float:
-    """Return the least spectral norm of ``A - P @ B`` over signed pairings, by branch and bound.
-
-    ``best`` is the value of one of them. Rows that are paired already bound it from below.
-    """
-    signed = np.vstack([B, -B])
-    lengths = cdist(A, signed)
-    near = [np.flatnonzero(row < best) for row in lengths]
-    clear = [i for i, those in enumerate(near) if len(those) == 1]
-    rest = sorted((i for i, those in enumerate(near) if len(those) > 1), key=lambda i: len(near[i]))
-    taken = [int(near[i][0]) for i in clear]
-    used = frozenset(j % len(B) for j in taken)
-    if len(clear) + len(rest) < len(A) or len(used) < len(clear):
-        return best
-    difference = A[clear] - signed[taken]
-    stack, tried = [(float(np.linalg.norm(difference, 2)) if clear else 0.0, used, difference)], 0
-    while stack:
-        norm, used, difference = stack.pop()
-        if norm >= best * (1 - 1e-12):  # not for rounding's sake
-            continue
-        if len(difference) == len(A):
-            best = norm
-            continue
-        i = rest[len(difference) - len(clear)]
-        for j in near[i][np.argsort(-lengths[i, near[i]], kind="stable")].tolist():
-            if j % len(B) not in used:
-                longer = np.vstack([difference, A[i] - signed[j]])
-                stack.append((float(np.linalg.norm(longer, 2)), used | {j % len(B)}, longer))
-                tried += 1
-        if tried > _MOST_TRIED:
-            raise ValueError(
-                "norm must be '2-bound' or '1,2' where A and B are far apart, got '2'."
-            )
-    return best
+    return float(_match(A, B, _bottleneck_assignment(distances)).distances.max())
 
 
 def _fewer_and_more(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:

@@ -488,7 +488,17 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
 
     What rounding leaves has directions of its own, mostly those of the samples: an atom learned
     from it stands for nothing, or doubles one that is there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import remainder
+    >>> remainder(np.array([[0.1, 1.0], [0.1, 2.0]]), np.array([[0.1, 1 - 1e-16], [0.0, 2.0]]))
+    array([[0. , 0. ],
+           [0.1, 0. ]])
     """
+    X = check_array("X", X, missing=True)
+    fitted = check_array("fitted", fitted, rows=len(X), columns=X.shape[1])
     rest, limits = X - fitted, np.finfo(X.dtype)
     rounding = min(X.shape[1] * float(limits.eps), _FEW)
     rest[row_norms(observed(rest)) <= rounding * row_norms(observed(X))] = 0

@@ -83,6 +83,8 @@ UPDATES = ("mod", "ksvd", "gradient")
 ALIGNMENTS = ("none", "assignment")
 REPLACEMENTS = ("private", "samples")
 STARTS = ("samples", "common")
+#: The least number of rounds between replacements: a new atom needs some to become useful.
+_EVERY = 10
 
 
 class DictionaryState(NamedTuple):
@@ -190,8 +192,6 @@ class DataDiffusion:
         None with ``alignment="assignment"``, where atom j is not the same atom everywhere.
         "samples": the worst represented samples. "private": the leading direction of a half of the
         users of another atom, whose users are represented badly, as if it stood for two.
-    replace_every : int, default 10
-        Rounds between replacements, at least as many as a value takes to reach every node.
     shared : int, default 0
         Samples that a node sends its neighbors in every round, in turn; all of its data if it has
         no more. A node codes what it receives with its own dictionary, and updates this from all
@@ -199,13 +199,14 @@ class DataDiffusion:
 
     Notes
     -----
-    *Replacement without a coordinator.* Every ``replace_every`` rounds each node computes the worth
-    of its atoms (the mean share ``|c_j| / sum |c|`` of a sample's code; 0 if an earlier atom is
-    nearly equal) and its candidates, each with a score relative to what else the node does not
-    explain, so that a noisy node's do not always win. These travel with the dictionaries for as
-    many rounds as the network's diameter, and every node keeps the largest values. Then all replace
-    the same atoms, the least used first, by the same candidates in the same round. If messages are
-    lost, some nodes may miss a replacement, which the combination then averages in.
+    *Replacement without a coordinator.* Every ten rounds, or as many as a value takes to reach
+    every node if that is more, each node computes the worth of its atoms (the mean share
+    ``|c_j| / sum |c|`` of a sample's code; 0 if an earlier atom is nearly equal) and its
+    candidates, each with a score relative to what else the node does not explain, so that a noisy
+    node's do not always win. These travel with the dictionaries for as many rounds as the network's
+    diameter, and every node keeps the largest values. Then all replace the same atoms, the least
+    used first, by the same candidates in the same round. If messages are lost, some nodes may miss
+    a replacement, which the combination then averages in.
 
     Examples
     --------
@@ -227,7 +228,6 @@ class DataDiffusion:
     nonnegative: bool = False
     alignment: str = "none"
     replacement: str | None = "private"
-    replace_every: int = 10
     shared: int = 0
 
     def __post_init__(self) -> None:
@@ -249,7 +249,6 @@ class DataDiffusion:
                     "replacement must be None with alignment='assignment', "
                     f"got {self.replacement!r}."
                 )
-        check_count("replace_every", self.replace_every, 1)
         check_count("shared", self.shared)
 
     def fit(
@@ -361,7 +360,7 @@ class DictionaryProgram:
             node: own if callable(own) else self._checked(node, own) for node, own in data.items()
         }
         self.agreement = max(check_count("agreement", agreement), 1)
-        self.every = max(learner.replace_every, self.agreement)
+        self.every = max(_EVERY, self.agreement)
         self.first = start
         self.seed = check_count("seed", seed)
 

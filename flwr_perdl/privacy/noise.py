@@ -60,7 +60,6 @@ from math import floor, log, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
 
 from flwr_perdl.core.checks import (
     LARGE,
@@ -151,7 +150,6 @@ class Noise:
         reach: float,
         n_required: int = 1,
         limit: int = 2**26,
-        sampling: float = 1.0,
     ) -> Release:
         """Return how each of the run's sums is noised.
 
@@ -170,8 +168,6 @@ class Noise:
             ``trust="central"`` the one share is the whole noise.
         limit : int, default 2**26
             The largest magnitude of a client's reply in steps of the grid.
-        sampling : float, default 1.0
-            See `noise_multiplier`.
 
         Raises
         ------
@@ -185,7 +181,7 @@ class Noise:
         check_count("n_required", n_required, 1)
         check_count("limit", limit, 1, _LARGEST)
         budget = (1 - _ASIDE) * self.epsilon, (1 - _ASIDE) * self.delta
-        multiplier = noise_multiplier(*budget, n_releases, sampling)
+        multiplier = noise_multiplier(*budget, n_releases)
         far = sensitivity * (1 + _SLACK)
         # Of all shares, delta / exp(_RARE) are beyond so many of the sum's standard deviations.
         rare = log(2 * n_releases * size / self.delta) + 2 * _RARE
@@ -256,9 +252,7 @@ class Release(NamedTuple):
         return total
 
 
-def noise_multiplier(
-    epsilon: float, delta: float, n_releases: int = 1, sampling: float = 1.0
-) -> float:
+def noise_multiplier(epsilon: float, delta: float, n_releases: int = 1) -> float:
     """Return the standard deviation of Gaussian noise per unit of sensitivity.
 
     ``n_releases`` releases with it are together (epsilon, delta)-differentially private.
@@ -269,10 +263,6 @@ def noise_multiplier(
         The budget of all releases.
     n_releases : int, default 1
         Their number.
-    sampling : float, default 1.0
-        The probability with which a record (or a client) takes part in a release, drawn anew and
-        independently of all others. It saves noise towards those only who do not know who took
-        part: not towards a server that chooses. Samples of a fixed size are not such.
 
     Raises
     ------
@@ -289,43 +279,18 @@ def noise_multiplier(
     """
     _check_budget(epsilon, delta)
     check_count("n_releases", n_releases, 1)
-    check_real("sampling", sampling, 0, 1, open_low=True)
-    return _multiplier(float(epsilon), float(delta), n_releases, float(sampling))
-
-
-@lru_cache(maxsize=64)
-def _multiplier(epsilon: float, delta: float, n_releases: int, sampling: float) -> float:
-    """Return what `noise_multiplier` does, of checked arguments."""
     with np.errstate(all="ignore"):  # of probabilities that vanish
         accountant = _needed("dp_accounting.gaussian_mechanism", "dp-accounting")
-        whole = float(accountant.get_sigma_gaussian(epsilon, delta)) * sqrt(n_releases)
-        if sampling == 1:
-            return whole
-
-        def excess(log_sigma: float) -> float:
-            return spent(float(np.exp(log_sigma)), delta, n_releases, sampling) - epsilon
-
-        # Between noise that many releases ask for at least, and that of all records every time;
-        # below 0.3 the accountant's arrays become large, and there is little to save.
-        low, high = log(min(max(sampling * whole, 0.3), whole)), log(whole)
-        if excess(low) <= 0 or excess(high) > 0:
-            return float(np.exp(low if excess(low) <= 0 else high))
-        return float(np.exp(brentq(excess, low, high, xtol=1e-4) + 1e-4))
+        return float(accountant.get_sigma_gaussian(epsilon, delta)) * sqrt(n_releases)
 
 
-def spent(multiplier: float, delta: float, n_releases: int, sampling: float = 1.0) -> float:
+def spent(multiplier: float, delta: float, n_releases: int) -> float:
     """Return the epsilon of so many releases with a `noise_multiplier`: 0 if there were none."""
     if not n_releases:
         return 0.0
     with np.errstate(all="ignore"):
-        if sampling == 1:
-            accountant = _needed("dp_accounting.gaussian_mechanism", "dp-accounting")
-            return float(accountant.get_epsilon_gaussian(multiplier / sqrt(n_releases), delta))
-        losses = _needed("dp_accounting.pld.privacy_loss_distribution", "dp-accounting")
-        one = losses.from_gaussian_mechanism(
-            multiplier, value_discretization_interval=1e-3, sampling_prob=sampling
-        )
-        return float(one.self_compose(n_releases).get_epsilon_for_delta(delta))
+        accountant = _needed("dp_accounting.gaussian_mechanism", "dp-accounting")
+        return float(accountant.get_epsilon_gaussian(multiplier / sqrt(n_releases), delta))
 
 
 def floor_eigenvalues(A: Matrix, floor: float) -> Matrix:
@@ -355,17 +320,11 @@ def discrete_gaussian(deviation: float, size: int, rng: np.random.Generator | No
 @lru_cache(maxsize=64)
 def _gaussian(deviation: float) -> Callable[[list[int]], list[int]]:
     """Return OpenDP's mechanism that adds discrete Gaussian noise to integers."""
-    opendp = opendp_prelude()
+    opendp = _needed("opendp.prelude", "opendp")  # late: it is an extra, and takes 0.3 s
+    opendp.enable_features("contrib")  # vetted, but not yet by all of its reviewers
     space = opendp.vector_domain(opendp.atom_domain(T="i64")), opendp.l2_distance(T="f64")
     mechanism: Callable[[list[int]], list[int]] = opendp.m.make_gaussian(*space, scale=deviation)
     return mechanism
-
-
-def opendp_prelude() -> Any:
-    """Return OpenDP; imported late, since it is an extra and takes a third of a second."""
-    opendp = _needed("opendp.prelude", "opendp")
-    opendp.enable_features("contrib")  # vetted, but not yet by all of its reviewers
-    return opendp
 
 
 def _needed(module: str, package: str) -> Any:

@@ -68,10 +68,9 @@ class SecureMean:
     max_weight : int, default 1
         A client counts by its number of examples, and for at most so many; with 1 all count alike.
         The rounding is as many times coarser as this is larger than the clients' mean number.
-    num_shares : int or float, optional
-        Among how many clients each client's keys are shared: 3 or more. By default all, at most 51.
     reconstruction_threshold : float, optional
-        The share of these that must answer to the end, above 0.5; by default two thirds.
+        The share of clients that must answer to the end, above 0.5; by default two thirds. Where
+        there are more than 51, of the 51 among whom each client's keys are shared.
     min_clients : int, default 2
         The fewest clients of which a sum is opened; the strategy's ``min_clients`` where that is
         more.
@@ -92,7 +91,6 @@ class SecureMean:
     shape: tuple[int, ...]
     norm: float = 1.0
     max_weight: int = 1
-    num_shares: float | None = None
     reconstruction_threshold: float | None = None
     min_clients: int = 2
 
@@ -105,8 +103,6 @@ class SecureMean:
         check_real("norm in secure", self.norm, 0, LARGE, open_low=True)
         check_count("max_weight in secure", self.max_weight, 1, LARGEST_INT)
         check_count("min_clients in secure", self.min_clients, 2)
-        if self.num_shares is not None:
-            check_count("num_shares in secure", self.num_shares, 3)
         if self.reconstruction_threshold is not None:
             threshold = self.reconstruction_threshold
             check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
@@ -176,9 +172,8 @@ class SecureMean:
             alone = Lost(FAILED, "a sum over one client hides nothing")
             return {}, {partition: alone for partition, _ in sent}, set()
         secagg = secagg_server()
-        shares: float = 1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES
         workflow = secagg.SecAggPlusWorkflow(
-            shares if self.num_shares is None else self.num_shares,
+            1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES,
             _THRESHOLD if self.reconstruction_threshold is None else self.reconstruction_threshold,
             max_weight=float(self.max_weight),
             clipping_range=1.0,
@@ -239,7 +234,7 @@ def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:
     if isinstance(secure, bool):
         return {} if secure else None
     options: dict[str, Any] = dict(secure)
-    refuse_unknown("secure", options, ("num_shares", "reconstruction_threshold"))
+    refuse_unknown("secure", options, ("reconstruction_threshold",))
     SecureMean((1,), **options)  # checks them
     return options
 

@@ -45,14 +45,11 @@ class Combine:
         clients that lie do not move far. The report says what a rule did to whom.
     group : str, optional
         The metric that says which group a reply belongs to, from 0; by default all are of one.
-    share : str, optional
-        Replies have arrays for all groups, stacked as in ``start``, and metrics of these names,
-        followed by 0, 1, …, which say to which share each of them counts.
 
     Raises
     ------
     ValueError
-        If ``rule`` is unknown, or ``share`` comes without ``group``.
+        If ``rule`` is unknown, or the arrays of ``start`` are none, or not of as many groups.
 
     Examples
     --------
@@ -67,7 +64,6 @@ class Combine:
     start: Sequence[Matrix]
     rule: str = "mean"
     group: str | None = None
-    share: str | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -85,13 +81,8 @@ class Combine:
                 "start in combine must have at least one array, all with as many groups, got "
                 f"{len(self.start)} of different lengths."
             )
-        for name in ("group", "share"):
-            check_kind(
-                f"{name} in combine", getattr(self, name), (str, type(None)), "a name or None"
-            )
+        check_kind("group in combine", self.group, (str, type(None)), "a name or None")
         check_choice("rule in combine", self.rule, ROBUST)
-        if self.share is not None and self.group is None:
-            raise ValueError(f"share in combine must come with group, got share={self.share!r}.")
 
     @property
     def n_groups(self) -> int:
@@ -101,19 +92,13 @@ class Combine:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of a reply's arrays."""
-        one = self.group is not None and self.share is None
-        return [array.shape[1:] if one else array.shape for array in self.start]
+        return [array.shape[self.group is not None :] for array in self.start]
 
     def check(self, reply: Reply) -> None:
-        """Accept arrays of the shapes that are asked for, the number of a group, and shares."""
+        """Accept arrays of the shapes that are asked for, and the number of a group."""
         check_shapes(self.shapes, reply)
         if self.group is not None:
             check_group(self.group, reply, self.n_groups)
-        if self.share is not None:
-            shares = self._shares(reply)
-            if not (min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-3):
-                last = f"{self.share}{self.n_groups - 1}"
-                raise ValueError(f"{self.share}0 to {last} must be shares of 1, got {shares}")
 
     def __call__(self, replies: Replies) -> list[Matrix]:
         """Return what the replies come to; a group without replies stays at its start."""
@@ -123,11 +108,6 @@ class Combine:
         found = average(stacks, replies)
         return found if grouped else [np.asarray(stack[0]) for stack in found]
 
-    def _shares(self, reply: Reply) -> list[float]:
-        """Return to which share each of a reply's models counts; NaN where it does not say."""
-        names = (f"{self.share}{j}" for j in range(self.n_groups))
-        return [reply.metrics.get(name, np.nan) for name in names]
-
     def _labels(self, replies: Replies) -> list[int]:
         """Return each reply's group."""
         if self.group is None:
@@ -136,37 +116,27 @@ class Combine:
 
     def _means(self, stacks: list[Matrix], replies: Replies) -> list[Matrix]:
         """Return each group's mean, array by array: no model is copied into a vector."""
-        weights = np.zeros((self.n_groups, len(replies)))
-        for i, (j, reply) in enumerate(zip(self._labels(replies), replies.values(), strict=True)):
-            if self.share is None:
-                weights[j, i] = reply.num_examples
-            else:
-                weights[:, i] = np.array(self._shares(reply)) * reply.num_examples
+        labels = np.array(self._labels(replies))
         moved = [stack.copy() for stack in stacks]
-        for j in np.flatnonzero(weights.any(axis=1)).tolist():
-            own = weights[j] / weights[j].sum()
+        for j in np.unique(labels).tolist():
+            own = np.where(labels == j, sizes_of(replies), 0)
+            own /= own.sum()
             for position, stack in enumerate(moved):
                 mean = np.zeros_like(stack[j])
                 for weight, reply in zip(own.tolist(), replies.values(), strict=True):
                     if weight:
-                        array = reply.arrays[position]
-                        mean += weight * (array if self.share is None else array[j])
+                        mean += weight * reply.arrays[position]
                 stack[j] = mean
         return moved
 
     def _robust(self, stacks: list[Matrix], replies: Replies) -> list[Matrix]:
         """Return what the rule makes of the changes, each reply's as one vector."""
-        before, soft = joined(stacks), self.share is not None
-        packed = np.empty((len(replies), len(before) if soft else 1, before.shape[1] + 1))
-        packed = packed.astype(before.dtype, copy=False)
-        for row, j, reply in zip(packed, self._labels(replies), replies.values(), strict=True):
-            if soft:
-                row[:, 0] = self._shares(reply)
-                row[:, 1:] = joined(reply.arrays) - before
-            else:
-                row[0, 0] = j
-                row[0, 1:] = joined([array[None] for array in reply.arrays])[0] - before[j]
-        mean = average_updates(packed, sizes_of(replies), len(before), soft, "cluster", self.rule)
+        before = joined(stacks)
+        packed = np.empty((len(replies), 1, before.shape[1] + 1), before.dtype)
+        for (row,), j, reply in zip(packed, self._labels(replies), replies.values(), strict=True):
+            row[0] = j
+            row[1:] = joined([array[None] for array in reply.arrays])[0] - before[j]
+        mean = average_updates(packed, sizes_of(replies), len(before), "cluster", self.rule)
         replies.note(EFFECTS[self.rule], dict(zip(replies, mean.odd.tolist(), strict=True)))
         steps = split(mean.change, [stack.shape[1:] for stack in stacks])
         return [(stack + s).astype(stack.dtype) for stack, s in zip(stacks, steps, strict=True)]

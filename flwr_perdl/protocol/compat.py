@@ -7,9 +7,8 @@ module of the library imports anything else of Flower, and this one does so wher
 ====================  ===================================  ========================================
 name                  from Flower                          without it
 ====================  ===================================  ========================================
-`NumPyClient`         ``flwr.client``; if it is gone,      a base class of our own; `client_fn`
-                      ``flwr.compat.client``               raises an ImportError
-`older_interface`     ``flwr.common``, ``flwr.server``     `as_legacy` raises an ImportError
+`NumPyClient`         ``flwr.client``; if it is gone,      a base class of our own
+                      ``flwr.compat.client``
 `secagg_client`,      SecAgg+'s mod and workflow, and      a client that is asked for a secure sum,
 `secagg_server`       its words                            or its server, raises an ImportError
 `empty_run`           1.26: ``flwr.common``; later         ``InProcessGrid.run`` has a run id alone
@@ -82,34 +81,21 @@ else:
     )
 
 
-def to_client(client: Any, feature: str) -> Any:
-    """Return what Flower's older interface calls: ``client.to_client()``."""
-    with _needed(feature, "older clients (flwr.client)"):
-        made = client.to_client  # our own base class has none
-    return made()
-
-
 @contextmanager
-def _needed(feature: str, what: str) -> Iterator[None]:
-    """Raise an ImportError that names the feature, where this Flower does not have ``what``."""
+def _secagg(part: str) -> Iterator[None]:
+    """Raise an ImportError that says so where this Flower does not have this part of SecAgg+."""
     try:
         yield
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{feature} needs Flower's {what}, which this version of Flower does not have."
+            f"a secure sum needs Flower's SecAgg+ ({part}), which this version does not have."
         ) from error
-
-
-def older_interface() -> tuple[Any, Any]:
-    """Return Flower's older types, by ``flwr.common``, and the base class of its strategies."""
-    with _needed("as_legacy", "older strategies (flwr.server)"):
-        return import_module("flwr.common"), import_module("flwr.server.strategy").Strategy
 
 
 @cache
 def secagg_client() -> Any:
     """Return the client's part of SecAgg+: its mod, and the words of its messages."""
-    with _needed("a secure sum", "SecAgg+ (flwr.client.mod.secaggplus_mod)"):
+    with _secagg("flwr.client.mod.secaggplus_mod"):
         words = import_module("flwr.common.secure_aggregation.secaggplus_constants")
         return SimpleNamespace(
             mod=import_module("flwr.client.mod").secaggplus_mod,
@@ -122,7 +108,7 @@ def secagg_client() -> Any:
 @cache
 def secagg_server() -> Any:
     """Return the server's part of SecAgg+: its workflow, with all names that this one uses."""
-    with _needed("a secure sum", "SecAgg+ (flwr.server.workflow.SecAggPlusWorkflow)"):
+    with _secagg("flwr.server.workflow.SecAggPlusWorkflow"):
         return import_module("flwr.server.workflow.secure_aggregation.secaggplus_workflow")
 
 

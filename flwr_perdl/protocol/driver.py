@@ -1,6 +1,6 @@
 """Driving a protocol: sampling, checking replies, reports, checkpoints; no messages here.
 
-The adapters to Flower's two strategy interfaces only translate between their messages and this.
+`ProtocolStrategy` translates between Flower's messages and this.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Conversation:
         self._clients_evaluate = self._privacy is None
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
         #: Which node is which client.
-        self.roster: Roster[Any] = Roster(options.clients_by_node)
+        self.roster = Roster(options.clients_by_node)
         #: What the protocol asks next; None if it is over.
         self.request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}

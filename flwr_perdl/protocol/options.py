@@ -23,12 +23,12 @@ _FEDAVG = {
     "min_evaluate_nodes": "min_clients",
     "min_evaluate_clients": "min_clients",
     "fraction_fit": "fraction_train",
-    "evaluate_fn": "give it to start or as_legacy",
-    "initial_parameters": "give start(initial_arrays=...) or as_legacy(initial=...)",
-    "on_fit_config_fn": "give as_legacy(on_fit_config_fn=...), or start(train_config=...) and "
-    "override configure_train, which may change it by round",
-    "on_evaluate_config_fn": "give as_legacy(on_evaluate_config_fn=...), or "
-    "start(evaluate_config=...) and override configure_evaluate, which may change it by round",
+    "evaluate_fn": "give it to start",
+    "initial_parameters": "give start(initial_arrays=...)",
+    "on_fit_config_fn": "give start(train_config=...), and override configure_train to change it "
+    "by round",
+    "on_evaluate_config_fn": "give start(evaluate_config=...), and override configure_evaluate to "
+    "change it by round",
     "accept_failures": "give min_clients, the fewest good replies with which a round goes on",
     "inplace": "leave it out",
     "weighted_by_key": f'{_FIXED} "num-examples"',

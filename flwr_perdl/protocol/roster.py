@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options
@@ -35,10 +35,8 @@ _NO_ANSWER = ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}")
 #: A name that could be taken for the number of another client.
 _NUMBERED = re.compile(r"\d+( \(.*\))?")
 
-Node = TypeVar("Node", bound=Hashable)
 
-
-class Roster(Generic[Node]):
+class Roster:
     """Which node is which client: Flower's node ids are random, partitions are not.
 
     Of several nodes that say that they are the same client, the first has the place as long as it
@@ -51,29 +49,29 @@ class Roster(Generic[Node]):
         Partition by node: no other node takes part, and none as another client.
     """
 
-    def __init__(self, allowed: Mapping[Node, int] | None = None) -> None:
+    def __init__(self, allowed: Mapping[int, int] | None = None) -> None:
         self.allowed = allowed
-        self._partitions: dict[Node, int] = {}
-        self._doubles: set[tuple[Node, Node]] = set()
-        self._logged: set[tuple[Node, Node]] = set()
-        self._silent: set[Node] = set()
-        self._names: dict[Node, str] = {}
+        self._partitions: dict[int, int] = {}
+        self._doubles: set[tuple[int, int]] = set()
+        self._logged: set[tuple[int, int]] = set()
+        self._silent: set[int] = set()
+        self._names: dict[int, str] = {}
         #: Partitions that were made of the client's name: they say nothing to a reader.
         self._hashed: set[int] = set()
         self._count: Counter[str] = Counter()
         #: How the clients call themselves.
         self.names: dict[int, str] = {}
         #: Why nodes take no part that do not say who they are.
-        self.strangers: dict[Node, str] = {}
+        self.strangers: dict[int, str] = {}
         #: Why nodes that are there now, and were asked, do not say who they are.
-        self.unanswered: dict[Node, str] = {}
+        self.unanswered: dict[int, str] = {}
 
-    def unknown(self, nodes: Iterable[Node]) -> list[Node]:
+    def unknown(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes that are to say who they are."""
         known = self._partitions.keys() - self._silent
         return [node for node in nodes if node not in known and self._admits(node)]
 
-    def enrol(self, node: Node, properties: Mapping[str, Any]) -> None:
+    def enrol(self, node: int, properties: Mapping[str, Any]) -> None:
         """Note who ``node`` says it is.
 
         Raises
@@ -101,7 +99,7 @@ class Roster(Generic[Node]):
         if partition not in self.names:
             self._call(partition, self._names[node])
 
-    def refuse(self, node: Node, reason: str) -> None:
+    def refuse(self, node: int, reason: str) -> None:
         """Note why a node takes no part; one that has enrolled loses its place until it answers."""
         self._silent.add(node)
         self.strangers[node] = brief(reason)
@@ -111,7 +109,7 @@ class Roster(Generic[Node]):
             *(node, self.strangers[node]),
         )
 
-    def contested(self, nodes: Collection[Node]) -> list[Node]:
+    def contested(self, nodes: Collection[int]) -> list[int]:
         """Return the nodes whose place a newcomer claims: they are to say again who they are."""
         here = self._here(nodes)
         # A node that was restarted has another id: its old one may be listed for a while yet.
@@ -127,7 +125,7 @@ class Roster(Generic[Node]):
         self._doubles |= new
         return [node for node in holders.values() if any(node == holder for holder, _ in new)]
 
-    def present(self, nodes: Collection[Node]) -> dict[int, Node]:
+    def present(self, nodes: Collection[int]) -> dict[int, int]:
         """Return the present clients' nodes by partition, ascending; the first enrolled wins."""
         here = self._here(nodes)
         holders = self._holders(here)
@@ -156,7 +154,7 @@ class Roster(Generic[Node]):
         asks = any(mark in why for why in reasons.values() for mark in _NO_ANSWER)
         return first_reason(reasons) + (_REMEDY if asks else "")
 
-    def _admits(self, node: Node) -> bool:
+    def _admits(self, node: int) -> bool:
         """Whether a node may take part; why not is logged once."""
         if self.allowed is None or node in self.allowed:
             return True
@@ -165,12 +163,12 @@ class Roster(Generic[Node]):
             log(WARNING, "Left out node %s: clients_by_node does not name it.", node)
         return False
 
-    def _here(self, nodes: Collection[Node]) -> list[Node]:
+    def _here(self, nodes: Collection[int]) -> list[int]:
         """Return the present nodes that have said who they are, in the order in which they did."""
         here = set(nodes) - self._silent
         return [node for node in self._partitions if node in here]
 
-    def _holders(self, here: Sequence[Node]) -> dict[int, Node]:
+    def _holders(self, here: Sequence[int]) -> dict[int, int]:
         """Return, by partition, who has the place: the first of these, as `_here` orders them."""
         return {self._partitions[node]: node for node in reversed(here)}
 

@@ -52,7 +52,7 @@ from flwr_perdl.protocol.request import (
     State,
     TooFewReplies,
 )
-from flwr_perdl.protocol.roster import Roster, settle
+from flwr_perdl.protocol.roster import settle
 
 T = TypeVar("T")
 
@@ -436,8 +436,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         raise ValueError(
             "arrays must be those that aggregate_train returned, got others: strategies that "
             "change the model between rounds, as Flower's DifferentialPrivacy wrappers do, cannot "
-            "wrap this one (clients can add noise themselves, see LocalPrivacy), and another run "
-            "wants another strategy."
+            "wrap this one (the option privacy adds noise to sums), and another run wants another "
+            "strategy."
         )
 
     # Messages ------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients' node ids by partition; new nodes are asked who they are."""
-        roster: Roster[int] = self._running().roster
+        roster = self._running().roster
         first = not roster.names
         if first:
             await_nodes(grid, self._options)
@@ -471,7 +471,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Ask nodes who they are, note their answers, and return why others have none."""
         if not nodes:
             return {}
-        roster: Roster[int] = self._running().roster
+        roster = self._running().roster
         questions = [
             (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
             for node in nodes

@@ -145,15 +145,13 @@ def nearest_group(points: Matrix, groups: Matrix) -> Matrix:
     return members
 
 
-def kmeans(
-    points: Matrix, n_clusters: int, rng: np.random.Generator, *, restarts: int = 10
-) -> Matrix:
-    """Return the centers of the best of several runs of Lloyd's algorithm from k-means++'s starts.
+def kmeans(points: Matrix, n_clusters: int, rng: np.random.Generator) -> Matrix:
+    """Return the centers of the best of ten runs of Lloyd's algorithm from k-means++'s starts.
 
     Where there are fewer points than centers, some centers are alike.
     """
     best, least = points[:1], np.inf
-    for _ in range(restarts):
+    for _ in range(10):
         centers = _spread(points, n_clusters, rng)
         for _ in range(100):
             members, before = nearest_group(points, centers), centers

@@ -16,7 +16,7 @@ Deviations, and why:
 
 - ``normalise="cluster"`` (the default) divides a cluster's sum by the cluster's number of points;
   the paper's ``w_i = n_i / N`` (``"all"``) makes a cluster's step as small as its share of them.
-- ``temperature > 0`` is soft clustering: ``L`` of (7) plus an entropy, whose minimum is
+- :func:`assign` at a ``temperature`` is soft: ``L`` of (7) plus an entropy, whose minimum is
   ``lambda_j ~ exp(-n_i loss_j / temperature)``; at the noise's variance it is the posterior of a
   Gaussian mixture.
 - The average can be made robust; the paper's is a mean.
@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
-from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import (
     LARGE,
     MOST_CLUSTERS,
@@ -40,11 +39,10 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
-    check_flag,
     check_numbers,
     check_real,
 )
-from flwr_perdl.core.robust import FAR, average_of, capped, consistent, far, reach, shortening
+from flwr_perdl.core.robust import average_of, capped, consistent, far, shortening
 from flwr_perdl.regression.losses import (
     SQUARED,
     Loss,
@@ -276,7 +274,6 @@ def aggregate(
     n_samples: Matrix,
     n_clusters: int,
     *,
-    soft: bool = False,
     normalise: str = "cluster",
     robust: str = "mean",
 ) -> Average:
@@ -284,14 +281,12 @@ def aggregate(
 
     Parameters
     ----------
-    packed : ndarray of shape (n_clients, 1 or k, d + 1)
-        Each client's cluster and its change of that model; soft: per model, weight and change.
+    packed : ndarray of shape (n_clients, 1, d + 1)
+        Each client's cluster and its change of that model.
     n_samples : ndarray of shape (n_clients,)
         Number of points of each client.
     n_clusters : int
         Number of models.
-    soft : bool, default False
-        Whether the updates are of all models.
     normalise : {"cluster", "all"}, default "cluster"
         Divide by the cluster's points, or (the paper) by all points.
     robust : str, default "mean"
@@ -299,9 +294,7 @@ def aggregate(
         (`core.robust.consistent`), of clients that count for no more than three times the
         median size. "clip": of all updates, those longer than three times the median length
         shortened to it. "trimmed", "median" and "geometric-median" count clients alike; on clients
-        with fewer points than features they are biased. Soft: a client is judged in the cluster of
-        its largest share. In others it counts by its shares, for no more than a typical member,
-        with "filtered" and "clip", and with "trimmed", "median" and "geometric-median" not at all.
+        with fewer points than features they are biased.
 
     Returns
     -------
@@ -327,106 +320,68 @@ def aggregate(
     check_choice("normalise", normalise, ("cluster", "all"))
     check_choice("robust", robust, ROBUST)
     check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
-    soft = check_flag("soft", soft)
     packed = check_array("packed", packed, ndim=3, min_rows=1, floor=np.inf)
-    if packed.shape[1] != (n_clusters if soft else 1) or packed.shape[2] < 2:
-        raise ValueError(
-            f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1) "
-            f"with soft={soft}, got {packed.shape}."
-        )
+    if packed.shape[1] != 1 or packed.shape[2] < 2:
+        raise ValueError(f"packed must have shape (n_clients, 1, d + 1), got {packed.shape}.")
     n_samples = np.broadcast_to(_checked_sizes(n_samples, packed.shape[:1]), packed.shape[:1])
-    return average_updates(packed, n_samples, n_clusters, soft, normalise, robust)
+    return average_updates(packed, n_samples, n_clusters, normalise, robust)
 
 
 def average_updates(
-    packed: Matrix, n_samples: Matrix, n_clusters: int, soft: bool, normalise: str, robust: str
+    packed: Matrix, n_samples: Matrix, n_clusters: int, normalise: str, robust: str
 ) -> Average:
     """Return :func:`aggregate` of arguments that are as they should be."""
-    labels = packed[:, :, 0].argmax(axis=1) if soft else packed[:, 0, 0]
+    labels = packed[:, 0, 0]
     if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
         raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
     members = labels == np.arange(n_clusters)[:, None]
     if robust == "mean":
-        found = _mean(packed, n_samples, members, soft)
+        found = _mean(packed, n_samples, members)
     else:
-        found = _robust(packed, n_samples, members, soft, robust)
+        found = _robust(packed, n_samples, members, robust)
     if normalise == "all":
         found.change[:] *= (found.counts / max(found.counts.sum(), 1e-300))[:, None]
     return found
 
 
-def _mean(packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_], soft: bool) -> Average:
+def _mean(packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_]) -> Average:
     """Return the means of the clusters' updates, and who is far from its own cluster's."""
-    moves = packed[:, :, 1:]
-    weights = n_samples * (packed[:, :, 0].T if soft else members)
+    moves, weights = packed[:, 0, 1:], n_samples * members
     counts = weights.sum(axis=1)
     shares = weights / np.where(counts > 0, counts, 1)[:, None]
-    if soft:
-        change = np.stack([own @ moves[:, j] for j, own in enumerate(shares)])
-    else:
-        change = shares @ moves[:, 0]
-    change = change.astype(packed.dtype, copy=False)
+    change = (shares @ moves).astype(packed.dtype, copy=False)
     odd = np.zeros(len(packed))
     for j, own in enumerate(members):
         if own.any() and counts[j] > 0:
-            odd[own] = far(moves[own, j if soft else 0], change[j])
+            odd[own] = far(moves[own], change[j])
     return Average(change, counts, odd)
 
 
-def _robust(
-    packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_], soft: bool, rule: str
-) -> Average:
+def _robust(packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_], rule: str) -> Average:
     """Return what a rule other than the mean makes of the clusters' updates."""
     change = np.zeros((len(members), packed.shape[2] - 1), packed.dtype)
     counts, odd = np.zeros(len(members)), np.zeros(len(packed))
-    multiplies, sizes = rule in ("filtered", "clip"), n_samples.copy()
-    factors: Matrix = np.ones(len(packed), packed.dtype)
-    for j, own in enumerate(members if multiplies else ()):
-        if own.any():  # who hardly belongs to a cluster is no outlier there: each is judged once
-            factors[own] = factors_of(packed[own, j if soft else 0, 1:], rule)
-            sizes[own] = capped(sizes[own]) * (factors[own] > 0)
+    multiplies = rule in ("filtered", "clip")
     for j, own in enumerate(members):
-        if not sizes[own].any():
+        moves, weights = packed[own, 0, 1:], n_samples[own]
+        if own.any() and multiplies:
+            factors = factors_of(moves, rule)
+            moves, weights = moves * factors[:, None], capped(weights) * (factors > 0)
+        if not weights.any():
             continue
-        chosen = np.ones_like(own) if soft and multiplies else own
-        row, mine, weights = packed[chosen, j if soft else 0], own[chosen], sizes[chosen]
-        moves = row[:, 1:] * factors[chosen, None]
-        if soft:
-            weights = weights * row[:, 0]
-            if multiplies:
-                weights *= _bounded(moves, row[:, 0], weights, mine)
         counts[j] = weights.sum()
-        if counts[j] > 0:
-            change[j] = average_of(moves, rule, weights)
-        odd[own] = 1 - factors[own] if multiplies else far(moves[mine], change[j])
+        change[j] = average_of(moves, rule, weights)
+        odd[own] = 1 - factors if multiplies else far(moves, change[j])
     return Average(change, counts, odd)
-
-
-def _bounded(moves: Matrix, shares: Matrix, weights: Matrix, mine: NDArray[np.bool_]) -> Matrix:
-    """Return factors by which nobody moves another's cluster more than a typical member does.
-
-    Who does well in one cluster can claim a share of another, and lie there.
-    """
-    members = mine & (weights > 0)
-    center = average_of(moves[members], "mean", weights[members])
-    apart = moves - center
-    typical = reach(row_norms(apart[members]), float(np.linalg.norm(center))) / FAR
-    pulls = row_norms(apart * shares[:, None])
-    factors: Matrix = np.where(mine | (pulls <= typical), 1, typical / np.maximum(pulls, 1e-300))
-    return factors
 
 
 def factors_of(stack: Matrix, robust: str) -> Matrix:
     """Return by how much the robust rule multiplies each contribution, (n_clients, ...).
 
     "filtered": by 0 one that is not consistent with the others; "clip": by what brings it down to
-    three times the median length; any other rule by 1.
+    three times the median length.
     """
-    if robust == "filtered":
-        return consistent(stack).astype(stack.dtype)
-    if robust == "clip":
-        return shortening(stack)
-    return np.ones(len(stack), stack.dtype)
+    return consistent(stack).astype(stack.dtype) if robust == "filtered" else shortening(stack)
 
 
 def model_error(centers: Matrix, theta: Matrix) -> float:

@@ -112,9 +112,7 @@ def _averaged(
     chosen = slice(None) if trusted.all() else trusted  # where all count, nothing is copied
     packed, n, odd = answers.stack[chosen, :, 1:], answers.n_samples[chosen], np.ones(len(trusted))
     normalise = settings.phase_2.normalise
-    change, counts, odd[chosen] = average_updates(
-        packed, n, len(ahead), False, normalise, settings.robust
-    )
+    change, counts, odd[chosen] = average_updates(packed, n, len(ahead), normalise, settings.robust)
     return change, counts, replace(state, odd=answers.odd(odd))
 
 

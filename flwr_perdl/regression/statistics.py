@@ -48,6 +48,9 @@ _MOST_ITERATIONS = 200
 _TRIAL = 10
 #: Share of the least error by which that of fewer models may always exceed it.
 _SLACK = 0.001
+#: The temperature of `choose_mixture`'s assignments, in units of the noise's variance: 1 is the
+#: posterior of a Gaussian mixture, but real clients are rarely in one cluster exactly.
+_SOFTNESS = 2.0
 #: Directions of the features, of length one each, along which all points vary less do not count.
 _COLLINEAR = 1e-12
 
@@ -124,11 +127,12 @@ def fit_mixture(
     n_clusters: int,
     *,
     rng: np.random.Generator,
-    softness: float = 1.0,
     shrinkage: float = 0.0,
     restarts: int = 4,
 ) -> Mixture:
     """Alternate soft assignments and least squares on the clients' second moments.
+
+    Assignments are the posterior of a Gaussian mixture.
 
     Parameters
     ----------
@@ -138,9 +142,6 @@ def fit_mixture(
         Number of models k.
     rng : numpy.random.Generator
         Source of the starts.
-    softness : float, default 1
-        The assignment's temperature in units of the noise's variance: 1 is the posterior of a
-        Gaussian mixture; more allows for clients that are in no cluster exactly.
     shrinkage : float, default 0
         How many points the model of all clients together, their least squares, counts for in
         every cluster. 0: the least squares of the cluster's own points.
@@ -171,10 +172,9 @@ def fit_mixture(
     [-1.0, 2.0]
     """
     statistics = _checked(statistics, 2)
-    softness = check_real("softness", softness, 0, LARGE, open_low=True)
     shrinkage = check_real("shrinkage", shrinkage, 0, LARGE)
     starts = _starts(len(statistics), n_clusters, restarts, rng)
-    (found,) = _fit(_sums(statistics), starts, softness, [shrinkage])
+    (found,) = _fit(_sums(statistics), starts, 1.0, [shrinkage])
     return found
 
 
@@ -277,8 +277,7 @@ def _alternate(sums: _Sums, starts: Matrix, softness: float, strengths: Matrix) 
         variance = (weights * squares).sum(axis=(1, 2)) / points
         variance = np.maximum(variance, max(rounding, tiny))  # 0 for data without noise
         shares = np.log(np.maximum(weights.mean(axis=2), tiny))[..., None]
-        least = max(tiny, 1e-300 * squares.max())  # else the product may be 0
-        scores = shares - squares / np.maximum(2 * softness * variance, least)[:, None, None]
+        scores = shares - squares / (2 * softness * variance)[:, None, None]
         fits = logsumexp(scores, axis=1).sum(axis=1) - n.sum() / (2 * softness) * np.log(variance)
         last, weights = weights, softmax(scores, axis=1)
         settled = np.abs(weights - last).max(axis=(1, 2)) <= _SETTLED
@@ -317,7 +316,6 @@ def choose_mixture(
     candidates: Sequence[int] = (1, 2, 3, 4, 5, 6),
     *,
     rng: np.random.Generator,
-    softness: float = 2.0,
     shrinkage: float | Sequence[float] = (1.0, 10.0, 100.0),
     restarts: int = 4,
 ) -> Choice:
@@ -325,7 +323,8 @@ def choose_mixture(
 
     That is the smallest whose error exceeds the least by no more than one standard error and a
     thousandth; the error is of the difference between the two, over the clients. A model that is no
-    client's likeliest is left out, where ``candidates`` allows as few.
+    client's likeliest is left out, where ``candidates`` allows as few. Assignments are softer than
+    :func:`fit_mixture`'s: real clients are rarely in one cluster exactly.
 
     Parameters
     ----------
@@ -335,10 +334,8 @@ def choose_mixture(
         Numbers of clusters.
     rng : numpy.random.Generator
         Source of the starts.
-    softness : float, default 2
-        As in :func:`fit_mixture`; real clients are rarely in one cluster exactly.
     shrinkage : float or sequence of float, default (1, 10, 100)
-        As there; of several, the one with which the least error is reached.
+        As in :func:`fit_mixture`; of several, the one with which the least error is reached.
     restarts : int, default 4
         As there.
 
@@ -371,7 +368,6 @@ def choose_mixture(
     if not len(check_list("candidates", candidates)):
         raise ValueError("candidates must have at least one number, got none.")
     given = np.atleast_1d(as_array("shrinkage", shrinkage)).tolist()
-    softness = check_real("softness", softness, 0, LARGE, open_low=True)
     strengths = [float(check_real("shrinkage", strength, 0, LARGE)) for strength in given]
     if not len(strengths):
         raise ValueError("shrinkage must have at least one number, got none.")
@@ -382,7 +378,7 @@ def choose_mixture(
     for fold in np.moveaxis(statistics, 1, 0):
         sums, moments = _sums(whole - fold), _moments(fold)
         for i, k in enumerate(candidates):
-            mixtures = _fit(sums, _starts(len(whole), k, restarts, rng), softness, strengths)
+            mixtures = _fit(sums, _starts(len(whole), k, restarts, rng), _SOFTNESS, strengths)
             for squares, mixture in zip(tried[:, i], mixtures, strict=True):
                 own = mixture.weights @ mixture.centers
                 signed = np.column_stack([-own, np.ones(len(own))])
@@ -392,7 +388,7 @@ def choose_mixture(
     errors = squares.sum(axis=1) / max(float(whole[:, 0].sum()), 1)
     best = min(k for k, good in zip(candidates, _as_good(squares), strict=True) if good)
     starts = _starts(len(whole), best, restarts, rng)
-    (mixture,) = _fit(_sums(whole), starts, softness, strengths[chosen : chosen + 1])
+    (mixture,) = _fit(_sums(whole), starts, _SOFTNESS, strengths[chosen : chosen + 1])
     used = np.unique(mixture.weights.argmax(axis=1))
     if len(used) >= min(candidates):
         weights = mixture.weights[:, used]

@@ -7,16 +7,13 @@ from flwr_perdl.protocol.report import RoundReport, client_report
 from flwr_perdl.protocol.request import Protocol, Replies, Request, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies._models import Adam, Momentum, Yogi
-from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
 from flwr_perdl.strategies.diffusion_averaging import DiffusionAveraging
 from flwr_perdl.strategies.ditto import Ditto
-from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
-from flwr_perdl.strategies.perpca import PerPCA
 from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
 __all__ = [
@@ -26,7 +23,6 @@ __all__ = [
     "Combine",
     "Diagnosed",
     "Diagnosis",
-    "DictionaryAveraging",
     "DiffusionAveraging",
     "Ditto",
     "FedMD",
@@ -37,7 +33,6 @@ __all__ = [
     "OneShotClustering",
     "Options",
     "PerMA",
-    "PerPCA",
     "PersonalizedFedAvg",
     "Protocol",
     "ProtocolStrategy",
@@ -49,7 +44,6 @@ __all__ = [
     "ServerSettings",
     "TooFewReplies",
     "Yogi",
-    "as_legacy",
     "await_nodes",
     "client_report",
 ]

@@ -92,7 +92,7 @@ class DictionaryStrategy(ProtocolStrategy):
 def is_orthogonal(reply: Reply, atoms: Matrix | None = None) -> bool:
     """Return whether a client's learner keeps its atoms orthonormal.
 
-    Of one that does not say so, as behind `LocalPrivacy`, whether the given ``atoms`` are.
+    Of one that does not say so, as a client's own ``fit``, whether the given ``atoms`` are.
     """
     flag = reply.metrics.get("orthogonal")
     if flag is None and atoms is not None:

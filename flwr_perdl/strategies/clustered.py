@@ -10,26 +10,23 @@ paper (P2, Phase 2)                     here
 ``theta_{t-1}`` (k models)              the models, stacked: one array (k, ...) per array
 ``z_{i,t}`` (equation 8)                the client's choice, by the loss that its ``evaluate``
                                         returns
-``lambda_{i,t}`` (equation 7)           ``temperature``: soft weights
 local update (line 7)                   the client's own ``fit``
 ``theta_t = sum_i w_i theta_{i.,t}``    the mean of the cluster's models, by numbers of samples,
                                         or `flwr_perdl.regression.aggregate`'s robust rules
 ======================================= ====================================================
 
 Deviations, and why: the client's loss may be one on held-out data, as ``evaluate`` mostly is, which
-overfits less than the paper's; soft weights enter the average and not the client's training, whose
-loss is the client's own.
+overfits less than the paper's; weights are hard, since with soft ones (equation 7) a client trains
+and sends every model.
 
 What each party receives:
 
 - *The server*: in every round, per client: the number of its cluster, the loss of that model at
   this client and whether all models have that loss (where there was a choice), the model after the
   client's training, its number of samples, and the metrics that the client's own ``fit`` returns.
-  With ``temperature`` above 0: a trained model for each cluster that has a share of the weight, and
-  the shares. For the starts
-  "one-shot" and "anchors", once: the initial model after the client's training alone. With
-  ``k="auto"``, once: the losses of up to 2 ``max_clusters`` - 1 models. Never a sample; what a
-  trained model says of the samples is not hidden (see ``client_app``'s mods).
+  For the starts "one-shot" and "anchors", once: the initial model after the client's training
+  alone. With ``k="auto"``, once: the losses of up to 2 ``max_clusters`` - 1 models. Never a sample;
+  what a trained model says of the samples is not hidden (see ``client_app``'s mods).
 - *A client*: the models of all clusters (between choices that of its own), and the options. The
   model of a cluster with one member is what that member sent. With the start "anchors" the first
   models are those of k single clients, as they sent them. With ``k="auto"``: once the models of up
@@ -57,8 +54,6 @@ from flwr_perdl.clients._clusters import (
     LABELS,
     MEASURE,
     N_FITS,
-    SHARE,
-    TEMPERATURE,
     for_evaluations,
 )
 from flwr_perdl.core import html
@@ -166,10 +161,6 @@ class ClusteredFedAvg(ModelStrategy):
     choose_every : int, default 1
         Rounds from one choice to the next. In between, a client receives and trains the model of
         its own cluster only; one that has missed the last choice chooses when it is back.
-    temperature : float, default 0.0
-        0: a client takes the model with the least loss. Above: soft weights
-        ``exp(-n loss / temperature)``; the client trains every model with a share of at least
-        0.001 and sends all k.
     proximal_mu : float, optional
         Sent in the config as ``"proximal-mu"``, as Flower's FedProx does, and as ``"proximal_mu"``,
         its older name; the client's ``fit`` adds the term.
@@ -205,9 +196,8 @@ class ClusteredFedAvg(ModelStrategy):
     (`Request.max_weight`).
 
     Floats per client and round: k models and k numbers down, one model up; between choices one
-    model down; with a temperature k models up. "one-shot" and "anchors" cost one round more, in
-    which one model goes down and one comes up, ``k="auto"`` a further one, in which up to
-    2 ``max_clusters`` - 1 models go down.
+    model down. "one-shot" and "anchors" cost one round more, in which one model goes down and one
+    comes up, ``k="auto"`` a further one, in which up to 2 ``max_clusters`` - 1 models go down.
 
     ``k="auto"`` can tell kinds apart only by ``evaluate``. If that measures the loss on the samples
     of ``fit``, more clusters always look better; with few samples a client, kinds that differ by
@@ -238,7 +228,6 @@ class ClusteredFedAvg(ModelStrategy):
         start: str = "one-shot",
         start_rounds: int = 1,
         choose_every: int = 1,
-        temperature: float = 0.0,
         proximal_mu: float | None = None,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
@@ -260,7 +249,6 @@ class ClusteredFedAvg(ModelStrategy):
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
         self.start_rounds = check_count("start_rounds", start_rounds, 1)
         self.choose_every = check_count("choose_every", choose_every, 1)
-        self.temperature = check_real("temperature", temperature, 0, LARGE)
         mu = None if proximal_mu is None else check_real("proximal_mu", proximal_mu, 0, LARGE)
         self.proximal_mu = mu
         self.max_clusters = check_count("max_clusters", max_clusters, 2)
@@ -274,13 +262,11 @@ class ClusteredFedAvg(ModelStrategy):
         for name, value, default, used in (
             ("start_rounds", start_rounds, 1, alone),
             ("max_clusters", max_clusters, 8, k == _AUTO),
-            ("choose_every", choose_every, 1, not temperature),
-            ("temperature", temperature, 0.0, k != 1),
         ):
             if value != default and not used:
                 raise ValueError(
-                    f"{name} must be left out where it does nothing, got {value} with k={k!r}, "
-                    f"start={start!r}, temperature={temperature}."
+                    f"{name} must be left out where it does nothing, got {value} with k={k!r} and "
+                    f"start={start!r}."
                 )
 
     def settings(self) -> dict[str, Any]:
@@ -389,15 +375,13 @@ class ClusteredFedAvg(ModelStrategy):
         each = [[labels[[j]], *(np.asarray(stack[j]) for stack in stacks)] for j in range(k)]
         everything = [labels, *stacks] if k > 1 else each[0]
         known = {p: each[j] for p, (j, at) in chosen.items() if choice <= at < round_}
-        soft = self.temperature > 0 and k > 1
-        combine = Combine(  # line 8: the driver calls it, for `replies.combined` below
-            start=stacks, rule=self.robust, group=CLUSTER, share=SHARE if soft else None
-        )
+        # Line 8: the driver calls it, for `replies.combined` below.
+        combine = Combine(start=stacks, rule=self.robust, group=CLUSTER)
         one = [np.asarray(stack[0]) for stack in stacks]
         replies = yield Request(  # line 5; clients: lines 6-7
             CHOOSE,
             everything,
-            {**self._config(), TEMPERATURE: self.temperature if soft else 0.0},
+            self._config(),
             state,
             own=(lambda partition: known.get(partition, everything)) if known else None,
             model=stacks,
@@ -418,7 +402,7 @@ class ClusteredFedAvg(ModelStrategy):
                 "cluster: evaluate must return the model's loss.",
                 k,
             )
-        idle = [j for j in range(k) if j not in trained and not self.temperature]
+        idle = [j for j in range(k) if j not in trained]
         for new, old in zip(moved, stacks, strict=True):
             new[idle] = old[idle]
         return _state(moved, round_ + 1, chosen, memory)
@@ -463,7 +447,7 @@ class ClusteredFedAvg(ModelStrategy):
         for j in wanted:
             own = groups.members[j]
             packed = np.pad(changes[own], ((0, 0), (1, 0)))[:, None]  # all of group 0
-            means.append(average_updates(packed, sizes[own], 1, False, "cluster", rule))
+            means.append(average_updates(packed, sizes[own], 1, "cluster", rule))
             odd = dict(zip(partitions[own].tolist(), means[-1].odd, strict=True))
             replies.note(EFFECTS[rule], odd)
         stacks = _shifted(model, np.concatenate([mean.change for mean in means]))

@@ -229,8 +229,7 @@ class DiffusionAveraging(NeighborRelay):
 
     def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
         """Return the arrays that nodes begin with, by name."""
-        names = self._names or map(str, range(len(initial)))
-        return dict(zip(names, initial, strict=True))
+        return dict(zip(self._names, initial, strict=True))
 
     def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
         """Return what every request says to the nodes besides."""

@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from logging import WARNING
-from typing import ClassVar, Literal, Unpack
+from typing import Literal, Unpack
 
 import numpy as np
 
@@ -119,10 +119,10 @@ class PerMA(DictionaryStrategy):
         the atoms side by side, and goes on with what has the least error on a third of each
         client's samples, held out for these rounds; after them a `DictionaryClient` starts its own
         atoms anew, from all samples. Errors are those of evaluations (``"perdl.n-nonzero"`` of
-        ``evaluate_config``); a client's own app measures by its ``evaluate``. Such a round takes
-        about three times the floats of an update of all atoms, and five times its work. "agree"
-        finds in the matching round on how many atoms the clients agree (P0, B.2): planted atoms are
-        counted right, on images it finds few or none. "auto" tries that number too.
+        ``evaluate_config``). Such a round takes about three times the floats of an update of all
+        atoms, and five times its work. "agree" finds in the matching round on how many atoms the
+        clients agree (P0, B.2): planted atoms are counted right, on images it finds few or none.
+        "auto" tries that number too.
     matching : {"consensus", "paths"}, default "consensus"
         How the server finds the global atoms among the clients' dictionaries.
     aggregation : str, default "statistics"
@@ -142,10 +142,9 @@ class PerMA(DictionaryStrategy):
         (docs/faults.md). `FedX` has the same argument.
     secure : bool or mapping, default False
         Whether the server gets the clients' updates as a sum only, through Flower's SecAgg+
-        (docs/security.md). A mapping may set ``num_shares``, among how many clients each client's
-        keys are shared (by default all, at most 51), and ``reconstruction_threshold``, the share of
-        these that must answer to the end (more than a half; by default two thirds). The clients
-        need `client_app`; round one is in the clear.
+        (docs/security.md). ``{"reconstruction_threshold": 0.8}`` sets the share of clients that
+        must answer to the end (more than a half; by default two thirds). The clients need
+        `client_app`; round one is in the clear.
     privacy : Noise, optional
         A promise of differential privacy for the whole run: the sum of every round has noise, and
         nothing else leaves the clients (`flwr_perdl.privacy.Noise`). It takes initial arrays that
@@ -170,11 +169,7 @@ class PerMA(DictionaryStrategy):
     down, and as much up (learners that are not orthogonal send n_global x n_global more with
     "statistics").
 
-    Clients are `DictionaryClient`, or, except with "statistics" and ``refine_steps``, any
-    NumPyClient or ClientApp behind `client_app` whose model is a dictionary: its ``fit`` receives
-    nothing in round one and returns ``[dictionary]``, its own; later it receives the global atoms
-    with its own below them, and returns them trained. `client_app` keeps the client's own atoms at
-    the client. Such a client withholds nothing.
+    Clients are `DictionaryClient`, or subclasses of `LearnerClient`.
 
     Examples
     --------
@@ -195,7 +190,6 @@ class PerMA(DictionaryStrategy):
 
     flags = (ANEW, "orthogonal")
     privacy: Noise | None
-    evaluation_config: ClassVar[Mapping[str, Scalar]] = {SENDS: ATOMS}  # whose evaluations they are
 
     def __init__(
         self,
@@ -352,14 +346,9 @@ class PerMA(DictionaryStrategy):
 
     def _check(self, atoms: Matrix, orthogonal: bool, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
-        if self.aggregation == "statistics":
-            what = 'rows of statistics as DictionaryClient computes them (aggregation="mean" takes '
-            what += "the updated atoms themselves)"
-        else:
-            what = "the updated global atoms"
         if not self._only_sums:
             orthogonal = is_orthogonal(reply, atoms)
-        check_shape(self._shape(atoms, orthogonal), reply, what)
+        check_shape(self._shape(atoms, orthogonal), reply)
 
     def _shape(self, atoms: Matrix, orthogonal: bool) -> tuple[int, int]:
         """Return the shape of an update's reply."""

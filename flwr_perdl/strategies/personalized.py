@@ -156,11 +156,6 @@ class PersonalizedFedAvg(ModelStrategy):
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run, or take it up from its checkpoint."""
         listed = list(names)
-        if initial and not listed:
-            raise ValueError(
-                "initial_arrays must be an ArrayRecord, whose arrays have names, got a list: older "
-                "projects (as_legacy) have none."
-            )
         own = matched("private", self.private, listed) if listed else []
         self._is_private = [name in own for name in listed]
         self._known, self._asked_now = set(), set()

@@ -7,11 +7,11 @@ NeurIPS 2023.
 method          what it is
 ==============  =================================================================================
 ``perma``       PerMA as the run's options describe it
-``averaging``   `DictionaryAveraging` from a common start, with PerMA's learner
+``averaging``   one dictionary, averaged in every round from a common start, with PerMA's learner
 ``gkillas``     after Gkillas et al. (2022): gradient steps, plain means, from a common start
 ``huang``       after Huang et al. (2022): K-SVD, means weighted by samples, from a common start
 ``naive``       the one-shot average of the clients' own dictionaries, without matching
-``perpca``      `PerPCA`: shared and own orthonormal components, rotated to principal axes
+``perpca``      PerPCA: shared and own orthonormal components, rotated to principal axes
 ``local``       every client alone, five times the iterations
 ``finetuned``   ``perma`` with all atoms shared, trained further by each client
 ``pooled``      one dictionary of all clients' images, five times the iterations
@@ -26,8 +26,8 @@ that every client holds out of its own, by orthogonal matching pursuit with `COD
 PerPCA's step, scikit-learn's penalty, and for all others the learner's threshold or penalty or,
 where it codes by matching pursuit, its number of atoms per sample. ``finetuned`` has the setting of
 ``perma`` with all atoms shared, and each client's best number of further iterations. The images to
-measure by are not seen. The federations run in this process, whatever the engine: they give the
-same bits on all.
+measure by are not seen. PerMA's federations run in this process, whatever the engine: they give the
+same bits on all. Rivals are functions over the list of clients.
 
 P0 compares with Gkillas et al. and Huang et al. without their settings. From both, these rows have
 the local algorithm and the mean; the start is the dictionary of one client for all, one iteration
@@ -47,15 +47,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.clients import (
-    DictionaryAveragingClient,
-    DictionaryClient,
-    LearnerClient,
-    PerPCAClient,
-)
-from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import (
+    AUTO_PENALTY,
+    AUTO_THRESHOLD,
     GradientLearner,
     KSVDLearner,
     LassoLearner,
@@ -65,12 +61,13 @@ from flwr_perdl.dictionary import (
     reconstruct,
     sparse_code,
 )
-from flwr_perdl.dictionary.learners import AUTO_PENALTY, AUTO_THRESHOLD
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
-from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
-from perdl_experiments.engine import arranged, federate
+from flwr_perdl.strategies import PerMA
+from perdl_experiments.averaging import average, naive_average
+from perdl_experiments.baselines import PENALTIES, Start, learn_each, sklearn_dictionary
+from perdl_experiments.engine import federate
+from perdl_experiments.perpca import personalized_pca
 from perdl_experiments.studies._experiment import (
     GENERAL,
     GENERAL_N_NONZERO,
@@ -255,8 +252,12 @@ def learn(
     method: str, setting: float, samples: Sequence[Matrix], config: Config, start: Start
 ) -> Learned:
     """Learn with one setting of a method; the parameters are those of `learn_tuned`."""
+    if method == "perma":
+        return _Federation(setting, samples, config, start).learn()
+    if method == "perpca":
+        return _perpca(setting, samples, config)
     if method not in ALONE:
-        return _Federation(method, setting, samples, config, start).learn()
+        return _averaged(method, setting, samples, config, start)
     seed, rounds = config.seed, config.rounds
     n_shared = config.n_atoms if method in POOLED_FULL else config.n_shared
     X, started = np.vstack(samples), time.perf_counter()
@@ -286,63 +287,85 @@ def make_learner(config: Config, n_atoms: int, setting: float) -> Learner:
     return general(n_atoms, n_nonzero=min(round(setting), n_atoms))
 
 
-#: The clients of the methods that are protocols of their own; all others average dictionaries.
-CLIENTS: dict[str, type[LearnerClient]] = {
-    "perma": DictionaryClient,
-    "averaging": DictionaryAveragingClient,
-    "perpca": PerPCAClient,
-}
-
-
 class _Federation:
-    """A method's federation in this process: what an engine needs of an experiment."""
+    """PerMA's federation in this process: what an engine needs of an experiment."""
 
     def __init__(
-        self, method: str, setting: float, samples: Sequence[Matrix], config: Config, start: Start
+        self, setting: float, samples: Sequence[Matrix], config: Config, start: Start
     ) -> None:
-        self.method, self.setting = method, setting
-        self.samples, self.start = samples, start
-        self.config = replace(config, rounds=1) if method == "naive" else config
+        self.setting, self.samples, self.config, self.start = setting, samples, config, start
         self.found: dict[int, Matrix] = {}
 
-    def client(self, context: Context, config: Config) -> LearnerClient:
+    def client(self, context: Context, config: Config) -> DictionaryClient:
         """Return the client of ``context``'s partition."""
-        learner: Learner = OrthogonalLearner(config.n_atoms, threshold=0.0)
-        if self.method in AVERAGED:
-            learner = AVERAGED[self.method](config.n_atoms, n_nonzero=round(self.setting))
-        elif self.method != "perpca":  # PerPCA's setting is the step of its strategy
-            learner = make_learner(config, config.n_atoms, self.setting)
-        X = self.samples[int(context.node_config[PARTITION_ID])]
-        client = CLIENTS.get(self.method, DictionaryAveragingClient)
-        noted = partial(self._note, int(context.node_config[PARTITION_ID]))
-        given = {"start": self.start, "extra_metrics": noted, **config.private}
-        return client(X, learner, context, **given)
+        partition = int(context.node_config[PARTITION_ID])
+        learner = make_learner(config, config.n_atoms, self.setting)
+        return DictionaryClient(
+            self.samples[partition],
+            learner,
+            context,
+            start=self.start,
+            extra_metrics=partial(self._note, partition),
+            **config.private,
+        )
 
     def _note(self, partition: int, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Note a client's dictionary; nothing to add to the metrics."""
-        self.found[partition] = np.vstack([global_atoms, local_atoms])
+        """Note a client's own atoms; nothing to add to the metrics."""
+        self.found[partition] = local_atoms
         return {}
 
-    def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
-        """Return the method's strategy."""
-        given = {"evaluate_every": config.rounds, **options}
-        if self.method == "perma":
-            return config.strategy(config.n_shared, **given)
-        given["local_steps"] = config.local_steps
-        return rival(self.method, config.n_shared, self.setting, **given)
+    def strategy(self, config: Config, **options: Any) -> PerMA:
+        """Return PerMA as the options describe it."""
+        return config.strategy(config.n_shared, **{"evaluate_every": config.rounds, **options})
 
     def learn(self) -> Learned:
         """Run the federation."""
         ran = federate(self, self.config)
         (shared,) = ran.arrays
-        own = [self.found[i][len(shared) :] for i in sorted(self.found)]
-        if self.method == "perpca":
-            own = [principal_axes(X, V) for X, V in zip(self.samples, own, strict=True)]
-            shared = principal_axes(np.vstack(self.samples), shared)
-        full = [np.vstack([shared, V]) for V in own] if len(own[0]) else []
-        return Learned(
-            [shared], full, self.setting, ran.seconds, ran.rounds, ran.floats_up, ran.floats_down
-        )
+        own = [self.found[i] for i in sorted(self.found)]
+        cost = ran.seconds, ran.rounds, ran.floats_up, ran.floats_down
+        return Learned([shared], _with_own(shared, own), self.setting, *cost)
+
+
+def _with_own(shared: Matrix, own: Sequence[Matrix]) -> list[Matrix]:
+    """Return each client's dictionary; none where clients have no atoms of their own."""
+    return [np.vstack([shared, V]) for V in own] if len(own[0]) else []
+
+
+def _perpca(setting: float, samples: Sequence[Matrix], config: Config) -> Learned:
+    """Return PerPCA's components on principal axes; its setting is the step."""
+    started, n_global = time.perf_counter(), config.n_shared
+    found = personalized_pca(
+        samples,
+        n_global,
+        min(config.n_atoms, samples[0].shape[1]) - n_global,
+        n_rounds=config.rounds - 1,
+        step=setting,
+        min_support=config.min_support,
+    )
+    seconds = time.perf_counter() - started
+    own = [principal_axes(X, V) for X, V in zip(samples, found.local_components, strict=True)]
+    shared = principal_axes(np.vstack(samples), found.global_components)
+    cost = seconds, config.rounds, found.floats_up, found.floats_down
+    return Learned([shared], _with_own(shared, own), setting, *cost)
+
+
+def _averaged(
+    method: str, setting: float, samples: Sequence[Matrix], config: Config, start: Start
+) -> Learned:
+    """Return an average of dictionaries."""
+    learner = make_learner(config, config.n_atoms, setting)
+    if method in AVERAGED:
+        learner = AVERAGED[method](config.n_atoms, n_nonzero=round(setting))
+    started, rounds = time.perf_counter(), config.rounds
+    given: dict[str, Any] = {"seed": config.seed, "start": start, "min_support": config.min_support}
+    if method == "naive":
+        rounds, found = 1, naive_average(samples, learner, **given)
+    else:
+        given |= {"weighted": method != "gkillas", "local_steps": config.local_steps}
+        found = average(samples, learner, rounds, **given)
+    seconds = time.perf_counter() - started
+    return Learned([found.atoms], [], setting, seconds, rounds, found.floats_up, found.floats_down)
 
 
 def principal_axes(X: Matrix, W: Matrix) -> Matrix:
@@ -366,32 +389,3 @@ def principal_axes(X: Matrix, W: Matrix) -> Matrix:
     codes = X @ W.T
     axes: Matrix = np.linalg.eigh(codes.T @ codes)[1][:, ::-1].T @ W
     return axes
-
-
-def rival(
-    method: str, n_global: int, setting: float, *, local_steps: int = 1, **options: Any
-) -> ProtocolStrategy:
-    """Return the strategy of a method that PerMA is compared with.
-
-    Parameters
-    ----------
-    method : {"perpca", "naive", "averaging", "gkillas", "huang"}
-        See the module's table.
-    n_global : int
-        Shared components of PerPCA.
-    setting : float
-        PerPCA's step.
-    local_steps : int, default 1
-        Iterations of an averaging client's learner per round.
-    **options
-        The server's own.
-    """
-    if method == "perpca":
-        return PerPCA(n_global, step=setting, **arranged(options))
-    start_from = "own" if method == "naive" else "common"
-    return DictionaryAveraging(
-        start_from=start_from,
-        weighted=method != "gkillas",
-        local_steps=local_steps,
-        **arranged(options),
-    )

@@ -11,9 +11,9 @@ method         what it is
 ``alone``      each site alone, five times the iterations
 ``shared``     `PerMA` with all atoms shared: the dictionary of all sites' images
 ``finetuned``  ``shared``, trained further by each site
-``averaging``  `DictionaryAveraging` from a common start
-``perpca``     `PerPCA`: shared and own orthonormal components
-``hmf``        `hmf`: the same, by the paper that followed PerPCA's
+``averaging``  one dictionary, averaged in every round from a common start
+``perpca``     PerPCA: shared and own orthonormal components
+``hmf``        HMF: the same, by the paper that followed PerPCA's
 =============  ===================================================================================
 
 What a method leaves open is chosen on other images that no site trained with: the penalty of
@@ -38,9 +38,9 @@ import numpy as np
 from scipy.stats import t as student
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.dictionary import hmf, reconstruct, sparse_code
-from flwr_perdl.dictionary.components import STEP
+from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.random import DATA, spawn
+from perdl_experiments.components import STEP, hmf
 from perdl_experiments.data import load_images
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record, is_less

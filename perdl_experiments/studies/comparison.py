@@ -32,7 +32,7 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DictionaryAveragingClient, LearnerClient
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import (
     MODLearner,
@@ -42,10 +42,12 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.strategies import PerMA, ProtocolStrategy
+from flwr_perdl.strategies import PerMA
+from perdl_experiments.averaging import average, naive_average
 from perdl_experiments.data import Planted
 from perdl_experiments.engine import arranged
 from perdl_experiments.outcome import Outcome
+from perdl_experiments.perpca import personalized_pca
 from perdl_experiments.render import FAILED, Record
 from perdl_experiments.studies import _planted
 from perdl_experiments.studies._experiment import (
@@ -56,10 +58,8 @@ from perdl_experiments.studies._experiment import (
     attempt,
     words,
 )
-from perdl_experiments.studies._methods import CLIENTS, rival
 
 METHODS = words("comparison")
-FEDERATED = ("perma", "averaging", "averaging_wide", "naive", "perpca")
 #: Rivals with as many atoms as all clients have with PerMA, in the middle of the figure only.
 WIDE = ("averaging_wide", "pooled_wide")
 #: What every method is tuned over: the threshold, or PerPCA's step.
@@ -115,8 +115,7 @@ class Config(ClientConfig):
         if self.method in WIDE:
             n_own = self.dimension - self.n_global
             return MODLearner(self.n_global + self.clients * n_own, threshold=self.setting)
-        threshold = 0.0 if self.method == "perpca" else self.setting
-        return OrthogonalLearner(self.dimension, threshold=threshold)
+        return OrthogonalLearner(self.dimension, threshold=self.setting)
 
     @property
     def planted(self) -> Planted:
@@ -128,8 +127,7 @@ class Config(ClientConfig):
 
     def of(self, method: str, setting: float) -> Config:
         """Return the config of a method at this point."""
-        rounds = 1 if method == "naive" else self.rounds
-        return replace(self, method=method, setting=setting, rounds=rounds)
+        return replace(self, method=method, setting=setting)
 
 
 class Errors(NamedTuple):
@@ -152,10 +150,10 @@ class Errors(NamedTuple):
     seconds: float
 
 
-def client(context: Context, config: Config) -> LearnerClient:
+def client(context: Context, config: Config) -> DictionaryClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
     partition, planted = int(context.node_config[PARTITION_ID]), config.planted
-    return CLIENTS.get(config.method, DictionaryAveragingClient)(
+    return DictionaryClient(
         planted.samples[partition],
         config.learner,
         context,
@@ -168,12 +166,9 @@ def _measure(planted: Planted, partition: int, shared: Matrix, own: Matrix) -> d
     return dict(zip(_ERRORS, _distances(planted, partition, np.vstack([shared, own])), strict=True))
 
 
-def strategy(config: Config, **options: Any) -> ProtocolStrategy:
-    """Return the strategy of ``config.method``; ``options`` are the server's own."""
-    given = {"evaluate_every": config.rounds, **options}
-    if config.method == "perma":
-        return PerMA(config.n_global, **arranged(given))
-    return rival(config.method, config.n_global, config.setting, **given)
+def strategy(config: Config, **options: Any) -> PerMA:
+    """Return PerMA; ``options`` are the server's own."""
+    return PerMA(config.n_global, **arranged({"evaluate_every": config.rounds, **options}))
 
 
 def federations(config: Config) -> list[Config]:
@@ -183,10 +178,9 @@ def federations(config: Config) -> list[Config]:
     rest.
     """
     return [
-        place.of(method, setting)
+        place.of("perma", setting)
         for place in (_tuning(config), *_points(config))
-        for method in FEDERATED
-        for setting in _settings(method)
+        for setting in _settings("perma")
     ]
 
 
@@ -280,20 +274,36 @@ def _at(point: Config, settings: Mapping[str, float], federate: Federate) -> Arr
 
 def _learn(config: Config, federate: Federate) -> Errors:
     """Return what a method comes to."""
-    if config.method in FEDERATED:
+    if config.method == "perma":
         federated = federate(config)
         last = federated.history[-1].metrics
         together = [tuple(one[name] for name in _ERRORS) for _, one in sorted(last.items())]
         return _chosen(config, together, federated.seconds)
     planted, started = config.planted, time.perf_counter()
-    everybody = range(len(planted.samples))
-    if config.method == "local":
-        own = [_alone(planted.samples[i], spawn(config.seed, i), config) for i in everybody]
-    else:
-        pooled = _alone(np.vstack(planted.samples), spawn(config.seed, SERVER, 1), config)
-        own = [pooled] * len(everybody)
+    own = _rival(config, planted.samples)
     seconds = time.perf_counter() - started
     return _chosen(config, [_distances(planted, i, D) for i, D in enumerate(own)], seconds)
+
+
+def _rival(config: Config, samples: Sequence[Matrix]) -> list[Matrix]:
+    """Return every client's dictionary by a method other than PerMA."""
+    learner, seed = config.learner, config.seed
+    given: dict[str, Any] = {"seed": seed, "min_support": config.min_support}
+    match config.method:
+        case "local":
+            return [_alone(X, spawn(seed, i), config) for i, X in enumerate(samples)]
+        case "perpca":
+            n_local, rounds = config.dimension - config.n_global, config.rounds - 1
+            given = {"n_rounds": rounds, "step": config.setting, "min_support": config.min_support}
+            found = personalized_pca(samples, config.n_global, n_local, **given)
+            return [np.vstack([found.global_components, V]) for V in found.local_components]
+        case "pooled" | "pooled_wide":
+            D = _alone(np.vstack(samples), spawn(seed, SERVER, 1), config)
+        case "naive":
+            D = naive_average(samples, learner, **given).atoms
+        case _:
+            D = average(samples, learner, config.rounds, **given).atoms
+    return [D] * len(samples)
 
 
 def _chosen(config: Config, distances: Sequence[tuple[float, ...]], seconds: float) -> Errors:

@@ -41,7 +41,6 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import (
     Learner,
@@ -53,6 +52,7 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.protocol.records import PARTITION_ID, ROUND, SEED, Scalar
 from flwr_perdl.random import FAILURES, spawn
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.baselines import Start
 from perdl_experiments.data import Planted
 from perdl_experiments.engine import arranged
 from perdl_experiments.outcome import Outcome

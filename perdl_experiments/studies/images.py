@@ -44,7 +44,6 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.clients.perma import CHOOSE, held_out_errors
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
@@ -57,6 +56,7 @@ from flwr_perdl.strategies import PerMA, RoundReport, client_report
 from perdl_experiments.baselines import (
     GENEROSITY,
     PENALTIES,
+    Start,
     learn_each,
     plain_average,
     sklearn_dictionary,

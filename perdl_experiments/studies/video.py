@@ -35,7 +35,7 @@ evenly spread; ``--clients`` takes so many.
 
 Metrics, the suffixes ``_perma_mean`` (PerMA with the mean), ``_perpca`` and ``_perpca_median``
 (PerPCA with the mean and with the median), and, of all frames in one place, ``_hmf`` and ``_tcmf``
-(`flwr_perdl.dictionary.components`), ``_pcp`` (robust PCA), ``_median`` and ``_median_masked`` (of
+(`perdl_experiments.components`), ``_pcp`` (robust PCA), ``_median`` and ``_median_masked`` (of
 the frames, and of those in which the first median finds no object) standing for the methods beside
 the one that the options describe: ``psnr_background`` (dB, all frames' backgrounds together),
 ``auc_objects`` and ``f1_objects`` (pixels, where a mask is known); ``psnr_raw`` (the frames as they
@@ -58,18 +58,23 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.core.checks import Matrix, check_count
-from flwr_perdl.dictionary import Learner, WarmStart, normalize_atoms, refine_local
-from flwr_perdl.dictionary.atoms import principal_directions
-from flwr_perdl.dictionary.coding import remainder
-from flwr_perdl.dictionary.components import hmf, robust_components
-from flwr_perdl.dictionary.perpca import personalized_pca
+from flwr_perdl.dictionary import (
+    Learner,
+    WarmStart,
+    normalize_atoms,
+    principal_directions,
+    refine_local,
+    remainder,
+)
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.clips import Clip, load_clip, still, to_frame, to_samples
+from perdl_experiments.components import hmf, robust_components
 from perdl_experiments.data import cached_by_file
 from perdl_experiments.engine import EvaluateFn
 from perdl_experiments.engine import federate as federate_here
 from perdl_experiments.outcome import Outcome
+from perdl_experiments.perpca import personalized_pca
 from perdl_experiments.render import FAILED, Record
 from perdl_experiments.robust_pca import principal_component_pursuit
 from perdl_experiments.studies._experiment import (

@@ -20,7 +20,6 @@ from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.core.npy import view_file
 from flwr_perdl.dictionary import (
     LassoLearner,
@@ -36,7 +35,7 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
 from flwr_perdl.strategies import perma as perma_server
 from tests.grids import Tapped, context_of, grid_of, partition_of, stage
 
@@ -517,9 +516,6 @@ def test_the_threshold_is_an_option() -> None:
     assert sorted(asked) == [0, 0, 1, 1, 2, 2, 3]
     assert [*strategy.history[0].metrics] == [0, 1, 2]
     assert strategy.history[0].anomalies == {3: {"failed": 1.0}}
-    five = digits((60,) * 5)[0]
-    _, strategy = learn(make_grid(five), 2, secure={"num_shares": 3})
-    assert [len(report.metrics) for report in strategy.history] == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -560,7 +556,6 @@ def test_a_masked_reply_that_is_none_is_left_out(wrong: dict[str, Any], reason: 
         ({"aggregation": "trimmed"}, "secure must"),
         ({"robust": True}, "secure must"),
         ({"remember": 1}, "secure must"),
-        ({"secure": {"num_shares": 2}}, "num_shares in secure must"),
         ({"secure": {"reconstruction_threshold": 0.5}}, "reconstruction_threshold in secure must"),
     ],
 )
@@ -581,21 +576,7 @@ def test_a_client_may_insist_on_masks() -> None:
     assert len(strategy.history[-1].metrics) == CLIENTS
 
 
-def test_local_privacy_and_masks_exclude_each_other() -> None:
-    parts, _ = digits()
-    noise = LocalPrivacy(1.0, 1e-5, 2, 1.0, rng=lambda: np.random.default_rng(0))
-    with pytest.raises(ValueError, match="secure must"):
-        make_grid(parts, app={"train_mods": [noise], "secure": True})
-    with pytest.raises(TooFewReplies, match="LocalPrivacy"):
-        learn(make_grid(parts, app={"train_mods": [noise]}), initial=START, secure=True)
-
-
 def test_learners_of_two_kinds_are_not_summed() -> None:
     parts, _ = digits()
     with pytest.raises(TooFewReplies, match="wrong shape"):
         learn(make_grid(parts, MODLearner(ATOMS)), initial=START, secure=True)
-
-
-def test_flowers_older_interface_is_refused() -> None:
-    with pytest.raises(ValueError, match="strategy must"):
-        as_legacy(PerMA(GLOBAL, secure=True))

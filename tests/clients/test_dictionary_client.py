@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, PerPCAClient
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import (
     CodeSums,
     GradientLearner,
@@ -168,9 +168,6 @@ def test_sums_of_samples_with_missing_entries_are_those_of_completed_ones() -> N
 
 def test_samples_with_missing_entries_that_do_not_serve_are_named() -> None:
     X, learner = gaps(), LassoLearner(4)
-    for kind in (PerPCAClient, DictionaryAveragingClient):
-        with pytest.raises(ValueError, match=r"^X must .*PerMA"):
-            kind(X, learner, context_of(3))
     for given in ({"X": X * np.nan}, {"evaluation": {"new": X * np.nan}}):
         with pytest.raises(ValueError, match=r"^(X|evaluation\['new'\]) must"):
             DictionaryClient(given.pop("X", X), learner, context_of(3), **given)
@@ -250,9 +247,6 @@ def test_a_file_that_is_mapped_is_coded_in_parts(tmp_path: Path) -> None:
 
 def test_batches_that_do_not_serve_are_named() -> None:
     X, G, once = samples(20), np.eye(5)[:2], iter([samples(20)])
-    for kind in (PerPCAClient, DictionaryAveragingClient):
-        with pytest.raises(ValueError, match=r"^X must"):
-            kind([X, X], LEARNER, context_of(3))
     for given, name in (
         ({"X": [X, X[:, :4]]}, r"X\[1\] must have 5 columns"),
         ({"X": lambda: [X, X + np.inf]}, r"X\[1\] must"),

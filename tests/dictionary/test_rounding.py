@@ -25,10 +25,10 @@ from flwr_perdl.dictionary import (
     global_matching,
     omp,
     refine_local,
+    remainder,
     update_weights,
     warm_start,
 )
-from flwr_perdl.dictionary.perpca import local_start
 from flwr_perdl.privacy import may_send
 
 Rng = np.random.Generator
@@ -137,8 +137,7 @@ def test_what_is_left_of_an_exact_fit_makes_no_atoms(change: Change, dtype: Any)
         atoms = np.vstack([G, other])
         for learner in (GradientLearner(2, n_nonzero=2), OrthogonalLearner(2)):
             np.testing.assert_array_equal(refine_local(X, atoms, 1, learner), atoms)
-        own = local_start(X, G, 1)
-        assert np.abs(own @ G.T).max() < 1e-5
+        assert not remainder(X, (X @ G.T) @ G).any()
         C = omp(X, np.vstack([atoms, G]), 3)
         assert C[:, 0].all()
         assert not C[:, 1:].any()

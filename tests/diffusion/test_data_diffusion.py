@@ -228,8 +228,8 @@ def test_all_nodes_replace_the_same_atoms_by_the_same_vectors_in_the_same_round(
     topology: Topology, replacement: str
 ) -> None:
     atoms, data = flat_data(topology.n_nodes)
-    learner = DataDiffusion(8, n_nonzero=2, replacement=replacement, replace_every=5)
-    after = states(learner, data, topology, 5 + topology.diameter - 1, start=atoms)
+    learner = DataDiffusion(8, n_nonzero=2, replacement=replacement)
+    after = states(learner, data, topology, 10 + topology.diameter - 1, start=atoms)
     unmoved, replaced = after[-2].dictionaries, after[-1].dictionaries
     np.testing.assert_array_equal(unmoved[:, FLAT:, FLAT:], np.tile(np.eye(2), (len(data), 1, 1)))
     assert not replaced[:, FLAT:, FLAT:].any()
@@ -242,10 +242,8 @@ def test_all_nodes_replace_the_same_atoms_by_the_same_vectors_in_the_same_round(
 def test_the_worst_samples_of_the_whole_network_come_in() -> None:
     atoms, data = flat_data(6)
     topology = Topology.ring(6)
-    learner = DataDiffusion(
-        8, n_nonzero=1, update="gradient", step=1e-12, replacement="samples", replace_every=4
-    )
-    after = states(learner, data, topology, 6, start=atoms)[-1]
+    learner = DataDiffusion(8, n_nonzero=1, update="gradient", step=1e-12, replacement="samples")
+    after = states(learner, data, topology, 12, start=atoms)[-1]
     scores = []
     for X in data:
         left = ((X - omp(X, atoms, 1) @ atoms) ** 2).sum(axis=1)
@@ -260,8 +258,8 @@ def test_the_worst_samples_of_the_whole_network_come_in() -> None:
 def test_an_atom_that_one_node_needs_stays() -> None:
     atoms, data = flat_data(3)
     data[2][:10, FLAT] = 5.0
-    learner = DataDiffusion(8, n_nonzero=2, replace_every=4)
-    after = states(learner, data, Topology.ring(3), 4, start=atoms)[-1]
+    learner = DataDiffusion(8, n_nonzero=2)
+    after = states(learner, data, Topology.ring(3), 10, start=atoms)[-1]
     assert np.abs(after.dictionaries[:, FLAT] @ np.eye(8)[FLAT]).min() > 0.5
     assert not after.dictionaries[:, FLAT + 1, FLAT + 1].any()
 
@@ -276,16 +274,16 @@ def test_the_private_candidate_parts_an_atom_that_stands_for_two() -> None:
     X = values[:, None] * np.where(np.arange(60) < 40, 1.0, 0.0)[:, None] * a
     X += values[:, None] * np.where(np.arange(60) < 40, 0.0, 1.0)[:, None] * b
     start = np.stack([between, np.eye(6)[5]])
-    learner = DataDiffusion(2, n_nonzero=1, update="gradient", step=1e-12, replace_every=2)
-    after = states(learner, [X], Topology.complete(1), 2, start=start)[-1]
+    learner = DataDiffusion(2, n_nonzero=1, update="gradient", step=1e-12)
+    after = states(learner, [X], Topology.complete(1), 10, start=start)[-1]
     assert abs(after.dictionaries[0, 1] @ a) > 1 - 1e-6  # the larger group's
 
 
 def test_only_lost_news_keeps_a_node_from_replacing() -> None:
     atoms, data = flat_data(4)
-    learner = DataDiffusion(8, n_nonzero=2, replace_every=3)
+    learner = DataDiffusion(8, n_nonzero=2)
     network = InMemoryNetwork(Topology.grid(1, 4), faults=Faults(drop=0.4, seed=1))
-    ended = learner.fit(data, network, 60, start=atoms)
+    ended = learner.fit(data, network, 120, start=atoms)
     assert not ended.dictionaries[:, :, FLAT:].any()
     np.testing.assert_allclose(np.linalg.norm(ended.dictionaries, axis=2), 1)
 
@@ -353,14 +351,14 @@ def test_messages_are_dictionaries_use_and_candidates_and_are_counted() -> None:
 def test_where_all_share_all_everyone_learns_as_one_place_would(replacement: str | None) -> None:
     """A round later: in the first, only samples travel."""
     _, data = draw(samples=50)
-    options = {"n_nonzero": 2, "step": 0.02, "replacement": replacement, "replace_every": 4}
+    options = {"n_nonzero": 2, "step": 0.02, "replacement": replacement}
     learner = DataDiffusion(12, update="gradient", shared=60, **options)
-    shared = states(learner, data, Topology.complete(4), 7)[-1].dictionaries
+    shared = states(learner, data, Topology.complete(4), 13)[-1].dictionaries
     if replacement is None:
-        pooled = replace(learner, shared=0).fit([np.concatenate(data)], Topology.complete(1), 6)
+        pooled = replace(learner, shared=0).fit([np.concatenate(data)], Topology.complete(1), 12)
         np.testing.assert_allclose(shared, np.stack([pooled.dictionaries[0]] * 4), atol=1e-10)
     np.testing.assert_allclose(shared, np.stack([shared[0]] * 4), atol=1e-10)
-    by_messages = learner.fit(data, InMemoryNetwork(Topology.complete(4)), 7)
+    by_messages = learner.fit(data, InMemoryNetwork(Topology.complete(4)), 13)
     np.testing.assert_array_equal(by_messages.dictionaries, shared)
 
 

@@ -12,10 +12,7 @@ from flwr.app import ArrayRecord, Context, RecordDict
 from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import (
-    DictionaryAveragingClient,
     DictionaryClient,
-    LearnerClient,
-    PerPCAClient,
     RegressionClient,
     client_app,
 )
@@ -28,9 +25,7 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
 )
 from flwr_perdl.strategies import (
-    DictionaryAveraging,
     PerMA,
-    PerPCA,
     ProtocolStrategy,
 )
 from tests.grids import Tapped, grid_of, partition_of
@@ -79,15 +74,15 @@ def run(
     learner: Learner,
     make: Callable[..., ProtocolStrategy],
     min_support: int = 3,
-    client: type[LearnerClient] = DictionaryClient,
 ) -> tuple[Any, ...]:
     digits = load_digits()
     X = digits.images.reshape(-1, 64) / 16
     own = [X[digits.target == label][:100] for label in range(4)]
 
-    grid = grid_of(
-        lambda c, i: client(own[i], learner, c, min_support=min_support), len(own), Tapped
-    )
+    def make_client(context: Context, partition: int) -> DictionaryClient:
+        return DictionaryClient(own[partition], learner, context, min_support=min_support)
+
+    grid = grid_of(make_client, len(own), Tapped)
     local_atoms: list[np.ndarray] = []
     codes: list[np.ndarray] = []
 
@@ -134,37 +129,6 @@ def test_samples_codes_and_local_atoms_stay_at_home(name: str, aggregation: str)
             if step != "start":
                 assert closest(rows, local_atoms) <= 0.999, step
     assert set(sent) == {"start", "update", "evaluate"}
-
-
-@pytest.mark.parametrize(
-    ("name", "start_from"),
-    [
-        ("orthogonal", "common"),
-        ("orthogonal", "own"),
-        ("gradient", "own"),
-        ("mod", "common"),
-        ("ksvd", "own"),
-        pytest.param("lasso", "common", marks=pytest.mark.slow),
-    ],
-)
-def test_averaging_sends_neither_samples_nor_codes(name: str, start_from: str) -> None:
-    make = partial(DictionaryAveraging, start_from=start_from, weighted=False)
-    sent, samples, _, _ = run(LEARNERS[name], make, client=DictionaryAveragingClient)
-    # As above: the lasso's first atoms are sums over images of one digit, which are much alike.
-    for rows in sent["average"][4 * (name == "lasso") :]:
-        assert closest(rows, samples) <= 0.999
-    assert set(sent) == {"average", "evaluate"}
-
-
-def test_perpca_keeps_samples_and_after_round_one_own_components() -> None:
-    sent, samples, _, local = run(OrthogonalLearner(ROWS), partial(PerPCA, 24), client=PerPCAClient)
-    own = ROWS - 24
-    assert len(local) == 4 * own * 3 * 2  # clients x components x rounds after the first, reports
-    for rows in sent["components"]:
-        assert closest(rows, samples) <= 0.999
-        if len(rows) == 24:
-            assert closest(rows, local) <= 0.999
-    assert set(sent) == {"components", "evaluate"}
 
 
 def test_the_test_would_see_a_leak() -> None:
@@ -220,7 +184,7 @@ def test_a_client_with_one_point_shows_its_direction_to_fedxs_server() -> None:
     """A limit: the change of a model is a sum over points, and there is one."""
     x, y = np.array([[3.0, 4.0]]), np.array([1.0])
     node = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
-    options = {"local": "fedavg", "n_steps": 3, "step_size": 0.1, "soft": 0, "temperature": 0.0}
+    options = {"local": "fedavg", "n_steps": 3, "step_size": 0.1}
     config = {"perdl.step": "update", "server-round": 1, "perdl.seed": 0}
     config |= {f"perdl.option.{k}": v for k, v in options.items()}
     (reply,), _, _ = RegressionClient(x, y, node, min_support=0).fit([np.zeros((2, 2))], config)

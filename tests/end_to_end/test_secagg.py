@@ -1,150 +1,21 @@
-"""SecAgg+: the server learns the mean, and no client's update.
-
-On a real SuperLink with ``PerMA(secure=True)``, and through Flower's legacy workflow. Attacks are
-in ``tests/attacks/test_secure.py``.
-"""
+"""``PerMA(secure=True)`` on a real SuperLink; attacks are in ``tests/attacks/test_secure.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from inspect import getsource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.client import ClientApp, NumPyClient
-from flwr.client.mod import secaggplus_mod
-from flwr.server import LegacyContext, ServerConfig
-from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+from flwr.app import Context
+from flwr.client import NumPyClient
 
-from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.dictionary import dictionary_distance, reconstruct, sparse_code
-from flwr_perdl.regression import Refinement
+from flwr_perdl.clients import client_app
+from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FedX, PerMA, ProtocolStrategy, TooFewReplies, as_legacy
 from perdl_experiments.deployment import Deployment
-from perdl_experiments.mixed_regression_data import mixed_regression
 from tests.attacks.test_secure import arrays_in_memory
-from tests.grids import Tapped, stage
-
-MakeFederation = Callable[..., Any]
-
-ROUNDS = 3
-#: Flower rounds replies to a few digits before it adds them up: noise to the acceleration.
-STEP = Refinement(step_size=0.1, n_steps=5, momentum=False)
-
-
-def aggregate(
-    make_client: Callable[[Context], NumPyClient],
-    n_clients: int,
-    strategy: ProtocolStrategy,
-    start: np.ndarray,
-    rounds: int = ROUNDS,
-    **options: Any,
-) -> tuple[np.ndarray, Tapped]:
-    """Run a strategy from a given model with SecAgg+ in every round."""
-    app = ClientApp(
-        client_fn=lambda context: make_client(context).to_client(), mods=[secaggplus_mod]
-    )
-    grid = Tapped(app, n_clients, **options)
-    server = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
-    found: list[np.ndarray] = []
-
-    def evaluate(round_: int, arrays: list[np.ndarray], config: Any) -> None:
-        found.append(arrays[0])
-
-    legacy = LegacyContext(
-        context=server,
-        config=ServerConfig(num_rounds=rounds),
-        strategy=as_legacy(strategy, initial=[start], evaluate_fn=evaluate),
-    )
-    DefaultWorkflow(fit_workflow=SecAggPlusWorkflow(1.0, 0.5))(grid, legacy)
-    return found[-1], grid
-
-
-def secure(planted: Any, start: np.ndarray, **options: Any) -> tuple[np.ndarray, Tapped, PerMA]:
-    """Run PerMA from given atoms."""
-    n_clients = len(planted.planted.samples)
-    strategy = PerMA(3, aggregation="mean", num_clients=n_clients, fraction_evaluate=0.0)
-    found, grid = aggregate(planted.make_client, n_clients, strategy, start, **options)
-    return found, grid, strategy
-
-
-@pytest.fixture
-def nearby(federation: MakeFederation) -> tuple[Any, np.ndarray]:
-    """A federation, and atoms near its global ones."""
-    planted = federation(5, noise=0.05)
-    atoms = planted.planted.global_atoms
-    return planted, atoms + 0.1 * np.random.default_rng(1).standard_normal(atoms.shape)
-
-
-@pytest.mark.parametrize(("rounds", "atol"), [(1, 1e-4), (ROUNDS, 1e-2)])
-def test_the_mean_is_that_of_a_run_without_masks(
-    nearby: tuple[Any, np.ndarray], rounds: int, atol: float
-) -> None:
-    """It counts in 2**22 steps, and rounds at random; a threshold may then fall the other way."""
-    planted, start = nearby
-    found, grid, strategy = secure(planted, start, rounds=rounds)
-    assert grid.shown == 0, "updates left a client in the clear"
-    np.testing.assert_allclose(found, _plain(planted, start, rounds), atol=atol)
-    assert dictionary_distance(found, start) > 0.1
-    assert [len(report.metrics) for report in strategy.history] == [5] * rounds
-
-
-def test_a_client_that_dies_in_the_middle_is_left_out(nearby: tuple[Any, np.ndarray]) -> None:
-    planted, start = nearby
-
-    def faults(partition: int, message: Message) -> str | None:
-        return "error" if partition == 4 and stage(message) == "collect_masked_vectors" else None
-
-    found, _, strategy = secure(planted, start, faults=faults)
-    four = planted._replace(planted=planted.planted._replace(samples=planted.planted.samples[:4]))
-    np.testing.assert_allclose(found, _plain(four, start, ROUNDS), atol=1e-2)
-    assert [list(report.dropped) for report in strategy.history] == [["client 4"]] * ROUNDS
-
-
-def regression(n_models: int) -> tuple[Callable[[Context], NumPyClient], np.ndarray]:
-    """Return the clients of a mixed regression, and its models."""
-    shares = np.full(n_models, 1 / n_models)
-    data = mixed_regression(np.array([40] * 5), shares, np.random.default_rng(0), d=4)
-
-    def make_client(context: Context) -> NumPyClient:
-        i = int(context.node_config["partition-id"])
-        return RegressionClient(data.X[i], data.y[i], context)
-
-    return make_client, data.theta
-
-
-def test_fedavg_takes_a_mean() -> None:
-    make_client, truth = regression(1)
-    options: dict[str, Any] = {"num_clients": 5, "fraction_evaluate": 0.0}
-    start = np.zeros_like(truth)
-    found, grid = aggregate(make_client, 5, FedX(1, phase_2=STEP, **options), start)
-    plain = FedX(1, phase_2=STEP, **options).start(
-        InProcessGrid(client_app(make_client), 5), ArrayRecord([start]), num_rounds=ROUNDS
-    )
-    np.testing.assert_allclose(found, plain.arrays.to_numpy_ndarrays()[0], atol=3e-4)
-    assert grid.shown == 0
-    assert np.abs(found - truth).max() < np.abs(truth).max() / 2
-
-
-def test_a_mean_of_cluster_names_is_refused(warned: Any) -> None:
-    make_client, truth = regression(2)
-    options: dict[str, Any] = {"num_clients": 5, "fraction_evaluate": 0.0}
-    with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
-        aggregate(make_client, 5, FedX(2, phase_2=replace(STEP, check_every=0), **options), truth)
-    assert "the answer names cluster 0." in warned.text
-
-
-def _plain(planted: Any, start: np.ndarray, rounds: int) -> np.ndarray:
-    """Return what PerMA learns from the same atoms without secure aggregation."""
-    strategy = PerMA(3, aggregation="mean", fraction_evaluate=0.0)
-    result = strategy.start(planted.grid(), ArrayRecord([start]), num_rounds=rounds)
-    return result.arrays.to_numpy_ndarrays()[0]
-
 
 DIGITS = """\
 import gc

@@ -58,7 +58,7 @@ def data_diffusion(**options: Any) -> Maker:
         for k in hosted:
             codes = spawn(2, k).standard_normal((40, 8)) * (spawn(3, k).random((40, 8)) < 0.3)
             data[k] = codes @ normalize_atoms(spawn(5).standard_normal((8, FEATURES)))
-        learner = DataDiffusion(8, n_nonzero=2, replace_every=4, **options)
+        learner = DataDiffusion(8, n_nonzero=2, **options)
         return learner.program(data, agreement=topology.diameter)
 
     return make

@@ -9,9 +9,9 @@ import pytest
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import iterate, normalize_atoms
-from flwr_perdl.dictionary.perpca import personalized_pca
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
+from perdl_experiments.perpca import personalized_pca
 from perdl_experiments.studies import _methods, configure, find, images
 
 GIVEN: dict[str, Any] = {

@@ -19,7 +19,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,6 @@ WORK = {
     "n_steps",
     "n_iterations",
     "n_products",
-    "n_pairs",
 }
 #: What the library makes itself, and would only be slower to check: results and states.
 RECORDS = {"Ask", "CombinationMatrix", "Descent", "Inbox", "State", "Topology"}
@@ -60,6 +58,7 @@ ALSO = {
     "ModelDiffusion(SparseSVD).fit.X": "n_features",
     "ModelDiffusion(HuberNMF).fit.X": "n_features",
     "OrthogonalLearner.step.D": "S",
+    "common_start.dictionaries": "sizes",  # of which each client must have one
 }
 
 N, D, K = 12, 4, 3
@@ -123,6 +122,7 @@ VALID: dict[str, Callable[[], Any]] = {
     "estimates": lambda: np.repeat(np.eye(3), 3, axis=0),
     "eta": lambda: 0.5,
     "fallback": _atoms,
+    "fitted": lambda: _normal(N, D),
     "gamma": lambda: 0.5,
     "global_atoms": lambda: _atoms()[:2].copy(),
     "gram": lambda: np.eye(D),
@@ -137,10 +137,10 @@ VALID: dict[str, Callable[[], Any]] = {
     "n_atoms_per_agent": lambda: 1,
     "n_clusters": lambda: 2,
     "n_dimensions": lambda: 1,
+    "n_components": lambda: 1,
     "n_estimates": lambda: 2,
     "n_global": lambda: 1,
     "n_iter": lambda: 3,
-    "n_local": lambda: 1,
     "n_nonzero": lambda: 1,
     "n_rounds": lambda: 3,
     "n_samples": lambda: np.full(N, 7.0),
@@ -151,13 +151,11 @@ VALID: dict[str, Callable[[], Any]] = {
     "packed": lambda: np.stack([[[i % 2, 1.0, i]] for i in range(N)]).astype(float),
     "product": lambda: np.diag([1.0, 5.0, 0.1])[None],
     "rng": _rng,
-    "samples": lambda: [_normal(N, D), _normal(8, D)],
     "scales": lambda: [2.0, 1.0],
     "settings": lambda: regression.TwoPhase(2),
     "share": lambda: 0.5,
     "shared": lambda: np.array([True, False]),
     "shape": lambda: (2, 3),
-    "sizes": lambda: {0: 5, 1: 6, 2: 7},
     "stack": lambda: np.stack([_atoms(), _atoms()]),
     "strategy": lambda: strategies.PerMA(1),
     "program": lambda: diffusion.Averaging(np.array([0.0, 1.0, 5.0])),
@@ -175,18 +173,11 @@ VALID: dict[str, Callable[[], Any]] = {
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "Combine": {"start": lambda: [_normal(D)]},
     "Clients": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
-    "assumptions": {"local": lambda: [_atoms()]},
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
-    "LocalPrivacy": {"delta": lambda: 1e-5},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
-    "average_dictionaries": {
-        "stack": lambda: np.stack([np.eye(K + 1, D)] * 2),
-        "weights": lambda: np.ones(2),
-    },
     "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
     "cluster_anchors": {"n_clusters": lambda: 3},
-    "common_start": {"dictionaries": lambda: dict(enumerate(VALID["dictionaries"]()))},
     "infer": {"dictionaries": lambda: [np.eye(D)[i : i + 1] for i in range(3)]},
     "lasso": {"start": lambda: np.zeros((N, K))},
     "ModelDiffusion(HuberNMF).fit": {"X": lambda: np.abs(_normal(N, D))},
@@ -217,10 +208,8 @@ LEFT_OUT = {
     "public_key",
     "two_phases",
 }
-if find_spec("opendp") is None:
-    LEFT_OUT.add("LocalPrivacy")
 #: Files and folders; any text is one.
-PATHS = {"checkpoint_dir", "events", "ledger", "state_dir"}
+PATHS = {"checkpoint_dir", "events", "state_dir"}
 #: What is right: functions may be classes, and a path any text.
 RIGHT = {
     *((key, label) for key in WORK for label in ("10**6", "10**30")),

@@ -11,10 +11,9 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
-from flwr.server.client_manager import SimpleClientManager
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import (
-    DictionaryAveragingClient,
     DictionaryClient,
     Member,
     RegressionClient,
@@ -27,12 +26,10 @@ from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.regression import Refinement
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
-    DictionaryAveraging,
     FedX,
     PerMA,
     ServerSettings,
     TooFewReplies,
-    as_legacy,
 )
 from tests.grids import Tapped, context_of, stage
 
@@ -338,12 +335,12 @@ def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
     assert not grid.replies
 
 
-def test_the_older_interface_is_rejected() -> None:
-    noise = Noise(epsilon=1.0, trust="central")
+def test_flowers_own_start_does_not_say_for_how_many_rounds_the_budget_is() -> None:
+    strategy, grid = PerMA(ATOMS, privacy=Noise(epsilon=1.0, trust="central")), grid_of()
+    wrapper = DifferentialPrivacyClientSideFixedClipping(strategy, 1.0, 1.0, CLIENTS)
     with pytest.raises(ValueError, match="privacy must"):
-        as_legacy(PerMA(ATOMS, privacy=noise), initial=[START]).initialize_parameters(
-            SimpleClientManager()
-        )
+        wrapper.start(grid, ArrayRecord([START]), num_rounds=2)
+    assert not grid.replies
 
 
 def test_a_client_that_bounds_no_record_is_named() -> None:
@@ -383,20 +380,6 @@ def test_any_models_changes_are_summed_with_noise(trust: str) -> None:
     for array in found.to_numpy_ndarrays():
         np.testing.assert_allclose(array, mean, atol=0.03)
     assert "'i'" not in repr(strategy.history)
-
-
-def test_one_dictionary_is_averaged_with_noise() -> None:
-    def make_client(context: Context) -> DictionaryAveragingClient:
-        X = SAMPLES[int(context.node_config["partition-id"])]
-        return DictionaryAveragingClient(X, LassoLearner(ATOMS, alpha=0.05), context)
-
-    def averaged(privacy: Noise | None) -> np.ndarray:
-        strategy = DictionaryAveraging(weighted=False, fraction_evaluate=0.0, privacy=privacy)
-        grid = Tapped(client_app(make_client), CLIENTS)
-        return strategy.start(grid, ArrayRecord([START])).arrays.to_numpy_ndarrays()[0]
-
-    noise = seeded(epsilon=1e4, level="client", trust="central", clip=2.0)
-    np.testing.assert_allclose(averaged(noise), averaged(None), atol=0.1)
 
 
 def test_one_linear_model_is_learned_with_noise() -> None:

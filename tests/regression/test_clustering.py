@@ -18,7 +18,6 @@ from flwr_perdl.regression import (
     local_change,
     model_error,
 )
-from flwr_perdl.regression.clustering import ROBUST
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -99,13 +98,6 @@ def test_averages_by_hand() -> None:
     np.testing.assert_allclose(by_all.change, [[0.9, 0.3], [0, 0], [3.5, 0]])
 
 
-def test_soft_averages_count_by_weight() -> None:
-    packed = np.array([[[1.0, 2.0], [0.0, 0.0]], [[0.5, 5.0], [0.5, 3.0]]])
-    found = aggregate(packed, np.array([1.0, 2.0]), 2, soft=True)
-    np.testing.assert_allclose(found.change, [[3.5], [3.0]])
-    np.testing.assert_allclose(found.counts, [2, 1])
-
-
 @pytest.mark.parametrize("robust", ["clip", "trimmed", "median", "geometric-median"])
 def test_robust_averages_withstand_one_huge_update(robust: str) -> None:
     rng = np.random.default_rng(0)
@@ -117,30 +109,6 @@ def test_robust_averages_withstand_one_huge_update(robust: str) -> None:
     dirty = aggregate(packed, n, 1, robust=robust).change
     assert np.abs(dirty - clean).max() < 1.2
     assert (dirty > 0).all()
-
-
-@pytest.mark.parametrize("robust", ROBUST)
-def test_with_nearly_hard_shares_robust_averages_are_those_of_hard_clusters(robust: str) -> None:
-    rng = np.random.default_rng(0)
-    labels, n = np.repeat([0, 1], [5, 6]), np.ones(11)
-    moves = np.array([[1.0, 0.0], [0.0, 1.0]])[labels] + 0.01 * rng.standard_normal((11, 2))
-    shares = np.where(labels[:, None] == [0, 1], 1 - 1e-6, 1e-6)
-    soft = np.concatenate([shares[..., None], np.repeat(moves[:, None], 2, axis=1)], axis=2)
-    found = aggregate(soft, n, 2, soft=True, robust=robust)
-    hard = aggregate(np.column_stack([labels, moves])[:, None], n, 2, robust=robust)
-    np.testing.assert_allclose(found.change, hard.change, atol=1e-5)
-    np.testing.assert_array_equal(found.odd, hard.odd)
-
-
-@pytest.mark.parametrize("robust", ["filtered", "clip", "trimmed", "median", "geometric-median"])
-def test_a_share_in_anothers_cluster_is_no_way_to_lie_there(robust: str) -> None:
-    rng = np.random.default_rng(0)
-    packed = np.tile([0.99, 1.0, 0.01, 1.0], (12, 1)).reshape(12, 2, 2)
-    packed[6:, :, 0] = packed[6:, ::-1, 0]
-    packed[..., 1:] += 0.1 * rng.standard_normal((12, 2, 1))
-    packed[11] = [[0.49, 1e6], [0.51, 1.0]]  # fits where it is judged
-    found = aggregate(packed, np.ones(12), 2, soft=True, robust=robust)
-    np.testing.assert_allclose(found.change, 1, atol=0.2)
 
 
 def test_clipping_keeps_directions() -> None:

@@ -71,7 +71,7 @@ def test_shrinkage_is_so_many_points_of_all_on_the_pooled_model() -> None:
     X, y = np.vstack(data.X), np.concatenate(data.y)
     pooled = LinearRegression(fit_intercept=False).fit(X, y).coef_
     both, responses = np.vstack([X, X]), np.concatenate([y, X @ pooled])
-    found = fit(data, 2, softness=0.1, shrinkage=50)
+    found = fit(data, 2, shrinkage=50)
     for theta, weights in zip(found.centers, found.weights.T, strict=True):
         own = np.repeat(weights, [len(b) for b in data.y])
         counts = np.concatenate([own, np.full(len(X), 50 / len(X))])
@@ -121,7 +121,7 @@ def test_planted_models_and_labels_are_found() -> None:
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"softness": 1, "shrinkage": 10, "restarts": 8}])
+@pytest.mark.parametrize("options", [{}, {"shrinkage": 10, "restarts": 8}])
 def test_the_number_of_clusters_is_chosen(clusters: int, options: dict[str, Any]) -> None:
     data = planted(clusters=clusters)
     choice = choose(by_client(data, 4), **options)
@@ -152,8 +152,8 @@ def test_degenerate_data_stay_finite(fault: str) -> None:
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(1, float), (1e-170, float), (1, np.float32)])
-def test_the_least_softness_assigns_without_doubt(scale: float, dtype: type) -> None:
+def test_statistics_of_any_size_have_finite_models(scale: float, dtype: type) -> None:
     statistics = (scale * by_client(planted())[:, 0]).astype(dtype)
-    found = fit_mixture(statistics, 2, rng=np.random.default_rng(0), softness=1e-300)
+    found = fit_mixture(statistics, 2, rng=np.random.default_rng(0))
     assert np.isfinite(found.centers).all()
-    assert set(found.weights.ravel()) == {0.0, 1.0}
+    np.testing.assert_allclose(found.weights.sum(axis=1), 1)

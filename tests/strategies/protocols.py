@@ -11,11 +11,8 @@ from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import (
-    DictionaryAveragingClient,
     DictionaryClient,
     DiffusionClient,
-    LearnerClient,
-    PerPCAClient,
     RegressionClient,
     client_app,
 )
@@ -27,13 +24,11 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Adam,
     ClusteredFedAvg,
-    DictionaryAveraging,
     FedMD,
     FedX,
     NeighborRelay,
     OneShotClustering,
     PerMA,
-    PerPCA,
     ProtocolStrategy,
 )
 from tests.grids import partition_of
@@ -60,18 +55,6 @@ class Mean(NumPyClient):
         return float(np.sum((parameters[0] - self.own) ** 2)), 1, {}
 
 
-class Dictionary(NumPyClient):
-    """A dictionary client as for FedAvg, for `PerMA` with a client's own fit."""
-
-    def __init__(self, partition: int) -> None:
-        self.X, self.partition = ATOMS[partition], partition
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        learner, rng = OrthogonalLearner(4), np.random.default_rng(self.partition)
-        D = learner.step(self.X, parameters[0] if parameters else learner.start(self.X, rng))
-        return [D], len(self.X), {}
-
-
 class Case(NamedTuple):
     """A strategy and its clients; rounds after which it has a model, and what it starts from."""
 
@@ -95,8 +78,8 @@ class Case(NamedTuple):
         return InProcessGrid(client_app(self.make_client), N, state_dir=state_dir)
 
 
-def dictionaries(client: type[LearnerClient]) -> Callable[[Context, int], Any]:
-    return lambda context, i: client(ATOMS[i], OrthogonalLearner(4), context)
+def dictionaries(context: Context, i: int) -> Any:
+    return DictionaryClient(ATOMS[i], OrthogonalLearner(4), context)
 
 
 def regressions(context: Context, i: int) -> Any:
@@ -112,9 +95,7 @@ def nodes(context: Context, i: int) -> Any:
 
 
 CASES = {
-    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries(DictionaryClient), 2),
-    "averaging": Case(DictionaryAveraging, dictionaries(DictionaryAveragingClient), 2),
-    "perpca": Case(lambda **o: PerPCA(2, **o), dictionaries(PerPCAClient), 2),
+    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries, 2),
     "clusters": Case(lambda **o: ClusteredFedAvg(2, choose_every=2, **o), means, 2, ZEROS),
     "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), means, 1, ZEROS),
     "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
@@ -130,14 +111,7 @@ VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
         strategy=lambda **o: PerMA(2, aggregation="mean", **SOME, **o)
     ),
-    "perma, own fit": Case(
-        lambda **o: PerMA(2, aggregation="mean", **o), lambda c, i: Dictionary(i), 2
-    ),
-    "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries(DictionaryClient), 10),
-    "averaging, some": CASES["averaging"]._replace(
-        strategy=lambda **o: DictionaryAveraging(**SOME, **o)
-    ),
-    "perpca, some": CASES["perpca"]._replace(strategy=lambda **o: PerPCA(2, **SOME, **o)),
+    "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries, 10),
     "clusters, adam": CASES["clusters"]._replace(
         strategy=lambda **o: ClusteredFedAvg(2, optimizer=Adam(), choose_every=2, **SOME, **o)
     ),

@@ -65,13 +65,6 @@ def test_a_model_of_single_precision_does_not_overflow(value: float) -> None:
     assert all("numbers beyond 1e+30" in r.dropped["client 3"] for r in strategy.history[::2])
 
 
-@pytest.mark.parametrize("arrays", [[np.ones(1)], [np.ones(3)] * 2, []])
-def test_soft_choices_refuse_fits_of_another_shape(arrays: list[np.ndarray]) -> None:
-    strategy, model = clustered(2, temperature=1.0, odd={"arrays": arrays})
-    assert "fit must" in strategy.history[0].dropped["client 3"]
-    assert np.isfinite(model).all()
-
-
 @pytest.mark.parametrize("allow_fewer", [False, True])
 def test_a_client_that_cannot_be_made_is_named(allow_fewer: bool) -> None:
     def make(context: Context) -> DictionaryClient:

@@ -13,20 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.clients import (
-    DictionaryAveragingClient,
     DictionaryClient,
-    PerPCAClient,
     RegressionClient,
     client_app,
 )
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
-    DictionaryAveraging,
     FedMD,
     FedX,
     PerMA,
-    PerPCA,
     TooFewReplies,
 )
 
@@ -40,18 +36,12 @@ NEVER = st.sampled_from(
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "PerMA": PerMA,
-    "DictionaryAveraging": DictionaryAveraging,
-    "PerPCA": lambda n_global=1, **options: PerPCA(n_global, **options),
     "FedMD": FedMD,
     "FedX": FedX,
 }
 
-#: The clients that the strategies ask.
-KINDS = {
-    "PerMA": DictionaryClient,
-    "DictionaryAveraging": DictionaryAveragingClient,
-    "PerPCA": PerPCAClient,
-}
+#: The clients that the strategies ask, if not `RegressionClient`.
+KINDS = {"PerMA": DictionaryClient}
 
 
 def grid(n: int = 3, rows: int = 30, kind: Any = DictionaryClient) -> InProcessGrid:
@@ -119,7 +109,7 @@ def _filled(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray[Any,
     return whole
 
 
-@pytest.mark.parametrize("name", ["PerMA", "DictionaryAveraging", "PerPCA", "FedX", "FedMD"])
+@pytest.mark.parametrize("name", STRATEGIES)
 @given(arrays=st.lists(initial(), min_size=1, max_size=2))
 @settings(max_examples=8)
 def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays: Any) -> None:
@@ -132,7 +122,7 @@ def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays:
         assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
 
 
-@pytest.mark.parametrize("name", ["PerMA", "DictionaryAveraging", "PerPCA", "FedX", "FedMD"])
+@pytest.mark.parametrize("name", STRATEGIES)
 @given(n=st.integers(1, 3), rows=st.integers(1, 4), least=st.integers(1, 4))
 @settings(max_examples=8)
 def test_one_client_and_one_sample_are_served_or_refused(

@@ -15,7 +15,6 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, 
 
 from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.regression import model_error
-from flwr_perdl.regression.clustering import ROBUST
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, smallest_as_good
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -125,20 +124,6 @@ def test_a_round_by_hand() -> None:
     assert clusters.models[1]["0"].numpy() == [11.0]
 
 
-def test_soft_weights_by_hand() -> None:
-    # The weights of n = 1 and temperature 1: 1 : e^-log(3), that is .75 and .25.
-    app = given(Given({0.0: 0.0, 10.0: np.log(3)}, 1), Given({0.0: 50.0, 10.0: 0.0}, 1))
-    strategy = ClusteredFedAvg(
-        2, start="given", temperature=1.0, proximal_mu=1.0, fraction_evaluate=0.0
-    )
-    models = ArrayRecord([np.array([[0.0], [10.0]])])
-    result = strategy.start(InProcessGrid(app, 2), models, num_rounds=1)
-    # Model 0 is trained by client 0 alone; of model 1 both send one that is larger by 1.
-    np.testing.assert_allclose(result.arrays["0"].numpy(), [[1.0], [11.0]], rtol=1e-12)
-    assert strategy.history[0].metrics[0]["share_0"] == pytest.approx(0.75)
-    assert strategy.history[0].metrics[1]["cluster"] == 1
-
-
 def test_an_optimizer_moves_the_clusters_that_are_trained() -> None:
     app = given(
         Given({0.0: 0.0, 10.0: 5.0, 1.0: 0.0, 11.0: 5.0}, 1),
@@ -171,14 +156,6 @@ def test_planted_clusters_are_found(start: str, choose_every: int) -> None:
         np.testing.assert_allclose(w[j], TRUTH[kind], atol=0.2)
     assert strategy.result.sizes == [4, 4, 4]
     assert (START[0] == 0).all()
-
-
-@pytest.mark.parametrize("robust", ROBUST)
-def test_soft_weights_find_planted_clusters_by_every_rule(robust: str) -> None:
-    strategy = ClusteredFedAvg(3, temperature=1.0, robust=robust)
-    run(strategy, 5)
-    assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
-    assert strategy.history[-1].aggregate["clients"] == N
 
 
 def test_random_starts_are_perturbations_of_one_model() -> None:
@@ -303,25 +280,10 @@ def turned_round(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.n
     return [b - (m - b) for b, m in zip(before, model, strict=True)]
 
 
-SIZES = [(5, 6), (8, 4)]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 30.0])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_with_soft_weights_honest_clients_are_not_taken_for_liars(
-    sizes: tuple[int, ...], temperature: float
-) -> None:
-    plain = planted_error(sizes, 6, temperature=temperature)
-    assert abs(planted_error(sizes, 6, temperature=temperature, robust=True) - plain) < 0.1
-
-
-@pytest.mark.parametrize("temperature", [0.0, 30.0])
 @pytest.mark.parametrize("lie", [far_away, turned_round])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_a_minority_of_liars_in_each_cluster_is_withstood(
-    sizes: tuple[int, ...], lie: Any, temperature: float
-) -> None:
-    assert planted_error(sizes, 6, lie, temperature=temperature, robust=True) < 0.3
+@pytest.mark.parametrize("sizes", [(5, 6), (8, 4)])
+def test_a_minority_of_liars_in_each_cluster_is_withstood(sizes: tuple[int, ...], lie: Any) -> None:
+    assert planted_error(sizes, 6, lie, robust=True) < 0.3
 
 
 @pytest.mark.parametrize("robust", [True, "geometric-median"])
@@ -408,8 +370,6 @@ def test_what_each_party_receives() -> None:
         ({"k": 2, "start": "fedmd"}, "start"),
         ({"k": 2, "start": "random", "start_rounds": 2}, "start_rounds"),
         ({"k": 2, "max_clusters": 3}, "max_clusters"),
-        ({"k": 2, "temperature": 1.0, "choose_every": 2}, "choose_every"),
-        ({"k": 1, "temperature": 1.0}, "temperature"),
         ({"k": 2, "proximal_mu": -1.0}, "proximal_mu"),
         ({"k": 2, "robust": "krum"}, "robust"),
     ],

@@ -35,16 +35,6 @@ def test_each_group_has_its_own_and_one_without_replies_stays() -> None:
     assert start[0].ravel().tolist() == [1.0, 2.0, 3.0]
 
 
-def test_shares_weigh_the_models_of_a_reply() -> None:
-    start = [np.zeros((2, 1))]
-    rows = [
-        ([np.array([[1.0], [10.0]])], 1, {"kind": 0, "w0": 1.0, "w1": 0.0}),
-        ([np.array([[3.0], [20.0]])], 2, {"kind": 1, "w0": 0.5, "w1": 0.5}),
-    ]
-    (found,) = Combine(start=start, group="kind", share="w")(replies(*rows))
-    assert found.ravel().tolist() == [2.0, 20.0]
-
-
 @pytest.mark.parametrize("rule", ["filtered", "clip", "trimmed", "median", "geometric-median"])
 def test_robust_rules_withstand_a_liar_and_name_it(rule: str) -> None:
     values = [*np.linspace(0.9, 1.1, 9).tolist(), 1e6]

@@ -11,6 +11,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app, keep_private
@@ -26,7 +27,7 @@ from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
 from flwr_perdl.network import Faults, InMemoryNetwork
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies
 from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
 from tests.grids import Forgetting, Tapped, arrays_in, grid_of, partition_of
@@ -487,7 +488,7 @@ def test_fewer_clients_than_the_network_has_are_counted() -> None:
         DiffusionAveraging(Topology.ring(10)).start(grid, model())
 
 
-def test_older_projects_do_not_say_how_many_rounds_there_are() -> None:
-    older = as_legacy(DiffusionAveraging(RING), initial=[START])
+def test_flowers_own_start_does_not_say_how_many_rounds_there_are() -> None:
+    wrapper = DifferentialPrivacyClientSideFixedClipping(DiffusionAveraging(RING), 1.0, 1.0, N)
     with pytest.raises(ValueError, match="start"):
-        older.initialize_parameters(None)
+        wrapper.start(InProcessGrid(APP, N), model(), num_rounds=2)

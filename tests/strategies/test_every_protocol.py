@@ -1,4 +1,4 @@
-"""What every protocol owes: a resumed run, and Flower's older interface, have the same bits."""
+"""What every protocol owes: a resumed run has the same bits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flwr_perdl.clients import client_fn
-from flwr_perdl.strategies import ServerSettings, as_legacy
+from flwr_perdl.strategies import ServerSettings
 from tests.bits import assert_same_bits
-from tests.strategies.protocols import CASES, VARIANTS, N
-from tests.strategies.test_legacy import serve
+from tests.strategies.protocols import CASES, VARIANTS
 
 RESUME = ServerSettings(resume=True)
 ALL = CASES | VARIANTS
@@ -27,15 +25,3 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
         found = case.run(case.grid(nodes), case.cut + 2, checkpoint_dir=folder, server=RESUME)
         for array, same in zip(found, whole, strict=True):
             assert_same_bits(array, same)
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("relay")])
-def test_the_older_interface_gives_the_same_bits(name: str) -> None:
-    case = ALL[name]
-    wanted = case.run(case.grid(), case.cut + 2)
-    strategy = case.strategy(num_clients=N, fraction_evaluate=0.0)
-    initial = [] if case.initial is None else [case.initial]
-    make, contexts = client_fn(case.make_client), case.grid().contexts.values()
-    found, _ = serve(make, contexts, as_legacy(strategy, initial=initial), case.cut + 2)
-    assert_same_bits(found, wanted[0])
-    assert not any(report.dropped for report in strategy.history)

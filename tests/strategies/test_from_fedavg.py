@@ -22,8 +22,15 @@ from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClie
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import DiffusionAveraging
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, FedX, PerMA, ServerOptions, TooFewReplies
-from tests.grids import Tapped, partition_of
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    FedX,
+    PerMA,
+    PersonalizedFedAvg,
+    ServerOptions,
+    TooFewReplies,
+)
+from tests.grids import Tapped, as_app, partition_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-fedavg.md").read_text()
 MODEL, ATOMS = ArrayRecord([np.zeros(3)]), ArrayRecord([np.eye(2, 6)])
@@ -34,7 +41,7 @@ class MeanClient(NumPyClient):
         self.X = np.random.default_rng(partition_of(context)).random((20, 3))
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        return [self.X.mean(axis=0) + 0 * parameters[0]], len(self.X), {}
+        return [self.X.mean(axis=0) + 0 * array for array in parameters], len(self.X), {}
 
     def evaluate(self, parameters: Any, config: Any) -> Any:
         return float(np.mean((self.X - parameters[0]) ** 2)), len(self.X), {}
@@ -60,8 +67,8 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
     ("combine", "error", "said"),
     [
         (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "must have 'perdl."),
-        (lambda: run(PerMA(2), MEANS), TooFewReplies, "aggregation must"),
-        (lambda: run(PerMA(2, aggregation="mean"), MEANS), TooFewReplies, "fit must"),
+        (lambda: run(PerMA(2), MEANS), TooFewReplies, "PerMA needs a DictionaryClient"),
+        (lambda: run(PerMA(2), client_app(as_app(MeanClient))), TooFewReplies, "needs a Dict"),
         (lambda: run(FedX(2), MEANS), TooFewReplies, "this strategy clusters linear models"),
         (lambda: run(ClusteredFedAvg(2), ClientApp(), MODEL), TooFewReplies, "client_app"),
         (
@@ -133,9 +140,17 @@ def test_fedavg_is_refused_with_a_sentence_by_a_client_of_another_protocol(app: 
     assert all(sentence in reason for reason in grid.errors)
 
 
-def test_noise_at_the_client_goes_with_clusters() -> None:
-    result = run(ClusteredFedAvg(1), client_app(MeanClient, train_mods=WITH_NOISE), MODEL)
-    assert result.evaluate_metrics_clientapp[2]["clients"] == 3
+@pytest.mark.parametrize("strategy", [ClusteredFedAvg, PersonalizedFedAvg])
+def test_flowers_noise_at_the_client_goes_with_any_model(strategy: Any) -> None:
+    option = 1 if strategy is ClusteredFedAvg else ["1"]
+    model = ArrayRecord([np.zeros(3), np.zeros(3)])
+    plain, noised = (
+        run(strategy(option), client_app(MeanClient, train_mods=mods), model)
+        for mods in ((), WITH_NOISE)
+    )
+    assert len(noised.evaluate_metrics_clientapp) == 4
+    change = noised.arrays.to_numpy_ndarrays()[0] - plain.arrays.to_numpy_ndarrays()[0]
+    assert np.linalg.norm(change) > 0.01  # about 4
 
 
 @pytest.mark.parametrize(

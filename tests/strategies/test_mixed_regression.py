@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message
-from flwr.server import SimpleClientManager
 
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.random import SERVER, spawn
@@ -24,7 +23,7 @@ from flwr_perdl.regression import (
     simulate,
 )
 from flwr_perdl.regression.moments import random_models
-from flwr_perdl.strategies import ProtocolStrategy, as_legacy
+from flwr_perdl.strategies import ProtocolStrategy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 from tests.grids import Tapped, arrays_in, grid_of
@@ -206,7 +205,6 @@ def test_the_default_number_of_rounds_is_enough_from_given_models_only() -> None
         strategy.start(grid(data))
     result = strategy.start(grid(data), ArrayRecord([NEAR]))
     assert result.arrays.to_numpy_ndarrays()[0].shape == (3, D)
-    as_legacy(strategy).initialize_parameters(SimpleClientManager())  # does not know the number
 
 
 # Faults -------------------------------------------------------------------------------------

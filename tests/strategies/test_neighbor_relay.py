@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.npy import write_files
 from flwr_perdl.core.packing import pack, pack_arrays, text_array
 from flwr_perdl.diffusion import (
@@ -22,11 +22,10 @@ from flwr_perdl.diffusion import (
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies, as_legacy
-from tests.grids import Tapped, failing, grid_of, partition_of
+from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
+from tests.grids import Tapped, failing, grid_of
 from tests.network.programs import assert_same
 from tests.network.test_ray import Drift, Held
-from tests.strategies.test_legacy import serve
 
 Array = NDArray[Any]
 
@@ -482,21 +481,3 @@ def test_a_checkpoint_of_another_run_is_refused(
     other = NeighborRelay(topology, n_rounds, checkpoint_dir=tmp_path, server=RESUME, **options)
     with pytest.raises(ValueError, match="checkpoint_dir must"):
         other.start(grid(values(4)))
-
-
-# Older projects --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-def test_the_older_interface_gives_the_same_bits(sealed: bool) -> None:
-    data, options = values(4), {"faults": Faults(sleep=0.3, seed=2), "sealed": sealed}
-    old, new = (NeighborRelay(Topology.ring(4), 5, **options) for _ in range(2))
-
-    def make_client(context: Context) -> DiffusionClient:
-        node = partition_of(context)
-        return DiffusionClient(Drift({node: data[node]}), context, shows="state")
-
-    serve(make_client, grid(data).contexts.values(), as_legacy(old), old.exchanges)
-    new.start(InProcessGrid(client_app(make_client), 4))
-    assert_same(old.outcome, new.outcome)
-    np.testing.assert_array_equal(old.outcome.state.value, new.outcome.state.value)

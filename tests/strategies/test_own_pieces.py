@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -16,7 +16,13 @@ from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import NeighborRelay, PerMA, ServerSettings, TooFewReplies
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    NeighborRelay,
+    PerMA,
+    ServerSettings,
+    TooFewReplies,
+)
 from tests.network.programs import Consensus
 
 X = np.random.default_rng(0).standard_normal((30, 4))
@@ -46,8 +52,8 @@ def grid(n: int = 3, factory: Any = dictionary, mods: Any = (), **options: Any) 
 
 
 def test_a_template_client_is_known_by_its_context() -> None:
-    strategy = PerMA(2, aggregation="mean")
-    strategy.start(grid(factory=lambda context: Template()), num_rounds=2)
+    strategy, initial = ClusteredFedAvg(1), ArrayRecord([np.eye(2)])
+    strategy.start(grid(factory=lambda context: Template()), initial, num_rounds=2)
     assert [list(report.metrics) for report in strategy.history] == [[0, 1, 2]] * 4
 
 

@@ -131,6 +131,39 @@ def test_clients_with_nothing_to_send_are_told_so(federation: MakeFederation) ->
         federation(2, n_samples=2).learn(PerMA(2))
 
 
+def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None:
+    grid = federation().grid()
+    late = grid.contexts.pop(next(iter(grid.contexts)))
+
+    def join(report: Any) -> None:
+        if report.round == 2:
+            grid.contexts[late.node_id] = late
+
+    strategy = PerMA(3, on_round=join)
+    strategy.start(grid, num_rounds=4)
+    assert 0 not in strategy.history[0].metrics
+    assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
+    assert not any(report.dropped for report in strategy.history)
+
+
+def test_a_run_may_start_from_given_atoms(federation: MakeFederation) -> None:
+    planted = federation(noise=0.05)
+    strategy = PerMA(3, fraction_evaluate=0.0)
+    strategy.start(planted.grid(), ArrayRecord([planted.planted.global_atoms]), num_rounds=2)
+    assert [report.step for report in strategy.history] == ["update", "update"]
+
+
+def test_clients_that_were_never_asked_evaluate_what_they_would_begin_with(
+    federation: MakeFederation,
+) -> None:
+    strategy = PerMA(3, fraction_train=0.4)
+    federation(learner=OrthogonalLearner(5), noise=0.05).learn(strategy, 2)
+    evaluations = [report.metrics for report in strategy.history if report.step == "evaluate"]
+    assert [len(metrics) for metrics in evaluations] == [5, 5]
+    for metrics in (one for report in evaluations for one in report.values()):
+        assert metrics["mse_full"] < metrics["mse_global"]
+
+
 @pytest.mark.parametrize("aggregation", ["statistics", "mean"])
 def test_an_orthonormal_start_does_not_make_other_learners_atoms_orthonormal(
     federation: MakeFederation, aggregation: str

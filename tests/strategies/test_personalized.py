@@ -23,7 +23,6 @@ from flwr_perdl.strategies import (
     ServerSettings,
     TooFewReplies,
     Yogi,
-    as_legacy,
 )
 from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import NAMES, ask, assert_private_stays, make_app, model
@@ -304,12 +303,6 @@ def test_a_model_is_needed(arrays: Any) -> None:
     for strategy in (PersonalizedFedAvg(HEAD), Ditto()):
         with pytest.raises(ValueError, match="initial_arrays"):
             strategy.start(Tapped(personal(), 2), arrays)
-
-
-def test_older_projects_have_no_names() -> None:
-    older = as_legacy(PersonalizedFedAvg(HEAD), initial=[np.zeros(2), np.ones(2)])
-    with pytest.raises(ValueError, match="initial_arrays"):
-        older.initialize_parameters(None)
 
 
 # Ditto --------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
-from flwr.server.client_manager import SimpleClientManager
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
@@ -22,7 +21,6 @@ from flwr_perdl.strategies import (
     Request,
     SecureMean,
     TooFewReplies,
-    as_legacy,
 )
 from tests.grids import Tapped, partition_of
 
@@ -88,13 +86,6 @@ def test_a_reply_longer_than_the_norm_is_scaled_down_to_it() -> None:
 def test_another_shape_is_refused_and_named() -> None:
     with pytest.raises(TooFewReplies, match="masked arrays"):
         mean(SecureMean((3,), norm=10.0))
-
-
-def test_the_older_interface_refuses_a_secure_round_before_it_asks() -> None:
-    legacy = as_legacy(Mean(SecureMean((2,))))
-    start = legacy.initialize_parameters(SimpleClientManager())
-    with pytest.raises(ValueError, match="secure"):
-        legacy.configure_fit(1, start, SimpleClientManager())
 
 
 def test_a_client_that_insists_on_masks_gives_nothing_in_the_clear() -> None:

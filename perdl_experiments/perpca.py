@@ -15,7 +15,8 @@ generalized retraction                  :func:`polar_factor`
 
 One round: every client corrects its local components against the shared ones it was sent, takes a
 gradient step on both together and retracts them to orthonormal rows; the server averages the
-clients' shared parts and orthonormalises.
+clients' shared parts and orthonormalises. As PerMA's clients, these withhold components that too
+few samples make up (`flwr_perdl.privacy.may_send`).
 
 Deviations: the step is a multiple of ``1 / ||X_i W'||_2^2``, the largest eigenvalue of the samples
 along the components ``W``, so that no client's scale matters. The start is the subspace that the
@@ -30,21 +31,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl.core.arrays import squared_norm
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
-    check_array,
     check_choice,
     check_count,
     check_each,
     check_real,
 )
-from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.atoms import principal_directions
-from flwr_perdl.dictionary.coding import remainder
-from flwr_perdl.dictionary.polar import polar_factor
+from flwr_perdl.dictionary import aggregate_atoms, polar_factor, principal_directions, remainder
+from flwr_perdl.privacy import may_send
 
 #: First step, as a multiple of 1 / ||X_i W'||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
@@ -66,21 +65,23 @@ class PCAStep(NamedTuple):
 class PersonalizedPCA(NamedTuple):
     """What :func:`personalized_pca` finds.
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import personalized_pca
-    >>> found = personalized_pca([np.diag([3.0, 2.0, 0.0]), np.diag([3.0, 0.0, 2.0])], 1, 1)
-    >>> [np.abs(one).round(3).tolist() for one in found.local_components]
-    [[[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]]
+    Attributes
+    ----------
+    global_components : ndarray of shape (n_global, n_features)
+        Orthonormal rows.
+    local_components : list of ndarray of shape (n_local, n_features)
+        Per client orthonormal rows: after its last step, orthogonal to its own shared components.
+    losses : list of float
+        The clients' summed loss, round by round.
+    floats_up, floats_down : float
+        What a client sent, on average, and received.
     """
 
-    #: Orthonormal rows, (n_global, n_features).
     global_components: Matrix
-    #: Per client orthonormal rows, orthogonal to the global ones, (n_local, n_features).
     local_components: list[Matrix]
-    #: The clients' summed loss, round by round.
     losses: list[float]
+    floats_up: float
+    floats_down: float
 
 
 def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
@@ -93,26 +94,14 @@ def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
     found = np.vstack(directions)
     if len(found):
         found = principal_directions(found, n_global)
-    return _apart(found, found[:0], n_global)
+    return apart(found, found[:0], n_global)
 
 
 def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
     """Return the principal directions of what the shared components ``U`` leave of ``X``."""
     check_count("n_local", n_local, 0, X.shape[1] - len(U))
     own = principal_directions(remainder(X, (X @ U.T) @ U), n_local)
-    return _apart(own, U, n_local)[len(U) :]
-
-
-def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
-    """Take a client's step: correct V against U, a gradient step on both, retract.
-
-    ``step`` is a multiple of ``1 / ||X W'||_2^2`` with ``W`` both components, orthonormal rows.
-    """
-    X = check_array("X", X, min_rows=1, squares=True)
-    U = check_array("U", U, columns=X.shape[1])
-    V = check_array("V", V, columns=X.shape[1])
-    check_real("step", step, 0, LARGE)
-    return _step(_root(X), squared_norm(X), U, V, step)
+    return apart(own, U, n_local)[len(U) :]
 
 
 def _root(X: Matrix) -> Matrix:
@@ -120,9 +109,13 @@ def _root(X: Matrix) -> Matrix:
     return X.T @ X if len(X) >= X.shape[1] else X
 
 
-def _step(root: Matrix, energy: float, U: Matrix, V: Matrix, step: float) -> PCAStep:
-    """Take the step of a client whose samples have this root and this sum of squares."""
-    W = _apart(V, U, len(V))
+def take_step(root: Matrix, energy: float, U: Matrix, V: Matrix, step: float) -> PCAStep:
+    """Take a client's step: correct V against U, a gradient step on both, retract.
+
+    Its samples have this root and this sum of squares; ``step`` is a multiple of
+    ``1 / ||X W'||_2^2`` with ``W`` both components, orthonormal rows.
+    """
+    W = apart(V, U, len(V))
     if not len(W):
         return PCAStep(W, W, energy)
     product = W @ root if len(root) == root.shape[1] else (root @ W.T).T @ root  # W S
@@ -149,11 +142,9 @@ def personalized_pca(
     n_rounds: int = 20,
     step: float = STEP,
     aggregation: str = "mean",
+    min_support: int = 0,
 ) -> PersonalizedPCA:
-    """Run personalized PCA with all clients' samples in one place.
-
-    The bits of `flwr_perdl.strategies.PerPCA` with all clients in every round, and one round more:
-    the start is a round of its own there.
+    """Run personalized PCA over a list of clients.
 
     Parameters
     ----------
@@ -162,22 +153,19 @@ def personalized_pca(
     n_global, n_local : int
         Shared components, and components of each client; together at most ``n_features``.
     n_rounds : int, default 20
-        Rounds after the start. 0: the authors' two-shot form.
+        Rounds after the start, which is one more. 0: the authors' two-shot form.
     step : float, default 1.0
-        The first step, see :func:`perpca_step`; halved whenever the loss has risen.
+        The first step, as a multiple of ``1 / ||X_i W'||_2^2`` with the client's components ``W``;
+        halved whenever the loss has risen.
     aggregation : {"mean", "median", "geometric-median", "trimmed"}, default "mean"
-        How the server combines the clients' shared components (:func:`aggregate_atoms`). "mean":
-        the authors', and the only one of `flwr_perdl.strategies.PerPCA`. What the others find
-        depends on the basis of the shared subspace, since they compare component by component.
-
-    Returns
-    -------
-    PersonalizedPCA
+        How the server combines the clients' shared components (:func:`aggregate_atoms`). "mean" is
+        the authors'. What the others find depends on the basis of the shared subspace, since they
+        compare component by component.
+    min_support : int, default 0
+        How many samples must stand behind a component that a client sends.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import personalized_pca
     >>> samples = [np.diag([3.0, 2.0, 0.0]), np.diag([3.0, 0.0, 2.0])]
     >>> found = personalized_pca(samples, n_global=1, n_local=1)
     >>> np.abs(found.global_components).round(3)
@@ -190,24 +178,35 @@ def personalized_pca(
     check_count("n_rounds", n_rounds)
     check_real("step", step, 0, LARGE)
     check_choice("aggregation", aggregation, AGGREGATIONS)
-    U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
+
+    def allowed(X: Matrix, W: Matrix) -> NDArray[np.bool_]:
+        return may_send(X @ W.T, X, min_support) if min_support else np.full(len(W), True)
+
+    directions = [principal_directions(X, n_global + n_local) for X in samples]
+    sent = [W[allowed(X, W)] for X, W in zip(samples, directions, strict=True)]
+    U = shared_start(sent, n_global)
     roots, energies = [_root(X) for X in samples], [squared_norm(X) for X in samples]
     own = [local_start(X, U, n_local) for X in samples]
     losses: list[float] = []
     for _ in range(n_rounds):
         steps = [
-            _step(root, energy, U, V, step)
+            take_step(root, energy, U, V, step)
             for root, energy, V in zip(roots, energies, own, strict=True)
         ]
         own = [one.local_components for one in steps]
-        shared = np.stack([one.global_components for one in steps])
-        U = aggregate_atoms(shared, U, method=aggregation, orthogonal=True).global_atoms
+        shared = [
+            np.where(allowed(X, one.global_components)[:, None], one.global_components, 0)
+            for X, one in zip(samples, steps, strict=True)
+        ]
+        stack = np.stack(shared)
+        U = aggregate_atoms(stack, U, method=aggregation, orthogonal=True).global_atoms
         losses.append(sum(one.loss for one in steps))
         step = next_step(step, losses)
-    return PersonalizedPCA(U, [_apart(V, U, n_local)[n_global:] for V in own], losses)
+    floats = float(n_rounds * U.size)
+    return PersonalizedPCA(U, own, losses, float(np.mean([W.size for W in sent])) + floats, floats)
 
 
-def _apart(V: Matrix, U: Matrix, n_rows: int) -> Matrix:
+def apart(V: Matrix, U: Matrix, n_rows: int) -> Matrix:
     """Return ``U`` and, below, ``n_rows`` orthonormal rows near those of ``V``."""
     wanted = np.zeros((len(U) + n_rows, U.shape[1]), U.dtype)
     if not len(wanted):

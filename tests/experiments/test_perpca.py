@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 from scipy.linalg import subspace_angles
 
-from flwr_perdl.dictionary.atoms import principal_directions
-from flwr_perdl.dictionary.perpca import (
+from flwr_perdl.core.arrays import squared_norm
+from flwr_perdl.dictionary import principal_directions
+from perdl_experiments.perpca import (
+    PCAStep,
     local_start,
-    perpca_step,
     personalized_pca,
     shared_start,
+    take_step,
 )
 
 
@@ -28,6 +30,10 @@ def planted(
         for V in local
     ]
     return samples, shared, local
+
+
+def step_of(X: np.ndarray, U: np.ndarray, V: np.ndarray) -> PCAStep:
+    return take_step(X, squared_norm(X), U, V, 1.0)
 
 
 def angle(A: np.ndarray, B: np.ndarray) -> float:
@@ -53,9 +59,8 @@ def test_components_are_orthonormal_and_the_loss_does_not_rise() -> None:
     rng = np.random.default_rng(0)
     samples = [rng.standard_normal((30, 12)) * np.linspace(1, 3, 12) for _ in range(4)]
     found = personalized_pca(samples, 3, 2, n_rounds=50)
-    for V in found.local_components:
-        W = np.vstack([found.global_components, V])
-        np.testing.assert_allclose(W @ W.T, np.eye(5), atol=1e-10)
+    for W in [found.global_components, *found.local_components]:
+        np.testing.assert_allclose(W @ W.T, np.eye(len(W)), atol=1e-10)
     assert found.losses[-1] <= found.losses[0] * (1 + 1e-12)
 
 
@@ -69,7 +74,7 @@ def test_one_client_alone_does_pca() -> None:
 def test_the_server_can_take_the_median_of_the_clients_components() -> None:
     samples, _, _ = planted(0, noise=0.3)
     U = shared_start([principal_directions(X, 5) for X in samples], 3)
-    steps = [perpca_step(X, U, local_start(X, U, 2), 1.0).global_components for X in samples]
+    steps = [step_of(X, U, local_start(X, U, 2)).global_components for X in samples]
     found = personalized_pca(samples, 3, 2, n_rounds=1, aggregation="median").global_components
     left, _, right = np.linalg.svd(np.median(steps, axis=0), full_matrices=False)
     np.testing.assert_allclose(found, left @ right, atol=1e-10)
@@ -83,9 +88,9 @@ def test_a_step_lowers_the_clients_loss() -> None:
     rng = np.random.default_rng(0)
     X = rng.standard_normal((30, 10)) * np.linspace(0.5, 3, 10)
     W = np.linalg.qr(rng.standard_normal((10, 4)))[0].T
-    first = perpca_step(X, W[:2], W[2:], 1.0)
+    first = step_of(X, W[:2], W[2:])
     assert first.loss == pytest.approx(((X - X @ W.T @ W) ** 2).sum())
-    second = perpca_step(X, first.global_components, first.local_components, 1.0)
+    second = step_of(X, first.global_components, first.local_components)
     assert second.loss < first.loss
 
 
@@ -97,7 +102,7 @@ def test_starts_with_too_few_samples_are_completed_or_shorter() -> None:
     np.testing.assert_allclose(U @ U.T, np.eye(3), atol=1e-12)
     V = local_start(X, U, 3)
     np.testing.assert_allclose(np.vstack([U, V]) @ np.vstack([U, V]).T, np.eye(6), atol=1e-12)
-    still = perpca_step(np.zeros((2, 6)), U, V, 1.0)
+    still = step_of(np.zeros((2, 6)), U, V)
     assert still.loss == 0
     np.testing.assert_allclose(still.global_components, U, atol=1e-12)
 
@@ -110,3 +115,15 @@ def test_samples_of_zeros_and_no_components_have_an_answer(n_global: int, n_loca
     )
     assert [V.shape for V in found.local_components] == [(n_local, 3)] * 2
     assert found.losses == [0, 0]
+
+
+def test_components_that_few_samples_make_up_are_not_sent_and_floats_are_counted() -> None:
+    samples, _, _ = planted(0)
+    found = personalized_pca(samples, 3, 2, n_rounds=4, min_support=3)
+    np.testing.assert_allclose(
+        found.global_components, personalized_pca(samples, 3, 2, n_rounds=4).global_components
+    )
+    assert (found.floats_up, found.floats_down) == (5 * 20 + 4 * 3 * 20, 4 * 3 * 20)
+    few = personalized_pca([X[:2] for X in samples], 3, 2, n_rounds=4, min_support=3)
+    assert few.floats_up == 4 * 3 * 20  # nothing of the start
+    np.testing.assert_array_equal(few.global_components, np.eye(3, 20))

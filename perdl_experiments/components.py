@@ -15,7 +15,7 @@ TCMF, with PerPCA or HMF within             :func:`robust_components`
 ``lambda_t``, falling geometrically         ``RobustComponents.thresholds``
 =========================================== ==================================================
 
-Deviations: HMF starts where PerPCA does (`flwr_perdl.dictionary.perpca`), not at random; the
+Deviations: HMF starts where PerPCA does (`perdl_experiments.perpca`), not at random; the
 clients' matrices are divided by the largest of their spectral norms, so that the step has no unit;
 the step is halved where the clients' loss has risen. TCMF starts its inner factorization afresh in
 every iteration, and its first threshold is by default five robust standard deviations of all
@@ -32,9 +32,14 @@ import numpy as np
 
 from flwr_perdl.core.arrays import squared_norm
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_each, check_real
-from flwr_perdl.dictionary.atoms import principal_directions
-from flwr_perdl.dictionary.coding import hard_threshold
-from flwr_perdl.dictionary.perpca import local_start, next_step, personalized_pca, shared_start
+from flwr_perdl.dictionary import hard_threshold, principal_directions
+from perdl_experiments.perpca import (
+    apart,
+    local_start,
+    next_step,
+    personalized_pca,
+    shared_start,
+)
 
 #: First step of HMF, for matrices of spectral norm 1 and components of about norm 1.
 STEP = 0.1
@@ -49,8 +54,6 @@ class Factors(NamedTuple):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import hmf
     >>> (found,) = hmf([np.diag([3.0, 2.0])], n_global=1, n_local=1)
     >>> found.common.round(3).tolist(), found.unique.round(3).tolist()
     ([[3.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]])
@@ -81,8 +84,6 @@ class RobustComponents(NamedTuple):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import robust_components
     >>> X = np.outer(np.ones(6), np.arange(1.0, 9))
     >>> found = robust_components([X, -2 * X], n_global=1, n_local=0)
     >>> bool(np.allclose(found.factors[1].common, -2 * X))
@@ -154,8 +155,6 @@ def hmf(
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import hmf
     >>> found = hmf([np.diag([3.0, 2.0, 0.0]), np.diag([3.0, 0.0, 2.0])], n_global=1, n_local=1)
     >>> np.abs(found[0].common + found[0].unique).round(3).tolist()
     [[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
@@ -241,8 +240,6 @@ def robust_components(
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import robust_components
     >>> X = np.outer(np.ones(20), np.arange(1.0, 31))
     >>> X[3, 7] += 50
     >>> found = robust_components([X, X], n_global=1, n_local=0, floor=1.0)
@@ -276,7 +273,9 @@ def perpca_factors(
     samples: Sequence[Matrix], n_global: int, n_local: int, n_rounds: int
 ) -> list[Factors]:
     """Return PerPCA's components with the samples' projections on them as codes."""
-    G, own, _ = personalized_pca(samples, n_global, n_local, n_rounds=n_rounds)
+    found = personalized_pca(samples, n_global, n_local, n_rounds=n_rounds)
+    G = found.global_components
+    own = [apart(V, G, n_local)[n_global:] for V in found.local_components]
     return [Factors(X @ G.T, G, X @ V.T, V) for X, V in zip(samples, own, strict=True)]
 
 

@@ -7,8 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.dictionary import hmf, robust_components
-from flwr_perdl.dictionary.components import Factors, hmf_step, perpca_factors
+from perdl_experiments.components import (
+    Factors,
+    hmf,
+    hmf_step,
+    perpca_factors,
+    robust_components,
+)
 
 
 def planted(seed: int, *, noise: float = 0.0) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
