@@ -129,7 +129,7 @@ def _best(candidates: Sequence[Matrix], state: State) -> int:
 
 
 def _most_shared(candidates: Sequence[Matrix], state: State, by_client: Matrix) -> int:
-    """Return the largest number whose error is within half a standard error of the least.
+    """Return the largest number whose error is within a quarter of a standard error of the least.
 
     The standard error is that of paired differences over clients. Candidates learn from two thirds
     of the samples: the fewer these are, the more atoms are withheld, and shared ones suffer most.
@@ -138,8 +138,8 @@ def _most_shared(candidates: Sequence[Matrix], state: State, by_client: Matrix) 
     if errors[best] == 0:  # exact up to rounding
         return best
     spread = (by_client - by_client[:, [best]]).std(axis=0) / len(by_client) ** 0.5
-    within = np.flatnonzero(errors - errors[best] <= spread / 2)
-    return int(max(within, key=lambda i: len(candidates[i])))
+    within = np.flatnonzero(errors - errors[best] <= spread / 4)
+    return max(map(int, within), key=lambda i: len(candidates[i]))
 
 
 def _named(candidates: Sequence[Matrix]) -> dict[str, Matrix]:
