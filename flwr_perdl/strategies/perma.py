@@ -59,7 +59,6 @@ import numpy as np
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import (
     ATOMS,
-    HOLD_OUT,
     REFINE_STEPS,
     SENDS,
     START,
@@ -117,9 +116,11 @@ class PerMA(DictionaryStrategy):
     ----------
     n_global : int, "auto" or "agree", default "auto"
         Number of global atoms. "auto" updates none, a quarter, a half, three quarters and all of
-        the atoms side by side, and goes on with what has the least error on a third of each
-        client's samples, held out for these rounds; after them a `DictionaryClient` starts its own
-        atoms anew, from all samples. Errors are those of evaluations (``"perdl.n-nonzero"`` of
+        the atoms side by side, and compares their errors on a third of each client's samples, held
+        out for these rounds. The largest number goes on whose error is within a quarter of a
+        standard error (of paired differences over clients) of the least; a client then starts its
+        local atoms anew, from all samples. Where samples are too few to match as many atoms, all
+        that clients may send are shared. Errors are those of evaluations (``"perdl.n-nonzero"`` of
         ``evaluate_config``). Such a round takes about three times the floats of an update of all
         atoms, and five times its work. "agree" finds in the matching round on how many atoms the
         clients agree (P0, B.2): planted atoms are counted right, on images it finds few or none.
@@ -255,8 +256,6 @@ class PerMA(DictionaryStrategy):
             )
         if state is None:
             config: dict[str, Scalar] = {SENDS: self._sends}
-            if self.n_global == AUTO:
-                config[HOLD_OUT] = True
             replies = yield Request(
                 START, config=config, check=self.check_dictionary, max_weight=None
             )
@@ -385,21 +384,27 @@ class PerMA(DictionaryStrategy):
                 "smaller penalty or threshold."
             )
         state = {"orthogonal": np.array(orthogonal), "samples": median_samples(replies)}
-        found = [self._matched(dictionaries, number, orthogonal) for number in numbers]
-        if self.n_global in NAMED:
-            found.append(self._matched(dictionaries, "auto", orthogonal))
+        matched = partial(self._matched, dictionaries, orthogonal=orthogonal)
+        found = matched(numbers[-1] if numbers else "auto")
+        if self.n_global == AUTO and len(found) == numbers[-1]:
+            others = [*map(matched, numbers[:-1])]
+            return {**state, **begun([*others, found, matched("auto")], self._num_rounds)}
         if self.n_global == AUTO:
-            return {**state, **begun(found, self._num_rounds)}
-        if not len(found[0]) and self.n_global == AGREE:
+            log(
+                WARNING,
+                "Samples are too few to choose n_global: all atoms are shared that at least "
+                "min_support samples of a client use.",
+            )
+        if not len(found) and self.n_global == AGREE:
             log(
                 WARNING,
                 'n_global="agree" found no atom on which the clients agree: nothing is shared. '
                 '"auto" tries several numbers.',
             )
-        return {**state, "global_atoms": found[0]}
+        return {**state, "global_atoms": found}
 
     def _matched(
-        self, dictionaries: list[Matrix], n_global: int | Literal["auto"], orthogonal: bool
+        self, dictionaries: list[Matrix], n_global: int | Literal["auto"], *, orthogonal: bool
     ) -> Matrix:
         """Return the global atoms (line 6)."""
         lengths = [len(D) for D in dictionaries]
