@@ -29,7 +29,7 @@ from flwr_perdl.clients._handlers import (
     numbers_of,
     sendable,
 )
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
@@ -52,6 +52,8 @@ N_FITS = "perdl.n-fits"
 #: The name of the array with the clusters' numbers, before those of a model.
 LABELS = "perdl.clusters"
 _OURS = (STEP, CLUSTERED, N_FITS)
+#: Maximum number of times that a client trains, and of models that it evaluates, for one request.
+MOST_FITS, MOST_MODELS = 1000, 10_000
 #: The start of the keys of a training request's config that only ``evaluate`` receives.
 MEASURING = "perdl.evaluate."
 
@@ -100,7 +102,7 @@ def answer_clustered(
         return evaluation_reply(message, *_evaluated(app, to_arrays(record), config.evaluate))
     if step == ALONE:
         model = to_arrays(record)
-        for _ in range(int(asked[N_FITS])):
+        for _ in range(check_count(N_FITS, asked[N_FITS], 1, MOST_FITS)):
             model, n, metrics = app.fit(model, config.fit)
         # An evaluation that fails would be noticed rounds later, when models are to be chosen.
         _evaluations(app, [np.asarray(array)[None] for array in model], config.evaluate)
@@ -152,6 +154,8 @@ def _evaluations(
     app: Handlers, stacks: Sequence[Matrix], config: dict[str, Scalar]
 ) -> tuple[Matrix, list[Evaluated]]:
     """Return each model's loss, infinity where it is NaN, and the client's evaluation of each."""
+    if len(stacks[0]) > MOST_MODELS:
+        raise ValueError(f"models must be at most {MOST_MODELS}, got {len(stacks[0])}.")
     measured = [app.evaluate(list(model), config) for model in zip(*stacks, strict=True)]
     losses = np.array([loss for loss, _, _ in measured])
     losses[np.isnan(losses)] = np.inf

@@ -171,6 +171,8 @@ def load(path: Path) -> Saved:
 
 def _members(path: Path) -> dict[str, NDArray[Any]]:
     """Return a file's arrays by name; no more memory is taken than the file has bytes, twice."""
+    if not path.is_file():  # to open a pipe waits for ever
+        raise ValueError("it is no regular file")
     with path.open("rb") as stream, ZipFile(stream) as archive:
         members, size = archive.infolist(), os.fstat(stream.fileno()).st_size
         # An archive that is no larger than it says cannot fill the memory when it is unpacked.
@@ -188,13 +190,15 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
 
 
 @contextmanager
-def _private(path: Path) -> Iterator[BinaryIO]:
+def private(path: Path) -> Iterator[BinaryIO]:
     """Open a file to read and write that only its owner may read, and make it when missing.
 
     A symbolic link is not followed, and an OSError in the block names the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_link(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a regular file, got something else.")
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
         with os.fdopen(os.open(path, flags, 0o600), "r+b") as stream:
@@ -222,7 +226,7 @@ class Journal:
     def append(self, entries: Iterable[Any]) -> None:
         """Write entries after the last one; what a run that was given up wrote there is lost."""
         lines = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
-        with _private(self.path) as stream:
+        with private(self.path) as stream:
             stream.truncate(self._size)
             stream.seek(self._size)
             stream.write(lines)

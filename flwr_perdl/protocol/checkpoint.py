@@ -7,13 +7,14 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
@@ -187,17 +188,19 @@ class Checkpoints:
                     "checkpoint_dir must hold a run with the same options, got one in which "
                     f"{difference}."
                 )
-            if run.initial and found.initial != run.initial:
+            given, began = map(_described, (run, found))
+            if run.initial and given != began:
                 raise ValueError(
-                    "initial_arrays must be those with which the run to resume began, or be left "
-                    f"out, got others: {found.initial} there and {run.initial} here."
+                    "initial_arrays must have the names, dtypes and shapes of those with which the "
+                    f"run to resume began, or be left out, got {given} instead of {began}."
                 )
+            if run.initial and found.initial != run.initial:
+                log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
             if found.state is None:
                 raise ValueError(
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
                     "protocol yielded its Request without state=."
                 )
-            found.array_names = run.array_names or found.array_names
             found.history = self._recall(mark)
             vars(run).update(vars(found))
             log(INFO, "Resuming after round %d from %s.", run.done, self.folder)
@@ -214,6 +217,12 @@ class Checkpoints:
             self._journal, history = None, History()
         self._noted = len(history)
         return history
+
+
+def _described(run: Run) -> list[tuple[str, str]]:
+    """Return name, dtype and shape of the arrays that a run began with."""
+    names = run.array_names or map(str, range(len(run.initial)))
+    return [(n, digest.rpartition(" ")[0]) for n, digest in zip(names, run.initial, strict=False)]
 
 
 def _run_from(saved: files.Saved) -> Run:
@@ -264,7 +273,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
     Tuples become lists, keys texts, arrays a digest, functions and classes their names, values such
-    as `Adam` their repr.
+    as `Adam` their class and attributes.
 
     Raises
     ------
@@ -280,9 +289,13 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
             return f"{value.dtype} {value.shape} {digest}"
         if hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
-        if strict and not is_dataclass(value):
-            raise TypeError(f"{value!r}")
-        return repr(value)
+        if not strict:
+            return repr(value)
+        if sparse.issparse(value):
+            entries = value.tocoo()
+            return [entries.shape, entries.row, entries.col, entries.data]
+        # A repr may leave out numbers: two that are not the same would be.
+        return {"class": type(value).__qualname__, **vars(value)}
 
     try:
         text = json.dumps(identity, default=word, skipkeys=not strict)

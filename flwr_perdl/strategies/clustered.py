@@ -53,6 +53,7 @@ from flwr_perdl.clients._clusters import (
     CLUSTERED,
     LABELS,
     MEASURE,
+    MOST_FITS,
     N_FITS,
     for_evaluations,
 )
@@ -247,7 +248,7 @@ class ClusteredFedAvg(ModelStrategy):
         self.start_from = check_choice("start", start, STARTS)
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
-        self.start_rounds = check_count("start_rounds", start_rounds, 1)
+        self.start_rounds = check_count("start_rounds", start_rounds, 1, MOST_FITS)
         self.choose_every = check_count("choose_every", choose_every, 1)
         mu = None if proximal_mu is None else check_real("proximal_mu", proximal_mu, 0, LARGE)
         self.proximal_mu = mu

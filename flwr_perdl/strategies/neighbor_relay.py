@@ -247,7 +247,7 @@ class NeighborRelay(ProtocolStrategy):
         return {
             "network": f"{self.topology!r} {digest.hexdigest()[:16]}",
             "n_rounds": self.n_rounds,
-            "faults": repr(self.plan.faults),
+            "faults": self.plan.faults,
             "staleness": self.plan.staleness,
             "sealed": self.sealed,
         }

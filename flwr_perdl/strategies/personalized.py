@@ -133,6 +133,8 @@ class PersonalizedFedAvg(ModelStrategy):
     [(3.0, 2.0), (2.0, 2.0), (2.0, 2.0)]
     """
 
+    _wrappable = False  # its messages have not all of the model's arrays
+
     def __init__(
         self,
         private: Sequence[str],
