@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.anchors import cluster_anchors
-from flwr_perdl.regression.batched import Clients, simulate, simulate_rounds
 from flwr_perdl.regression.clustering import (
     aggregate,
     assign,
@@ -13,6 +12,7 @@ from flwr_perdl.regression.clustering import (
 )
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
 from flwr_perdl.regression.features import FeatureMap, Polynomial
+from flwr_perdl.regression.fedx import estimate_alone
 from flwr_perdl.regression.losses import SQUARED, LogisticLoss, Loss, SquaredLoss
 from flwr_perdl.regression.moments import (
     left_subspace,
@@ -23,13 +23,12 @@ from flwr_perdl.regression.moments import (
 )
 from flwr_perdl.regression.phases import MomentDescent, Refinement, TwoPhase
 from flwr_perdl.regression.statistics import choose_mixture, fit_mixture, sufficient_statistics
-from flwr_perdl.regression.two_phase import two_phases
+from flwr_perdl.regression.two_phase import answer, two_phases
 
 __all__ = [
     "SQUARED",
     "Answers",
     "Ask",
-    "Clients",
     "Descent",
     "FeatureMap",
     "LogisticLoss",
@@ -41,9 +40,11 @@ __all__ = [
     "State",
     "TwoPhase",
     "aggregate",
+    "answer",
     "assign",
     "choose_mixture",
     "cluster_anchors",
+    "estimate_alone",
     "fit_mixture",
     "left_subspace",
     "lemma1_filter",
@@ -52,8 +53,6 @@ __all__ = [
     "moment_step",
     "orthonormal",
     "residual_moment",
-    "simulate",
-    "simulate_rounds",
     "sketch",
     "sufficient_statistics",
     "two_phases",

@@ -80,10 +80,6 @@ def _folds() -> Any:
     )
 
 
-def _clients() -> regression.Clients:
-    return regression.Clients(_normal(N, 8, 2), _normal(N, 8))
-
-
 def _atoms() -> Any:
     return np.eye(K, D)
 
@@ -111,7 +107,6 @@ VALID: dict[str, Callable[[], Any]] = {
     "bits": lambda: 4,
     "candidates": lambda: (1, 2),
     "centers": lambda: _normal(2, D),
-    "clients": _clients,
     "clip": lambda: 1.0,
     "context": _context,
     "current": _atoms,
@@ -172,12 +167,12 @@ VALID: dict[str, Callable[[], Any]] = {
 }
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "Combine": {"start": lambda: [_normal(D)]},
-    "Clients": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
     "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
     "cluster_anchors": {"n_clusters": lambda: 3},
+    "estimate_alone": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
     "infer": {"dictionaries": lambda: [np.eye(D)[i : i + 1] for i in range(3)]},
     "lasso": {"start": lambda: np.zeros((N, K))},
     "ModelDiffusion(HuberNMF).fit": {"X": lambda: np.abs(_normal(N, D))},
@@ -189,8 +184,6 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "PersonalizedFedAvg": {"private": lambda: ["head.*"]},
     "DiffusionAveraging": {"metrics": lambda: ("loss",), "fraction_evaluate": lambda: 0.0},
     "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
-    "simulate": {"centers": lambda: _normal(2, 2)},
-    "simulate_rounds": {"centers": lambda: _normal(2, 2)},
     "sparse_code": {"n_nonzero": lambda: 1},
 }
 #: What needs Flower's grid, Ray, a folder, a round of a run, is Flower's own, or has *arguments.
@@ -199,6 +192,7 @@ LEFT_OUT = {
     "Member",
     "PrivateState",
     "RayNetwork",
+    "answer",
     "await_nodes",
     "keep_private",
     "kept_local_atoms",
