@@ -248,11 +248,6 @@ class PerMA(DictionaryStrategy):
         """P0, Algorithm 1: one request per communication round."""
         if state is None and initial:
             state = self._given(initial)
-        if state is not None and "told" in state:
-            raise ValueError(
-                "checkpoint_dir must hold a run of this version where remember is above 0, got an "
-                "earlier one's."
-            )
         if state is None:
             config: dict[str, Scalar] = {SENDS: self._sends}
             if self.n_global == AUTO:
