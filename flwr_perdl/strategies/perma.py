@@ -71,11 +71,10 @@ from flwr_perdl.core.robust import CAP
 from flwr_perdl.dictionary import (
     Aggregation,
     aggregate_atoms,
-    aggregate_statistics,
     global_matching,
     polar_factor,
 )
-from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
+from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
 from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
