@@ -70,11 +70,10 @@ from flwr_perdl.core.robust import CAP
 from flwr_perdl.dictionary import (
     Aggregation,
     aggregate_atoms,
-    aggregate_statistics,
     global_matching,
     polar_factor,
 )
-from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
+from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
 from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
@@ -249,11 +248,6 @@ class PerMA(DictionaryStrategy):
         """P0, Algorithm 1: one request per communication round."""
         if state is None and initial:
             state = self._given(initial)
-        if state is not None and "told" in state:
-            raise ValueError(
-                "checkpoint_dir must hold a run of this version where remember is above 0, got an "
-                "earlier one's."
-            )
         if state is None:
             config: dict[str, Scalar] = {SENDS: self._sends}
             replies = yield Request(
