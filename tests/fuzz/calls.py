@@ -57,7 +57,6 @@ ALSO = {
     "ModelDiffusion(SparseSVD).fit.X": "n_features",
     "ModelDiffusion(HuberNMF).fit.X": "n_features",
     "OrthogonalLearner.step.D": "S",
-    "common_start.dictionaries": "sizes",  # of which each client must have one
 }
 
 N, D, K = 12, 4, 3
