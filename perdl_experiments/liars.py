@@ -31,7 +31,8 @@ from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging
 from flwr_perdl.diffusion.averaging import AveragingProgram, AveragingState
 from flwr_perdl.protocol.records import STEP, Scalar
-from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, simulate
+from flwr_perdl.regression import Answers, Ask, TwoPhase
+from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed
 
 MESSAGES = ("sign", "scaled", "sign-scaled", "collude", "collude-scaled")

@@ -51,7 +51,7 @@ _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
 LOCAL_ATOMS = "local-atoms.npz"
 _FILES = (EVENTS, RESULTS, ARRAYS, REPORT, LOCAL_ATOMS)
-_DIGEST = "data_sha256"  # beside the config in run.json; older runs have none
+_DIGEST = "data_sha256"  # of --data, beside the config in run.json
 
 
 class Progress(NamedTuple):
@@ -325,7 +325,7 @@ class _Folder:
             raise ValueError(
                 f"out must hold the run to resume, got {str(self.path)!r}, which holds no run."
             )
-        said = {place: run.pop(_DIGEST, found) for place, run in earlier.items()}
+        said = {place: run.pop(_DIGEST, "") for place, run in earlier.items()}
         place = next((one for one in earlier if earlier[one] == config), next(iter(earlier)))
         if earlier[place] != config:
             raise ValueError(

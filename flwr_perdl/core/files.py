@@ -27,7 +27,7 @@ from flwr_perdl.core.npy import view_file
 
 __all__ = ["Saved", "load", "replacing", "save"]
 
-FORMAT = 2
+FORMAT = 3
 _META, _CHECKSUM = "meta", "checksum"
 _NAME = re.compile(r"round-(\d{6})\.npz")
 #: The largest round that a file can be of.
@@ -36,6 +36,10 @@ LAST_ROUND = 999_999
 #: written to is what a process that died has left.
 _PREFIX, _SUFFIX = ".flwr-perdl-", ".tmp"
 _STALE = 3600.0
+
+
+class OtherFormatError(ValueError):
+    """A file is whole, and of another version of this library."""
 
 
 class Saved(NamedTuple):
@@ -73,7 +77,7 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
     >>> with TemporaryDirectory() as folder:
     ...     save(Path(folder, "state.npz"), {"atoms": np.eye(2)}, {"round": 3})
     ...     print(load(Path(folder, "state.npz")).meta)
-    {'format': 2, 'round': 3}
+    {'format': 3, 'round': 3}
     """
     named: dict[str, Any] = {f"a/{name}": np.asarray(array) for name, array in arrays.items()}
     named[_META] = np.array(json.dumps({"format": FORMAT, **meta}))
@@ -162,7 +166,7 @@ def load(path: Path) -> Saved:
     except Exception as error:
         raise ValueError(f"{path} is not a readable file of this library: {error}") from error
     if version != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT}, got {version!r}.")
+        raise OtherFormatError(f"{path} must have format {FORMAT}, got {version!r}.")
     if checksum != _checksum(named):
         raise ValueError(f"{path} must have the checksum it was written with, got another one.")
     del named[_META]

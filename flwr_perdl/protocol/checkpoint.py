@@ -169,7 +169,7 @@ class Checkpoints:
         Raises
         ------
         ValueError
-            If it is of another run, or cannot go on.
+            If it is of another run or another version of this library, or cannot go on.
         """
         for round_ in reversed(files.rounds_in(self.folder)):
             path = files.round_path(self.folder, round_)
@@ -178,6 +178,8 @@ class Checkpoints:
                 found, mark = _run_from(saved), dict(saved.meta["history"])
                 if found.done != round_:
                     raise ValueError(f"round must be {round_} in this file, got {found.done}")
+            except files.OtherFormatError:
+                raise
             except _DAMAGED as error:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
@@ -229,7 +231,7 @@ def _run_from(saved: files.Saved) -> Run:
     """Return the run that a checkpoint holds, but for its history."""
     meta, arrays = saved.meta, saved.arrays
     forms = _forms(arrays)
-    named = meta.get("arrays", forms)  # older files do not say
+    named = meta["arrays"]
     odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
     if odd:
         raise ValueError(f"arrays must be those of its record, got others at {odd}")
@@ -243,26 +245,26 @@ def _run_from(saved: files.Saved) -> Run:
         check_count(f"{name} in a checkpoint", meta[name], 0, files.LAST_ROUND)
         for name in ("round", "evaluated")
     )
-    array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none
+    array_names = list(map(str, meta["array_names"]))
     if len(set(array_names)) < len(array_names):
         raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
     state: dict[str, Any] = part(arrays, "state")
-    state |= {name: state[name].item() for name in meta.get("numbers", [])}
+    state |= {name: state[name].item() for name in meta["numbers"]}
     last = {}
-    for p, (step, when, num_examples, metrics) in meta.get("last", {}).items():
+    for p, (step, when, num_examples, metrics) in meta["last"].items():
         own = list(part(arrays, f"last/{p}").values())
         last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
     meta["identity"]  # a file without one is no checkpoint
     return Run(
-        meta.get("initial", []),
+        meta["initial"],
         array_names,
         list(part(arrays, "model").values()),
-        state if meta.get("resumable", True) else None,
+        state if meta["resumable"] else None,
         bool(meta["finished"]),
         token,
         done,
         evaluated,
-        names={int(partition): str(name) for partition, name in meta.get("names", {}).items()},
+        names={int(partition): str(name) for partition, name in meta["names"].items()},
         server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
         last=last,
         kept=part(arrays, "kept"),
@@ -353,7 +355,7 @@ def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:
     """Return a report as it was before it was saved (JSON's keys are strings)."""
     by_partition = {
-        name: {int(partition): values for partition, values in entry.get(name, {}).items()}
+        name: {int(partition): values for partition, values in entry[name].items()}
         for name in BY_PARTITION
     }
     return RoundReport(**{**entry, **by_partition})

@@ -44,7 +44,6 @@ __all__ = [
     "NUM_EXAMPLES",
     "PARTITION_ID",
     "ROUND",
-    "RUN",
     "SEED",
     "STEP",
     "Scalar",

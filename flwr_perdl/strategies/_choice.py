@@ -82,7 +82,7 @@ def choose(state: State, update: Update) -> Generator[Request, Replies, tuple[Ma
             most=sum(G.size + len(G) ** 2 for G in candidates),
             max_weight=None,
         )
-        replies = alike(replies, partial(is_orthogonal, atoms=candidates[-1]), atoms_kind)
+        replies = alike(replies, is_orthogonal, atoms_kind)
         by_client, before = _errors(candidates, replies), state["errors"]
         errors = update.mean(by_client, axis=0)
         errors = FADES * before + (1 - FADES) * errors if before.any() else errors

@@ -208,5 +208,5 @@ def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, 
 
 
 def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
-    """Return the model in a state (``models`` in older files), or the optimizer's memory."""
-    return [state[name] for name in sorted(state) if name.startswith((f"{kind}/", f"{kind}s/"))]
+    """Return the model in a state, or the optimizer's memory."""
+    return [state[name] for name in sorted(state) if name.startswith(f"{kind}/")]

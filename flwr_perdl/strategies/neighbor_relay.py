@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from logging import WARNING
 from typing import Any, NamedTuple, Unpack
@@ -82,7 +82,6 @@ from flwr_perdl.network.exchange import Plan, spread
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.progress import observers
 from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
@@ -251,19 +250,6 @@ class NeighborRelay(ProtocolStrategy):
             "staleness": self.plan.staleness,
             "sealed": self.sealed,
         }
-
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
-        """Begin a run, or take it up from its checkpoint."""
-        conversation = super().open(initial, names)
-        if conversation.run.finished:
-            try:
-                unpack_arrays(conversation.run.model[0])
-            except ValueError:
-                raise ValueError(
-                    "checkpoint_dir must hold a run of this version, got a finished one of an "
-                    "earlier version."
-                ) from None
-        return conversation
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present nodes; if too few are there for the topology, say so."""

@@ -26,11 +26,11 @@ from flwr_perdl.dictionary import (
     Learner,
     MODLearner,
     OrthogonalLearner,
-    aggregate_statistics,
     reconstruct,
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import Member, PrivateState, client_app
-from flwr_perdl.core.files import load, save
+from flwr_perdl.core.files import load
 from flwr_perdl.privacy import PublicBasis
 from flwr_perdl.protocol.records import ROUND, RUN
 from flwr_perdl.simulations import InProcessGrid
@@ -513,17 +513,6 @@ def test_names_and_their_order_survive_every_message_the_result_and_a_resumption
     asked = [list(m.content["arrays"]) for m in grid.asked if "arrays" in m.content]
     assert [list(result.arrays), *asked] == [NAMES] * (1 + 2 * 2 * 3)
     assert not any(report.dropped for report in again.history)
-
-    # A checkpoint of a version that kept no names.
-    arrays = {name: a for name, a in saved.arrays.items() if name.startswith("state/")}
-    arrays |= {f"model/{i:04d}": saved.arrays[f"model/{name}"] for i, name in enumerate(NAMES)}
-    meta = {key: value for key, value in saved.meta.items() if key not in ("names", "format")}
-    (tmp_path / "round-000003.npz").unlink()
-    save(tmp_path / "round-000002.npz", arrays, meta)
-    older = Mean(checkpoint_dir=tmp_path, server=RESUME)
-    result = older.start(InProcessGrid(app, 2), initial, num_rounds=3)
-    assert list(result.arrays) == NAMES
-    assert result.arrays["a.bias"].numpy() == [10.0]
 
 
 class Remembers(Member):
