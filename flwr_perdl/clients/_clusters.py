@@ -39,6 +39,7 @@ from flwr_perdl.protocol.records import (
     encode,
     named,
     reply_to,
+    route_of,
     scalars,
     to_arrays,
 )
@@ -98,7 +99,7 @@ def answer_clustered(
     config, step = configs_of(asked, _OURS.__contains__), asked.get(STEP)
     names = [name for name in record if name != LABELS]
     app = Handlers(message, context, call, names)
-    if message.metadata.message_type == MessageType.EVALUATE:
+    if route_of(message)[0] == MessageType.EVALUATE:
         return evaluation_reply(message, *_evaluated(app, to_arrays(record), config.evaluate))
     if step == ALONE:
         model = to_arrays(record)

@@ -72,6 +72,11 @@ _RUN_KEY = "run-key"
 _OVER = "over"
 
 
+def pins_keys(context: Context) -> bool:
+    """Whether a node's config names the only keys that its messages may be sealed for."""
+    return bool(context.node_config.get("neighbour-keys"))
+
+
 class DiffusionClient(Member):
     """A node of a network that runs a distributed algorithm, with this node's data only.
 

@@ -21,6 +21,7 @@ from flwr_perdl.protocol.records import (
     RUN,
     read_request,
     reply_to,
+    route_of,
 )
 
 #: Marks the requests of Ditto, evaluations too; and how far a client's own model is pulled.
@@ -38,7 +39,7 @@ def answer_ditto(
     state = PrivateState(context, str(config.get(RUN, "")), private_shelf(context, _ALGORITHM))
     app = Handlers(message, context, call, list(message.content.array_records[ARRAYS]))
     own_config = {key: value for key, value in config.items() if key not in (DITTO, PULL)}
-    trains = message.metadata.message_type == MessageType.TRAIN
+    trains = route_of(message)[0] == MessageType.TRAIN
     kept = state.before(round_) if trains else state.after(round_)
     own = given if kept is None else [kept[name] for name in sorted(kept)]
     if (shapes := [a.shape for a in own]) != [a.shape for a in given]:

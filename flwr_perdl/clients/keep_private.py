@@ -45,6 +45,7 @@ from flwr_perdl.protocol.records import (
     decode,
     encode,
     named,
+    route_of,
 )
 
 #: Keys of a request's config: the names, as JSON, that the server leaves out of its requests to a
@@ -176,7 +177,7 @@ class KeepPrivate:
 
     def __call__(self, message: Message, context: Context, call_next: Call) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
-        kind = message.metadata.message_type.partition(".")[0]
+        kind = route_of(message)[0]
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
         record, given = _only_arrays(message.content, "a request")

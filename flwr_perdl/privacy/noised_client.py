@@ -35,6 +35,7 @@ from flwr_perdl.protocol.records import (
     read_reply,
     read_request,
     reply_to,
+    route_of,
 )
 
 #: The config key of a request whose replies are summed with noise.
@@ -127,8 +128,8 @@ class Promise:
 def in_noised_round(message: Message) -> bool:
     """Whether a request is one for a sum with noise."""
     config = message.content.get(CONFIG)
-    trains = message.metadata.message_type == MessageType.TRAIN
-    return trains and isinstance(config, ConfigRecord) and PROMISE in config
+    trains, promises = route_of(message)[0] == MessageType.TRAIN, isinstance(config, ConfigRecord)
+    return trains and promises and PROMISE in config
 
 
 def answer_noised(

@@ -44,7 +44,7 @@ MIN_CLIENTS = 3
 
 def in_secure_round(message: Message) -> bool:
     """Whether a message is a step of SecAgg+; `masked` then masks the reply."""
-    # Of "train.default", which the same handler answers, Flower's mod masks nothing.
+    # Of "train.default" Flower's mod masks nothing: an app of client_app makes it "train" before.
     trains = message.metadata.message_type == MessageType.TRAIN
     return trains and SECAGG in message.content
 

@@ -32,9 +32,18 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 
-from flwr_perdl.core.checks import FLOATS, Matrix
+from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.npy import file_header, view_file
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
 
@@ -62,6 +71,10 @@ CONFIG = "config"
 METRICS = "metrics"
 #: The metric that says how many examples a reply stands for.
 NUM_EXAMPLES = "num-examples"
+
+#: What messages ask for, and the action that each has where its type names none.
+_KINDS = (MessageType.TRAIN, MessageType.EVALUATE, MessageType.QUERY)
+DEFAULT = "default"
 
 #: Which step of a protocol a request asks for.
 STEP = "perdl.step"
@@ -257,6 +270,27 @@ def reply_to(
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return an evaluation's metrics, the loss first; a metric of that name does not replace it."""
     return {"loss": loss} | {**metrics, "loss": loss}
+
+
+def route_of(message: Message) -> tuple[str, str]:
+    """Return what a message asks for, "train", "evaluate" or "query", and the action of that.
+
+    As Flower routes it: "train.default" goes to the handler of "train". All that guards a handler
+    reads the type here.
+
+    Raises
+    ------
+    ValueError
+        If the type is no such one.
+    """
+    given = message.metadata.message_type
+    kind, dot, action = given.partition(".")
+    if kind not in _KINDS or (dot and not action.isidentifier()):
+        raise ValueError(
+            f"the message's type must be one of {', '.join(_KINDS)}, alone or with an action, got "
+            f"{brief_repr(given)}."
+        )
+    return kind, action or DEFAULT
 
 
 def directed(reply: Message | None, message: Message) -> Message | None:
