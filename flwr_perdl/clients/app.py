@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
 from flwr_perdl.clients._handlers import NoEvaluateError, evaluation_of, evaluation_reply, says
-from flwr_perdl.clients.base import Member, identify
+from flwr_perdl.clients.base import Member, identify, private_shelf
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED, DiffusionClient, pins_keys
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
 from flwr_perdl.clients.ditto import DITTO, answer_ditto
@@ -20,6 +20,7 @@ from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_pa
 from flwr_perdl.clients.perma import ONLY_DICTIONARY, SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
+from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
@@ -29,6 +30,8 @@ from flwr_perdl.protocol.records import (
     DEFAULT,
     NO_EVALUATE,
     PARTITION_ID,
+    UNCOUNTED,
+    Scalar,
     directed,
     read_request,
     reply_to,
@@ -88,8 +91,9 @@ def client_app(
         mods. Where the strategy's initial arrays have no names, they are "0", "1", ….
     privacy : Noise, optional
         The client answers only requests whose promise is at least as strong, with sums to which
-        noise is added, and only for as many rounds as the promise is for. Its ``basis`` and
-        ``clip`` do not count. By default it believes every request's promise.
+        noise is added, and only for as many rounds as the promise is for: with ``state-dir`` in the
+        node config over all runs, else within one run of Flower. Its ``basis`` and ``clip`` do
+        not count. By default it believes every request's promise.
 
     Returns
     -------
@@ -235,10 +239,25 @@ class AnsweringApp(ClientApp):
         elif says(message, DITTO):
             call = partial(self._answer_in_parts, answer_ditto)
         if in_secure_round(message):
-            return masked(message, context, call, self._min_clients, self._privacy)
+            return masked(message, context, call, self._min_clients, self._own(context))
         if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
-            call = partial(answer_noised, call_next=call, own=self._privacy)
+            call = partial(answer_noised, call_next=call, own=self._own(context))
         return in_plain_round(message, context, call)
+
+    def _own(self, context: Context) -> Own | None:
+        """Return what the client insists on, and where it counts what it spends."""
+        if self._privacy is None:
+            return None
+        # Never the run config's folder: who starts runs would choose a new one for each.
+        given = context.node_config.get("state-dir")
+        shelf = private_shelf(context, "noise", str(given)) if given else None
+        return Own(self._privacy, *((None, "") if shelf is None else shelf[:2]))
+
+    def _who(self, context: Context) -> dict[str, Scalar]:
+        """Return who the client is, and whether it counts what it spends over all runs."""
+        own = self._own(context)
+        uncounted = {} if own is None or own.folder is not None else {UNCOUNTED: True}
+        return {**identify(context), **uncounted}
 
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
@@ -274,7 +293,7 @@ class OtherApp(AnsweringApp):
         route = route_of(message)
         asks_who = route == (MessageType.QUERY, DEFAULT)
         if asks_who and (self._privacy or not has_handler(self._app, "query.default")):
-            who = ConfigRecord({**identify(context)})
+            who = ConfigRecord({**self._who(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
         measures = route == (MessageType.EVALUATE, DEFAULT)
         if measures and not has_handler(self._app, "evaluate.default", unknown=True):
@@ -351,5 +370,5 @@ class NumPyClientApp(AnsweringApp):
         if self._privacy is None:
             properties = _properties(self._made(context), context)
         else:  # what a client says of itself may be of its data
-            properties = {**identify(context)}
+            properties = self._who(context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -210,6 +211,17 @@ def private(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         error.filename = str(path)  # one of a full disk has none
         raise
+
+
+@contextmanager
+def locking(path: Path) -> Iterator[None]:
+    """Let one process or thread at a time into the block; the lock goes with who holds it."""
+    with private(path) as stream:
+        if os.name == "nt":
+            import_module("msvcrt").locking(stream.fileno(), 1, 1)
+        else:
+            import_module("fcntl").flock(stream, 2)  # LOCK_EX
+        yield
 
 
 class Journal:

@@ -21,7 +21,7 @@ from flwr.app import (
 )
 
 from flwr_perdl.core.checks import LARGE, Matrix, brief_repr, check_count, check_real
-from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noised_client import Promise, answer_noised, fewest, note_opened
 from flwr_perdl.protocol.compat import SECAGG, secagg_client
 from flwr_perdl.protocol.records import (
@@ -50,7 +50,7 @@ def in_secure_round(message: Message) -> bool:
 
 
 def masked(
-    message: Message, context: Context, call_next: Any, min_clients: int, own: Noise | None = None
+    message: Message, context: Context, call_next: Any, min_clients: int, own: Own | None = None
 ) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked.
 
@@ -69,7 +69,7 @@ def masked(
         required = fewest(message, context, unmask=stage == Stage.UNMASK)
     _check_step(asked, state, max(min_clients, required))
     if stage == Stage.UNMASK:
-        note_opened(context)
+        note_opened(context, own)
 
     def summand(request: Message, context: Context) -> Message:
         if own is None and not required:

@@ -489,6 +489,8 @@ class Conversation:
         }
         aggregate = summarized(metrics, self._strategy.flags, self._strategy.labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
+        if uncounted := self.roster.uncounted & good.keys():
+            aggregate["uncounted-runs"] = float(len(uncounted))
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
         downs = [sum(array.size for array in self._asked[partition]) for partition in good]
         return RoundReport(

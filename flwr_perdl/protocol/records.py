@@ -87,9 +87,11 @@ SEED = "perdl.seed"
 #: A token of the run: private state of another run is not taken up.
 RUN = "perdl.run"
 
-#: What a client says of itself when it is asked who it is.
+#: What a client says of itself when it is asked who it is; the last, with a promise of privacy of
+#: its own, where it keeps no count of what it has answered over several runs.
 PARTITION_ID = "partition-id"
 NAME = "name"
+UNCOUNTED = "perdl.uncounted-runs"
 #: The metric of a client that found no private state of the run and had to make it anew.
 ANEW = "anew"
 

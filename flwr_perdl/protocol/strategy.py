@@ -460,6 +460,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         lost = self._ask_who(grid, roster.unknown(ids), "new")
         self._ask_who(grid, roster.contested(ids), "known")
         present, wanted = roster.present(ids), self._options.num_clients or 0
+        if first and roster.uncounted:
+            log(
+                WARNING,
+                "Nothing limits further runs at %s: without a state-dir in its node config a "
+                "client counts what it spends of privacy within one run of Flower.",
+                ", ".join(map(roster.label, sorted(roster.uncounted))),
+            )
         if first and lost and len(present) < wanted and not self._options.allow_fewer:
             begin = "; with ServerSettings(allow_fewer=True) the run begins without the others"
             raise TooFewReplies(
