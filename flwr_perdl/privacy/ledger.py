@@ -46,7 +46,9 @@ def account(own: Own, folder: Path) -> Iterator[dict[str, Any]]:
     promise = f"{noise.epsilon!r} {noise.delta!r} {noise.trust} {noise.level}"
     with files.locking(folder / _LOCK):
         files.refuse_link(path)
-        accounts = files.load(path).meta if path.exists() else {"client": own.client}
+        accounts: dict[str, Any] = {"client": own.client}
+        if path.exists():
+            accounts = files.load(path).meta
         if accounts.get("client") != own.client:
             raise ValueError(f"{path} must be of client {own.client!r}, got another one's.")
         yield accounts.setdefault(promise, {})

@@ -135,8 +135,8 @@ class Promise:
 def in_noised_round(message: Message) -> bool:
     """Whether a request is one for a sum with noise."""
     config = message.content.get(CONFIG)
-    trains, promises = route_of(message)[0] == MessageType.TRAIN, isinstance(config, ConfigRecord)
-    return trains and promises and PROMISE in config
+    trains = route_of(message)[0] == MessageType.TRAIN
+    return trains and isinstance(config, ConfigRecord) and PROMISE in config
 
 
 def answer_noised(

@@ -170,22 +170,27 @@ def test_a_ledger_is_the_owners_alone_and_one_that_cannot_be_read_stops_the_clie
         ask(restarted(tmp_path), 2)
 
 
+@pytest.mark.parametrize("trust", ["central", "distributed"])
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_client_without_a_folder_says_that_nothing_limits_further_runs(
-    kept: bool, tmp_path: Path, warned: pytest.LogCaptureFixture
+    kept: bool, trust: str, tmp_path: Path, warned: pytest.LogCaptureFixture
 ) -> None:
     """And a second start on one grid says that the budget is spent."""
-    noise = Noise(epsilon=50.0, trust="central", level="client")
+    noise = Noise(epsilon=50.0, trust=trust, level="client")
     config = {"state-dir": str(tmp_path)} if kept else {}
-    grid = InProcessGrid(client_app(make, privacy=noise), 3, node_config=lambda i: config)
 
-    def start() -> ClusteredFedAvg:
-        strategy = ClusteredFedAvg(1, privacy=noise)
+    def grid_of() -> InProcessGrid:
+        return InProcessGrid(client_app(make, privacy=noise), 3, node_config=lambda i: config)
+
+    def start(grid: InProcessGrid) -> ClusteredFedAvg:
+        strategy = ClusteredFedAvg(1, privacy=noise, min_clients=3)
         strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=2)
         return strategy
 
-    counts = [report.aggregate.get("uncounted-runs", 0) for report in start().history]
+    grid = grid_of()
+    counts = [report.aggregate.get("uncounted-runs", 0) for report in start(grid).history]
     assert counts == ([0, 0] if kept else [3, 3])
     assert ("Nothing limits further runs at client 0, client 1, client 2" in warned.text) != kept
-    with pytest.raises(TooFewReplies, match="which are spent"):
-        start()
+    for again in (grid, *([grid_of()] if kept else [])):
+        with pytest.raises(TooFewReplies, match="which are spent"):
+            start(again)
