@@ -194,9 +194,10 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
     elif is_long(flat):
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        combined = np.empty((weights.shape[0], 1, flat.shape[1]), dtype=array.dtype)
-        where = entries(weights, array.dtype)
-        _kernels.weighted_sums(*where, np.ascontiguousarray(flat), combined)
+        combined = np.empty((weights.shape[0], flat.shape[1]), dtype=array.dtype)
+        where = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
+        values = weights.data.astype(array.dtype, copy=False)
+        _kernels.weighted_sums(*where, values, np.ascontiguousarray(flat), combined)
     else:
         combined = weights.astype(array.dtype, copy=False) @ flat
     return combined.reshape(weights.shape[0], *array.shape[1:])
@@ -210,12 +211,6 @@ def is_sparse(weights: Csr) -> bool:
 def is_long(rows: Array) -> bool:
     """Whether compiled loops over rows are faster; they know single and double precision."""
     return rows.shape[-1] >= LONG and rows.dtype in (np.float32, np.float64)
-
-
-def entries(weights: Csr, dtype: np.dtype[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp], Array]:
-    """Return where the entries of each row begin, their columns and their values."""
-    first, columns = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
-    return first, columns, weights.data.astype(dtype, copy=False)
 
 
 def exchanged(
