@@ -11,17 +11,16 @@ candidate       what is trained
 ``head``        `PersonalizedFedAvg`, the last layer private (or the arrays that are given)
 ``body``        `PersonalizedFedAvg`, the first layer private
 ``near``        `Ditto`
-``clusters``    `ClusteredFedAvg` with ``k="auto"``
+``clusters``    `ClusteredFedAvg` with ``k="auto"``, robust
 ``alone``       each client alone
 ==============  ==================================================================================
 
 They stand in the order in which a simpler one is preferred. By each of them a client's model is
 trained ``num_rounds`` times, and measured equally often on the way.
 
-Clients are compared in pairs, each one's values by two candidates, by the trimmed mean of these
-gains over clients (without a fifth of the clients at either end) and its standard error (Yuen, "The
-Two-Sample Trimmed t for Unequal Population Variances", Biometrika 1974). So what a few clients
-report decides nothing, however large.
+Two candidates are compared by each client's gain: the mean over clients and its interval, without
+outliers, whose gains are three times as far from the median as those of four fifths of the clients.
+So what a few clients report decides nothing, however large.
 
 What each party receives is what it receives in these strategies.
 """
@@ -66,7 +65,7 @@ WRITE = {
     "head": "PersonalizedFedAvg({private})",
     "body": "PersonalizedFedAvg({private})",
     "near": "Ditto()",
-    "clusters": 'ClusteredFedAvg("auto")',
+    "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
     "alone": "no federation: clients are better off alone",
 }
 #: Words in the names of metrics of which less is better, and of those of which more is.
@@ -76,6 +75,9 @@ _HIGHER |= {"sensitivity", "specificity", "psnr", "ssim", "bleu"}
 #: Where all candidates are equally good, another one than the simplest is taken with at most this
 #: probability; and never for a gain of less than this share: what nobody would notice is no reason.
 _LEVEL, _LEAST = 0.05, 0.01
+#: Outliers are so many times as far from the median as all clients but a fifth are. One in five may
+#: then report anything; of normally distributed gains it is nearly four standard deviations.
+_FAR = 3.0
 #: Draws of clients by which the choice is made again.
 _DRAWS = 1000
 #: How often a client trains alone before clusters are found, in runs of enough rounds.
@@ -121,9 +123,9 @@ class Diagnosed(NamedTuple):
     higher_is_better: bool = False
 
     def table(self) -> str:
-        """Return the candidates' trimmed means, and their gains over one shared model.
+        """Return the candidates' means without outliers, and their gains over one shared model.
 
-        With a probability of at least 0.9 the intervals have the true gains of all candidates.
+        With a probability of about 0.9 the intervals have the true gains of all candidates.
         """
         lines = ["candidate        mean        gain    interval  clients that gain"]
         for name, values in self.values.items():
@@ -177,7 +179,7 @@ class Diagnosis(ShownAsCalled):
     Notes
     -----
     The clients need `client_app`, and an ``evaluate``. A run costs about seven times the rounds of
-    FedAvg, and nine times its training. With fewer than five clients no outlier is left out.
+    FedAvg, and nine times its training.
     `start` returns the metrics and arrays of the candidate that is taken; ``result``
     (`Diagnosed`) says all, and the log its table.
 
@@ -313,7 +315,8 @@ class Diagnosis(ShownAsCalled):
         run("near", self._make(Ditto), initial_arrays, num_rounds)
         # The first round trains several times, and the second one measures only.
         first = min(_START_ROUNDS, num_rounds // 3)
-        clusters = self._make(ClusteredFedAvg, "auto", start_rounds=first)
+        # Robust, since one client with huge losses would join all clusters.
+        clusters = self._make(ClusteredFedAvg, "auto", start_rounds=first, robust=True)
         run("clusters", clusters, initial_arrays, num_rounds - first + 2)
         run("alone", self._make(Ditto, 0.0), initial_arrays, num_rounds)
         members = clusters.result.members
@@ -434,31 +437,35 @@ def _of_chosen_times(scores: Matrix, half: NDArray[np.bool_]) -> Matrix:
     for choosing in (~half, half):
         ahead, width = _middle((filled - filled[0])[:, choosing])
         chosen.append(scores[(ahead - width).argmax()])
-    return np.where(half, *chosen)
+    scored: Matrix = np.where(half, *chosen)
+    return scored
 
 
 def _middle(values: Matrix, n_candidates: int = 2) -> tuple[Matrix, Matrix]:
-    """Return trimmed means along the last axis, and half the widths of their intervals.
+    """Return means along the last axis without outliers, and half the widths of their intervals.
 
     The level of an interval is such that those of all candidates' gains over one hold together.
     """
-    n = values.shape[-1]
-    if n < 2:
+    n_clients = values.shape[-1]
+    if n_clients < 2:
         return values.mean(axis=-1), np.full(values.shape[:-1], np.inf)
-    cut = int(TRIM * n)
-    left, ordered = n - 2 * cut, np.sort(values, axis=-1)
-    clipped = ordered.clip(ordered[..., [cut]], ordered[..., [n - cut - 1]])
-    errors = clipped.std(axis=-1, ddof=1) * np.sqrt((n - 1) / (left * (left - 1)))
-    quantile = stdtrit(left - 1, 1 - _LEVEL / max(n_candidates - 1, 1))
-    return ordered[..., cut : n - cut].mean(axis=-1), quantile * errors
+    distances = np.abs(values - np.median(values, axis=-1, keepdims=True))
+    within = np.sort(distances, axis=-1)[..., [n_clients - 1 - int(TRIM * n_clients)]]
+    kept = distances <= _FAR * within
+    n = kept.sum(axis=-1)
+    errors = values.std(axis=-1, ddof=1, where=kept) / np.sqrt(n)
+    quantiles = stdtrit(n - 1, 1 - _LEVEL / max(n_candidates - 1, 1))
+    return values.mean(axis=-1, where=kept), quantiles * errors
 
 
 def _taken(scores: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return the best candidate, and the first one of which it is not clearly ahead.
 
-    ``scores`` (n_candidates, ..., n_clients): more is better, the simplest candidate first.
+    ``scores`` (n_candidates, ..., n_clients): more is better, the simplest candidate first. The
+    best one is that whose least lead over another is the largest.
     """
-    best = _middle(scores - scores[:1])[0].argmax(axis=0)
+    least_leads = np.stack([_middle(own - scores)[0].min(axis=0) for own in scores])
+    best = least_leads.argmax(axis=0)
     leads = np.take_along_axis(scores, best[None, ..., None], axis=0) - scores
     ahead, width = _middle(leads)
     width[0] = _middle(leads[0], len(scores))[1]  # the best of many beats shared by luck more often
