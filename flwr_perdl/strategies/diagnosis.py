@@ -52,7 +52,6 @@ from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import EVALUATE, to_arrays
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import TooFewReplies
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
 from flwr_perdl.strategies.ditto import Ditto
@@ -273,59 +272,63 @@ class Diagnosis(ShownAsCalled):
         """
         check_kind("initial_arrays", initial_arrays, ArrayRecord, "an ArrayRecord")
         check_count("num_rounds", num_rounds, 3)
-        parts = dict(self._parts(initial_arrays))
+        parts, half = dict(self._parts(initial_arrays)), num_rounds // 2
+        candidates = dict(self._candidates(parts, num_rounds))
         measured: dict[str, list[dict[int, float]]] = {}
         results: dict[str, Result] = {}
-
-        def run(
-            name: str, strategy: ProtocolStrategy, start: ArrayRecord, rounds: int, each: Any = None
-        ) -> None:
-            log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
-            configs = train_config, evaluate_config
-            try:
-                results[name] = strategy.start(
-                    grid, start, rounds, timeout, *configs, should_stop=each, verbose=verbose
-                )
-            except TooFewReplies as error:  # such as of models that have grown without bound
-                if name == "shared":
-                    raise
-                log(WARNING, "Diagnosis leaves out %s: %s", name, error)
-                return
-            evaluations = [self._measured(one) for one in strategy.history if one.step == EVALUATE]
-            if any(evaluations):
-                measured[name] = evaluations
-
-        half, models = num_rounds // 2, list[ArrayRecord]()
-        shared = self._make(ClusteredFedAvg, 1)
+        models: list[ArrayRecord] = []
 
         def keep(round_: int, _: Result) -> bool:
             if round_ == half:
-                models.extend(shared.result.models)
+                models.extend(candidates["shared"][0].result.models)
             return False
 
-        run("shared", shared, initial_arrays, num_rounds, keep)
-        if not measured:
-            raise ValueError(
-                f"metric must be one of the clients' evaluations, got {self.metric!r}, which none "
-                "of them has."
-            )
-        run("tuned", self._make(Ditto, 0.0), models[0], num_rounds - half)
-        for name, patterns in parts.items():
-            run(name, self._make(PersonalizedFedAvg, patterns), initial_arrays, num_rounds)
-        run("near", self._make(Ditto), initial_arrays, num_rounds)
-        # The first round trains several times, and the second one measures only.
-        first = min(_START_ROUNDS, num_rounds // 3)
-        # Robust, since one client with huge losses would join all clusters.
-        clusters = self._make(ClusteredFedAvg, "auto", start_rounds=first, robust=True)
-        run("clusters", clusters, initial_arrays, num_rounds - first + 2)
-        run("alone", self._make(Ditto, 0.0), initial_arrays, num_rounds)
-        members = clusters.result.members
+        for name, (strategy, rounds) in candidates.items():
+            log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
+            first, start = name == "shared", models[0] if name == "tuned" else initial_arrays
+            configs = timeout, train_config, evaluate_config
+            stop = keep if first else None
+            try:
+                results[name] = strategy.start(
+                    grid, start, rounds, *configs, should_stop=stop, verbose=verbose
+                )
+            except TooFewReplies as error:  # such as of models that have grown without bound
+                if first:
+                    raise
+                log(WARNING, "Diagnosis leaves out %s: %s", name, error)
+                continue
+            evaluations = [self._measured(one) for one in strategy.history if one.step == EVALUATE]
+            if any(evaluations):
+                measured[name] = evaluations
+            elif first:
+                raise ValueError(
+                    f"metric must be one of the clients' evaluations, got {self.metric!r}, which "
+                    "none of them has."
+                )
+        members = candidates["clusters"][0].result.members
         if len(set(members.values())) == 1:  # FedAvg after a longer start, which is no difference
             log(INFO, "Diagnosis leaves out clusters: all clients are in one.")
             measured.pop("clusters", None)
         result = self._result = self._concluded(measured, members, parts)
         log(INFO, "%s\n%s", result.sentence, result.table())
         return results[result.choice]
+
+    def _candidates(
+        self, parts: Mapping[str, list[str]], num_rounds: int
+    ) -> Iterator[tuple[str, tuple[Any, int]]]:
+        """Yield each candidate's strategy and rounds, after which all have trained as often."""
+        yield "shared", (self._make(ClusteredFedAvg, 1), num_rounds)
+        # From the shared model after the other half of the rounds.
+        yield "tuned", (self._make(Ditto, 0.0), num_rounds - num_rounds // 2)
+        for name, patterns in parts.items():
+            yield name, (self._make(PersonalizedFedAvg, patterns), num_rounds)
+        yield "near", (self._make(Ditto), num_rounds)
+        # The first round trains several times, and the second one measures only. Robust, since one
+        # client with huge losses would join all clusters.
+        first = min(_START_ROUNDS, num_rounds // 3)
+        clusters = self._make(ClusteredFedAvg, "auto", start_rounds=first, robust=True)
+        yield "clusters", (clusters, num_rounds - first + 2)
+        yield "alone", (self._make(Ditto, 0.0), num_rounds)
 
     def _make(self, kind: Any, *arguments: Any, **more: Any) -> Any:
         """Return a strategy whose clients evaluate in every round."""

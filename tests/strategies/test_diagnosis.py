@@ -127,7 +127,8 @@ class Mean:
     def evaluate(self, model: list[np.ndarray], config: Any) -> Any:
         first, n_fits, second = model
         loss = float(np.mean((np.stack([first, second]) - self.own) ** 2)) + self.noise()
-        return self.reports(loss), 1, {"rmse": loss, "fits_acc": float(n_fits.mean())}
+        n = float(n_fits.mean())
+        return self.reports(loss), 1, {"rmse": loss, "fits_acc": n, "late_error": max(n - 5, 0)}
 
 
 def diagnosed_means(clients: list[Mean], num_rounds: int = 8, **options: Any) -> Diagnosis:
@@ -170,6 +171,11 @@ def test_each_candidate_trains_a_model_equally_often(num_rounds: int) -> None:
     for name, values in found.values.items():
         # Ditto's own model is pulled towards a shared one, which is a training behind.
         assert np.allclose(values, num_rounds, atol=name == "near"), name
+
+
+def test_of_each_candidate_the_training_may_stop_early() -> None:
+    found = diagnosed_means([Mean(i % 2) for i in range(6)], metric="late_error").result
+    assert all(not values.any() for values in found.values.values())
 
 
 def test_noise_makes_no_candidate_look_better() -> None:
