@@ -233,16 +233,21 @@ def run_state(folder: Path) -> str:
     return "unfinished" if _state(folder / NEXT) == "unfinished" else _state(folder)
 
 
+def check_extras(purpose: str) -> None:
+    """Raise a ValueError that says what to install, if what the extra brings is not there."""
+    missing = [extra for extra in _NEEDED if find_spec(extra) is None]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} must be installed {purpose}: the extra 'experiments' brings "
+            "it (in a clone of flwr-perdl: pip install '.[experiments]')."
+        )
+
+
 def _prepared(
     name: str, engine: str | Grid, how: Mapping[str, Any], **given: Any
 ) -> tuple[Experiment, Config, _Folder | None]:
     """Return the experiment, its config of what is ``given``, its folder; nothing is written."""
-    missing = [extra for extra in _NEEDED if find_spec(extra) is None]
-    if missing:
-        raise ValueError(
-            f"{' and '.join(missing)} must be installed to run experiments: the extra "
-            "'experiments' brings it (in a clone of flwr-perdl: pip install '.[experiments]')."
-        )
+    check_extras("to run experiments")
     experiment, out = find(name), how["out"]
     if not isinstance(engine, Grid):
         check_engine(engine)
