@@ -18,6 +18,7 @@ import numpy as np
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canonical_identity
+from flwr_perdl.protocol.combine import check_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.progress import Observers
@@ -55,8 +56,8 @@ from flwr_perdl.random import EVALUATION, SAMPLING, spawn
 if TYPE_CHECKING:
     from flwr_perdl.protocol.strategy import ProtocolStrategy
 
-#: Largest size of a number in replies where the model is in single precision.
-_SINGLE = 1e30
+#: Largest absolute value of a number in replies, and where the model is in single precision.
+_DOUBLE, _SINGLE = 1e100, 1e30
 #: Maximum number of different metrics of a client in a run: reports are kept, and saved.
 _MOST_METRICS = 1000
 #: What reports call the share of a reply's metrics that are above it.
@@ -194,12 +195,16 @@ class Conversation:
     @property
     def limits(self) -> Limits:
         """What a reply to the last plan may be, decided before its arrays are read."""
-        most = None if self.request is None else self.request.most
-        largest = self.options.max_magnitude
+        given, request = self.options.max_magnitude, self.request
+        largest = _DOUBLE if given is None else given
         # What float32 cannot hold would be infinite in the model, and in every later round.
         if any(array.dtype == np.float32 for array in self.run.model):
             largest = min(largest, _SINGLE)
-        return Limits(self.options.max_reply_bytes, most, largest)
+        limits = Limits(self.options.max_reply_bytes, magnitude=largest)
+        if request is None:
+            return limits
+        expect = request.expect if request.models is None else request.models.expected
+        return limits._replace(most=request.most, expect=expect)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
@@ -250,6 +255,10 @@ class Conversation:
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
         good, bad = _checked(partial(_check, request), replies)
+        if (models := request.models) is not None:
+            wrong = check_models(models, good, self.options.max_magnitude)
+            bad |= {partition: Lost(REFUSED, brief(why)) for partition, why in wrong.items()}
+            good = good.sharing({p: reply for p, reply in good.items() if p not in wrong})
         bad = {**lost, **bad}
         if request.max_weight is not None:
             self._cap(good, request.max_weight, round_, request.step)
