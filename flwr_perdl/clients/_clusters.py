@@ -104,10 +104,11 @@ def answer_clustered(
     if step == ALONE:
         model = given = to_arrays(record)
         for _ in range(check_count(N_FITS, asked[N_FITS], 1, MOST_FITS)):
-            model, n, metrics = app.fit(model, config.fit)
+            trained, n, metrics = app.fit(model, config.fit)
+            model = as_given(trained, given)
         # An evaluation that fails would be noticed rounds later, when models are to be chosen.
-        _evaluations(app, [np.asarray(array)[None] for array in model], config.evaluate)
-        return reply_to(message, as_given(model, given), n, metrics)
+        _evaluations(app, [array[None] for array in model], config.evaluate)
+        return reply_to(message, model, n, metrics)
     if step == MEASURE:
         losses, measured = _evaluations(app, to_arrays(record), config.evaluate)
         return reply_to(message, [_finite(losses)], measured[0][1], {})

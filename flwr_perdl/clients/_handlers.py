@@ -24,6 +24,7 @@ from flwr_perdl.protocol.compat import NumPyClient, like
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
+    LOSSES,
     METRICS,
     NUM_EXAMPLES,
     Scalar,
@@ -39,9 +40,6 @@ from flwr_perdl.protocol.records import (
 
 Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
-
-#: What ClientApps call the loss, the first of these that is there.
-LOSSES = ("loss", "eval_loss")
 
 
 class NoEvaluateError(NotImplementedError):

@@ -181,12 +181,14 @@ def as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
         return array.astype(dtype)
 
 
+def cleared(array: Array, fixed: NDArray[np.bool_] | None) -> Array:
+    """Return an array with zeros where it is fixed."""
+    return array if fixed is None else np.where(fixed, array.dtype.type(0), array)
+
+
 def change(
     new: Array, old: Array, fixed: NDArray[np.bool_] | None, least: type = np.float32
 ) -> Array:
     """Return the change of an array of floats, at least in this dtype; zero where it is fixed."""
-    with np.errstate(invalid="ignore"):  # of infinite entries, which are fixed
-        moved = np.asarray(np.subtract(new, old, dtype=np.result_type(old, least)))
-    if fixed is not None:
-        moved[fixed] = 0
-    return moved
+    sides = cleared(new, fixed), cleared(old, fixed)
+    return np.asarray(np.subtract(*sides, dtype=np.result_type(old, least)))

@@ -39,8 +39,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.models import cleared, fixed_entries
 from flwr_perdl.core.packing import pack, unpack
-from flwr_perdl.diffusion.averaging import AveragingProgram, arrays_of, cleared, state_type
+from flwr_perdl.diffusion.averaging import AveragingProgram, arrays_of, state_type
 from flwr_perdl.diffusion.combine import Array, Inbox
 from flwr_perdl.random import spawn
 
@@ -121,7 +122,8 @@ class CompressedProgram(AveragingProgram):
     def _parts(self, state: Any) -> Array:
         """Return what has a public copy, (m, n_parts, n_parameters)."""
         model = arrays_of(state, "model")
-        parts = [[cleared(model[i]) for i in self._of(state).corrected]]
+        corrected = [model[i] for i in self._of(state).corrected]
+        parts = [[cleared(array, fixed_entries(array)) for array in corrected]]
         if trackers := arrays_of(state, "tracker"):
             parts.append(trackers)
         m = len(state.nodes)

@@ -64,9 +64,9 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind, check_real
 from flwr_perdl.core.models import (
     as_dtype,
-    change,
     check_dtypes,
     check_trained,
+    cleared,
     far_too_large,
     fixed_entries,
     is_float,
@@ -337,6 +337,14 @@ class DiffusionAveraging:
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
                 text = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+        there, losses = run.curves.get(DISTANCE), run.curves.get("evaluate-loss")
+        if there is not None and losses is not None:
+            measured = np.isfinite(there) & np.isfinite(losses).any(axis=1, keepdims=True)
+            missing = (measured & ~np.isfinite(losses)).sum(axis=1)
+            few = (missing > 0) & (3 * missing >= measured.sum(axis=1))
+            if few.any():
+                text = f"In {few.sum()} rounds a third of the nodes or more had no finite loss."
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
         received = run.curves.get(FLOATS, np.zeros((1, 1)))
         lost = run.unheard or (received != received.max(axis=0, initial=0)).any()
         if self.compression is not None and lost:
@@ -504,7 +512,9 @@ class AveragingProgram:
         """Return the state before the first round."""
         firsts = zip(*(self._first(int(node)) for node in nodes), strict=True)
         model = [np.stack(arrays) for arrays in firsts]
-        corrected = {i: model[i] for i in self._form(int(nodes[0])).corrected}
+        corrected = {}
+        for i in self._form(int(nodes[0])).corrected:
+            corrected[i] = cleared(model[i], fixed_entries(model[i]))
         fields = {"nodes": nodes, "reports": np.full((len(nodes), len(self.names)), np.nan)}
         fields |= {f"model_{i}": array for i, array in enumerate(model)}
         if self.learner.method == "exact_diffusion":
@@ -526,16 +536,19 @@ class AveragingProgram:
         state, psi = self._train(state, w, round_)
         last, trackers = arrays_of(state, "last"), arrays_of(state, "tracker")
         sent, new_last, new_trackers = list(psi), [], []
-        for j, i in enumerate(self._of(state).corrected):
+        for j, i in enumerate(self._of(state).corrected if method != "atc" else ()):
+            fixed = fixed_entries(w[i])
+            old, new = cleared(w[i], fixed), cleared(psi[i], fixed)
             if method == "exact_diffusion":
-                sent[i] = psi[i] + w[i] - last[j]
-                new_last.append(psi[i])
+                found = new + old - last[j]
+                new_last.append(new)
             elif method == "gradient_tracking":
-                new_last.append(w[i] - psi[i])
+                new_last.append(old - new)
                 new_trackers.append(trackers[j] + new_last[j] - last[j])
-                sent[i] = w[i] - new_trackers[j]
-            elif method == "push_sum":
-                sent[i] = w[i] * by_row(state.weight_0, w[i]) + psi[i] - w[i]
+                found = old - new_trackers[j]
+            else:
+                found = old * by_row(state.weight_0, old) + new - old
+            sent[i] = settled(found, w[i], fixed)
         arrays = {"model": sent, "last": new_last, "tracker": new_trackers}
         return with_arrays(state, **{kind: own for kind, own in arrays.items() if own})
 
@@ -545,7 +558,7 @@ class AveragingProgram:
         Booleans are not in it, and zeros stand for values that are not averaged.
         """
         model = arrays_of(state, "model")
-        sent = [cleared(model[i]) for i in self._of(state).sent]
+        sent = [cleared(model[i], fixed_entries(model[i])) for i in self._of(state).sent]
         return (*sent, *arrays_of(state, "tracker"), *arrays_of(state, "weight"))
 
     @one_blas_thread()
@@ -555,12 +568,12 @@ class AveragingProgram:
         sent, means = arrays_of(state, "model"), self._means(state, inbox)
         model, squares = list(sent), np.zeros(len(state.nodes))
         for i, mean in zip(form.sent, means, strict=True):
-            own, fixed = sent[i], fixed_entries(sent[i])
+            fixed = fixed_entries(sent[i])
+            own = cleared(sent[i], fixed)
             if method == "push_sum" and i in form.corrected:
                 own = own / by_row(state.weight_0, own)
             if is_float(own):
-                apart = change(own, mean, fixed).reshape(len(own), -1)
-                squares += np.square(apart).sum(axis=1)
+                squares += np.square((own - mean).reshape(len(own), -1)).sum(axis=1)
             if method == "exact_diffusion" and i in form.corrected:
                 mean = (own + mean) / 2
             model[i] = settled(mean, sent[i], fixed)
@@ -742,12 +755,6 @@ def by_row(weights: Array, array: Array) -> Array:
     return weights.reshape(-1, *(1,) * (array.ndim - 1))
 
 
-def cleared(array: Array) -> Array:
-    """Return an array with zeros in place of what is not averaged."""
-    fixed = fixed_entries(array)
-    return array if fixed is None else np.where(fixed, array.dtype.type(0), array)
-
-
 def _row_magnitudes(array: Array) -> Array:
     """Return the largest absolute value of each row, (s,)."""
     flat = array.reshape(len(array), -1)
@@ -759,7 +766,7 @@ def _disagreement(state: Any, living: NDArray[np.bool_]) -> float:
     """Return the largest distance of a living node's model from their mean, of floats."""
     squares = np.zeros(int(living.sum()))
     for array in filter(is_float, arrays_of(state, "model")):
-        own = cleared(array[living])
+        own = cleared(array[living], fixed_entries(array[living]))
         squares += np.square((own - own.mean(axis=0)).reshape(len(own), -1)).sum(axis=1)
     return float(np.sqrt(squares.max())) if len(squares) else np.nan
 

@@ -26,6 +26,7 @@ from flwr_perdl.protocol.records import (
     AFTER,
     ANEW,
     EVALUATE,
+    LOSSES,
     NO_EVALUATE,
     NUM_EXAMPLES,
     ROUND,
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 #: Largest absolute value of a number in replies, and where the model is in single precision.
 _DOUBLE, _SINGLE = 1e100, 1e30
+#: In an evaluation's aggregate: how many clients have no finite loss, if a third or more.
+NO_LOSS = "no-finite-loss"
 #: Maximum number of different metrics of a client in a run: reports are kept, and saved.
 _MOST_METRICS = 1000
 #: What reports call the share of a reply's metrics that are above it.
@@ -401,9 +404,25 @@ class Conversation:
         self._log_lost(round_, EVALUATE, lost)
         self._logged -= {(self.roster.label(partition), True) for partition in replies}
         report = self._report(round_, EVALUATE, replies, lost)
+        self._count_losses(report)
         self.run.evaluated = round_
         self._remember(report)
         return report
+
+    def _count_losses(self, report: RoundReport) -> None:
+        """Warn, in log and result, if a third of the clients or more have no finite loss."""
+        found = sum(not own.keys().isdisjoint(LOSSES) for own in report.metrics.values())
+        missing, asked = len(self._asked) - found, len(self._asked)
+        means = [report.aggregate, *(past.aggregate for past in self.run.history)]
+        measured = any(not own.keys().isdisjoint(LOSSES) for own in means)
+        if measured and missing and 3 * missing >= asked:  # else the app measures no loss
+            report.aggregate[NO_LOSS] = float(missing)
+            log(
+                WARNING,
+                "Round %d (evaluate): %d of %d clients have no finite loss; the mean is that of "
+                "the others.",
+                *(report.round, missing, asked),
+            )
 
     # What both share -------------------------------------------------------------------------
 

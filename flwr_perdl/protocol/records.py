@@ -96,6 +96,8 @@ UNCOUNTED = "perdl.uncounted-runs"
 #: The metric of a client that found no private state of the run and had to make it anew.
 ANEW = "anew"
 
+#: What apps call the loss of an evaluation, the first of these that is there.
+LOSSES = ("loss", "eval_loss")
 #: What an evaluation is called: as a step in reports, and as a kind of request at a client.
 EVALUATE = "evaluate"
 

@@ -66,7 +66,7 @@ from flwr_perdl.core.checks import (
     check_real,
     is_auto,
 )
-from flwr_perdl.core.models import fixed_entries, is_plain, settled
+from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.core.robust import EFFECTS, supported
 from flwr_perdl.privacy import Noise
@@ -346,8 +346,7 @@ class ClusteredFedAvg(ModelStrategy):
         names = zip(self._names, model, strict=True)
         moved = [i for i, (name, array) in enumerate(names) if not is_plain(name, array)]
         fixed = [fixed_entries(model[i]) for i in moved]
-        pairs = zip(moved, fixed, strict=True)
-        own = [model[i] if f is None else np.where(f, 0, model[i]) for i, f in pairs]
+        own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
         drawn = perturbed(own, k, spawn(self.options.seed, SERVER, 0))
         for i, stack, entries in zip(moved, drawn, fixed, strict=True):
             stacks[i] = settled(stack, stacks[i], entries)
