@@ -752,7 +752,8 @@ class Form:
 
 def by_row(weights: Array, array: Array) -> Array:
     """Return weights of rows (m, 1) in as many dimensions as ``array`` (m, ...)."""
-    return weights.reshape(-1, *(1,) * (array.ndim - 1))
+    rows: Array = weights.reshape(-1, *(1,) * (array.ndim - 1))
+    return rows
 
 
 def _row_magnitudes(array: Array) -> Array:

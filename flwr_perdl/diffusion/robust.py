@@ -82,12 +82,13 @@ def robust_means(
     combined = {i: array[inbox.own] for i, array in sent.items()}
     for k, own in enumerate(inbox.own):
         weights = {at: weight for at, weight in inbox.weighed(k) if at != own}
-        received, further = list(weights), ()
+        received = list(weights)
+        further: list[Array] = []
         if rule == "clip":
             squares = np.zeros(len(received))
             for array in sent.values():
                 squares += np.square(row_norms(array[received] - array[own]))
-            further = (np.sqrt(squares),)
+            further = [np.sqrt(squares)]
         for i, array in sent.items():
             shares = np.array(list(weights.values()), array.dtype)
             rows = array[own], array[received]
