@@ -760,7 +760,8 @@ def _row_magnitudes(array: Array) -> Array:
     """Return the largest absolute value of each row, (s,)."""
     flat = array.reshape(len(array), -1)
     largest = flat.max(axis=1, initial=0).astype(float)
-    return np.maximum(largest, -flat.min(axis=1, initial=0).astype(float))
+    found: Array = np.maximum(largest, -flat.min(axis=1, initial=0).astype(float))
+    return found
 
 
 def _disagreement(state: Any, living: NDArray[np.bool_]) -> float:

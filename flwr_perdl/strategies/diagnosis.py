@@ -31,14 +31,13 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients._handlers import LOSSES
 from flwr_perdl.clients.keep_private import check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import EVALUATE, to_arrays, to_record
+from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays, to_record
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
