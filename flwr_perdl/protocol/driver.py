@@ -413,8 +413,8 @@ class Conversation:
         """Warn, in log and result, if a third of the clients or more have no finite loss."""
         found = sum(not own.keys().isdisjoint(LOSSES) for own in report.metrics.values())
         missing, asked = len(self._asked) - found, len(self._asked)
-        means = [report.aggregate, *(past.aggregate for past in self.run.history)]
-        measured = any(not own.keys().isdisjoint(LOSSES) for own in means)
+        evaluations = [report, *(past for past in self.run.history if past.step == EVALUATE)]
+        measured = any(not one.aggregate.keys().isdisjoint(LOSSES) for one in evaluations)
         if measured and missing and 3 * missing >= asked:  # else the app measures no loss
             report.aggregate[NO_LOSS] = float(missing)
             log(
