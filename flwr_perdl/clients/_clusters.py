@@ -24,10 +24,10 @@ from flwr.app import Array, Context, Message, MessageType
 from flwr_perdl.clients._handlers import (
     Evaluated,
     Handlers,
+    all_sendable,
+    as_given,
     evaluation_reply,
-    floats,
     numbers_of,
-    sendable,
 )
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.records import (
@@ -102,12 +102,13 @@ def answer_clustered(
     if route_of(message)[0] == MessageType.EVALUATE:
         return evaluation_reply(message, *_evaluated(app, to_arrays(record), config.evaluate))
     if step == ALONE:
-        model = to_arrays(record)
+        model = given = to_arrays(record)
         for _ in range(check_count(N_FITS, asked[N_FITS], 1, MOST_FITS)):
-            model, n, metrics = app.fit(model, config.fit)
+            trained, n, metrics = app.fit(model, config.fit)
+            model = as_given(trained, given)
         # An evaluation that fails would be noticed rounds later, when models are to be chosen.
-        _evaluations(app, [np.asarray(array)[None] for array in model], config.evaluate)
-        return reply_to(message, floats(model), n, metrics)
+        _evaluations(app, [array[None] for array in model], config.evaluate)
+        return reply_to(message, model, n, metrics)
     if step == MEASURE:
         losses, measured = _evaluations(app, to_arrays(record), config.evaluate)
         return reply_to(message, [_finite(losses)], measured[0][1], {})
@@ -121,7 +122,7 @@ def answer_clustered(
     content, arrays = app.train(sent, config.fit)
     metrics, n = numbers_of(content)
     reply = reply_to(message, (), n, {**metrics, CLUSTER: int(decode(labels)[chosen]), **choice})
-    reply.content[ARRAYS] = named([*map(sendable, arrays)], names)
+    reply.content[ARRAYS] = named(all_sendable(arrays, sent), names)
     return reply
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count
+from flwr_perdl.core.models import change, check_trained, fixed_entries, is_float
 from flwr_perdl.privacy.ledger import Own, account
 from flwr_perdl.privacy.noise import Noise, Release
 from flwr_perdl.protocol.compat import log
@@ -38,6 +39,7 @@ from flwr_perdl.protocol.records import (
     LARGEST_INT,
     ROUND,
     RUN,
+    Limits,
     error_of,
     read_reply,
     read_request,
@@ -173,7 +175,9 @@ def answer_noised(
             raise ValueError(error_of(reply))
         given = message.content.array_records[ARRAYS]
         names = [name for name in given if name in reply.content.array_records[ARRAYS]]
-        sent, _, metrics = read_reply(reply.content, names=names)
+        model = promise.of == CHANGES
+        limits = Limits(expect=arrays[len(arrays) - len(names) :]) if model else Limits()
+        sent, _, metrics, _ = read_reply(reply.content, limits, names=names)
         bound = metrics.get(BOUND)
         found = _flat(promise, sent, arrays)
         if found.shape == values.shape:
@@ -321,14 +325,23 @@ def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> 
         return flat(sent)
     if promise.of == UPDATES:
         return flat([array[:, HEAD:] for array in sent])
+    if promise.of == CHANGES:  # of a model, whose integers stay as they are
+        arrays = zip(sent, given[len(given) - len(sent) :], strict=True)
+        return flat([_change(i, *pair) for i, pair in enumerate(arrays) if is_float(pair[1])])
     changes: list[Matrix] = []
     for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
-        change = np.zeros(new.shape)
-        change[: len(old)] = new[: len(old)].astype(np.float64) - old
-        if promise.of == ATOMS:  # what is below them is no atom
-            change *= new.any(axis=1, keepdims=True)
-        changes.append(change)
+        moved = np.zeros(new.shape)
+        moved[: len(old)] = new[: len(old)].astype(np.float64) - old
+        moved *= new.any(axis=1, keepdims=True)  # what is below them is no atom
+        changes.append(moved)
     return flat(changes)
+
+
+def _change(position: int, new: Matrix, old: Matrix) -> Matrix:
+    """Return the change of one array of a model, checked."""
+    fixed = fixed_entries(old)
+    check_trained(str(position), new, old, fixed)
+    return change(new, old, fixed, np.float64)
 
 
 def flat(arrays: Sequence[Matrix]) -> Matrix:

@@ -18,6 +18,7 @@ import numpy as np
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canonical_identity
+from flwr_perdl.protocol.combine import check_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.progress import Observers
@@ -25,6 +26,7 @@ from flwr_perdl.protocol.records import (
     AFTER,
     ANEW,
     EVALUATE,
+    LOSSES,
     NO_EVALUATE,
     NUM_EXAMPLES,
     ROUND,
@@ -55,8 +57,10 @@ from flwr_perdl.random import EVALUATION, SAMPLING, spawn
 if TYPE_CHECKING:
     from flwr_perdl.protocol.strategy import ProtocolStrategy
 
-#: Largest size of a number in replies where the model is in single precision.
-_SINGLE = 1e30
+#: Largest absolute value of a number in replies, and where the model is in single precision.
+_DOUBLE, _SINGLE = 1e100, 1e30
+#: In an evaluation's aggregate: how many clients have no finite loss, if a third or more.
+NO_LOSS = "no-finite-loss"
 #: Maximum number of different metrics of a client in a run: reports are kept, and saved.
 _MOST_METRICS = 1000
 #: What reports call the share of a reply's metrics that are above it.
@@ -194,12 +198,16 @@ class Conversation:
     @property
     def limits(self) -> Limits:
         """What a reply to the last plan may be, decided before its arrays are read."""
-        most = None if self.request is None else self.request.most
-        largest = self.options.max_magnitude
+        given, request = self.options.max_magnitude, self.request
+        largest = _DOUBLE if given is None else given
         # What float32 cannot hold would be infinite in the model, and in every later round.
         if any(array.dtype == np.float32 for array in self.run.model):
             largest = min(largest, _SINGLE)
-        return Limits(self.options.max_reply_bytes, most, largest)
+        limits = Limits(self.options.max_reply_bytes, magnitude=largest)
+        if request is None:
+            return limits
+        expect = request.expect if request.models is None else request.models.expected
+        return limits._replace(most=request.most, expect=expect)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
@@ -250,6 +258,10 @@ class Conversation:
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
         good, bad = _checked(partial(_check, request), replies)
+        if (models := request.models) is not None:
+            wrong = check_models(models, good, self.options.max_magnitude)
+            bad |= {partition: Lost(REFUSED, brief(why)) for partition, why in wrong.items()}
+            good = good.sharing({p: reply for p, reply in good.items() if p not in wrong})
         bad = {**lost, **bad}
         if request.max_weight is not None:
             self._cap(good, request.max_weight, round_, request.step)
@@ -392,9 +404,25 @@ class Conversation:
         self._log_lost(round_, EVALUATE, lost)
         self._logged -= {(self.roster.label(partition), True) for partition in replies}
         report = self._report(round_, EVALUATE, replies, lost)
+        self._count_losses(report)
         self.run.evaluated = round_
         self._remember(report)
         return report
+
+    def _count_losses(self, report: RoundReport) -> None:
+        """Warn, in log and result, if a third of the clients or more have no finite loss."""
+        found = sum(not own.keys().isdisjoint(LOSSES) for own in report.metrics.values())
+        missing, asked = len(self._asked) - found, len(self._asked)
+        evaluations = [report, *(past for past in self.run.history if past.step == EVALUATE)]
+        measured = any(not one.aggregate.keys().isdisjoint(LOSSES) for one in evaluations)
+        if measured and missing and 3 * missing >= asked:  # else the app measures no loss
+            report.aggregate[NO_LOSS] = float(missing)
+            log(
+                WARNING,
+                "Round %d (evaluate): %d of %d clients have no finite loss; the mean is that of "
+                "the others.",
+                *(report.round, missing, asked),
+            )
 
     # What both share -------------------------------------------------------------------------
 

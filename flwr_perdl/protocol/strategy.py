@@ -647,7 +647,8 @@ def _properties(answer: Message) -> Mapping[str, Any]:
 
 
 def _equal(some: list[Matrix], others: list[Matrix]) -> bool:
-    return len(some) == len(others) and all(map(np.array_equal, some, others))
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
 def _note(

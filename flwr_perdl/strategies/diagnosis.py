@@ -41,7 +41,6 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from flwr_perdl.clients._handlers import LOSSES
 from flwr_perdl.clients.keep_private import check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
@@ -49,7 +48,7 @@ from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.core.robust import TRIM
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import EVALUATE, to_arrays
+from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import TooFewReplies
 from flwr_perdl.random import SERVER, spawn
