@@ -48,14 +48,14 @@ def test_a_foreign_file_is_a_sentence(safetensors: Any, tmp_path: Path) -> None:
     for data in (None, b"", b"no tensors at all", b"\xff" * 100):
         if data is not None:
             path.write_bytes(data)
-        with pytest.raises(ValueError, match="path must"):
+        with pytest.raises(ValueError, match=r"^path"):
             load(path)
-        with pytest.raises(ValueError, match="source must"):
+        with pytest.raises(ValueError, match=r"^source"):
             save(tmp_path / "y.safetensors", path)
     for wrong in ({"a": np.array(["text"])}, {"a": np.array([1j])}, {1: np.ones(2)}):
-        with pytest.raises(ValueError, match="source must"):
+        with pytest.raises(ValueError, match=r"^source"):
             save(tmp_path / "y.safetensors", wrong)
-    with pytest.raises(TypeError, match="source must"):
+    with pytest.raises(TypeError, match=r"^source"):
         save(path, 3)
     assert not (tmp_path / "y.safetensors").exists()
 
@@ -64,5 +64,5 @@ def test_without_the_library_a_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match="safetensors must be installed"):
+    with pytest.raises(ImportError, match=r"^safetensors"):
         save(tmp_path / "x.safetensors", ARRAYS)

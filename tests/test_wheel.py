@@ -271,7 +271,7 @@ assert "scipy.stats" not in sys.modules, "a client's process would start later"
 from flwr_perdl import clients, diffusion, dictionary, estimators, network, regression, strategies
 from flwr_perdl.simulations import InProcessGrid
 loaded = {{name.partition(".")[0] for name in set(sys.modules) - flower}}
-assert not loaded & {HEAVY | {"perdl_experiments", "rich", "typer"}}, loaded
+assert not loaded & {HEAVY | {"numba", "perdl_experiments", "rich", "typer"}}, loaded
 """
     execute(environment(extras), "-I", "-c", asked, cwd=tmp_path)
 

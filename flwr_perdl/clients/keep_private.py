@@ -40,6 +40,7 @@ from flwr_perdl.clients._handlers import says, sendable, state_of, within
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
+from flwr_perdl.core.models import check_trained, fixed_entries
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
@@ -51,6 +52,7 @@ from flwr_perdl.protocol.records import (
     decode,
     encode,
     named,
+    route_of,
 )
 
 #: Keys of a request's config: the names, as JSON, that the server leaves out of its requests to a
@@ -223,7 +225,7 @@ class KeepPrivate:
         self, message: Message, context: Context, call_next: Call, inside: Sequence[Any] = ()
     ) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
-        kind = message.metadata.message_type.partition(".")[0]
+        kind = route_of(message)[0]
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
         record, given = _only_arrays(message.content, "a request")
@@ -260,7 +262,7 @@ class KeepPrivate:
                 reply, found = _trained(message, context, mods, call_next, part, model)
             if reply.has_error():
                 return reply
-            model = {**model, **{name: found[name] for name in names}}
+            model = {**model, **{name: sendable(found[name], model[name]) for name in names}}
         state.save(round_, _to_keep(part, model))
         if first is None:
             _keep_names(context, shelf, part.names)
@@ -402,8 +404,8 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
         shape, wanted = tuple(found[name].shape), tuple(model[name].shape)
         if shape != wanted:
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
-        if not np.isfinite(decode(found[name])).all():
-            raise ValueError(f"array {name!r} must be finite after training, got other values.")
+        before, after = decode(model[name]), decode(sendable(found[name], model[name]))
+        check_trained(name, after, before, fixed_entries(before))
         for other in found.keys() - set(private):
             if _equal(found[other], found[name]) and not _equal(found[other], model[other]):
                 raise ValueError(
@@ -417,7 +419,7 @@ def _equal(one: Array, other: Array) -> bool:
     alike = one.dtype == other.dtype and prod(one.shape) == prod(other.shape)
     if not alike or np.dtype(one.dtype).kind != "f":
         return False
-    return np.array_equal(decode(one).ravel(), decode(other).ravel())
+    return np.array_equal(decode(one).ravel(), decode(other).ravel(), equal_nan=True)
 
 
 def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
@@ -459,10 +461,8 @@ def _keep_names(context: Context, shelf: Shelf | None, names: Sequence[str]) -> 
 
 def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:
     """Return what leaves: of the private arrays the server's own values, or nothing."""
-    sent = {
+    return {
         name: part.given[name] if name in part.private else model[name]
         for name in part.names
         if name not in part.left_out
     }
-    # Our own server averages floats alone; Flower's get what the app sent.
-    return {name: sendable(array) for name, array in sent.items()} if part.left_out else sent

@@ -16,6 +16,7 @@ from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
     PRIVATE,
+    UNCOUNTED,
     brief,
     named_partition,
     printable,
@@ -60,10 +61,12 @@ class Roster:
         #: Partitions that were made of the client's name: they say nothing to a reader.
         self._hashed: set[int] = set()
         self._count: Counter[str] = Counter()
+        #: Partitions of which nothing limits how many runs spend their privacy.
+        self.uncounted: set[int] = set()
         #: How the clients call themselves.
         self.names: dict[int, str] = {}
         #: The patterns of arrays that clients say they keep private.
-        self.private: dict[int, list[str]] = {}
+        self.private: dict[int, str] = {}
         #: Why nodes take no part that do not say who they are.
         self.strangers: dict[int, str] = {}
         #: Why nodes that are there now, and were asked, do not say who they are.
@@ -94,11 +97,10 @@ class Roster:
         if self._partitions.get(node, partition) != partition:
             del self._partitions[node]  # who becomes another client is not the first to be it
         self._partitions[node] = partition
-        patterns = properties.get(PRIVATE, ())
-        if patterns and isinstance(patterns, list):
-            self.private[partition] = [printable(str(one), _LONGEST_NAME) for one in patterns[:8]]
-        else:
-            self.private.pop(partition, None)
+        self.private.pop(partition, None)
+        if patterns := properties.get(PRIVATE):
+            self.private[partition] = printable(str(patterns), _LONGEST_NAME)
+        (self.uncounted.add if properties.get(UNCOUNTED) else self.uncounted.discard)(partition)
         name = properties.get(NAME)
         own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
         self._names[node] = own or str(partition)

@@ -47,7 +47,7 @@ from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
     Momentum,
-    as_floats,
+    check_initial,
     packed,
     unpacked,
 )
@@ -127,7 +127,7 @@ class Ditto(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            state = packed(as_floats(initial))
+            state = packed(check_initial(initial, self._names))
         while True:
             model = unpacked(state)
             replies = yield Request(
@@ -135,7 +135,6 @@ class Ditto(ModelStrategy):
                 model,
                 {DITTO: True, PULL: self.pull},
                 state,
-                most=sum(array.size for array in model),
                 metrics=(ANEW,),
                 combine=Combine(start=model, rule=self.robust),
             )
@@ -150,7 +149,7 @@ class Ditto(ModelStrategy):
         who = keeping[0]
         sentence = (
             f"clients of Ditto must keep nothing private, since each has a whole model of its own, "
-            f"got {roster.label(who)}, which keeps {', '.join(map(repr, roster.private[who]))} "
+            f"got {roster.label(who)}, which keeps {roster.private[who]} "
             f"({len(keeping)} of {len(nodes)} clients in all): take keep_private, or private= of "
             "client_app, away, or use PersonalizedFedAvg."
         )

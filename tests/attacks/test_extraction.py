@@ -66,7 +66,7 @@ def test_parallel_atoms_of_growing_length_are_refused() -> None:
     """They moved 39 of 40 samples over the threshold one at a time, in 120 requests."""
     rng = np.random.default_rng(1)
     lengths = np.geomspace(0.18, 0.4, ATOMS)[:, None]
-    with pytest.raises(ValueError, match="norm 1"):
+    with pytest.raises(ValueError, match=r"^global atoms"):
         DictionaryClient(X, LEARNER, context_of()).fit([lengths * direction(rng)], asks("update"))
 
 
@@ -82,11 +82,11 @@ def test_almost_parallel_atoms_are_refused(learner: Any, apart: float) -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"local_steps": 10**9}, "perdl.local-steps must"),
-        ({"refine_steps": 10**9}, "perdl.refine-steps must"),
-        ({"sends": "codes"}, "perdl.sends must"),
-        ({"seed": -1}, "perdl.seed must"),
-        ({"local_steps": "all"}, "perdl.local-steps must"),
+        ({"local_steps": 10**9}, "perdl.local-steps"),
+        ({"refine_steps": 10**9}, "perdl.refine-steps"),
+        ({"sends": "codes"}, "perdl.sends"),
+        ({"seed": -1}, "perdl.seed"),
+        ({"local_steps": "all"}, "perdl.local-steps"),
     ],
 )
 def test_options_out_of_range_are_refused(more: dict[str, Any], named: str) -> None:
@@ -118,9 +118,7 @@ ASKED = [
 ]
 
 
-def answered(
-    samples: np.ndarray, G: np.ndarray, ask: tuple[str, Any], **more: Any
-) -> np.ndarray:
+def answered(samples: np.ndarray, G: np.ndarray, ask: tuple[str, Any], **more: Any) -> np.ndarray:
     """Return a client's answer to a request for atoms or sums, a row for each of ``G``."""
     sends, learner = ask
 
@@ -195,7 +193,7 @@ def test_fresh_runs_come_to_an_end() -> None:
     node, G = context_of(), np.eye(2, D)
     for run in range(8):
         DictionaryClient(X, LEARNER, node).fit([G], asks("update", run=str(run)))
-    with pytest.raises(ValueError, match="8 runs"):
+    with pytest.raises(ValueError, match=r"^max_runs"):
         DictionaryClient(X, LEARNER, node).fit([G], asks("update", run="8"))
     DictionaryClient(X, LEARNER, node).fit([G], asks("update", 2, run="3"))
 
@@ -213,10 +211,10 @@ def test_rounds_only_increase_and_the_last_one_may_be_asked_again(kind: str) -> 
     once, again = (ask(np.eye(2, D), 4) for _ in range(2))
     np.testing.assert_equal(once, again)
     for G, round_ in ((np.eye(3, D), 4), (np.eye(2, D), 1), (np.eye(2, D), 3)):
-        with pytest.raises(ValueError, match="server-round must"):
+        with pytest.raises(ValueError, match=r"^server-round"):
             ask(G, round_)
     ask(np.eye(3, D), 5)
-    with pytest.raises(ValueError, match="3 requests"):
+    with pytest.raises(ValueError, match=r"^max_requests"):
         ask(np.eye(2, D), 6)
 
 
@@ -230,16 +228,16 @@ def test_a_whole_dictionary_leaves_once() -> None:
         return DictionaryClient(X, LEARNER, node).fit([], asks(step, round_, **more))[0][0]
 
     np.testing.assert_array_equal(ask("start", 1), ask("start", 1))
-    with pytest.raises(ValueError, match="same request"):
+    with pytest.raises(ValueError, match=r"^server-round"):
         ask("start", 1, seed=1)
     for seed in (0, 1):
-        with pytest.raises(ValueError, match="first request"):
+        with pytest.raises(ValueError, match=r"^step"):
             ask("start", 2, seed=seed)
 
 
 @pytest.mark.parametrize("step", ["average", "describe"])
 def test_a_client_serves_one_protocol(step: str) -> None:
-    with pytest.raises(ValueError, match="step must"):
+    with pytest.raises(ValueError, match=r"^step"):
         DictionaryClient(X, LEARNER, context_of()).fit([np.eye(2, D)], asks(step))
 
 
@@ -301,7 +299,7 @@ def for_models(step: str, **options: Any) -> dict[str, Any]:
 def test_large_models_are_refused(size: float, loss: Any, largest: float) -> None:
     """A logistic loss' gradient at a large model sums over what is on the wrong side of a plane."""
     client = RegressionClient(X, LABELS, context_of(), loss=loss)
-    with pytest.raises(ValueError, match="array 0 must"):
+    with pytest.raises(ValueError, match="array 0"):
         client.fit([size * direction(np.random.default_rng(1))], for_models("update"))
     client.fit([0.99 * largest * direction(np.random.default_rng(1))], for_models("update"))
 
@@ -312,7 +310,7 @@ def test_a_pair_of_points_is_not_sent() -> None:
         [np.zeros((1, 1, D)), np.eye(D)[None], np.zeros((0, D))],
         for_models("moment", estimate="pair", transpose=0, variance=0.0),
     )
-    with pytest.raises(ValueError, match="1 of its 40 points"):
+    with pytest.raises(ValueError, match=r"^min_support"):
         RegressionClient(X, LABELS, context_of()).fit(*request)
     (reply,), _, _ = RegressionClient(X, LABELS, context_of(), min_support=0).fit(*request)
     assert max(near(reply[0].T, point).max() for point in X) > 0.99
@@ -320,5 +318,5 @@ def test_a_pair_of_points_is_not_sent() -> None:
 
 @pytest.mark.parametrize("step", ["describe", "moment", "anchors", "update"])
 def test_a_client_with_few_points_does_not_train(step: str) -> None:
-    with pytest.raises(ValueError, match="min_support must"):
+    with pytest.raises(ValueError, match=r"^min_support"):
         RegressionClient(X[:2], LABELS[:2], context_of()).fit([], for_models(step))

@@ -30,7 +30,7 @@ def test_a_partition_id_may_be_a_text(partition: Any) -> None:
 @given(partition=st.sampled_from(["", "x", "-1", "3.0", "³", -1, 2**63, 3.0, True, b"3", np.nan]))
 @settings(max_examples=11)
 def test_any_other_partition_id_is_one_sentence(partition: Any) -> None:
-    with pytest.raises(ValueError, match="partition-id must"):
+    with pytest.raises(ValueError, match=r"^partition-id"):
         DictionaryClient(X, LEARNER, context_of(partition))
 
 

@@ -94,18 +94,15 @@ def kept(folder: Path, **binding: str) -> PrivateArrays | None:
 
 
 @pytest.mark.parametrize(
-    ("binding", "said"),
-    [
-        ({"client": "ward-8"}, "must be of client 'ward-8', got 'ward-7'"),
-        ({"algorithm": "diffusion"}, "must be of algorithm 'diffusion', got 'dictionary'"),
-    ],
+    "binding",
+    [{"client": "ward-8"}, {"algorithm": "diffusion"}],
 )
 def test_a_foreign_file_is_refused_by_name(
-    tmp_path: Path, warned: Any, binding: dict[str, str], said: str
+    tmp_path: Path, warned: Any, binding: dict[str, str]
 ) -> None:
     PrivateState(context(), "run", shelf(tmp_path)).save(2, atoms(2))
     assert kept(tmp_path, **binding) is None
-    assert f"round-000002.npz {said}" in warned.text
+    assert "round-000002.npz" in warned.text
     assert kept(tmp_path) is not None
 
 
@@ -142,16 +139,24 @@ def test_locked_files_say_nothing_and_open_with_their_key_alone(
     np.testing.assert_array_equal(found["local_atoms"], secret["local_atoms"])
 
     monkeypatch.setenv(KEY_VARIABLE, "1f" * 32)
-    with pytest.raises(ValueError, match=f"{KEY_VARIABLE} must be the key"):
+    with pytest.raises(ValueError, match=KEY_VARIABLE):
         kept(tmp_path)
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(ValueError, match=r"round-000002\.npz is locked with, got none"):
+    with pytest.raises(ValueError, match=KEY_VARIABLE):
         kept(tmp_path)
     monkeypatch.setenv(KEY_VARIABLE, "secret words")
-    message = "must be 64 hexadecimal digits .* got 12 characters"
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=KEY_VARIABLE) as error:
         kept(tmp_path)
     assert "secret words" not in str(error.value)
+
+
+def test_a_file_of_another_version_stops_the_client(tmp_path: Path) -> None:
+    PrivateState(context(), "run", shelf(tmp_path)).save(1, atoms(1))
+    path = file(tmp_path, 1)
+    saved = files.load(path)
+    files.save(path, saved.arrays, {**saved.meta, "format": 2})
+    with pytest.raises(ValueError, match=rf"{path.name} .*format.* got 2"):
+        kept(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["arrays", "about", "unlocked"])
@@ -177,5 +182,4 @@ def test_a_locked_file_that_somebody_changed_is_left_out(
     found = kept(tmp_path)
     assert found is not None
     assert found["local_atoms"][0, 0] == 1
-    reason = "it is not locked" if what == "unlocked" else "it was changed after it was locked"
-    assert f"round-000002.npz is left out: {reason}" in warned.text
+    assert "round-000002.npz" in warned.text

@@ -12,16 +12,10 @@ from scipy.linalg import polar
 from flwr_perdl.dictionary import (
     atom_distances,
     dictionary_distance,
-    match_atoms,
     normalize_atoms,
     polar_factor,
 )
-from flwr_perdl.dictionary.atoms import (
-    coordinate_atoms,
-    least_squares_atoms,
-    merged_atoms,
-    principal_directions,
-)
+from flwr_perdl.dictionary.atoms import match_atoms
 
 numbers = st.floats(-10, 10).map(lambda x: round(x, 3))
 
@@ -141,72 +135,3 @@ def test_polar_factor_does_not_depend_on_scale_and_keeps_float32(rng, orthonorma
     single = polar_factor(S.astype(np.float32), fallback.astype(np.float32))
     assert single.dtype == np.float32
     assert np.allclose(single, polar_factor(S, fallback), atol=1e-6)
-
-
-def test_least_squares_leaves_open_what_the_equations_leave_open(rng, unit):
-    current = unit(4, 6)
-    C = rng.standard_normal((30, 4))
-    C[:, 2] = 0
-    X = rng.standard_normal((30, 6))
-    D = least_squares_atoms(C.T @ C, C.T @ X, current)
-    assert np.array_equal(D[2], current[2])
-    others = np.delete(C, 2, axis=1)
-    expected = normalize_atoms(np.linalg.lstsq(others, X, rcond=None)[0])
-    assert np.allclose(np.delete(D, 2, axis=0), expected, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize(("n", "k", "decay"), [(30, 5, 0.5), (30, 29, 0.9), (30, 12, 3.0)])
-def test_the_principal_directions_of_few_samples_are_singular_vectors(
-    n: int, k: int, decay: float, dtype: type
-) -> None:
-    rng = np.random.default_rng(k)
-    U, V = (np.linalg.qr(rng.standard_normal((size, n)))[0] for size in (n, 80))
-    X = ((U * 10.0 ** -(decay * np.arange(n) / k)) @ V.T).astype(dtype)
-    found = principal_directions(X, k)
-    assert found.dtype == dtype
-    tolerance, rounding = (1e-9, 1e-14) if dtype is np.float64 else (2e-2, 1e-6)
-    np.testing.assert_allclose(np.abs(np.sum(found * V.T[:k], axis=1)), 1, atol=tolerance)
-    np.testing.assert_allclose(found @ found.T, np.eye(k), atol=rounding)
-
-
-def test_directions_too_weak_for_the_gram_matrix_are_found() -> None:
-    rng = np.random.default_rng(0)
-    U, V = (np.linalg.qr(rng.standard_normal((size, 6)))[0] for size in (6, 20))
-    X = (U * 10.0 ** -np.linspace(0, 10, 6)) @ V.T
-    np.testing.assert_allclose(np.abs(principal_directions(X, 5) @ V), np.eye(6)[:5], atol=1e-5)
-
-
-def test_coordinate_descent_ends_where_no_atom_alone_can_do_better(rng, unit):
-    C, X = rng.standard_normal((50, 4)), rng.standard_normal((50, 6))
-    D = coordinate_atoms(C.T @ C, C.T @ X, unit(4, 6), n_sweeps=200)
-    for j in range(4):
-        rest = X - np.delete(C, j, axis=1) @ np.delete(D, j, axis=0)
-        assert np.allclose(D[j], normalize_atoms((C[:, j] @ rest)[None])[0], atol=1e-10)
-
-
-def test_a_sweep_by_hand():
-    # Atom 0 first: [4, 2] - 1 * [0, 1] = [4, 1]; then atom 1, given the new atom 0: [1, 3] - a_0.
-    gram, moment = np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([[4.0, 2.0], [1.0, 3.0]])
-    first = np.array([4.0, 1.0]) / np.sqrt(17)
-    expected = normalize_atoms(np.vstack([first, [1.0, 3.0] - first]))
-    for scale in (1e-200, 1.0, 1e200):
-        found = coordinate_atoms(scale * gram, scale * moment, np.eye(2), n_sweeps=1)
-        assert np.allclose(found, expected, atol=1e-15)
-
-
-def test_an_atom_without_samples_becomes_the_sum_of_two_that_are_used_together():
-    D = np.eye(5)
-    gram = np.diag([3.0, 3.0, 3.0, 3.0, 0.0])
-    gram[0, 1] = gram[1, 0] = 1.0
-    gram[2, 3] = gram[3, 2] = -2.0
-    expected = [0, 0, np.sqrt(0.5), -np.sqrt(0.5), 0]
-    assert np.allclose(merged_atoms(gram, D), np.vstack([D[:4], expected]))
-    assert merged_atoms(np.diag([1.0, 1.0, 0.0]), np.eye(3)).tolist() == np.eye(3).tolist()
-    copies = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.1, 1.0, 0.0]])
-    copies[2] /= np.linalg.norm(copies[2])
-    found = merged_atoms(np.ones((3, 3)), copies)
-    assert np.allclose(found, [*copies[:2], [np.sqrt(0.5), np.sqrt(0.5), 0]])
-    found = merged_atoms(np.eye(3), copies)  # none are used together
-    assert np.array_equal(found[:2], copies[:2])
-    assert np.abs(found[:2] @ found[2]).max() < 0.98

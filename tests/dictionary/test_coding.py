@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from scipy.optimize import nnls
 from sklearn.linear_model import Lasso as SklearnLasso
 from sklearn.linear_model import orthogonal_mp
 
@@ -17,7 +16,6 @@ from flwr_perdl.dictionary import (
     soft_threshold,
     sparse_code,
 )
-from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
 
 matrices = arrays(float, (3, 5), elements=st.floats(-5, 5))
 
@@ -114,20 +112,6 @@ def test_lasso_is_scikit_learns(rng, unit, alpha):
     assert np.allclose(ours.codes, expected, atol=1e-7)
 
 
-@pytest.mark.parametrize("alpha", [0.02, 1.0])
-@pytest.mark.parametrize("r", [8, 90])
-def test_lasso_is_spams(rng, unit, r, alpha):
-    spams = pytest.importorskip("spams")
-    D = unit(r, 20)
-    D[1::2] += D[0] + D[2]  # atoms that have much in common, of any length
-    X = rng.standard_normal((50, 20))
-    codes = lasso(X, D, alpha).codes
-    options = {"lambda1": alpha, "numThreads": 1}
-    expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
-    found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
-    assert found == pytest.approx(wanted, rel=1e-9)
-
-
 def test_lasso_may_start_from_any_codes(rng, unit):
     X, D = rng.standard_normal((20, 10)), unit(30, 10)
     D[4] = 0  # an atom that was withheld
@@ -201,76 +185,3 @@ def test_sparse_code_keeps_float32_and_its_inputs(rng, unit, option):
 def test_sparse_code_has_one_method(options):
     with pytest.raises(ValueError, match="n_nonzero"):
         sparse_code(np.ones((2, 3)), np.eye(3), **options)
-
-
-def focuss_objective(X, D, C, alpha, power):
-    fit = 0.5 * ((X - C @ D) ** 2).sum(axis=1)
-    return fit + alpha / power * (np.abs(C) ** power).sum(axis=1)
-
-
-@pytest.mark.parametrize(("r", "d"), [(8, 12), (12, 8)])
-def test_focuss_with_power_one_is_the_lasso(rng, unit, r, d):
-    X, D = rng.standard_normal((20, d)), unit(r, d)
-    ours = focuss(X, D, 0.3, power=1.0, tol=1e-8, max_iter=20000)
-    expected = lasso(X, D, 0.3).codes
-    assert np.abs(ours - expected).max() < 1e-4
-
-
-@pytest.mark.parametrize(("r", "d", "power"), [(8, 12, 0.3), (30, 8, 0.5), (30, 8, 1.0)])
-def test_focuss_lowers_its_objective_in_every_iteration(rng, unit, r, d, power):
-    X, D = rng.standard_normal((20, d)), unit(r, d)
-    runs = [focuss(X, D, 0.1, power=power, tol=0.0, max_iter=n) for n in range(12)]
-    values = np.array([focuss_objective(X, D, C, 0.1, power) for C in runs])
-    assert (np.diff(values, axis=0) <= 1e-9).all()
-
-
-def test_focuss_is_stationary_where_codes_are_not_zero(rng, unit):
-    X, D = rng.standard_normal((30, 8)), unit(20, 8)
-    codes = focuss(X, D, 0.05, tol=1e-9, max_iter=2000)
-    used = codes != 0
-    assert 0 < used.sum() < codes.size
-    slope = (X - codes @ D) @ D.T
-    expected = 0.05 * np.sign(codes[used]) * np.abs(codes[used]) ** -0.5
-    assert np.allclose(slope[used], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(("r", "d"), [(1, 5), (6, 20), (30, 30)])
-def test_nonnegative_least_squares_is_scipys(rng, r, d):
-    D, X = rng.random((r, d)), rng.standard_normal((200, d)) + 0.5
-    expected = np.stack([nnls(D.T, x)[0] for x in X])
-    assert np.abs(nonnegative_from_gram(X @ D.T, D @ D.T) - expected).max() < 1e-9
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**16), st.floats(-14, -6), st.sampled_from([np.float64, np.float32]))
-def test_nonnegative_least_squares_ends_where_atoms_are_nearly_dependent(seed, power, dtype):
-    rng = np.random.default_rng(seed)
-    D = rng.standard_normal((4, 8))
-    D[3] = D[0] + 10.0**power * rng.standard_normal(8)
-    D, X = D.astype(dtype), rng.standard_normal((10, 8)).astype(dtype)
-    if np.linalg.matrix_rank(D) < 4:
-        return
-    C = nonnegative_from_gram(X @ D.T, D @ D.T)
-    assert (C >= 0).all()
-    best = np.array([nnls(D.T.astype(float), x)[1] ** 2 for x in X.astype(float)])
-    assert (((X - C @ D) ** 2).sum(axis=1) <= best + 1e-3 * best.max()).all()
-
-
-def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(rng, unit):
-    D = unit(20, 12)
-    C = np.zeros((40, 20))
-    C[np.arange(40), rng.integers(0, 10, 40)] = 4.0
-    C[np.arange(40), rng.integers(10, 20, 40)] = -9.0
-    ours, theirs = focuss(C @ D, D, 0.05), lasso(C @ D, D, 0.05).codes
-    right = ((ours != 0) == (C != 0)).all(axis=1)
-    assert right.mean() > 0.7
-    assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
-
-
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_omp_by_residual_is_spams(rng, unit, k):
-    spams = pytest.importorskip("spams")  # there are no wheels but for Linux
-    X, D = rng.standard_normal((40, 12)), unit(25, 12)
-    X[:, 3] *= 4
-    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
-    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)

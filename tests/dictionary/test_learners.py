@@ -146,12 +146,14 @@ def test_the_lasso_s_learner_comes_near_the_planted_dictionary(rng, unit, sparse
     assert np.median(np.abs(found @ truth.T).max(axis=0)) > 0.99
 
 
-def test_the_start_spans_the_principal_directions(rng):
-    X = rng.standard_normal((100, 8)) * [9, 8, 7, 1, 1, 1, 1, 1]
-    D = OrthogonalLearner(3).start(X, rng)
-    top = np.linalg.svd(X)[2][:3]
-    assert np.allclose(D.T @ D, top.T @ top, atol=1e-12)
-    assert not np.allclose(np.abs(D @ top.T).max(axis=1), 1, atol=1e-3)  # rotated
+def test_the_start_spans_the_principal_directions(rng, orthonormal):
+    weak = (orthonormal(6, 6) * 10.0 ** -np.linspace(0, 10, 6)) @ orthonormal(6, 20)
+    strong = rng.standard_normal((100, 8)) * [9, 8, 7, 1, 1, 1, 1, 1]
+    for X, k, within in ((strong, 3, 1e-12), (weak, 5, 1e-5)):
+        D = OrthogonalLearner(k).start(X, rng)
+        top = np.linalg.svd(X)[2][:k]
+        assert np.allclose(D.T @ D, top.T @ top, atol=within)
+        assert not np.allclose(np.abs(D @ top.T).max(axis=1), 1, atol=1e-3)  # rotated
 
 
 # Warm start

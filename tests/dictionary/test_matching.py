@@ -14,7 +14,6 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     warm_start,
 )
-from flwr_perdl.dictionary.matching import count_shared
 from perdl_experiments.data import planted_clients
 
 METHODS = ["consensus", "paths"]
@@ -190,15 +189,6 @@ def test_clients_with_few_atoms_do_not_make_others_agree(unit, method, sizes):
     for _ in range(5):
         dictionaries = [unit(size, 30) for size in sizes]
         assert len(global_matching(dictionaries, "auto", method=method).global_atoms) == 0
-
-
-def test_counting_by_hand():
-    assert count_shared(np.array([]), 10, 10) == 0
-    assert count_shared(np.array([0.01, 0.02, 0.9, 1.0]), 10, 4) == 2
-    assert count_shared(np.array([0.9, 0.95, 1.0, 1.0]), 10, 4) == 0
-    assert count_shared(np.array([0.0, 0.0, 0.0, 0.0]), 10, 4) == 4
-    # All alike, though not close: nothing sets any apart.
-    assert count_shared(np.array([0.35, 0.36, 0.37, 0.38]), 64, 4) == 4
 
 
 def test_two_clients_count_alike(rng):

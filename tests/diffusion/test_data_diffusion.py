@@ -11,15 +11,11 @@ import pytest
 from flwr_perdl.dictionary import KSVDLearner, MODLearner, dictionary_distance, normalize_atoms, omp
 from flwr_perdl.diffusion import (
     CombinationMatrix,
+    DataDiffusion,
     Topology,
     averaging_weights,
     metropolis_weights,
     relative_degree_variance_weights,
-)
-from flwr_perdl.diffusion.data_diffusion import (
-    DataDiffusion,
-    DictionaryProgram,
-    DictionaryState,
 )
 from flwr_perdl.network import Faults, InMemoryNetwork
 from flwr_perdl.random import spawn
@@ -52,9 +48,9 @@ def found(dictionaries: np.ndarray, atoms: np.ndarray) -> list[int]:
 
 def states(
     learner: DataDiffusion, data: list[Any], network: Any, rounds: int, **options: Any
-) -> list[DictionaryState]:
+) -> list[Any]:
     """Return the state after every round."""
-    after: list[DictionaryState] = []
+    after: list[Any] = []
     learner.fit(data, network, rounds, callback=lambda _, state: after.append(state), **options)
     return after
 
@@ -106,12 +102,16 @@ def test_nodes_find_planted_atoms_together_but_not_alone(update: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"coder": "lasso", "alpha": 0.1}, {"coder": "focuss", "alpha": 0.02}],
-    ids=["lasso", "focuss"],
+    ("n_features", "options"),
+    [
+        (8, {"coder": "lasso", "alpha": 0.1}),
+        (8, {"coder": "focuss", "alpha": 0.02}),
+        (16, {"coder": "focuss", "alpha": 0.02}),  # more than the atoms
+    ],
+    ids=["lasso", "focuss", "focuss, few atoms"],
 )
-def test_the_other_coders_find_planted_atoms_too(options: dict[str, Any]) -> None:
-    atoms, data = draw(nodes=2, samples=150)
+def test_the_other_coders_find_planted_atoms_too(n_features: int, options: dict[str, Any]) -> None:
+    atoms, data = draw(nodes=2, samples=150, n_features=n_features)
     ended = DataDiffusion(12, **options).fit(data, Topology.ring(2), 60)
     assert min(found(ended.dictionaries, atoms)) >= 11
 
@@ -140,7 +140,7 @@ def test_atoms_that_clipping_makes_equal_do_not_end_the_run() -> None:
     learner = DataDiffusion(3, coder="nonnegative", nonnegative=True)
     ended = learner.fit(data, Topology.ring(4), 30, seed=8)
     assert (ended.error < 0.1).all()
-    with pytest.raises(ValueError, match=r"^n_atoms must"):
+    with pytest.raises(ValueError, match=r"^n_atoms"):
         DataDiffusion(5, coder="nonnegative").fit(data, Topology.ring(4), 1)
 
 
@@ -291,17 +291,6 @@ def test_only_lost_news_keeps_a_node_from_replacing() -> None:
 # Privacy --------------------------------------------------------------------------------------
 
 
-class Recording(DictionaryProgram):
-    """A program that keeps what it sends."""
-
-    sent: list[tuple[np.ndarray, ...]]
-
-    def message(self, state: DictionaryState) -> tuple[np.ndarray, ...]:
-        message = super().message(state)
-        self.sent.append(tuple(array.copy() for array in message))
-        return message
-
-
 def closeness(sent: list[tuple[np.ndarray, ...]], data: list[np.ndarray]) -> float:
     """Return the largest |cosine| of a sample with a vector that some node has sent."""
     X = normalize_atoms(np.concatenate(data))
@@ -322,10 +311,16 @@ def test_by_default_no_message_shows_a_sample(update: str) -> None:
 
     def shown(start: str, replacement: str, rounds: int) -> float:
         learner = DataDiffusion(20, n_nonzero=2, update=update, replacement=replacement)
-        program = Recording(learner, dict(enumerate(data)), 2, start, 0)
-        program.sent = []
+        program: Any = learner.program(dict(enumerate(data)), agreement=2, start=start)
+        message, sent = program.message, []
+
+        def noted(state: Any) -> Any:
+            sent.append(tuple(array.copy() for array in message(state)))
+            return sent[-1]
+
+        program.message = noted
         InMemoryNetwork(Topology.ring(4)).run(program, rounds)
-        return closeness(program.sent, data)
+        return closeness(sent, data)
 
     assert shown("common", "private", 40) < 0.995
     assert shown("common", "samples", 12) > 1 - 1e-12

@@ -115,7 +115,7 @@ def test_a_graph_in_two_parts_is_not_connected() -> None:
         (lambda: Topology.from_edges(3, [(0, 3)]), "edges"),
         (lambda: Topology.from_edges(3, [(1, 1)]), "adjacency"),
         (lambda: Topology.erdos_renyi(9, 0.001), "connected"),
-        (lambda: Topology.erdos_renyi(6, 1.5), "p must"),
+        (lambda: Topology.erdos_renyi(6, 1.5), r"^p\b"),
         (lambda: Topology.k_regular(5, 3), "n_nodes"),
         (lambda: Topology.small_world(8, 3, 0.1), "degree"),
         (lambda: Topology.k_regular(4, 1), "connected"),
@@ -187,21 +187,21 @@ def test_spectra_of_large_sparse_graphs_agree_with_dense_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda w: w[:2], "shape"),
-        (lambda w: w * 0.5, "sum to one in every row"),
-        (lambda w: np.array([[1.5, -0.5, 0], [0, 1, 0], [0, 0, 1]]), "at least 0"),
-        (lambda w: np.array([[0.5, 0, 0.5], [0, 1, 0], [0, 0, 1]]), "node 0 does not hear 2"),
-        (lambda w: w * np.nan, "finite"),
+        lambda w: w[:2],
+        lambda w: w * 0.5,
+        lambda w: np.array([[1.5, -0.5, 0], [0, 1, 0], [0, 0, 1]]),
+        lambda w: np.array([[0.5, 0, 0.5], [0, 1, 0], [0, 0, 1]]),  # node 0 does not hear node 2
+        lambda w: w * np.nan,
     ],
 )
 def test_a_bad_combination_matrix_is_refused_in_one_sentence(
-    change: Callable[[np.ndarray], np.ndarray], message: str
+    change: Callable[[np.ndarray], np.ndarray],
 ) -> None:
     topology = Topology.from_edges(3, [(0, 1), (1, 2)])
     weights = metropolis_weights(topology).matrix.toarray()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"^weights"):
         CombinationMatrix(change(weights), topology)
 
 

@@ -15,7 +15,7 @@ from flwr_perdl.random import spawn
 from flwr_perdl.regression import TwoPhase, model_error
 from flwr_perdl.strategies import PerMA, client_report
 from perdl_experiments.data import planted_clients
-from perdl_experiments.liars import MESSAGES, LyingDictionaryClient, liars, lie, regress
+from perdl_experiments.liars import MESSAGES, LyingDictionaryClient, regress
 from perdl_experiments.mixed_regression_data import Mixed, setting
 from tests.grids import grid_of
 
@@ -114,15 +114,3 @@ def test_false_data_are_further_models(attack: str) -> None:
 
 def test_fedx_with_the_mean_does_not() -> None:
     assert not fedx("collude", n_clusters=3) <= BOUND * clean()
-
-
-def test_liars_are_spread_evenly_and_agree() -> None:
-    labels = np.repeat([0, 1, 2], [10, 20, 30])
-    who = liars(labels, 0.3, np.random.default_rng(0))
-    np.testing.assert_array_equal(np.bincount(labels[who]), [3, 6, 9])
-    one, other = np.array([[3.0, 4.0]]), np.array([[0.0, 10.0]])
-    np.testing.assert_array_equal(lie(one, "sign-scaled"), -1e6 * one)
-    agreed = lie(one, "collude", 1)
-    np.testing.assert_allclose(lie(other, "collude", 1), 2 * agreed)
-    np.testing.assert_allclose(np.linalg.norm(agreed), 5)
-    assert not np.allclose(agreed, lie(one, "collude", 2))

@@ -84,9 +84,9 @@ def test_a_new_group_has_the_model_that_its_own_responses_follow() -> None:
     both = model.predict(X, groups=[0, 0, 99, 99, 0, 99], y_own=truth)  # 0 was in fit: its model
     np.testing.assert_allclose(both[[0, 1, 4]], X[[0, 1, 4]] @ SLOPES[0], atol=0.2)
     np.testing.assert_allclose(both[[2, 3, 5]], truth[[2, 3, 5]], atol=0.2)
-    with pytest.raises(ValueError, match="y_own must"):
+    with pytest.raises(ValueError, match=r"^y_own"):
         model.predict(X, groups=[0, 0, 0, 0, 0, 99])
-    with pytest.raises(ValueError, match="y_own must"):
+    with pytest.raises(ValueError, match=r"^y_own"):
         model.predict(X)
 
 
@@ -104,17 +104,17 @@ def test_a_group_with_too_few_points_has_a_label_and_no_part() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"y": np.zeros(3)}, "y should be a 1d array"),
-        ({"groups": np.zeros((N * 15, 1))}, "groups must"),
-        ({"groups": [None] * (N * 15)}, "groups must"),
-        ({"groups": [np.nan] * (N * 15)}, "groups must"),
-        ({"groups": np.array(["a", 1] * (N * 15 // 2), dtype=object)}, "groups must"),
-        ({"X": np.full((N * 15, 3), np.inf)}, "X must"),
+        ({"y": np.zeros(3)}, "y"),
+        ({"groups": np.zeros((N * 15, 1))}, "groups"),
+        ({"groups": [None] * (N * 15)}, "groups"),
+        ({"groups": [np.nan] * (N * 15)}, "groups"),
+        ({"groups": np.array(["a", 1] * (N * 15 // 2), dtype=object)}, "groups"),
+        ({"X": np.full((N * 15, 3), np.inf)}, "X"),
     ],
 )
 def test_wrong_input_is_named(change: dict[str, Any], said: str) -> None:
     given = dict(zip(("X", "y", "groups"), planted(), strict=True))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"^{said}"):
         MixedRegression(2).fit(**{**given, **change})
 
 

@@ -134,7 +134,7 @@ def test_before_fit_the_error_is_scikit_learns_too(
     ask = estimator.predict if hasattr(estimator, "predict") else estimator.transform
     with pytest.raises(TheirError):
         check_is_fitted(estimator)
-    with pytest.raises(TheirError, match=r"must be fitted first: call fit\.") as raised:
+    with pytest.raises(TheirError, match=type(estimator).__name__) as raised:
         ask(np.zeros((1, 5)))
     assert isinstance(raised.value, NotFittedError)
     monkeypatch.delitem(sys.modules, "sklearn.exceptions")
@@ -158,7 +158,7 @@ def test_data_frames_come_out_where_they_are_asked_for() -> None:
         model.inverse_transform(frame, client=0), model.reconstruct(tables[0], client=0)
     )
     assert list(clone(model).fit(tables).transform(tables[1]).columns) == ["global0", "global1"]
-    with pytest.raises(ValueError, match="transform must"):
+    with pytest.raises(ValueError, match=r"^transform"):
         model.set_output(transform="list")
 
 
@@ -211,10 +211,10 @@ def test_lists_and_mappings_of_sites_are_as_their_tables_one_by_one(
         ({whose: 0}, whose),
         ({whose: ["north"] * 4}, whose),
     ):
-        with pytest.raises((TypeError, ValueError), match=f"{said} must"):
+        with pytest.raises((TypeError, ValueError), match=f"{said}"):
             model.transform(SITES, **wrong)
     for sites in ({}, {1: SITES[0]}):
-        with pytest.raises((TypeError, ValueError), match="X must"):
+        with pytest.raises((TypeError, ValueError), match=r"^X"):
             model.fit(sites)
 
 
@@ -242,7 +242,7 @@ def test_random_state_is_the_seed_by_scikit_learns_name(estimator: Any) -> None:
         if name.endswith("atoms_") or name.endswith("components_") or name == "coef_":
             np.testing.assert_array_equal(getattr(by_name, name), value)
     for wrong in ({"seed": 1, "random_state": 2}, {"random_state": "a"}):
-        with pytest.raises(ValueError, match=r"seed must|random_state must"):
+        with pytest.raises(ValueError, match=r"^(seed|random_state) "):
             fitted(clone(estimator).set_params(**wrong))
 
 
@@ -251,5 +251,5 @@ def test_the_names_of_columns_are_those_of_a_site() -> None:
     assert model.get_feature_names_out().tolist() == ["global0", "global1"]
     names = ["global0", "global1", "local0"]
     assert model.get_feature_names_out(client="b").tolist() == names
-    with pytest.raises(ValueError, match="client must"):
+    with pytest.raises(ValueError, match=r"^client"):
         model.atoms("c")

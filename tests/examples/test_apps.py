@@ -130,7 +130,7 @@ def test_tables_of_ones_own(
     shared = np.linalg.qr(np.random.default_rng(0).standard_normal((12, 12)))[0][:3]
     assert (np.abs(atoms @ shared.T).max(axis=0) > 0.99).all()
     (tmp_path / "c.csv").write_text("a,b\n1,north\n2,south\n")
-    with pytest.raises(ValueError, match=r"columns \[2\]"):
+    with pytest.raises(ValueError, match=r"c\.csv"):
         tables.read(tmp_path / "c.csv")
 
 

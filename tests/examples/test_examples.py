@@ -40,7 +40,7 @@ def test_a_quickstart_node_may_have_a_name_instead_of_a_number() -> None:
     first, same, other = (task["load_data"](node_config)[0] for node_config in numbers)
     np.testing.assert_array_equal(first, same)
     assert (first != other).all()
-    with pytest.raises(ValueError, match=r"node_config .* 'partition-id'"):
+    with pytest.raises(ValueError, match=r"^node_config"):
         task["load_data"]({})
 
 

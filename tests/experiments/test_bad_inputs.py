@@ -97,47 +97,6 @@ def test_a_bad_option_is_refused_in_a_sentence_and_changes_nothing(
     assert files(place) == before
 
 
-def arrays() -> st.SearchStrategy[np.ndarray[Any, Any]]:
-    """Arrays as files may have them by mistake: none has the ten by ten pixels of an image."""
-    shapes = st.sampled_from([(), (0,), (7,), (20, 9), (20, 8), (0, 9), (20, 2, 2), (20, 3, 3, 3)])
-    dtypes = st.sampled_from(["f8", "f4", "f2", "i8", "u1", "?", "c16", "U3", "M8[s]", "g"])
-    special = st.sampled_from([0.0, 1.0, np.nan, np.inf, -1e300])
-    return st.builds(
-        lambda shape, dtype, fill: np.full(
-            shape, fill if dtype in ("f8", "f4", "f2") else 1
-        ).astype(dtype),
-        shapes,
-        dtypes,
-        special,
-    )
-
-
-TAKE_DATA = sorted(
-    name
-    for name, one in EXPERIMENTS.items()
-    if "data" in one.defaults and name not in ("video", "novel-documents")
-)
-
-
-@quick
-@pytest.mark.filterwarnings("ignore:overflow")
-@given(
-    name=st.sampled_from(TAKE_DATA),
-    contents=st.dictionaries(
-        st.sampled_from(["X", "y", "client", "shape", "endmembers", "Z"]), arrays(), max_size=4
-    ),
-)
-def test_a_bad_data_file_is_refused_in_a_sentence(
-    tmp_path: Path, name: str, contents: dict[str, Any]
-) -> None:
-    path, out = tmp_path / "data.npz", tmp_path / "out"
-    with np.errstate(all="ignore"):
-        np.savez(path, **contents)
-    result = invoke("run", name, "--data", path, "--out", out)
-    assert_refused(result)
-    assert not out.exists()
-
-
 FOREIGN = ["run.json", "results.json", "report.html", "arrays.npz", "events.jsonl"]
 KINDS = [*FOREIGN, "checkpoints", "state", "kept", "next", "error.png", "a file", "under a file"]
 

@@ -105,16 +105,3 @@ def test_planted_types_are_found_and_their_genes() -> None:
             np.square(codes[:80]).sum() / np.square(codes).sum() for codes in (layers.codes, plain)
         )
         assert 1 - sparse_share < 0.8 * (1 - plain_share)  # less goes to genes that say nothing
-
-
-def test_profiles_by_hand() -> None:
-    atoms = np.array([[0.6, 0.8, 0.0], [1.0, 0.0, 0.0]])
-    found = profiles(atoms, np.array([5.0, 4.0]))
-    np.testing.assert_allclose(found, [[0.6, 0.8], [1, 0], [0, 0]])
-
-
-def test_profiles_of_a_full_svd_compare_features_by_their_correlation() -> None:
-    X = np.random.default_rng(0).standard_normal((30, 6))
-    X -= X.mean(axis=0)
-    found = profiles(*plain_svd(X, 6))
-    np.testing.assert_allclose(found @ found.T, np.corrcoef(X.T), atol=1e-12)

@@ -43,29 +43,29 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
     [
         (["run", "digit"], "got 'digit'; did you mean 'digits'?"),
         (["run", "digits", "-o", "n_atom=3"], "did you mean 'n_atoms'?"),
-        (["run", "digits", "--engine", "spark"], "engine must"),
-        (["run", "inference", "--engine", "ray"], "inference must"),
-        (["run", "images"], "images must"),
-        (["run", "digits", "-o", "n_atoms=3", "-o", "n_atoms=4"], "n_atoms must"),
+        (["run", "digits", "--engine", "spark"], "engine"),
+        (["run", "inference", "--engine", "ray"], "inference"),
+        (["run", "images"], "images"),
+        (["run", "digits", "-o", "n_atoms=3", "-o", "n_atoms=4"], "n_atoms"),
         (["options", "digit"], "did you mean 'digits'?"),
-        (["up", "inference"], "inference must"),
-        (["up", "digits", "-o", "n_atoms=100"], "n_atoms must"),
-        (["up", "digits", "--nodes", "100000"], "nodes must"),
+        (["up", "inference"], "inference"),
+        (["up", "digits", "-o", "n_atoms=100"], "n_atoms"),
+        (["up", "digits", "--nodes", "100000"], "nodes"),
         (["run", "digits", "--resume"], "which holds no run"),
         (["run", "digits", "--resume", "--overwrite"], "must not be given together"),
-        (["run", "digits", "-o", "n_atoms"], "option must"),
+        (["run", "digits", "-o", "n_atoms"], "option"),
         (["run", "digits", "--data", "nowhere.npz"], "digits makes its own data"),
-        (["up", "sites", "--data", "."], "data must"),
-        (["up", "sites", "--data", "four"], "nodes must"),
+        (["up", "sites", "--data", "."], "data"),
+        (["up", "sites", "--data", "four"], "nodes"),
         (["report", "nowhere"], "must be the folder of a finished run"),
-        (["fetch", "mnist", "--out", "four/0.npz"], "out must"),
-        (["bench"], "benchmarks must"),
-        (["sweep", "digits", "-o", "n_atoms=8"], "option must"),
-        (["sweep", "comparison", "-o", "sizes=5,10"], "option must"),  # one list
-        (["sweep", "digits", "-o", "n_atoms=8,8"], "n_atoms must"),
-        (["sweep", "digits", "-o", "n_atoms=8,x"], "n_atoms must"),
-        (["sweep", "digits", "-o", "n_atoms=8,9", "--metric", "auc_1"], "metric must"),
-        (["sweep", "images", "-o", "n_global=1,2", "--data", "none.npz"], "data must"),
+        (["fetch", "mnist", "--out", "four/0.npz"], "out"),
+        (["bench"], "benchmarks"),
+        (["sweep", "digits", "-o", "n_atoms=8"], "option"),
+        (["sweep", "comparison", "-o", "sizes=5,10"], "option"),  # one list
+        (["sweep", "digits", "-o", "n_atoms=8,8"], "n_atoms"),
+        (["sweep", "digits", "-o", "n_atoms=8,x"], "n_atoms"),
+        (["sweep", "digits", "-o", "n_atoms=8,9", "--metric", "auc_1"], "metric"),
+        (["sweep", "images", "-o", "n_global=1,2", "--data", "none.npz"], "data"),
         (["sweep", "digits", "-o", "n_atoms=8,9", "--resume", "--overwrite"], "given together"),
         (["compare", "nowhere"], "must be the folder of a finished run"),
     ],
@@ -162,11 +162,11 @@ def check_estimator_of(out, atoms):
     assert shared.transform(X).shape == (30, len(learned))
     assert (shared.rounds, shared.n_nonzero) == (2, 2)
     assert alone.add_site(X) == 3
-    with pytest.raises(ValueError, match="client must"):
+    with pytest.raises(ValueError, match=r"^client"):
         read(client=3)
-    with pytest.raises(ValueError, match="learner must"):
+    with pytest.raises(ValueError, match=r"^learner"):
         PersonalizedDictionaryLearning.from_run(out)
-    with pytest.raises(ValueError, match="folder must"):
+    with pytest.raises(ValueError, match=r"^folder"):
         PersonalizedDictionaryLearning.from_run(out / "state")
 
 

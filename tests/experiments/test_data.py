@@ -4,7 +4,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
-from perdl_experiments.data import digest, load_images, planted_clients
+from perdl_experiments.data import load_images, planted_clients
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_partition_gives_less_where_there_is_less():
     parts = imbalanced_partition(y, 10, 500, np.random.default_rng(0))
     assert [len(indices) for indices in parts.clients] == [90] * 10
     assert len(parts.test) == 100
-    with pytest.raises(ValueError, match="n_clients must"):
+    with pytest.raises(ValueError, match=r"^n_clients"):
         imbalanced_partition(np.arange(10), 20, 100, np.random.default_rng(0))
 
 
@@ -69,9 +69,9 @@ def test_natural_clients_keep_their_own_images():
     used = np.concatenate([*parts.clients, parts.test])
     assert len(set(used)) == len(used)
     assert sorted(owners[parts.test]) == [3, 5, 5, 5, 5, 7, 7, 7, 7]
-    with pytest.raises(ValueError, match="data must"):
+    with pytest.raises(ValueError, match=r"^data"):
         natural_partition(owners, 5, 20, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="data must"):
+    with pytest.raises(ValueError, match=r"^data"):
         natural_partition(np.array([0, 0, 1]), 2, 20, np.random.default_rng(0))
 
 
@@ -99,17 +99,5 @@ def test_a_file_is_read_again_once_it_has_changed(tmp_path, monkeypatch):
     assert load_images("images.npz").X.min() == 1
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    with pytest.raises(ValueError, match="must be a file"):
+    with pytest.raises(ValueError, match=r"^data"):
         load_images("images.npz")
-
-
-def test_a_digest_is_of_a_folders_names_and_contents(tmp_path):
-    for name in ("a.npz", "b.png"):
-        (tmp_path / name).write_text(name)
-    whole = digest(str(tmp_path))
-    for name in (".hidden.npz", "notes.txt"):  # which no loader reads
-        (tmp_path / name).touch()
-    assert digest(str(tmp_path)) == whole
-    (tmp_path / "b.png").rename(tmp_path / "c.png")
-    assert len({whole, digest(str(tmp_path)), digest(str(tmp_path / "a.npz"))}) == 3
-    assert digest("") == digest(str(tmp_path / "nowhere")) == ""

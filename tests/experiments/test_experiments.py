@@ -138,7 +138,7 @@ def test_a_run_that_was_begun_in_process_is_resumed_in_process(tmp_path):
     with pytest.raises(Killed):
         run_experiment("synthetic", progress=kill_after(2), **given)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["nodes"]
-    with pytest.raises(ValueError, match="engine must"):
+    with pytest.raises(ValueError, match=r"^engine"):
         run_experiment("synthetic", engine="ray", resume=True, **given)
     seen = []
     run_experiment("synthetic", resume=True, progress=seen.append, **given)
@@ -176,11 +176,10 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path, rounds, options, kill
 def test_resume_refuses_another_run(tmp_path):
     given = {"clients": 3, "rounds": 2, "out": tmp_path}
     run_experiment("synthetic", options={"seeds": 1}, **given)
-    message = "out must hold the run to resume, .*: seeds is 1 there and 2 here"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"^out .*seeds"):
         run_experiment("synthetic", options={"seeds": 2}, resume=True, **given)
     empty = {**given, "out": tmp_path / "empty"}
-    with pytest.raises(ValueError, match="which holds no run"):
+    with pytest.raises(ValueError, match=r"^out"):
         run_experiment("synthetic", options={"seeds": 1}, resume=True, **empty)
     assert not (tmp_path / "empty").exists()
 
@@ -205,7 +204,7 @@ def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_
         run_experiment("synthetic", out=out, overwrite=True, progress=kill_after(2), **given)
     assert {path: content for path, content in written(out).items() if path in before} == before
     assert (out / "next" / "checkpoints").is_dir()
-    with pytest.raises(ValueError, match="clients is 3 there and 10 here"):
+    with pytest.raises(ValueError, match=r"^out .*clients"):
         run_experiment("synthetic", out=out, resume=True)
     seen = []
     results = run_experiment("synthetic", out=out, resume=True, progress=seen.append, **given)
@@ -257,7 +256,7 @@ def test_resume_refuses_data_that_have_changed(tmp_path):
     run_experiment("sites", **given)
     run_experiment("sites", resume=True, **given)
     np.savez(data / "1.npz", X=rng.random((30, 5)))
-    with pytest.raises(ValueError, match=r"data must"):
+    with pytest.raises(ValueError, match=r"data"):
         run_experiment("sites", resume=True, **given)
 
 
@@ -270,7 +269,7 @@ def test_inside_a_flower_run_there_is_one_federation():
     outside = run_experiment("synthetic", **given)
     assert inside["engine"] == "flower"
     assert inside["metrics"] == outside["metrics"]
-    with pytest.raises(ValueError, match="must be one federation"):
+    with pytest.raises(ValueError, match="seeds=1"):
         run_experiment("synthetic", engine=grid, clients=4)
 
 

@@ -81,7 +81,7 @@ def test_results_have_every_key_of_the_schema(tmp_path):
     "changes", [{"records": [Record("mse", np.nan)]}, {"curves": {"mse": [1, np.inf]}}]
 )
 def test_results_refuse_what_is_not_finite(changes):
-    with pytest.raises(ValueError, match="mse must"):
+    with pytest.raises(ValueError, match=r"^mse"):
         to_results(make_outcome(**changes), PAGE, **RUN)
 
 
@@ -150,6 +150,5 @@ def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
 def test_a_report_needs_a_finished_run(tmp_path, content):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
-    with pytest.raises(ValueError, match="must be") as caught:
+    with pytest.raises(ValueError, match=tmp_path.name):
         write_report(tmp_path)
-    assert str(tmp_path) in str(caught.value)

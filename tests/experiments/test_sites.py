@@ -17,12 +17,10 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import dictionary_distance
 from flwr_perdl.protocol.events import read_events
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import RoundReport
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app as cli
 from perdl_experiments.client_app import make_client
 from perdl_experiments.data import Planted, planted_clients
-from perdl_experiments.engine import mishaps
 
 OPTIONS = {"n_atoms": 6, "n_global": 3}
 
@@ -70,7 +68,7 @@ def test_the_planted_atoms_are_found_where_entries_are_missing(
         assert dictionary_distance(arrays["global_atoms"], planted.global_atoms) < 0.1
     errors = results["metrics"]
     assert max(errors["mse_full"], errors["mse_alone"]) < 0.1 * errors["mse_global"]
-    with pytest.raises(ValueError, match="NaN for OrthogonalLearner"):
+    with pytest.raises(ValueError, match=r"^X"):
         run_experiment("sites", data=tmp_path, options={**OPTIONS, "learner": "orthogonal"})
 
 
@@ -132,27 +130,6 @@ def test_a_client_is_called_by_its_name_wherever_a_person_reads(
     everything = page + view + warned.text + json.dumps([results, events])
     assert not any(str(crc32(name.encode())) in everything for name in names[:2])
     assert "\x1b" not in everything
-
-
-def report(round_: int, anew: dict[int, int], dropped: dict[str, str], step: str = "update") -> Any:
-    metrics = {partition: {"anew": float(value)} for partition, value in anew.items()}
-    return RoundReport(round_, step, metrics, {}, dropped, 0.0, 0.0, {})
-
-
-def test_a_report_names_who_was_left_out_and_who_had_lost_its_state() -> None:
-    late = "no reply in time."
-    history = [
-        report(1, {0: 1, 1: 1}, {}),  # started from given atoms: nobody has lost anything
-        report(2, {0: 0}, {"client 1": late}),
-        report(3, {0: 0, 1: 1, 2: 1}, {}),
-        report(3, {0: 0}, {"client 1": late}, step="evaluate"),
-    ]
-    assert mishaps(history) == [
-        "Left out client 1 2 times, first in round 2: no reply in time.",
-        "Client 1 had lost its private state in round 3 and made its local atoms anew.",
-        "Client 2 joined late and aligned its atoms with the global ones.",
-    ]
-    assert mishaps(history[:1]) == []
 
 
 def test_the_first_sentence_names_who_lost(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from perdl_experiments.cli import app
-from perdl_experiments.sweep import Comparison
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,28 +76,6 @@ def test_a_run_that_fails_is_named_and_the_others_are_shown(tmp_path, monkeypatc
     assert [row["samples"] for row in rows_of(tmp_path / "sweep.csv")] == ["50"]
     (line,) = [one for one in result.stderr.splitlines() if "min_support" in one]
     assert "samples=1:" in line
-
-
-@pytest.mark.parametrize(
-    ("names", "runs", "x", "lines"),
-    [
-        (
-            ["n", "learner"],
-            [[4, "mod", 0.1], [8, "mod", 0.2], [4, "ksvd", 0.3]],
-            ["4", "8"],
-            {"learner=mod": [0.1, 0.2], "learner=ksvd": [0.3]},
-        ),
-        (["run", "n"], [["a", 4, 0.1], ["b", 8, None]], ["4", "8"], {"": [0.1]}),
-        (["run", "n"], [["a", 4, 0.1], ["b", 4, 0.2]], ["a", "b"], {"": [0.1, 0.2]}),
-        (["run"], [["a", 0.1]], ["a"], {"": [0.1]}),
-    ],
-)
-def test_the_picture_has_a_line_for_each_value_of_the_second_option(names, runs, x, lines):
-    (axes,) = Comparison(names, ["mse"], runs).picture().axes
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == x
-    drawn = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
-    assert [name for name in drawn if "=" in name] == [name for name in lines if name]
-    assert list(map(list, drawn.values())) == list(lines.values())
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from perdl_experiments.unmixing import (
     SharedCandidates,
     abundances,
     match_spectra,
-    own_start,
     spectral_angles,
     tile_pixels,
     tile_topology,
@@ -73,23 +72,17 @@ def test_vca_in_much_noise_projects_on_one_direction_less() -> None:
     assert match_spectra(spectra, found.spectra).angles.mean() < raw  # less noise than a raw pixel
 
 
-def test_a_nearly_black_pixel_is_no_endmember() -> None:
-    spectra, _, X = scene()
-    X = np.vstack([X, 1e-6 * np.linspace(1, 0, 30)])
-    for seed in range(3):
-        found = vca(X, 3, rng=np.random.default_rng(seed))
-        assert len(X) - 1 not in found.pixels
-        assert match_spectra(spectra, found.spectra).angles.max() < 0.01
-
-
 # Abundances -----------------------------------------------------------------------------------
 
 
-def test_abundances_are_non_negative_least_squares() -> None:
+@pytest.mark.parametrize("apart", [1.0, 1e-9])
+def test_abundances_are_non_negative_least_squares(apart: float) -> None:
     rng = np.random.default_rng(0)
     spectra, X = rng.random((4, 12)), rng.random((50, 12))
-    expected = np.stack([nnls(spectra.T, x)[0] for x in X])
-    np.testing.assert_allclose(abundances(X, spectra), expected, atol=1e-10)
+    spectra[3] = spectra[0] + apart * rng.random(12)
+    found, rests = abundances(X, spectra), [nnls(spectra.T, x)[1] for x in X]
+    assert (found >= 0).all()
+    np.testing.assert_allclose(np.linalg.norm(X - found @ spectra, axis=1), rests, atol=1e-10)
 
 
 # Angles ---------------------------------------------------------------------------------------
@@ -109,7 +102,7 @@ def test_matching_by_hand() -> None:
     match = match_spectra(truth, estimate)
     assert match.indices.tolist() == [2, 0]
     np.testing.assert_allclose(match.angles, [np.pi / 4, 0])
-    with pytest.raises(ValueError, match="estimate must"):
+    with pytest.raises(ValueError, match=r"^estimate"):
         match_spectra(truth, estimate[:1])
 
 
@@ -119,7 +112,7 @@ def test_matching_by_hand() -> None:
 def test_tiles_by_hand() -> None:
     tiles = tile_pixels((3, 4), 2)
     assert [tile.tolist() for tile in tiles] == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10, 11]]
-    with pytest.raises(ValueError, match="tiles must"):
+    with pytest.raises(ValueError, match=r"^tiles"):
         tile_pixels((3, 4), 4)
 
 
@@ -161,21 +154,6 @@ def test_tiles_find_together_what_none_of_them_sees_alone(start: str) -> None:
     assert worst(Topology.from_edges(4, [])) > 0.2
 
 
-def test_everyone_chooses_alike_from_what_all_have_found() -> None:
-    spectra, parts, _ = tiled()
-    line = Topology.grid(1, 4)
-    program = SharedCandidates(dict(enumerate(parts)), 4, 3)
-    known = []
-    ran = InMemoryNetwork(line).run(
-        program, 3, callback=lambda _, state: known.append(state.known.sum(axis=1).tolist())
-    )
-    assert known == [[2, 3, 3, 2], [3, 4, 4, 3], [4, 4, 4, 4]]
-    chosen = ran.observed["spectra"]
-    np.testing.assert_array_equal(chosen, np.tile(chosen[0], (4, 1, 1)))
-    assert match_spectra(spectra, chosen[0]).angles.max() < 0.1
-    assert ran.floats_sent == line.adjacency.nnz * 3 * (4 + 4 * 3 * 30)
-
-
 def test_black_tiles_and_lost_messages_do_no_harm() -> None:
     spectra, parts, topology = tiled()
     parts[3] = np.zeros_like(parts[3])
@@ -193,16 +171,5 @@ def test_a_node_with_fewer_pixels_than_materials_has_no_candidates() -> None:
     assert max(match_spectra(spectra, D).angles.mean() for D in ended.dictionaries) < 0.1
     state = SharedCandidates(dict(enumerate(few)), 4, 3).start(np.arange(4))
     assert not state.spectra[3].any()  # not even the mean of its one pixel
-    with pytest.raises(ValueError, match="data must"):
+    with pytest.raises(ValueError, match=r"^data"):
         unmix([own[:2] for own in parts], topology, 3, 5)
-
-
-def test_the_start_is_the_nodes_own() -> None:
-    spectra, _, X = scene()
-    D = own_start(X, np.random.default_rng(0), 3)
-    np.testing.assert_allclose(np.linalg.norm(D, axis=1), 1)
-    np.testing.assert_allclose(match_spectra(spectra, D).angles, 0, atol=0.01)
-    flat = own_start(np.zeros((9, 4)), np.random.default_rng(0), 3)
-    np.testing.assert_array_equal(flat, np.full((3, 4), 0.5))
-    alike = unmix([np.ones((9, 4))], Topology.complete(1), 3, 5, start="own")
-    assert np.isfinite(alike.dictionaries).all()

@@ -35,13 +35,6 @@ def test_seeds_are_read(name: str) -> None:
         targets.TARGETS[name](data)
 
 
-def test_seeds_reach_every_loader_and_a_clip_with_its_mask() -> None:
-    loaders = {data[0] % len(targets.LOADERS) for data in targets.seeds("data")}
-    assert loaders == set(range(len(targets.LOADERS)))
-    with targets.file_of(targets.npz(targets.CLIP[1:])) as path:
-        assert targets.load_clip(str(path), seed=0).mask.shape == (3, 8, 8)
-
-
 @pytest.mark.parametrize("name", targets.TARGETS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -120,11 +113,11 @@ def test_a_header_makes_no_room_for_what_is_not_there() -> None:
     """A terabyte by the header, a few bytes in the reply, and in the file."""
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (137438953472,), }"
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64)
-    with pytest.raises(ValueError, match="fewer bytes than its shape"):
+    with pytest.raises(ValueError, match="137438953472"):
         targets.read_reply(_reply(data).content)
     with (
         targets.file_of(_zipped(data)) as path,
-        pytest.raises(ValueError, match="fewer bytes than its shape"),
+        pytest.raises(ValueError, match="137438953472"),
     ):
         targets.load_images(str(path))
 

@@ -38,8 +38,8 @@ CASES: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("method", "value"), CASES)
 def test_a_wrong_return_value_is_named_in_memory_and_on_flower(method: str, value: Any) -> None:
     program = type("Odd", (Walk,), {method: lambda self, *arguments: value})()
-    with pytest.raises(ValueError, match=f"^{method} must return"):
+    with pytest.raises(ValueError, match=f"^{method}"):
         InMemoryNetwork(Topology.ring(3)).run(program, 2)
     app = client_app(lambda context: DiffusionClient(program, context))
-    with pytest.raises(TooFewReplies, match=f"{method} must return"):
+    with pytest.raises(TooFewReplies, match=f"{method}"):
         NeighborRelay(Topology.ring(3), 2).start(InProcessGrid(app, 3), num_rounds=4)

@@ -15,7 +15,6 @@ from flwr_perdl.privacy import Noise, PublicBasis
 from flwr_perdl.privacy.noise import (
     Release,
     discrete_gaussian,
-    floor_eigenvalues,
     noise_multiplier,
     spent,
 )
@@ -218,11 +217,6 @@ def test_noise_comes_from_the_operating_system_unless_a_generator_is_given() -> 
     np.testing.assert_array_equal(*seeded)
 
 
-def test_eigenvalues_are_floored() -> None:
-    A = np.array([[1.0, 2.0], [2.0, 1.0]])  # 3 and -1
-    np.testing.assert_allclose(np.linalg.eigvalsh(floor_eigenvalues(A, 0.5)), [0.5, 3.0])
-
-
 @pytest.mark.parametrize("shape", [(8, 6), (40,)])
 def test_a_public_basis_keeps_what_is_in_it(shape: tuple[int, ...]) -> None:
     basis = PublicBasis.dct(shape, 10)
@@ -252,11 +246,11 @@ FINE: dict[str, Any] = {"size": 10, "sensitivity": 1.0, "reach": 1.0}
         (lambda: noise_multiplier(1.0, 1e-5, 0), "n_releases"),
         (lambda: PublicBasis(np.ones((2, 3))), "matrix"),
         (lambda: PublicBasis(np.full((1, 2), 1e200)), "matrix"),
-        (lambda: PublicBasis.dct((4, 4), 17), "n must"),
+        (lambda: PublicBasis.dct((4, 4), 17), "n"),
         (lambda: PublicBasis.dct((0, 4), 1), "shape"),
         (lambda: PublicBasis.dct((4, 4), 2).project(np.ones((1, 3))), "X"),
     ],
 )
 def test_bad_input_is_named(make: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         make()

@@ -199,11 +199,11 @@ def test_a_resumed_run_does_not_spend_twice(trust: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "asked", "named"),
     [
-        ({"epsilon": 1.0}, {"epsilon": 2.0}, "epsilon must be at most this client's own, 1"),
-        ({"delta": 1e-7}, {}, "delta must be at most"),
-        ({"level": "client"}, {}, "level must be"),
-        ({}, {"trust": "central"}, "trust must be"),
-        ({}, None, "perdl.promise must be a promise"),
+        ({"epsilon": 1.0}, {"epsilon": 2.0}, "epsilon"),
+        ({"delta": 1e-7}, {}, "delta"),
+        ({"level": "client"}, {}, "level"),
+        ({}, {"trust": "central"}, "trust"),
+        ({}, None, "perdl.promise"),
     ],
 )
 def test_a_client_rejects_weaker_promises(
@@ -211,7 +211,7 @@ def test_a_client_rejects_weaker_promises(
 ) -> None:
     privacy = None if asked is None else Noise(**{"epsilon": 2.0, **asked})
     grid = grid_of(app={"privacy": Noise(**{"epsilon": 2.0, **own})})
-    with pytest.raises(TooFewReplies, match=named):
+    with pytest.raises(TooFewReplies, match=f"ValueError: {named}"):
         learn(privacy, grid, 1, fraction_evaluate=0.0)
 
 
@@ -260,14 +260,14 @@ def test_a_client_counts_what_it_spends() -> None:
     np.testing.assert_allclose(ask(1), [0.25, 0.25])
     np.testing.assert_allclose(ask(1), [0.25, 0.25])  # as of a server that crashed
     for round_, changed, named in (
-        (2, {"rounds": 3}, "must be the same in all requests"),
-        (2, {"trust": "distributed"}, "trust must be"),
-        (2, {"of": "all"}, "of in perdl.promise must be"),
-        (2, {"size": 3}, "must have 3 values"),
-        (1, {}, "server-round must be more"),
-        (3, {}, "rounds must be more to go on"),
+        (2, {"rounds": 3}, "perdl.promise"),
+        (2, {"trust": "distributed"}, "trust"),
+        (2, {"of": "all"}, "of in perdl.promise"),
+        (2, {"size": 3}, "a reply"),
+        (1, {}, "server-round"),
+        (3, {}, "rounds"),
     ):
-        with pytest.raises(ValueError, match=named):
+        with pytest.raises(ValueError, match=f"^{named}"):
             ask(round_, **changed)
 
 
@@ -315,22 +315,22 @@ class OwnFit(Member):
 @pytest.mark.parametrize(
     ("noise", "options", "named"),
     [
-        ({}, {"initial": None}, "initial_arrays must"),
-        ({}, {"aggregation": "mean"}, "level in privacy must"),
-        ({}, {"aggregation": "weighted"}, "privacy must"),
-        ({}, {"robust": True}, "privacy must"),
-        ({}, {"remember": 1}, "privacy must"),
-        ({}, {"n_global": "auto"}, "n_global must be a number"),
-        ({}, {"min_clients": 2}, "min_clients must"),
-        ({"trust": "central"}, {"secure": True}, "secure must"),
-        ({"basis": PublicBasis.dct((9,), 5)}, {}, "X must"),
+        ({}, {"initial": None}, "initial_arrays"),
+        ({}, {"aggregation": "mean"}, "level in privacy"),
+        ({}, {"aggregation": "weighted"}, "privacy"),
+        ({}, {"robust": True}, "privacy"),
+        ({}, {"remember": 1}, "privacy"),
+        ({}, {"n_global": "auto"}, "n_global"),
+        ({}, {"min_clients": 2}, "min_clients"),
+        ({"trust": "central"}, {"secure": True}, "secure"),
+        ({"basis": PublicBasis.dct((9,), 5)}, {}, "X"),
     ],
 )
 def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
     noise: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
     grid = grid_of()
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=f"^{named}"):
         learn(Noise(**{"epsilon": 1.0, **noise}), grid, 1, **options)
     assert not grid.replies
 
@@ -338,14 +338,14 @@ def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
 def test_flowers_own_start_does_not_say_for_how_many_rounds_the_budget_is() -> None:
     strategy, grid = PerMA(ATOMS, privacy=Noise(epsilon=1.0, trust="central")), grid_of()
     wrapper = DifferentialPrivacyClientSideFixedClipping(strategy, 1.0, 1.0, CLIENTS)
-    with pytest.raises(ValueError, match="privacy must"):
+    with pytest.raises(ValueError, match=r"^privacy"):
         wrapper.start(grid, ArrayRecord([START]), num_rounds=2)
     assert not grid.replies
 
 
 def test_a_client_that_bounds_no_record_is_named() -> None:
     grid = Tapped(client_app(OwnFit), CLIENTS)
-    with pytest.raises(TooFewReplies, match="level must"):
+    with pytest.raises(TooFewReplies, match="level"):
         learn(Noise(epsilon=1.0, trust="central"), grid, 1)
 
 
@@ -402,11 +402,11 @@ def test_one_linear_model_is_learned_with_noise() -> None:
         {"robust": True},
         {"phase_2": Refinement()},
     ):
-        with pytest.raises(ValueError, match="n_clusters must be 1"):
+        with pytest.raises(ValueError, match=r"^n_clusters"):
             FedX(**{"n_clusters": 1, "phase_2": phase, "privacy": noise, **wrong})
 
 
 @pytest.mark.parametrize("options", [{"k": 2}, {"k": "auto"}, {"k": 1, "robust": True}])
 def test_a_choice_of_clusters_is_rejected_under_a_promise(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="k must be 1"):
+    with pytest.raises(ValueError, match=r"^k"):
         ClusteredFedAvg(**options, privacy=Noise(epsilon=1.0, level="client"))

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import cut_tree, linkage
-from sklearn.cluster import KMeans
 
 from flwr_perdl.regression import cluster_anchors
-from flwr_perdl.regression.anchors import kmeans, nearest_group
 
 
 def blobs(rng: np.random.Generator, sizes: tuple[int, ...], spread: float = 0.1) -> np.ndarray:
@@ -66,17 +64,3 @@ def test_wild_estimates_are_no_cluster() -> None:
 def test_equal_and_single_estimates(n_clusters: int | None) -> None:
     assert np.isfinite(cluster_anchors(np.ones((3, 2)), n_clusters).centers).all()
     np.testing.assert_array_equal(cluster_anchors(np.ones((1, 2)), n_clusters).centers, [[1, 1]])
-
-
-def test_kmeans_is_as_good_as_scikit_learns() -> None:
-    points = np.random.default_rng(1).standard_normal((60, 3))
-    centers = kmeans(points, 4, np.random.default_rng(0))
-    ours = ((points - nearest_group(points, centers) @ centers) ** 2).sum()
-    theirs = KMeans(4, n_init=10, random_state=0).fit(points).inertia_
-    assert ours <= 1.02 * theirs
-
-
-def test_kmeans_with_fewer_points_than_centers() -> None:
-    centers = kmeans(np.array([[1.0], [2.0]]), 3, np.random.default_rng(0))
-    assert centers.shape == (3, 1)
-    assert set(centers[:, 0]) == {1.0, 2.0}

@@ -6,22 +6,15 @@ from scipy.optimize import approx_fprime
 from sklearn.preprocessing import PolynomialFeatures
 
 from flwr_perdl.regression import SQUARED, LogisticLoss, Polynomial
-from flwr_perdl.regression.features import apply_features
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
 @pytest.mark.parametrize("intercept", [True, False])
 def test_polynomial_features_are_scikit_learns(degree: int, intercept: bool) -> None:
     X = np.random.default_rng(0).standard_normal((5, 3))
-    ours = apply_features(X, Polynomial(degree, intercept))
+    ours = Polynomial(degree, intercept)(X)
     theirs = PolynomialFeatures(degree, include_bias=intercept).fit_transform(X)
     np.testing.assert_allclose(ours, theirs, rtol=1e-14)
-
-
-def test_any_callable_is_a_feature_map_and_none_is_the_identity() -> None:
-    X = np.arange(6.0).reshape(3, 2)
-    np.testing.assert_array_equal(apply_features(X, np.cos), np.cos(X))
-    np.testing.assert_array_equal(apply_features(X), X)
 
 
 @pytest.mark.parametrize("loss", [SQUARED, LogisticLoss()])

@@ -70,10 +70,10 @@ def test_replies_are_pulled_once() -> None:
 
 
 def test_unknown_faults_and_empty_grids_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_nodes must"):
+    with pytest.raises(ValueError, match=r"^num_nodes"):
         InProcessGrid(echo(), 0)
     grid = InProcessGrid(echo(), 1, run_config={"x": 0}, faults=lambda partition, message: "boom")
-    with pytest.raises(ValueError, match="fault must"):
+    with pytest.raises(ValueError, match="fault"):
         ask(grid)
 
 
@@ -95,7 +95,7 @@ def test_no_reply_is_none_and_who_is_not_there_does_not_answer(warned: Any) -> N
     assert ask(grid) == []
     content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord()})
     assert list(grid.send_and_receive([grid.create_message(content, "train", 5, "")])) == []
-    assert "There is no node 5" in warned.text
+    assert "node 5" in warned.text
 
 
 def test_the_reply_of_a_node_beyond_the_timeout_is_not_received_and_the_others_are() -> None:

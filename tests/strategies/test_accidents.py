@@ -62,7 +62,7 @@ def clustered(
 def test_a_model_of_single_precision_does_not_overflow(value: float) -> None:
     strategy, model = clustered(odd={"arrays": [np.full(3, value)]})
     assert np.abs(model).max() < 10
-    assert all("numbers beyond 1e+30" in r.dropped["client 3"] for r in strategy.history[::2])
+    assert all("array '0'" in r.dropped["client 3"] for r in strategy.history[::2])
 
 
 @pytest.mark.parametrize("allow_fewer", [False, True])
@@ -75,7 +75,7 @@ def test_a_client_that_cannot_be_made_is_named(allow_fewer: bool) -> None:
     grid = InProcessGrid(client_app(make), 4)
     strategy = PerMA(2, num_clients=4, server=ServerSettings(allow_fewer=allow_fewer))
     if not allow_fewer:
-        with pytest.raises(TooFewReplies, match=r"num_clients=4.*read /data/ward-3"):
+        with pytest.raises(TooFewReplies, match=r"/data/ward-3"):
             strategy.start(grid, num_rounds=2, verbose="quiet")
         return
     strategy.start(grid, num_rounds=2, verbose="quiet")
@@ -108,7 +108,7 @@ def test_a_metric_that_is_a_list_is_not_read_and_others_are_named(
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     grid = Tapped(client_app(dictionary), 2)
-    with pytest.raises(ValueError, match="checkpoint_dir must"):
+    with pytest.raises(ValueError, match=r"^checkpoint_dir"):
         PerMA(2, checkpoint_dir=tmp_path / "file").start(grid)
     assert not grid.asked
 
@@ -121,13 +121,13 @@ def test_two_runs_in_one_folder_do_not_overwrite_each_other(tmp_path: Path) -> N
 
     first, both = tmp_path / "first", tmp_path / "both"
     clustered(1, checkpoint_dir=first)
-    with pytest.raises(ValueError, match="checkpoint_dir must"):
+    with pytest.raises(ValueError, match=r"^checkpoint_dir"):
         clustered(1, 4, checkpoint_dir=both, on_round=other)
 
 
 def test_a_resumed_run_has_no_fewer_rounds_than_were_done(tmp_path: Path) -> None:
     clustered(1, 4, checkpoint_dir=tmp_path)
-    with pytest.raises(ValueError, match="num_rounds must"):
+    with pytest.raises(ValueError, match=r"^num_rounds"):
         clustered(1, 2, checkpoint_dir=tmp_path, server=RESUME)
     strategy, _ = clustered(1, 4, checkpoint_dir=tmp_path, server=RESUME)
     assert strategy.history[-1].round == 4

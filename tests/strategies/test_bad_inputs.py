@@ -92,7 +92,7 @@ def test_an_unknown_option_is_told_the_class_own_ones(make: Callable[[], Any], n
 @settings(max_examples=8)
 def test_start_says_which_argument_is_wrong(argument: str, value: Any) -> None:
     given_: dict[str, Any] = {"grid": grid(), "num_rounds": 1, argument: value}
-    with pytest.raises((ValueError, TypeError), match=f"{argument} must be"):
+    with pytest.raises((ValueError, TypeError), match=f"{argument}"):
         PerMA(2).start(**given_)
 
 

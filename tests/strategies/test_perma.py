@@ -127,7 +127,7 @@ def test_withheld_atoms_lower_the_number_of_global_ones(federation: MakeFederati
 
 
 def test_clients_with_nothing_to_send_are_told_so(federation: MakeFederation) -> None:
-    with pytest.raises(ValueError, match="min_support must"):
+    with pytest.raises(ValueError, match=r"^min_support"):
         federation(2, n_samples=2).learn(PerMA(2))
 
 

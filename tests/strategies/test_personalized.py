@@ -26,7 +26,6 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     Yogi,
 )
-from tests.bits import assert_same_bits
 from tests.clients.test_keep_private import NAMES, ask, assert_private_stays, make_app, model
 from tests.grids import Forgetting, Tapped, arrays_in, context_of, partition_of
 
@@ -165,7 +164,9 @@ def test_a_resumed_run_has_the_same_bits(kind: Any, optimizer: Any, tmp_path: Pa
     run(2, "parts")
     resumed, second = run(4, "parts", server=RESUME)
     assert list(resumed.arrays) == list(NAMES)
-    assert_same_bits(whole.arrays.to_numpy_ndarrays(), resumed.arrays.to_numpy_ndarrays())
+    np.testing.assert_array_equal(
+        whole.arrays.to_numpy_ndarrays(), resumed.arrays.to_numpy_ndarrays()
+    )
     assert [r.metrics for r in first.history[1::2]] == [r.metrics for r in second.history[1::2]]
     assert (resumed.arrays["body.bias"].numpy() != 0).all()
 
@@ -241,7 +242,7 @@ def test_fedrep_trains_the_head_first_then_the_body(obeys: bool) -> None:
     assert grid.measured("loss") == {0: 6, 1: 6}
 
 
-def test_half_floats_travel_as_float32() -> None:
+def test_half_floats_stay_half_floats() -> None:
     class Halves(NumPyClient):
         def fit(self, parameters: Any, config: Any) -> Any:
             return [(array + 0.1).astype(np.float16) for array in parameters], 1, {}
@@ -250,7 +251,7 @@ def test_half_floats_travel_as_float32() -> None:
     for strategy in (Ditto(), ClusteredFedAvg(1)):
         grid = InProcessGrid(client_app(lambda context: Halves()), 2)
         (body,) = strategy.start(grid, start, num_rounds=2).arrays.to_numpy_ndarrays()
-        assert body.dtype == np.float32
+        assert body.dtype == np.float16
         np.testing.assert_allclose(body, 0.2, rtol=1e-3)
 
 
@@ -299,7 +300,7 @@ def test_private_names_match_some_arrays_and_not_all(private: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "arrays", [None, ArrayRecord({n: Array(np.full(2, np.inf)) for n in NAMES})]
+    "arrays", [None, ArrayRecord({n: Array(np.ones(2, complex)) for n in NAMES})]
 )
 def test_a_model_is_needed(arrays: Any) -> None:
     for strategy in (PersonalizedFedAvg(HEAD), Ditto()):
