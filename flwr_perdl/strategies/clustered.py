@@ -77,7 +77,13 @@ from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.clustering import average_updates
-from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
+from flwr_perdl.regression.updates import (
+    choose_anchors,
+    nested_groups,
+    perturbed,
+    smallest_as_good,
+    supported_groups,
+)
 from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
@@ -89,6 +95,8 @@ from flwr_perdl.strategies._models import (
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
+#: In reports: that a client chose a cluster that few choose.
+FEW = "in a small cluster"
 #: Names in a checkpoint: who chose what when, the round, each client's groups.
 _CHOSEN, _ROUND, _GROUPS = "chosen", "round", "groups"
 
@@ -170,9 +178,9 @@ class ClusteredFedAvg(ModelStrategy):
     robust : bool or str, default False
         Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.regression.aggregate`. With any but "mean", no model starts from a
-        client that is alone in its group, or from a change ten times as long as the median, as long
-        as enough others are left to make k groups of two, and ``k="auto"`` is not one client's
-        decision.
+        change ten times as long as the median, nor, of k models, from a small group of clients
+        for which larger groups would share a model; ``k="auto"`` is not one client's decision; and
+        clusters that few choose are reported.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
     privacy : Noise, optional
@@ -392,6 +400,8 @@ class ClusteredFedAvg(ModelStrategy):
             ),
         )
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
+        if self.robust != "mean" and choice == round_:
+            self._report_few(k, replies, first=not round_)
         moved, memory = self.moved(stacks, replies.combined, state)
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained = {chosen[p][0] for p in replies}
@@ -406,6 +416,23 @@ class ClusteredFedAvg(ModelStrategy):
         for new, old in zip(moved, stacks, strict=True):
             new[idle] = old[idle]
         return _state(moved, round_ + 1, chosen, memory)
+
+    def _report_few(self, k: int, replies: Replies, *, first: bool) -> None:
+        """Report clusters that less than half as many clients choose as one has on average."""
+        for j in range(k):
+            own = [p for p, reply in replies.items() if reply.metrics[CLUSTER] == j]
+            if 2 * k * len(own) < len(replies):
+                replies.note(FEW, dict.fromkeys(own, 1.0))
+                if first:
+                    log(
+                        WARNING,
+                        "Cluster %d is chosen by %d of %d clients (%s): a small group, or malicious "
+                        "clients.",
+                        *(j, len(own), len(replies), ", ".join(map(self._label, own)) or "none"),
+                    )
+
+    def _label(self, partition: int) -> str:
+        return self._running().roster.label(partition)
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
@@ -430,7 +457,8 @@ class ClusteredFedAvg(ModelStrategy):
         robust = self.robust != "mean"
         if robust:
             n = 1 if self.k == _AUTO else most
-            kept = supported(changes, n, lambda rows: nested_groups(rows, n).of[-1])
+            kept = supported(changes)
+            kept = kept[supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(EFFECTS["filtered"], dict.fromkeys(alone, 1.0))
