@@ -280,7 +280,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                     rounds,
                     train_config or ConfigRecord(),
                     evaluate_config or ConfigRecord(),
-                    None if evaluate_fn is None else _remembering(evaluate_fn, conversation),
+                    None if evaluate_fn is None else self._remembering(evaluate_fn),
                     should_stop,
                 )
         except BaseException as error:
@@ -294,8 +294,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 "with ServerSettings(resume=True) goes on from its checkpoint.",
                 *(conversation.run.done, least),
             )
-        result.arrays = to_record(conversation.run.model, conversation.run.array_names)
+        result.arrays = self._presented()
         return result
+
+    def _presented(self) -> ArrayRecord:
+        """Return the model as `start` returns it: what loads into the user's own."""
+        run = self._running().run
+        return to_record(run.model, run.array_names)
+
+    def _evaluated(self, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """Return what ``evaluate_fn`` gets, by what is added to its metrics' names."""
+        return {"": arrays}
 
     def _run_rounds(
         self,
@@ -336,6 +345,32 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - began)
         log(INFO, "Final results:\n%s", result)
         return result
+
+    def _remembering(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
+        """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory.
+
+        Where there is no model yet, it is not called; where there are several, once for each.
+        """
+        conversation = self._running()
+        resumed = conversation.run.done
+
+        def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
+            if not len(arrays):
+                return None
+            if round_ in conversation.run.server_metrics:
+                return MetricRecord(conversation.run.server_metrics[round_])
+            if round_ < resumed:  # the model at hand is a later one
+                return None
+            found = {}
+            for ending, model in self._evaluated(arrays).items():
+                record = evaluate_fn(round_, model)
+                found |= {f"{name}{ending}": value for name, value in (record or {}).items()}
+            if not found:
+                return None
+            conversation.measured(round_, found)
+            return MetricRecord(found)
+
+        return evaluate
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result, where no initial arrays are given."""
@@ -386,7 +421,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if report is None:
             return None, None
         self._show(report)
-        self._returned = to_record(conversation.run.model, conversation.run.array_names)
+        self._returned = self._presented()
         return self._returned, MetricRecord(dict(report.aggregate))
 
     def configure_evaluate(
@@ -641,25 +676,3 @@ def _note(
     if metrics is not None:
         log(INFO, "\t└──> %s: %s", what, metrics)
         found[round_] = metrics
-
-
-def _remembering(evaluate_fn: EvaluateFn, conversation: Conversation) -> EvaluateFn:
-    """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory.
-
-    Where there is no model yet, it is not called.
-    """
-    resumed = conversation.run.done
-
-    def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if not len(arrays):
-            return None
-        if round_ in conversation.run.server_metrics:
-            return MetricRecord(conversation.run.server_metrics[round_])
-        if round_ < resumed:  # the model at hand is a later one
-            return None
-        record = evaluate_fn(round_, arrays)
-        if record is not None:
-            conversation.measured(round_, dict(record))
-        return record
-
-    return evaluate

@@ -107,7 +107,8 @@ class Clusters(NamedTuple):
     Attributes
     ----------
     models : list of ArrayRecord
-        Each cluster's model, with the names of the initial arrays.
+        Each cluster's model, with the names of the initial arrays. With ``k="auto"`` those that
+        clients have chosen, numbered anew: ``strategy.history`` has the numbers of the run.
     members : dict of int to int
         Each client's cluster, by partition, as it said last.
     sizes : list of int
@@ -196,9 +197,9 @@ class ClusteredFedAvg(ModelStrategy):
 
     Notes
     -----
-    Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` has the stacked models,
-    under the names of the initial arrays. ``evaluate_fn`` receives them stacked too, and in round 0
-    the initial arrays as they are.
+    Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` is the model of the
+    largest cluster. ``evaluate_fn`` is called once per cluster, and its metrics are named by it, as
+    ``"accuracy/cluster-0"``, where there are several.
 
     Numbers of samples weigh, those above ten times the round's median as that
     (`Request.max_weight`).
@@ -285,22 +286,51 @@ class ClusteredFedAvg(ModelStrategy):
     @property
     def result(self) -> Clusters:
         """The models so far, and who is where."""
-        conversation = self._conversation
-        run = None if conversation is None else conversation.run
-        stacks, names = ([], []) if run is None else (run.model, run.array_names)
-        k = len(stacks[0]) if stacks else 0
+        members, last = self._found()
+        numbers = list(range(self._n_models))
+        if self.k == _AUTO and members:
+            numbers = sorted(set(members.values()))
+        own = list(members.values())
+        return Clusters(
+            [self._model(j) for j in numbers],
+            {partition: numbers.index(j) for partition, j in sorted(members.items())},
+            [own.count(j) for j in numbers],
+            [_means(last, j) for j in numbers],
+        )
+
+    def _found(self) -> tuple[dict[int, int], dict[int, dict[str, float]]]:
+        """Return each client's cluster, and the metrics of the last exchange that named it."""
         members: dict[int, int] = {}
         last: dict[int, dict[str, float]] = {}
         for report in self.history:
+            if report.step in (ALONE, MEASURE):  # evaluations before were of other models
+                members, last = {}, {}
             assigned = {p: own for p, own in report.metrics.items() if CLUSTER in own}
             members |= {partition: int(own[CLUSTER]) for partition, own in assigned.items()}
             last = assigned or last
-        return Clusters(
-            [to_record([stack[j] for stack in stacks], names) for j in range(k)],
-            dict(sorted(members.items())),
-            [list(members.values()).count(j) for j in range(k)],
-            [_means(last, j) for j in range(k)],
-        )
+        return members, last
+
+    @property
+    def _n_models(self) -> int:
+        stacks = [] if self._conversation is None else self._conversation.run.model
+        return len(stacks[0]) if stacks else 0
+
+    def _model(self, j: int) -> ArrayRecord:
+        """Return a cluster's model."""
+        run = self._running().run
+        return to_record([stack[j] for stack in run.model], run.array_names)
+
+    def _presented(self) -> ArrayRecord:
+        """Return the model of the largest cluster."""
+        own = list(self._found()[0].values())
+        return self._model(max(range(self._n_models), key=own.count))
+
+    def _evaluated(self, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """Return each cluster's model."""
+        models = self.result.models
+        if len(models) > 1:
+            return {f"/{CLUSTER}-{j}": model for j, model in enumerate(models)}
+        return {"": models[0] if self.start_from == "given" else arrays}
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""

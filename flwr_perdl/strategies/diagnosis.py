@@ -38,7 +38,7 @@ from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import EVALUATE, to_arrays, to_record
+from flwr_perdl.protocol.records import EVALUATE, to_arrays
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
@@ -265,8 +265,7 @@ class Diagnosis(ShownAsCalled):
 
         shared = self._make(ClusteredFedAvg, num_rounds, 1)
         run("shared", shared, initial_arrays, num_rounds)
-        stacks = to_arrays(results["shared"].arrays)
-        model = to_record([stack[0] for stack in stacks], list(initial_arrays))
+        model = results["shared"].arrays
         run("tuned", self._make(Ditto, 1, 0.0), model, max(num_rounds // 2, 1))
         for name, patterns in parts.items():
             part = self._make(PersonalizedFedAvg, num_rounds, patterns)
