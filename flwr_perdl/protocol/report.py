@@ -12,7 +12,6 @@ from flwr_perdl.core.checks import brief_repr, check_kind
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.protocol.records import NUM_EXAMPLES
 
-
 #: Words in the names of metrics of which less is better, and of those of which more is.
 _LOWER = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "entropy", "perplexity", "ppl"}
 _HIGHER = {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "r2", "iou", "dice"}

@@ -372,7 +372,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     def _note(
         self, what: str, found: dict[int, MetricRecord], round_: int, metrics: MetricRecord | None
     ) -> None:
-        """Log a round's metrics, those besides that a subclass adds, and add them to the others'."""
+        """Log a round's metrics, also those that a subclass adds, and add them to the others'."""
         if metrics is None:
             return
         said, known, last = list[str](), set[str](), self._last

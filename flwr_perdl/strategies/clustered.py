@@ -456,8 +456,8 @@ class ClusteredFedAvg(ModelStrategy):
                 if first:
                     log(
                         WARNING,
-                        "Cluster %d is chosen by %d of %d clients (%s): a small group, or malicious "
-                        "clients.",
+                        "Cluster %d is chosen by %d of %d clients (%s): a small group, or "
+                        "malicious clients.",
                         *(j, len(own), len(replies), ", ".join(map(self._label, own)) or "none"),
                     )
 

@@ -95,8 +95,8 @@ class PersonalizedFedAvg(ModelStrategy):
     Notes
     -----
     Result: ``strategy.start(...).arrays``, and what ``evaluate_fn`` gets, has the initial arrays'
-    names; the private ones are as they were. ``strategy.history`` has each client's evaluation of its own model, in its last
-    report.
+    names; the private ones are as they were. ``strategy.history`` has each client's evaluation of
+    its own model, in its last report.
 
     Floats per client and round: the shared arrays down and up, in evaluations down. The private
     arrays' start travels to a client of which the server does not know that it has its own: in its

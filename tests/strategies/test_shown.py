@@ -94,7 +94,10 @@ def measure(message: Message, context: Context) -> Message:
 @pytest.mark.parametrize(
     ("strategy", "wanted"),
     [
-        (ClusteredFedAvg(4), ["4 groups: 2, 2, 2, 2 clients", "rate 1", "eval_acc 0.5625"]),
+        (
+            ClusteredFedAvg(4, start="given"),
+            ["4 groups: 2, 2, 2, 2 clients", "rate 1", "eval_acc 0.5625 (worst client 0.125)"],
+        ),
         (
             DiffusionAveraging(Topology.ring(8), metrics=["eval_acc"]),
             ["ound 4 of 4: ", "evaluate-eval_acc 0.5625 (worst client 0.125)"],
@@ -112,8 +115,9 @@ def test_a_round_is_told_by_the_users_metrics(
     """Their means and the worst client's, each once; and the rounds are those asked for."""
     monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, "flwr")
+    initial = np.arange(4.0)[:, None] if isinstance(strategy, ClusteredFedAvg) else np.zeros(1)
     grid_of_8 = InProcessGrid(client_app(TALKING), 8)
-    result = strategy.start(grid_of_8, ArrayRecord([np.zeros(1)]), num_rounds=4, verbose=verbose)
+    result = strategy.start(grid_of_8, ArrayRecord([initial]), num_rounds=4, verbose=verbose)
     shown = capfd.readouterr().err if verbose == 1 else caplog.text
     for words in wanted:
         assert words in shown
