@@ -400,7 +400,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 return MetricRecord(conversation.run.server_metrics[round_])
             if round_ < resumed:  # the model at hand is a later one
                 return None
-            found = {}
+            found: dict[str, Any] = {}
             for ending, model in self._evaluated(arrays).items():
                 record = evaluate_fn(round_, model)
                 found |= {f"{name}{ending}": value for name, value in (record or {}).items()}

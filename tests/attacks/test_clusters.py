@@ -20,7 +20,7 @@ COMMON, D, SIZE = 1.0, 10, 5
 
 
 def attacked(seed: int, k: int, reverse: bool, **options: Any) -> tuple[float, set[int]]:
-    """Return the largest error of k models, the last of each five clients lying, and who is named."""
+    """Return the largest error of k models, the last of each five clients lying; who is named."""
     rng = np.random.default_rng(seed)
     truth = COMMON * rng.standard_normal(D) + rng.standard_normal((k, D))
 
