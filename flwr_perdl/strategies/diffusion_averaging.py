@@ -236,7 +236,7 @@ class DiffusionAveraging(NeighborRelay):
         if models:
             mean = [_mean(arrays) for arrays in zip(*models.values(), strict=True)]
             found.arrays = to_record(mean, self._names)
-        elif verbose not in (0, "quiet"):
+        elif not self.shows_models and verbose not in (0, "quiet"):
             log(
                 INFO,
                 "The result has no model, since each node has its own: save it in the app's "
