@@ -57,8 +57,7 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
             measured, shared = personal.federated(clients, model, method, strategy, ROUNDS)
             found[name] = float(np.mean([each["accuracy"] for each in measured.values()]))
             if name == "shared":
-                first = [array[0] for array in shared]
-                found["tuned"] = personal.stopped(clients, first, ROUNDS).accuracy.mean()
+                found["tuned"] = personal.stopped(clients, shared, ROUNDS).accuracy.mean()
         found["alone"] = personal.stopped(clients, model, ROUNDS).accuracy.mean()
     return diagnosis.result.choice, found
 
