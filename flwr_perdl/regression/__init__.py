@@ -5,10 +5,8 @@ from __future__ import annotations
 from flwr_perdl.regression.anchors import cluster_anchors
 from flwr_perdl.regression.batched import Clients, simulate, simulate_rounds
 from flwr_perdl.regression.clustering import (
-    aggregate,
     assign,
     lemma1_filter,
-    local_change,
     model_error,
 )
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
@@ -40,14 +38,12 @@ __all__ = [
     "SquaredLoss",
     "State",
     "TwoPhase",
-    "aggregate",
     "assign",
     "choose_mixture",
     "cluster_anchors",
     "fit_mixture",
     "left_subspace",
     "lemma1_filter",
-    "local_change",
     "model_error",
     "moment_step",
     "orthonormal",

@@ -6,10 +6,10 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 ``theta_{t-1}`` (k models)              ``centers`` (k, d)
 ``lambda_{i,t}`` (equation 7)           :func:`assign`
 ``z_{i,t}`` (equation 8)                ``assign(...).argmax()``
-``theta_{i.,t} - theta_{t-1}``          :func:`local_change`, rows as the centers
+``theta_{i.,t} - theta_{t-1}``          :func:`local_changes`, rows as the centers
 ``eta``, ``s``                          ``step``, ``n_steps``
 ``P_i`` (Lemma 1)                       :func:`lemma1_filter`
-``theta_t = sum_i w_i theta_{i.,t}``    :func:`aggregate`
+``theta_t = sum_i w_i theta_{i.,t}``    :func:`average_updates`
 ======================================= ====================================================
 
 Deviations, and why:
@@ -24,7 +24,7 @@ Deviations, and why:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,24 +34,18 @@ from scipy.special import softmax
 from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import (
     LARGE,
-    MOST_CLUSTERS,
     Matrix,
     as_array,
     check_array,
     check_choice,
     check_count,
-    check_flag,
     check_numbers,
     check_real,
 )
 from flwr_perdl.core.robust import FAR, average_of, capped, consistent, far, reach, shortening
 from flwr_perdl.regression.losses import (
-    SQUARED,
     Loss,
     SquaredLoss,
-    check_labels,
-    check_loss,
-    check_points,
     of_stacks,
 )
 
@@ -111,91 +105,47 @@ def _checked_sizes(n_samples: Matrix | int, shape: tuple[int, ...]) -> Matrix:
     return sizes
 
 
-def local_change(
-    X: Matrix,
-    y: Matrix,
-    theta: Matrix,
-    *,
-    step: float,
-    n_steps: int = 5,
-    local: str = "fedavg",
-    weight: float = 1.0,
-    loss: Loss = SQUARED,
+def local_changes(
+    X: Matrix, y: Matrix, theta: Matrix, *, step: float, n_steps: int, local: str, loss: Loss
 ) -> Matrix:
-    """Return how a client's local work moves one model (Phase 2, line 7).
+    """Return how the local work of clients of one size moves their models (Phase 2, line 7).
 
     Parameters
     ----------
-    X, y : ndarray of shape (n_samples, d) and (n_samples,)
-        Features and responses.
-    theta : ndarray of shape (d,)
-        The model.
+    X, y, theta : ndarray of shape (m, n_samples, d), (m, n_samples) and (m, d)
+        Every client's features, responses and model.
     step : float
         The step ``eta``.
-    n_steps : int, default 5
+    n_steps : int
         Gradient steps ``s`` of ``local="fedavg"``.
-    local : {"fedavg", "fedprox"}, default "fedavg"
+    local : {"fedavg", "fedprox"}
         Gradient steps, or the minimum of ``loss + ||. - theta||^2 / (2 step)``.
-    weight : float, default 1
-        The weight ``lambda_ij`` of the client's loss.
-    loss : Loss, default SQUARED
+    loss : Loss
         The loss.
 
     Returns
     -------
-    ndarray of shape (d,)
-        New model minus old model.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import local_change
-    >>> X, y = np.eye(2), np.array([1.0, 2.0])
-    >>> local_change(X, y, np.zeros(2), step=1.0, n_steps=1)
-    array([0.5, 1. ])
+    ndarray of shape (m, d)
+        New models minus old models.
     """
-    check_choice("local", local, LOCALS)
-    check_count("n_steps", n_steps, 1)
-    step = check_real("step", step, 0, LARGE)
-    weights = np.array([check_real("weight", weight, 0, LARGE)])
-    X, y = check_points(X, y)
-    theta = check_array("theta", theta, ndim=1, columns=X.shape[1], floor=np.inf)
-    check_loss(loss)
-    check_labels("y", y, loss)
-    how: dict[str, Any] = {"step": step, "n_steps": n_steps, "local": local, "loss": loss}
-    (change,) = local_changes(X[None], y[None], theta[None], weight=weights, **how)
-    return np.asarray(change)
-
-
-def local_changes(
-    X: Matrix,
-    y: Matrix,
-    theta: Matrix,
-    *,
-    step: float,
-    n_steps: int,
-    local: str,
-    weight: Matrix,
-    loss: Loss,
-) -> Matrix:
-    """Return :func:`local_change` of many clients, of arguments that are as they should be."""
-    steps = np.asarray(step * weight, X.dtype)[:, None]
+    size = X.dtype.type(step)
     if local == "fedavg":
         ahead, stacked = theta, of_stacks(loss)
         for _ in range(n_steps):
-            ahead = ahead - steps * stacked.gradient(X, y, ahead)
+            ahead = ahead - size * stacked.gradient(X, y, ahead)
         return ahead - theta
     if not isinstance(loss, SquaredLoss):
-        each = zip(X, y, theta, steps[:, 0].tolist(), strict=True)
-        return np.stack([_proximal(A, b, own, size, loss) for A, b, own, size in each])
+        return np.stack(
+            [_proximal(*own, float(size), loss) for own in zip(X, y, theta, strict=True)]
+        )
     n, d = X.shape[1:]
-    across, scale = X.swapaxes(1, 2), steps[..., None] / n
+    across, scale = X.swapaxes(1, 2), size / X.dtype.type(n)
     if n <= d:
         kernel = np.eye(n, dtype=X.dtype) + scale * (X @ across)
         residual = y[..., None] - X @ theta[..., None]
         change: Matrix = (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
         return change
-    slope = -steps * loss.gradient(X, y, theta)
+    slope = -size * loss.gradient(X, y, theta)
     kernel = np.eye(d, dtype=X.dtype) + scale * (across @ X)
     return np.linalg.solve(kernel, slope[..., None])[..., 0]
 
@@ -227,7 +177,7 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
     n_steps : int, default 5
         Gradient steps.
     local : {"fedavg", "fedprox"}, default "fedavg"
-        As in :func:`local_change`.
+        As in :func:`local_changes`.
 
     Returns
     -------
@@ -271,11 +221,10 @@ class Average(NamedTuple):
     odd: Matrix
 
 
-def aggregate(
+def average_updates(
     packed: Matrix,
     n_samples: Matrix,
     n_clusters: int,
-    *,
     soft: bool = False,
     normalise: str = "cluster",
     robust: str = "mean",
@@ -312,36 +261,18 @@ def aggregate(
     Raises
     ------
     ValueError
-        If an argument is not as it must be, or an update names a cluster that there is not.
+        If an update names a cluster that there is not.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import aggregate
+    >>> from flwr_perdl.regression.clustering import average_updates
     >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])  # per client: cluster, change
-    >>> found = aggregate(packed, np.array([1.0, 2.0, 7.0]), 2)
+    >>> found = average_updates(packed, np.array([1.0, 2.0, 7.0]), 2)
     >>> found.change
     array([[3.],
            [5.]])
     """
-    check_choice("normalise", normalise, ("cluster", "all"))
-    check_choice("robust", robust, ROBUST)
-    check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
-    soft = check_flag("soft", soft)
-    packed = check_array("packed", packed, ndim=3, min_rows=1, floor=np.inf)
-    if packed.shape[1] != (n_clusters if soft else 1) or packed.shape[2] < 2:
-        raise ValueError(
-            f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1) "
-            f"with soft={soft}, got {packed.shape}."
-        )
-    n_samples = np.broadcast_to(_checked_sizes(n_samples, packed.shape[:1]), packed.shape[:1])
-    return average_updates(packed, n_samples, n_clusters, soft, normalise, robust)
-
-
-def average_updates(
-    packed: Matrix, n_samples: Matrix, n_clusters: int, soft: bool, normalise: str, robust: str
-) -> Average:
-    """Return :func:`aggregate` of arguments that are as they should be."""
     labels = packed[:, :, 0].argmax(axis=1) if soft else packed[:, 0, 0]
     if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
         raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +13,24 @@ from flwr_perdl.core.robust import shortening
 from flwr_perdl.regression import (
     SQUARED,
     LogisticLoss,
-    aggregate,
     assign,
     lemma1_filter,
-    local_change,
     model_error,
 )
-from flwr_perdl.regression.clustering import ROBUST
+from flwr_perdl.regression.clustering import ROBUST, average_updates, local_changes
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(n)
     return rng.standard_normal((n, d)), rng.standard_normal(n), rng.standard_normal(d)
+
+
+def local_change(
+    X: np.ndarray, y: np.ndarray, theta: np.ndarray, step: float, **how: Any
+) -> np.ndarray:
+    how = {"n_steps": 5, "local": "fedavg", "loss": SQUARED} | how
+    change: np.ndarray = local_changes(X[None], y[None], theta[None], step=step, **how)[0]
+    return change
 
 
 def test_hard_assignment_takes_the_least_loss() -> None:
@@ -83,25 +90,19 @@ def test_fedavg_of_another_loss_is_gradient_steps() -> None:
     np.testing.assert_allclose(theta + change, expected, atol=1e-12)
 
 
-def test_a_weight_scales_the_clients_loss() -> None:
-    X, y, theta = client(9)
-    half = local_change(X, y, theta, step=0.2, weight=0.5)
-    np.testing.assert_allclose(half, local_change(X, y, theta, step=0.1))
-
-
 def test_averages_by_hand() -> None:
     packed = np.array([[[0.0, 1.0, 1.0]], [[0.0, 4.0, 1.0]], [[2.0, 5.0, 0.0]]])
     n = np.array([1.0, 2.0, 7.0])
-    by_cluster = aggregate(packed, n, 3)
+    by_cluster = average_updates(packed, n, 3)
     np.testing.assert_allclose(by_cluster.change, [[3, 1], [0, 0], [5, 0]])
     np.testing.assert_array_equal(by_cluster.counts, [3, 0, 7])
-    by_all = aggregate(packed, n, 3, normalise="all")
+    by_all = average_updates(packed, n, 3, normalise="all")
     np.testing.assert_allclose(by_all.change, [[0.9, 0.3], [0, 0], [3.5, 0]])
 
 
 def test_soft_averages_count_by_weight() -> None:
     packed = np.array([[[1.0, 2.0], [0.0, 0.0]], [[0.5, 5.0], [0.5, 3.0]]])
-    found = aggregate(packed, np.array([1.0, 2.0]), 2, soft=True)
+    found = average_updates(packed, np.array([1.0, 2.0]), 2, soft=True)
     np.testing.assert_allclose(found.change, [[3.5], [3.0]])
     np.testing.assert_allclose(found.counts, [2, 1])
 
@@ -110,11 +111,11 @@ def test_soft_averages_count_by_weight() -> None:
 def test_robust_averages_withstand_one_huge_update(robust: str) -> None:
     rng = np.random.default_rng(0)
     packed = np.column_stack([np.zeros(20), 1 + 0.1 * rng.standard_normal((20, 3))])[:, None]
-    clean = aggregate(packed, np.ones(20), 1, robust=robust).change
+    clean = average_updates(packed, np.ones(20), 1, robust=robust).change
     packed[7, 0, 1:] = -1e100
     n = np.ones(20)
     n[7] = 1e9
-    dirty = aggregate(packed, n, 1, robust=robust).change
+    dirty = average_updates(packed, n, 1, robust=robust).change
     assert np.abs(dirty - clean).max() < 1.2
     assert (dirty > 0).all()
 
@@ -126,8 +127,8 @@ def test_with_nearly_hard_shares_robust_averages_are_those_of_hard_clusters(robu
     moves = np.array([[1.0, 0.0], [0.0, 1.0]])[labels] + 0.01 * rng.standard_normal((11, 2))
     shares = np.where(labels[:, None] == [0, 1], 1 - 1e-6, 1e-6)
     soft = np.concatenate([shares[..., None], np.repeat(moves[:, None], 2, axis=1)], axis=2)
-    found = aggregate(soft, n, 2, soft=True, robust=robust)
-    hard = aggregate(np.column_stack([labels, moves])[:, None], n, 2, robust=robust)
+    found = average_updates(soft, n, 2, soft=True, robust=robust)
+    hard = average_updates(np.column_stack([labels, moves])[:, None], n, 2, robust=robust)
     np.testing.assert_allclose(found.change, hard.change, atol=1e-5)
     np.testing.assert_array_equal(found.odd, hard.odd)
 
@@ -139,7 +140,7 @@ def test_a_share_in_anothers_cluster_is_no_way_to_lie_there(robust: str) -> None
     packed[6:, :, 0] = packed[6:, ::-1, 0]
     packed[..., 1:] += 0.1 * rng.standard_normal((12, 2, 1))
     packed[11] = [[0.49, 1e6], [0.51, 1.0]]  # fits where it is judged
-    found = aggregate(packed, np.ones(12), 2, soft=True, robust=robust)
+    found = average_updates(packed, np.ones(12), 2, soft=True, robust=robust)
     np.testing.assert_allclose(found.change, 1, atol=0.2)
 
 
