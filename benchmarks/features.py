@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.regression import Clients, Polynomial, TwoPhase, model_error, simulate
+from flwr_perdl.regression import Polynomial, TwoPhase, model_error
+from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed, oracle
 
 CLIENTS, POINTS, FEATURES, MODELS, NOISE, SEEDS = 200, 50, 40, 3, 0.2, 5

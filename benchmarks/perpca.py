@@ -81,7 +81,7 @@ def error(samples: Sequence[np.ndarray], n_global: int, n_local: int, n_rounds: 
     found = personalized_pca(samples, n_global, n_local, n_rounds=n_rounds)
     left = 0.0
     for X, V in zip(samples, found.local_components, strict=True):
-        W = np.vstack([found.global_components, V])
+        W = polar(np.vstack([found.global_components, V]).T).T
         left += float(np.sum((X - X @ W.T @ W) ** 2))
     return left / sum(float(np.sum(X**2)) for X in samples)
 

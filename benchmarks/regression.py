@@ -19,9 +19,10 @@ from flwr.app import ArrayRecord, Context
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
-from flwr_perdl.regression import Clients, Refinement, TwoPhase, model_error, simulate
+from flwr_perdl.regression import Refinement, TwoPhase, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies.mixed_regression import FedX
+from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import (
     SETTINGS,
     Mixed,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["DATA", "EVALUATION", "FAILURES", "PAIRS", "SAMPLING", "SERVER", "spawn"]
+__all__ = ["DATA", "FAILURES", "SERVER", "spawn"]
 
 #: "Partitions" whose draws are not a client's: the protocol's at the server, the choice of the
 #: clients that train and that evaluate, the making and splitting of experiments' data, who

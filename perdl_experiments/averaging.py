@@ -163,9 +163,11 @@ def combine(stack: Matrix, current: Matrix, weights: Matrix | None, *, orthogona
         return atoms
     fresh = principal_directions(spare, min(len(unused), atoms.shape[1]))
     atoms[unused[: len(fresh)]] = fresh
-    if not orthogonal:
-        return atoms
-    return polar_factor(atoms, current, np.isin(np.arange(len(atoms)), unused[len(fresh) :]))
+    fixed = np.isin(np.arange(len(atoms)), unused[len(fresh) :])
+    if orthogonal:
+        return polar_factor(atoms, current, fixed)
+    atoms[~fixed] = normalize_atoms(atoms[~fixed])
+    return atoms
 
 
 def _own(

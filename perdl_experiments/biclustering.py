@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_count
-from flwr_perdl.dictionary.coding import soft_threshold
+from flwr_perdl.dictionary import soft_threshold
 
 #: From so many iterations on, a layer keeps its thresholds: chosen anew, they may go in circles.
 SETTLED = 100

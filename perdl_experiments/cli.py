@@ -34,6 +34,7 @@ from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import (
     LOCAL_ATOMS,
     Progress,
+    check_extras,
     check_run,
     resumable,
     run_experiment,
@@ -306,6 +307,14 @@ def diagnose(
         list[str] | None, typer.Option(help="Arrays to keep private; the last layer by default.")
     ] = None,
     metric: Annotated[str, typer.Option(help="The metric of evaluations to compare by.")] = "loss",
+    higher_is_better: Annotated[
+        bool | None,
+        typer.Option(
+            "--higher-is-better/--lower-is-better",
+            help="Of the metric; by default as its name says.",
+            show_default=False,
+        ),
+    ] = None,
     train_config: Annotated[
         list[str] | None,
         typer.Option(help="What the server sends with each training: 'lr=0.05'. Repeatable."),
@@ -318,6 +327,7 @@ def diagnose(
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
     with _errors_in_a_sentence():
+        check_extras("to draw the picture")
         check_target(out, overwrite=overwrite, suffix=".png")
         found = diagnose_app(
             folder,
@@ -326,11 +336,13 @@ def diagnose(
             rounds=rounds,
             private=private or (),
             metric=metric,
+            higher_is_better=higher_is_better,
             train_config=train_config or (),
             seed=seed,
         )
+    print(f"{found.table()}\n\n{found.sentence}")
     picture(found).savefig(out, dpi=200)
-    print(f"{found.table()}\n\n{found.sentence}\n{out}: every client's {metric} by candidate")
+    print(f"{out}: every client's {metric} by candidate")
 
 
 @app.command("local-atoms")

@@ -29,6 +29,7 @@ def diagnose_app(
     rounds: int = 40,
     private: Sequence[str] = (),
     metric: str = "loss",
+    higher_is_better: bool | None = None,
     train_config: Sequence[str] = (),
     seed: int = 0,
 ) -> Diagnosed:
@@ -45,14 +46,18 @@ def diagnose_app(
         Number of clients; by default the app's ``num-supernodes``, or 10.
     train_config : sequence of str
         ``"key=value"``, values as in TOML: what the server sends with every training.
-    rounds, private, metric, seed
+    rounds, private, metric, higher_is_better, seed
         See `Diagnosis`.
 
     Raises
     ------
     ValueError
-        If the folder has no app, a name is not there, or ``train_config`` is not TOML.
+        If the folder has no app, a name is not there, ``train_config`` is not TOML, or `Diagnosis`
+        rejects an option.
     """
+    diagnosis = Diagnosis(
+        private or None, metric=metric, higher_is_better=higher_is_better, seed=seed
+    )
     trains = _config(train_config)
     file = folder / "pyproject.toml"
     if not file.is_file():
@@ -71,7 +76,6 @@ def diagnose_app(
         raise ValueError(f"clientapp must be a ClientApp, got {type(client).__name__}.")
     config = dict(_flat(app.get("config", {})))
     grid = InProcessGrid(client_app(client), clients or _nodes(said), run_config=config)
-    diagnosis = Diagnosis(private or None, metric=metric, seed=seed)
     diagnosis.start(grid, start, rounds, train_config=trains, verbose="bar")
     return diagnosis.result
 

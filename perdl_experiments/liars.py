@@ -29,9 +29,10 @@ from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging
-from flwr_perdl.diffusion.averaging import AveragingProgram, AveragingState
+from flwr_perdl.diffusion.averaging import AveragingProgram
 from flwr_perdl.protocol.records import STEP, Scalar
-from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, simulate
+from flwr_perdl.regression import Answers, Ask, TwoPhase
+from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed
 
 MESSAGES = ("sign", "scaled", "sign-scaled", "collude", "collude-scaled")
@@ -205,14 +206,14 @@ class LyingAveraging(DiffusionAveraging):
         super().__init__(**options)
         self.liars, self.attack = liars, attack
 
-    def program(self, clients: Any, *, initial: Any = None) -> AveragingProgram:
+    def program(self, clients: Any, **options: Any) -> AveragingProgram:
         """Return the program of all nodes."""
 
         def some_lie(node: int) -> Any:
             lies = self.attack == "flip" and node in self.liars
             return _Backward(clients(node)) if lies else clients(node)
 
-        return _LyingProgram(self, some_lie, initial)
+        return _LyingProgram(self, some_lie, options.get("initial"))
 
 
 class _LyingProgram(AveragingProgram):
@@ -220,12 +221,13 @@ class _LyingProgram(AveragingProgram):
 
     learner: LyingAveraging
 
-    def message(self, state: AveragingState) -> tuple[Matrix, ...]:
+    def message(self, state: Any) -> tuple[Matrix, ...]:
         """Return all models, those of the liars replaced."""
-        liars, sent = self.learner.liars, state.model.copy()
-        lie = NEIGHBORS[self.learner.attack]
-        sent[liars] = lie(sent[liars], np.delete(sent, liars, axis=0))
-        return (sent,)
+        liars, lie = self.learner.liars, NEIGHBORS[self.learner.attack]
+        sent = [array.copy() for array in super().message(state)]
+        for array in sent:
+            array[liars] = lie(array[liars], np.delete(array, liars, axis=0))
+        return tuple(sent)
 
 
 class _Backward:

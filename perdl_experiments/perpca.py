@@ -188,6 +188,7 @@ def personalized_pca(
     roots, energies = [_root(X) for X in samples], [squared_norm(X) for X in samples]
     own = [local_start(X, U, n_local) for X in samples]
     losses: list[float] = []
+    errors: list[float] = []
     for _ in range(n_rounds):
         steps = [
             take_step(root, energy, U, V, step)
@@ -201,7 +202,10 @@ def personalized_pca(
         stack = np.stack(shared)
         U = aggregate_atoms(stack, U, method=aggregation, orthogonal=True).global_atoms
         losses.append(sum(one.loss for one in steps))
-        step = next_step(step, losses)
+        # Six digits of each client's: a loss that rises by rounding does not shorten the step.
+        told = [float(f"{one.loss / X.size:.6g}") for X, one in zip(samples, steps, strict=True)]
+        errors.append(float(np.average(told, weights=[len(X) for X in samples])))
+        step = next_step(step, errors)
     floats = float(n_rounds * U.size)
     return PersonalizedPCA(U, own, losses, float(np.mean([W.size for W in sent])) + floats, floats)
 

@@ -51,7 +51,7 @@ _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
 LOCAL_ATOMS = "local-atoms.npz"
 _FILES = (EVENTS, RESULTS, ARRAYS, REPORT, LOCAL_ATOMS)
-_DIGEST = "data_sha256"  # beside the config in run.json; older runs have none
+_DIGEST = "data_sha256"  # of --data, beside the config in run.json
 
 
 class Progress(NamedTuple):
@@ -233,16 +233,21 @@ def run_state(folder: Path) -> str:
     return "unfinished" if _state(folder / NEXT) == "unfinished" else _state(folder)
 
 
+def check_extras(purpose: str) -> None:
+    """Raise a ValueError that says what to install, if what the extra brings is not there."""
+    missing = [extra for extra in _NEEDED if find_spec(extra) is None]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} must be installed {purpose}: the extra 'experiments' brings "
+            "it (in a clone of flwr-perdl: pip install '.[experiments]')."
+        )
+
+
 def _prepared(
     name: str, engine: str | Grid, how: Mapping[str, Any], **given: Any
 ) -> tuple[Experiment, Config, _Folder | None]:
     """Return the experiment, its config of what is ``given``, its folder; nothing is written."""
-    missing = [extra for extra in _NEEDED if find_spec(extra) is None]
-    if missing:
-        raise ValueError(
-            f"{' and '.join(missing)} must be installed to run experiments: the extra "
-            "'experiments' brings it (in a clone of flwr-perdl: pip install '.[experiments]')."
-        )
+    check_extras("to run experiments")
     experiment, out = find(name), how["out"]
     if not isinstance(engine, Grid):
         check_engine(engine)
@@ -325,7 +330,7 @@ class _Folder:
             raise ValueError(
                 f"out must hold the run to resume, got {str(self.path)!r}, which holds no run."
             )
-        said = {place: run.pop(_DIGEST, found) for place, run in earlier.items()}
+        said = {place: run.pop(_DIGEST, "") for place, run in earlier.items()}
         place = next((one for one in earlier if earlier[one] == config), next(iter(earlier)))
         if earlier[place] != config:
             raise ValueError(

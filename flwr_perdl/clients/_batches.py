@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from flwr_perdl.core.arrays import has_missing, observed, squared_norm
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.dictionary import Learner, reconstruct
 from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.dictionary.learners import CodeSums, SummedLearner, with_level
@@ -80,7 +80,8 @@ class Batches:
 
     def _pass(self) -> Iterator[tuple[int, Matrix]]:
         """Yield parts of the batches that are coded at once, with their batch's number."""
-        for i, batch in enumerate(self._read()):
+        batches = check_kind("X", self._read(), Iterable, "a function that returns its batches")
+        for i, batch in enumerate(batches):
             shape, parts = np.shape(batch), [batch]
             if len(shape) == 2:
                 rows = max(_AT_ONCE // max(shape[1], 1), 1)

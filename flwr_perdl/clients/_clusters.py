@@ -24,12 +24,12 @@ from flwr.app import Array, Context, Message, MessageType
 from flwr_perdl.clients._handlers import (
     Evaluated,
     Handlers,
+    all_sendable,
+    as_given,
     evaluation_reply,
-    floats,
     numbers_of,
-    sendable,
 )
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
@@ -39,6 +39,7 @@ from flwr_perdl.protocol.records import (
     encode,
     named,
     reply_to,
+    route_of,
     scalars,
     to_arrays,
 )
@@ -52,6 +53,8 @@ N_FITS = "perdl.n-fits"
 #: The name of the array with the clusters' numbers, before those of a model.
 LABELS = "perdl.clusters"
 _OURS = (STEP, CLUSTERED, N_FITS)
+#: Maximum number of times that a client trains, and of models that it evaluates, for one request.
+MOST_FITS, MOST_MODELS = 1000, 10_000
 #: The start of the keys of a training request's config that only ``evaluate`` receives.
 MEASURING = "perdl.evaluate."
 
@@ -96,15 +99,16 @@ def answer_clustered(
     config, step = configs_of(asked, _OURS.__contains__), asked.get(STEP)
     names = [name for name in record if name != LABELS]
     app = Handlers(message, context, call, names)
-    if message.metadata.message_type == MessageType.EVALUATE:
+    if route_of(message)[0] == MessageType.EVALUATE:
         return evaluation_reply(message, *_evaluated(app, to_arrays(record), config.evaluate))
     if step == ALONE:
-        model = to_arrays(record)
-        for _ in range(int(asked[N_FITS])):
-            model, n, metrics = app.fit(model, config.fit)
+        model = given = to_arrays(record)
+        for _ in range(check_count(N_FITS, asked[N_FITS], 1, MOST_FITS)):
+            trained, n, metrics = app.fit(model, config.fit)
+            model = as_given(trained, given)
         # An evaluation that fails would be noticed rounds later, when models are to be chosen.
-        _evaluations(app, [np.asarray(array)[None] for array in model], config.evaluate)
-        return reply_to(message, floats(model), n, metrics)
+        _evaluations(app, [array[None] for array in model], config.evaluate)
+        return reply_to(message, model, n, metrics)
     if step == MEASURE:
         losses, measured = _evaluations(app, to_arrays(record), config.evaluate)
         return reply_to(message, [_finite(losses)], measured[0][1], {})
@@ -118,7 +122,7 @@ def answer_clustered(
     content, arrays = app.train(sent, config.fit)
     metrics, n = numbers_of(content)
     reply = reply_to(message, (), n, {**metrics, CLUSTER: int(decode(labels)[chosen]), **choice})
-    reply.content[ARRAYS] = named([*map(sendable, arrays)], names)
+    reply.content[ARRAYS] = named(all_sendable(arrays, sent), names)
     return reply
 
 
@@ -152,6 +156,8 @@ def _evaluations(
     app: Handlers, stacks: Sequence[Matrix], config: dict[str, Scalar]
 ) -> tuple[Matrix, list[Evaluated]]:
     """Return each model's loss, infinity where it is NaN, and the client's evaluation of each."""
+    if len(stacks[0]) > MOST_MODELS:
+        raise ValueError(f"models must be at most {MOST_MODELS}, got {len(stacks[0])}.")
     measured = [app.evaluate(list(model), config) for model in zip(*stacks, strict=True)]
     losses = np.array([loss for loss, _, _ in measured])
     losses[np.isnan(losses)] = np.inf

@@ -18,11 +18,13 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.core.checks import FLOATS, Matrix, as_float
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.models import as_dtype
 from flwr_perdl.protocol.compat import NumPyClient, like
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
+    LOSSES,
     METRICS,
     NUM_EXAMPLES,
     Scalar,
@@ -38,11 +40,6 @@ from flwr_perdl.protocol.records import (
 
 Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
-
-#: How Flower writes the dtypes that the server takes.
-_FLOATS = tuple(map(str, FLOATS))
-#: What ClientApps call the loss, the first of these that is there.
-LOSSES = ("loss", "eval_loss")
 
 
 class NoEvaluateError(NotImplementedError):
@@ -101,7 +98,7 @@ class Handlers:
         found = content.get(ARRAYS)
         if not isinstance(found, ArrayRecord):
             raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
-        return content, in_order(found, self._names)
+        return content, [*in_order(found, self._names).values()]
 
     def _ask(self, kind: str, model: Sequence[Array], config: Mapping[str, Scalar]) -> RecordDict:
         arrays = named(model, self._names)
@@ -127,14 +124,31 @@ def says(message: Message, *keys: str) -> bool:
     return isinstance(record, ConfigRecord) and any(key in record for key in keys)
 
 
-def sendable(array: Array) -> Array:
-    """Return an array as the server takes it; what is a float already is not copied."""
-    return array if array.dtype in _FLOATS else encode(*floats([decode(array)]))
+def all_sendable(arrays: Sequence[Array], given: Sequence[Array]) -> list[Array]:
+    """Return a trained model's arrays with the dtypes that they came with, see `sendable`."""
+    _check_shapes(arrays, given)
+    return [sendable(*pair) for pair in zip(arrays, given, strict=True)]
 
 
-def floats(model: Sequence[Any]) -> list[Matrix]:
-    """Return a model's arrays as the server takes them: counters and half floats are converted."""
-    return [as_float(np.asarray(array)) for array in model]
+def sendable(array: Array, given: Array) -> Array:
+    """Return a trained array with the dtype that it came with; one that has it is not copied."""
+    if array.dtype == given.dtype:
+        return array
+    return encode(as_dtype(decode(array), np.dtype(given.dtype)))
+
+
+def as_given(model: Sequence[Any], given: Sequence[Matrix]) -> list[Matrix]:
+    """Return a trained model with the dtypes that it came with: training may have promoted them."""
+    arrays = [np.asarray(array) for array in model]
+    _check_shapes(arrays, given)
+    return [as_dtype(array, old.dtype) for array, old in zip(arrays, given, strict=True)]
+
+
+def _check_shapes(arrays: Sequence[Any], given: Sequence[Any]) -> None:
+    """Accept a trained model's arrays, of NumPy's or Flower's."""
+    found, shapes = ([tuple(array.shape) for array in some] for some in (arrays, given))
+    if found != shapes:
+        raise ValueError(f"fit must return arrays of shapes {shapes}, got {found}.")
 
 
 def evaluation_of(client: Any) -> Callable[[list[Matrix], dict[str, Scalar]], Evaluated]:

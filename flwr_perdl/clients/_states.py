@@ -63,7 +63,8 @@ class NodeStates:
         Raises
         ------
         ValueError
-            If the file is locked, and the key in the environment is not its own.
+            If the file is of another version of this library, or locked, and the key in the
+            environment is not its own.
         """
         if not self._path.exists():
             return

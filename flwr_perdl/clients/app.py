@@ -12,25 +12,30 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
 from flwr_perdl.clients._handlers import NoEvaluateError, evaluation_of, evaluation_reply, says
-from flwr_perdl.clients.base import Member, identify
-from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
+from flwr_perdl.clients.base import Member, identify, private_shelf
+from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED, DiffusionClient, pins_keys
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
 from flwr_perdl.clients.ditto import DITTO, answer_ditto
 from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
 from flwr_perdl.clients.perma import ONLY_DICTIONARY, SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
+from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
-from flwr_perdl.protocol.compat import has_handler, is_legacy, mods_of
+from flwr_perdl.protocol.compat import has_handler, is_legacy, like, mods_of
 from flwr_perdl.protocol.records import (
     CONFIG,
+    DEFAULT,
     NO_EVALUATE,
     PARTITION_ID,
+    UNCOUNTED,
+    Scalar,
     directed,
     read_request,
     reply_to,
+    route_of,
 )
 
 #: Makes a client: an object with ``fit`` and ``evaluate``, or what its ``to_client()`` returns.
@@ -86,8 +91,9 @@ def client_app(
         mods. Where the strategy's initial arrays have no names, they are "0", "1", ….
     privacy : Noise, optional
         The client answers only requests whose promise is at least as strong, with sums to which
-        noise is added, and only for as many rounds as the promise is for. Its ``basis`` and
-        ``clip`` do not count. By default it believes every request's promise.
+        noise is added, and only for as many rounds as the promise is for: with ``state-dir`` in the
+        node config over all runs, else within one run of Flower. Its ``basis`` and ``clip`` do
+        not count. By default it believes every request's promise.
 
     Returns
     -------
@@ -193,29 +199,65 @@ class AnsweringApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
-        kind = message.metadata.message_type
+        kind, action = route_of(message)
         try:
-            if self._privacy is not None and kind == MessageType.EVALUATE:
-                raise NoEvaluateError
-            call = self._answer
-            if says(message, CLUSTERED):
-                call = partial(self._answer_in_parts, answer_clustered)
-            elif says(message, DITTO):
-                call = partial(self._answer_in_parts, answer_ditto)
-            elif says(message, AVERAGING):
-                parts = partial(answer_averaging, keep=self._keep or self.own_keep)
-                call = partial(self._answer_in_parts, parts)
-            if in_secure_round(message):
-                answered = masked(message, context, call, self._min_clients, self._privacy)
+            if action != DEFAULT:  # nothing here knows what an app's own actions send
+                if self._privacy or self._keep or pins_keys(context):
+                    raise ValueError(
+                        f"the message's type must be {kind} alone for a client with privacy, "
+                        f"private or pinned keys, got the action {action!r}."
+                    )
+                answered = self._handle(message, context)
             else:
-                if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
-                    call = partial(answer_noised, call_next=call, own=self._privacy)
-                answered = in_plain_round(message, context, call)
+                # Flower's mods, too, see no training in "train.default".
+                message = like(message, message.content, kind)
+                answered = self._guarded(kind, message, context)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
         reply: Any = directed(answered, message)
         answer: Message = reply
         return answer
+
+    def _guarded(self, kind: str, message: Message, context: Context) -> Message:
+        """Answer a message with what may leave the client; no key of a query's config counts."""
+        if kind == MessageType.QUERY:
+            return self._answer(message, context)
+        if self._privacy is not None and kind == MessageType.EVALUATE:
+            raise NoEvaluateError
+        call = self._answer
+        if kind == MessageType.TRAIN and says(message, AVERAGING):
+            parts = partial(answer_averaging, keep=self._keep or self.own_keep)
+            call = partial(self._answer_in_parts, parts)
+        elif pins_keys(context):  # besides, a DiffusionClient answers: with sealed messages alone
+            if kind == MessageType.EVALUATE or not says(message, SEALED):
+                raise ValueError(
+                    "neighbour-keys in the node config must be left out for such a request: a node "
+                    f"that pins keys sends sealed messages alone, got one to {kind}."
+                )
+        elif says(message, CLUSTERED):
+            call = partial(self._answer_in_parts, answer_clustered)
+        elif says(message, DITTO):
+            call = partial(self._answer_in_parts, answer_ditto)
+        if in_secure_round(message):
+            return masked(message, context, call, self._min_clients, self._own(context))
+        if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
+            call = partial(answer_noised, call_next=call, own=self._own(context))
+        return in_plain_round(message, context, call)
+
+    def _own(self, context: Context) -> Own | None:
+        """Return what the client insists on, and where it counts what it spends."""
+        if self._privacy is None:
+            return None
+        # Never the run config's folder: who starts runs would choose a new one for each.
+        given = context.node_config.get("state-dir")
+        shelf = private_shelf(context, "noise", str(given)) if given else None
+        return Own(self._privacy, *((None, "") if shelf is None else shelf[:2]))
+
+    def _who(self, context: Context) -> dict[str, Scalar]:
+        """Return who the client is, and whether it counts what it spends over all runs."""
+        own = self._own(context)
+        uncounted = {} if own is None or own.folder is not None else {UNCOUNTED: True}
+        return {**identify(context), **uncounted}
 
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
@@ -248,11 +290,12 @@ class OtherApp(AnsweringApp):
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
     def _handle(self, message: Message, context: Context) -> Message:
-        asks_who = message.metadata.message_type == MessageType.QUERY
+        route = route_of(message)
+        asks_who = route == (MessageType.QUERY, DEFAULT)
         if asks_who and (self._privacy or not has_handler(self._app, "query.default")):
-            who = ConfigRecord({**identify(context)})
+            who = ConfigRecord({**self._who(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
-        measures = message.metadata.message_type == MessageType.EVALUATE
+        measures = route == (MessageType.EVALUATE, DEFAULT)
         if measures and not has_handler(self._app, "evaluate.default", unknown=True):
             raise NoEvaluateError
         _check_answerable(message)
@@ -314,7 +357,7 @@ class NumPyClientApp(AnsweringApp):
                 "the clear."
             )
         client = self._made(context)
-        if not isinstance(client, Member):
+        if not isinstance(client, DiffusionClient if says(message, SEALED) else Member):
             _check_answerable(message)
         return reply_to(message, *client.fit(arrays, config))
 
@@ -327,5 +370,5 @@ class NumPyClientApp(AnsweringApp):
         if self._privacy is None:
             properties = _properties(self._made(context), context)
         else:  # what a client says of itself may be of its data
-            properties = {**identify(context)}
+            properties = self._who(context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)

@@ -12,8 +12,9 @@ on finds its files although others have come in between, or run beside it. Which
 is the server's word. That a server cannot have a run's folder deleted by naming many runs, a Flower
 run may begin only a few, far fewer than are kept. A file is bound to the client's name, which does
 not depend on the run, and to the algorithm. One that is damaged, or of another client or algorithm,
-is named in the log and left out: the client starts afresh. One that is locked with another key
-stops the client, before it overwrites what somebody may still want to read.
+is named in the log and left out: the client starts afresh. One that is locked with another key, or
+of another version of this library, stops the client, before it overwrites what somebody may still
+want to read.
 """
 
 from __future__ import annotations
@@ -198,8 +199,9 @@ class PrivateState:
     ------
     ValueError
         If the token has more than 256 characters. When files are read or written: if the key in the
-        environment is no key, or not theirs; if there is a symbolic link in place of a folder; if
-        this Flower run has begun 16 runs and this is another one.
+        environment is no key, or not theirs; if one is of another version of this library; if there
+        is a symbolic link in place of a folder; if this Flower run has begun 16 runs and this is
+        another one.
 
     Examples
     --------

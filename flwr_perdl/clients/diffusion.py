@@ -31,7 +31,7 @@ from flwr_perdl.diffusion.combine import (
     check_message,
     check_state,
     reported,
-    within_limits,
+    screened,
 )
 from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
 from flwr_perdl.privacy.sealed import Keys, read_key, read_pinned
@@ -61,15 +61,17 @@ ONLY_DIFFUSION = (
     "program from an ordinary client"
 )
 
-#: Why a node leaves out a message beyond its program's limit.
-OUTSIZED = "it has a value that is far larger than those of this node, or cannot be read"
-
 SHOWS = ("observed", "state", "nothing")
 
 #: Names of the private arrays besides the program's state, see `_Kept`.
 _PENDING = "pending"
 _RUN_KEY = "run-key"
 _OVER = "over"
+
+
+def pins_keys(context: Context) -> bool:
+    """Whether a node's config names the only keys that its messages may be sealed for."""
+    return bool(context.node_config.get("neighbour-keys"))
 
 
 class DiffusionClient(Member):
@@ -254,11 +256,12 @@ class DiffusionClient(Member):
             total=delivery.total,
             unseal=None if keys is None else keys.open,
         )
-        inbox, outsized = within_limits(self.program, state, inbox)
+        inbox, rejected = screened(self.program, state, inbox)
         state = check_state("combine", self.program.combine(state, inbox), 1)
         reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
         metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
-        return state, metrics | self._left_out(left_out | dict.fromkeys(outsized, OUTSIZED))
+        left_out |= {one.sender: one.reason for one in rejected}
+        return state, metrics | self._left_out(left_out)
 
     def _kept(self, arrays: Mapping[str, Array] | None) -> _Kept:
         """Return what was kept, or the program's start."""

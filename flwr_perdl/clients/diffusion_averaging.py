@@ -81,7 +81,8 @@ def answer_averaging(
         kind, own_options = options["compression"]
         options["compression"] = COMPRESSIONS[kind](**own_options)
     learner = DiffusionAveraging(**options)
-    program = learner.program(lambda node: client, initial=[model[name] for name in shared])
+    first = [model[name] for name in shared]
+    program = learner.program(lambda node: client, initial=first, array_names=shared)
     node = _Node(program, context, max_delay=about["max_delay"])
     node.has_start = bool(start)
     node.shows = "state" if about["shows"] is True else "observed"

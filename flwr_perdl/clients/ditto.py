@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import Context, Message, MessageType
 
-from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats
+from flwr_perdl.clients._handlers import Handlers, as_given, evaluation_reply
 from flwr_perdl.clients.base import PrivateState, private_shelf
 from flwr_perdl.core.checks import Matrix, check_count, check_real
+from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
 from flwr_perdl.protocol.records import (
     ANEW,
     ARRAYS,
@@ -21,6 +22,7 @@ from flwr_perdl.protocol.records import (
     RUN,
     read_request,
     reply_to,
+    route_of,
 )
 
 #: Marks the requests of Ditto, evaluations too; and how far a client's own model is pulled.
@@ -36,9 +38,10 @@ def answer_ditto(
     given, config = read_request(message)
     round_ = check_count(ROUND, config.get(ROUND))
     state = PrivateState(context, str(config.get(RUN, "")), private_shelf(context, _ALGORITHM))
-    app = Handlers(message, context, call, list(message.content.array_records[ARRAYS]))
+    names = list(message.content.array_records[ARRAYS])
+    app = Handlers(message, context, call, names)
     own_config = {key: value for key, value in config.items() if key not in (DITTO, PULL)}
-    trains = message.metadata.message_type == MessageType.TRAIN
+    trains = route_of(message)[0] == MessageType.TRAIN
     kept = state.before(round_) if trains else state.after(round_)
     own = given if kept is None else [kept[name] for name in sorted(kept)]
     if (shapes := [a.shape for a in own]) != [a.shape for a in given]:
@@ -51,18 +54,17 @@ def answer_ditto(
     pull = check_real(PULL, config.get(PULL), 0, 1)
     sent, n, metrics = app.fit(given, own_config)
     trained, _, _ = app.fit(own, own_config)
-    if (found := [np.shape(array) for array in trained]) != shapes:
-        raise ValueError(f"training must return arrays of shapes {shapes}, got {found}.")
-    pulled = [_pulled(array, w, pull) for array, w in zip(trained, given, strict=True)]
+    arrays = zip(names, as_given(trained, given), given, strict=True)
+    pulled = [_pulled(name, own, shared, pull) for name, own, shared in arrays]
     state.save(round_, {f"{i:06d}": array for i, array in enumerate(pulled)})
-    return reply_to(message, floats(sent), n, {**metrics, ANEW: int(kept is None)})
+    return reply_to(message, as_given(sent, given), n, {**metrics, ANEW: int(kept is None)})
 
 
-def _pulled(own: Matrix, shared: Matrix, pull: float) -> Matrix:
-    """Return the client's array on its way to the server's; counters stay as they are."""
-    if own.dtype.kind != "f":
+def _pulled(name: str, own: Matrix, shared: Matrix, pull: float) -> Matrix:
+    """Return the client's trained array on its way to the server's; counters stay as they are."""
+    fixed = fixed_entries(shared)
+    check_trained(name, own, shared, fixed)
+    if not is_float(own):
         return own
-    if not np.isfinite(own).all():
-        raise ValueError("the client's own model must be finite after training, got other values.")
-    moved: Matrix = own + pull * (shared.astype(own.dtype, copy=False) - own)
-    return moved
+    with np.errstate(invalid="ignore"):  # of infinite entries, which are fixed
+        return settled(own + pull * (shared - own), own, fixed)

@@ -36,6 +36,7 @@ from flwr.app import (
 from flwr_perdl.clients._handlers import says, sendable
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
 from flwr_perdl.core.checks import check_count, check_list
+from flwr_perdl.core.models import check_trained, fixed_entries
 from flwr_perdl.protocol.records import (
     ANEW,
     CONFIG,
@@ -45,6 +46,7 @@ from flwr_perdl.protocol.records import (
     decode,
     encode,
     named,
+    route_of,
 )
 
 #: Keys of a request's config: the names, as JSON, that the server leaves out of its requests to a
@@ -176,7 +178,7 @@ class KeepPrivate:
 
     def __call__(self, message: Message, context: Context, call_next: Call) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
-        kind = message.metadata.message_type.partition(".")[0]
+        kind = route_of(message)[0]
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
         record, given = _only_arrays(message.content, "a request")
@@ -306,7 +308,7 @@ def _trained(
             break
         _, found = _only_arrays(reply.content, "a training reply")
         _check_found(found, model, part.private)
-        model = {**model, **{name: found[name] for name in names}}
+        model = {**model, **{name: sendable(found[name], model[name]) for name in names}}
     return reply, model
 
 
@@ -318,8 +320,8 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
         shape, wanted = tuple(found[name].shape), tuple(model[name].shape)
         if shape != wanted:
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
-        if not np.isfinite(decode(found[name])).all():
-            raise ValueError(f"array {name!r} must be finite after training, got other values.")
+        before, after = decode(model[name]), decode(sendable(found[name], model[name]))
+        check_trained(name, after, before, fixed_entries(before))
 
 
 def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
@@ -330,10 +332,8 @@ def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
 
 def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:
     """Return what leaves: of the private arrays the server's own values, or nothing."""
-    sent = {
+    return {
         name: part.given[name] if name in part.private else model[name]
         for name in part.names
         if name not in part.left_out
     }
-    # Our own server averages floats alone; Flower's get what the app sent.
-    return {name: sendable(array) for name, array in sent.items()} if part.left_out else sent

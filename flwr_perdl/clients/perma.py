@@ -85,8 +85,7 @@ ONLY_DICTIONARY = (
     "PersonalizedFedAvg trains any model by the clients' own fit"
 )
 REFINE_STEPS = "perdl.refine-steps"
-#: Start: whether samples are held out for the choice; and the names of its errors in a reply.
-HOLD_OUT = "perdl.hold-out"
+#: The names of a choice's errors on samples held out, in a reply.
 HELD_OUT = "mse_held_out_"
 #: One sample in so many is held out, drawn as in a round that no run has.
 _HELD, _DRAW = 3, 2**32 - 1
@@ -195,8 +194,8 @@ class DictionaryClient(LearnerClient):
         """Local initialization (Algorithm 1, lines 2-5): send the dictionary of own samples."""
         if request.arrays:
             raise ValueError(f"parameters must be none, got {len(request.arrays)} arrays.")
-        X = self.X[~self._held_out(request)] if request.config.get(HOLD_OUT) else self.X
-        D = self.first_dictionary(request, X)
+        X = self.X
+        D = self.first_dictionary(request)
         C = self.learner.code(X, D)
         error = mean_square(X - reconstruct(C, D))
         if self.warns and (odd := doubts(self.X, len(D))):
@@ -215,7 +214,7 @@ class DictionaryClient(LearnerClient):
         candidates = [self.global_atoms(request._replace(arrays=[G])) for G in request.arrays]
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         held, anew = self._held_out(request), request.kept is None
-        if anew:
+        if anew or DICTIONARY in (request.kept or {}):  # the start has seen the samples held out
             D = self.first_dictionary(request, self.X[~held])
             request = request._replace(kept={DICTIONARY: D})
         sent, errors, keep, metrics = [], [], {}, {}

@@ -24,7 +24,7 @@ from flwr_perdl.regression import SQUARED, Ask, FeatureMap, Loss, SquaredLoss
 from flwr_perdl.regression.features import apply_features
 from flwr_perdl.regression.losses import check_labels, check_loss, check_points
 from flwr_perdl.regression.phases import RULES
-from flwr_perdl.regression.two_phase import answered
+from flwr_perdl.regression.two_phase import answer
 
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
@@ -162,7 +162,7 @@ class RegressionClient(ProtocolClient):
         # `fedmd.moment` (line 9), `fedmd.anchor` (11-15) or `fedx.update` (Phase 2). The formulas
         # are over stacks of clients: one client is a stack of one.
         try:
-            (sent,) = answered(self.X[None], self.y[None], ask, self.loss)
+            (sent,) = answer(self.X[None], self.y[None], ask, self.loss)
         except (KeyError, IndexError) as error:
             raise ValueError(
                 f"parameters and config must be complete for step {ask.step!r}, got "

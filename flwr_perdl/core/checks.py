@@ -140,14 +140,6 @@ def check_numbers(name: str, value: object) -> NDArray[Any]:
     return array
 
 
-def as_float(array: NDArray[Any]) -> Matrix:
-    """Return an array as it is computed with: half floats become float32, counters float64."""
-    if array.dtype in FLOATS:
-        return array
-    small = array.dtype.kind == "f" and array.itemsize <= 4
-    return array.astype(np.float32 if small else np.float64)
-
-
 def check_mask(name: str, value: object, least: int, most: int) -> NDArray[np.bool_]:
     """Return an array of so many bools, or raise a ValueError."""
     array = as_array(name, value)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -27,7 +28,7 @@ from flwr_perdl.core.npy import view_file
 
 __all__ = ["Saved", "load", "replacing", "save"]
 
-FORMAT = 2
+FORMAT = 3
 _META, _CHECKSUM = "meta", "checksum"
 _NAME = re.compile(r"round-(\d{6})\.npz")
 #: The largest round that a file can be of.
@@ -36,6 +37,10 @@ LAST_ROUND = 999_999
 #: written to is what a process that died has left.
 _PREFIX, _SUFFIX = ".flwr-perdl-", ".tmp"
 _STALE = 3600.0
+
+
+class OtherFormatError(ValueError):
+    """A file is whole, and of another version of this library."""
 
 
 class Saved(NamedTuple):
@@ -73,7 +78,7 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
     >>> with TemporaryDirectory() as folder:
     ...     save(Path(folder, "state.npz"), {"atoms": np.eye(2)}, {"round": 3})
     ...     print(load(Path(folder, "state.npz")).meta)
-    {'format': 2, 'round': 3}
+    {'format': 3, 'round': 3}
     """
     named: dict[str, Any] = {f"a/{name}": np.asarray(array) for name, array in arrays.items()}
     named[_META] = np.array(json.dumps({"format": FORMAT, **meta}))
@@ -162,7 +167,7 @@ def load(path: Path) -> Saved:
     except Exception as error:
         raise ValueError(f"{path} is not a readable file of this library: {error}") from error
     if version != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT}, got {version!r}.")
+        raise OtherFormatError(f"{path} must have format {FORMAT}, got {version!r}.")
     if checksum != _checksum(named):
         raise ValueError(f"{path} must have the checksum it was written with, got another one.")
     del named[_META]
@@ -171,6 +176,8 @@ def load(path: Path) -> Saved:
 
 def _members(path: Path) -> dict[str, NDArray[Any]]:
     """Return a file's arrays by name; no more memory is taken than the file has bytes, twice."""
+    if not path.is_file():  # to open a pipe waits for ever
+        raise ValueError("it is no regular file")
     with path.open("rb") as stream, ZipFile(stream) as archive:
         members, size = archive.infolist(), os.fstat(stream.fileno()).st_size
         # An archive that is no larger than it says cannot fill the memory when it is unpacked.
@@ -188,13 +195,15 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
 
 
 @contextmanager
-def _private(path: Path) -> Iterator[BinaryIO]:
+def private(path: Path) -> Iterator[BinaryIO]:
     """Open a file to read and write that only its owner may read, and make it when missing.
 
     A symbolic link is not followed, and an OSError in the block names the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_link(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a regular file, got something else.")
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
         with os.fdopen(os.open(path, flags, 0o600), "r+b") as stream:
@@ -202,6 +211,17 @@ def _private(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         error.filename = str(path)  # one of a full disk has none
         raise
+
+
+@contextmanager
+def locking(path: Path) -> Iterator[None]:
+    """Let one process or thread at a time into the block; the lock goes with who holds it."""
+    with private(path) as stream:
+        if os.name == "nt":
+            import_module("msvcrt").locking(stream.fileno(), 1, 1)
+        else:
+            import_module("fcntl").flock(stream, 2)  # LOCK_EX
+        yield
 
 
 class Journal:
@@ -222,7 +242,7 @@ class Journal:
     def append(self, entries: Iterable[Any]) -> None:
         """Write entries after the last one; what a run that was given up wrote there is lost."""
         lines = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
-        with _private(self.path) as stream:
+        with private(self.path) as stream:
             stream.truncate(self._size)
             stream.seek(self._size)
             stream.write(lines)

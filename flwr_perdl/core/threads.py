@@ -14,16 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ContextDecorator
 from contextvars import ContextVar, copy_context
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain, islice
 from logging import getLogger
 from threading import Lock
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.linalg
 import scipy.linalg
-
-from flwr_perdl.core.memory import keep_freed_memory
 
 __all__ = ["in_threads", "n_threads", "one_blas_thread"]
 
@@ -45,6 +44,16 @@ def _libraries() -> list[Any]:
     return libraries
 
 
+@cache
+def _keep_freed_memory() -> None:
+    """Let the C library keep freed arrays, where its threshold for that follows the largest freed.
+
+    A GNU C library gives the memory of a freed array back to the system, page by page, unless it
+    has seen a larger one freed (up to 32 MB): dual inference takes half as long again so.
+    """
+    np.empty(2**25 - 2**20, dtype=np.uint8)
+
+
 class _Limit(ContextDecorator):
     """The limit and how many blocks are inside it: BLAS has one number of threads per process.
 
@@ -57,7 +66,7 @@ class _Limit(ContextDecorator):
         self._before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> None:
-        keep_freed_memory()
+        _keep_freed_memory()
         with self._lock:
             self._inside += 1
             for library in _libraries() if self._inside == 1 else ():
@@ -79,8 +88,6 @@ _LIMIT = _Limit()
 
 def one_blas_thread() -> _Limit:
     """Run the block (or, as a decorator, the function) with one BLAS thread.
-
-    From the first block on the process keeps the memory of freed arrays (`keep_freed_memory`).
 
     A block inside another costs nothing: the limit is set by the first and lifted by the last.
 

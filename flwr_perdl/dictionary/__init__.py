@@ -5,14 +5,11 @@ from __future__ import annotations
 from flwr_perdl.dictionary.aggregation import (
     Aggregation,
     aggregate_atoms,
-    aggregate_statistics,
     local_statistics,
 )
 from flwr_perdl.dictionary.atoms import (
-    AtomMatch,
     atom_distances,
     dictionary_distance,
-    match_atoms,
     normalize_atoms,
     principal_directions,
 )
@@ -49,7 +46,6 @@ __all__ = [
     "AUTO_THRESHOLD",
     "Aggregation",
     "Alignment",
-    "AtomMatch",
     "CodeSums",
     "GradientLearner",
     "KSVDLearner",
@@ -61,7 +57,6 @@ __all__ = [
     "OrthogonalLearner",
     "WarmStart",
     "aggregate_atoms",
-    "aggregate_statistics",
     "align_to_global",
     "atom_distances",
     "atom_support",
@@ -71,7 +66,6 @@ __all__ = [
     "iterate",
     "lasso",
     "local_statistics",
-    "match_atoms",
     "normalize_atoms",
     "omp",
     "polar_factor",

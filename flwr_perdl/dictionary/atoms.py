@@ -40,15 +40,7 @@ COPY = 0.98
 
 
 class AtomMatch(NamedTuple):
-    """Each atom's partner in another dictionary.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import match_atoms
-    >>> match_atoms(np.eye(3), np.eye(3)[[2, 0, 1]]).distances
-    array([0., 0., 0.])
-    """
+    """Each atom's partner in another dictionary."""
 
     #: ``indices[j]``: the row of ``B`` that atom ``j`` of ``A`` is matched with.
     indices: NDArray[np.intp]
@@ -295,14 +287,6 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     Returns
     -------
     AtomMatch
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import match_atoms
-    >>> found = match_atoms(np.eye(3)[:2], -np.eye(3)[::-1])
-    >>> found.indices, found.signs
-    (array([2, 1]), array([-1., -1.]))
     """
     A, B = _fewer_and_more(A, B)
     return _match(A, B, linear_sum_assignment(atom_distances(A, B))[1])

@@ -14,12 +14,10 @@ from math import sqrt
 import numpy as np
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_real
-from flwr_perdl.core.memory import aligned, empty_aligned
-from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
+from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, due, norms
 from flwr_perdl.diffusion._minimize import correlate, reconstruct
-from flwr_perdl.diffusion.combine import Inbox, entries, is_sparse
-from flwr_perdl.diffusion.objectives import spread
-from flwr_perdl.diffusion.topology import CombinationMatrix, Csr, Topology, metropolis_weights
+from flwr_perdl.diffusion.combine import Inbox
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +64,6 @@ class ATC(DualInference):
             return check_real("contraction", self.contraction, 0, 1)
         return contraction_bound(metropolis_weights(self.topology))
 
-    @cached_property
-    def _same_linear(self) -> Nodes:
-        """For every agent the first whose ``linear`` is the same: informed or not, (n_nodes,)."""
-        informed = np.isin(np.arange(self.topology.n_nodes), list(self.informed or ()))
-        return np.where(informed, informed.argmax(), informed.argmin())
-
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round; ``linear`` is ``mu theta_k x``."""
         state = super().begin(nodes, atoms, X)
@@ -95,42 +87,9 @@ class ATC(DualInference):
         nu = self.objective.project(inbox.mean())
         if not due(inbox.round):
             return state._replace(nu=nu)
-        change = distances(nu, state.nu)
-        apart = distances(self.objective.project(state.sent), nu)
-        residual = self._residual(change, self.shrinking * apart, nu)
-        return state._replace(nu=nu, change=change, residual=residual)
-
-    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds with all agents here: over a sparse network, compiled."""
-        # The kernel knows (31) without (37), and no method that derives from ATC.
-        if type(self) is not ATC or not (self._compiles(state) and is_sparse(weights)):
-            return super().advance(state, round_, n_rounds, weights)
-        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-        o, number = self.objective, state.nu.dtype.type
-        atoms, linear, nu = (aligned(a) for a in (state.atoms, state.linear, state.nu))
-        state = state._replace(atoms=atoms, linear=linear, nu=nu)
-        change, apart = np.empty_like(state.change), np.empty_like(state.change)
-        _kernels.atc(
-            n_rounds,
-            *entries(weights, nu.dtype),
-            atoms,
-            linear,
-            self._same_linear,
-            number(spread(o.gamma, nu)),
-            number(spread(o.delta, nu)),
-            o.nonnegative,
-            number(self.mu),
-            number(1 - self.mu * self.curvature),
-            nu,
-            empty_aligned((2, len(nu), nu.shape[2]), nu.dtype),
-            change,
-            apart,
-        )
-        if not due(round_ + n_rounds):
-            return state
-        residual = self._residual(change, self.shrinking * apart, nu)
-        return state._replace(change=change, residual=residual)
+        apart = norms(self.objective.project(state.sent) - nu)
+        residual = self._residual(norms(nu - state.nu), self.shrinking * apart, nu)
+        return state._replace(nu=nu, residual=residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,9 +155,8 @@ class ExactDiffusion(ATC):
         after = state._replace(nu=nu, excess=excess)
         if not due(inbox.round):
             return after
-        change = distances(nu, state.nu)
-        residual = self._residual(change, distances(state.sent, mean), nu)
-        return after._replace(change=change, residual=residual)
+        residual = self._residual(norms(nu - state.nu), norms(state.sent - mean), nu)
+        return after._replace(residual=residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +219,7 @@ class PenalizedConsensus(ATC):
         after = state._replace(sent=sent, nu=nu)
         if not due(inbox.round):
             return after
-        residual = self._residual(distances(nu, state.nu), distances(state.sent, mean), nu)
+        residual = self._residual(norms(nu - state.nu), norms(state.sent - mean), nu)
         return after._replace(residual=residual)
 
 

@@ -11,7 +11,7 @@ literature                                 here
 =========================================  ======================================================
 ``q_k = Q(v_k - c_k)``, ``c_k <- c_k +     `CompressedProgram.adapt`, ``state.copies``
 q_k``, ``s_k <- s_k + sum_l a_kl q_l``     `CompressedProgram.combine`, ``state.sums``
-``v_k <- v_k + gamma (s_k - c_k)``         `CompressedProgram._mean`: the mean of the neighborhood
+``v_k <- v_k + gamma (s_k - c_k)``         `CompressedProgram._means`: those of the neighborhood
 CHOCO-SGD                                  ``method="cta"``: ``v = w``, then ``fit``;
                                            ``"atc"``: ``v = psi``
 compressed gradient tracking (C-GT)        ``"gradient_tracking"``: ``v = w - y``, and a copy and
@@ -33,46 +33,37 @@ the whole of ``q`` (its alpha is 1).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.models import cleared, fixed_entries
 from flwr_perdl.core.packing import pack, unpack
-from flwr_perdl.diffusion.averaging import AveragingProgram
+from flwr_perdl.diffusion.averaging import AveragingProgram, arrays_of, state_type
 from flwr_perdl.diffusion.combine import Array, Inbox
 from flwr_perdl.random import spawn
 
 
-class CompressedState(NamedTuple):
-    """An `AveragingState` with public copies.
-
-    ``copies`` and ``sums`` (m, n_parts, n_parameters) are of the model and, with gradient tracking,
-    the tracker; ``values`` and ``codes`` (m, n_parts, ...) are the message of the round.
-    """
-
-    nodes: NDArray[np.intp]
-    model: Array
-    last: Array
-    tracker: Array
-    reports: NDArray[np.float64]
-    copies: Array
-    sums: Array
-    values: Array
-    codes: Array
-
-
 class CompressedProgram(AveragingProgram):
-    """`AveragingProgram` with ``compression``: see `DiffusionAveraging`."""
+    """`AveragingProgram` with ``compression``: see `DiffusionAveraging`.
+
+    Its state has public copies besides: ``copies`` and ``sums`` (m, n_parts, n_parameters) are of
+    the arrays that are corrected, as one vector, and, with gradient tracking, of the tracker;
+    ``values`` and ``codes`` (m, n_parts, ...) are the message of the round. The other arrays are
+    sent as they are.
+    """
 
     def start(self, nodes: NDArray[np.intp]) -> Any:
         """Return the state before the first round."""
         first = super().start(nodes)
         copies = np.zeros_like(self._parts(first))
         if self.initial is not None:  # which all nodes know: it need not be sent
-            copies[:, 0] = first.model
+            copies[:, 0] = self._parts(first)[:, 0]
         values, codes = self._encoded(copies, nodes, 0)
-        return CompressedState(*first, copies, copies, values, codes)
+        more = {"copies": copies, "sums": copies, "values": values, "codes": codes}
+        return state_type((*first._fields, *more))(*first, *more.values())
 
     def adapt(self, state: Any, round_: int) -> Any:
         """Train every node's model; what is sent is how far the result is from the public copy."""
@@ -81,13 +72,17 @@ class CompressedProgram(AveragingProgram):
         return state._replace(values=values, codes=codes)
 
     def message(self, state: Any) -> tuple[Array, ...]:
-        """Return the compressed difference."""
-        return state.values, state.codes
+        """Return the compressed difference, and the arrays that are not compressed."""
+        form, model = self._of(state), super().message(state)
+        pairs = zip(form.sent, model, strict=False)
+        return state.values, state.codes, *(a for i, a in pairs if i not in form.corrected)
 
-    def readable(self, state: Any, arrays: tuple[Array, ...]) -> NDArray[np.bool_]:
-        """Return which messages can be decoded, (s,)."""
-        sent = self._all_decoded(state, arrays)
-        return np.array([vectors is not None for vectors in sent])
+    def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
+        """Return by reason which of the inbox's links brought a message that does not count."""
+        sent = self._all_decoded(state, inbox.arrays)
+        unreadable = np.array([vectors is None for vectors in sent])
+        found = super().rejects(state, inbox)
+        return {**found, "it cannot be read": unreadable[inbox.links.indices]}
 
     def combine(self, state: Any, inbox: Inbox) -> Any:
         """Move the public copies, and combine by their means."""
@@ -101,15 +96,40 @@ class CompressedProgram(AveragingProgram):
         state.reports[:, 0] /= self.learner.consensus_step
         return state
 
-    def _mean(self, state: Any, inbox: Inbox, i: int) -> Array:
-        """Return the model, or the tracker, moved towards the mean by the public copies."""
-        apart = state.sums[:, i] - state.copies[:, i]
-        mean: Array = self._parts(state)[:, i] + self.learner.consensus_step * apart
-        return mean
+    def _means(self, state: Any, inbox: Inbox) -> list[Array]:
+        """Return the model, moved towards the mean by the public copies; other arrays' means."""
+        form, moved, position = self._of(state), iter(self._moved(state, 0)), count(2)
+        return [
+            next(moved) if i in form.corrected else inbox.mean(next(position), ordered=True)
+            for i in form.sent
+        ]
+
+    def _tracked(self, state: Any, inbox: Inbox) -> list[Array]:
+        """Return the trackers, moved towards the mean by the public copies."""
+        trackers = arrays_of(state, "tracker")
+        moved = self._moved(state, 1) if trackers else []
+        return [array.astype(own.dtype) for array, own in zip(moved, trackers, strict=True)]
+
+    def _moved(self, state: Any, part: int) -> list[Array]:
+        """Return the arrays of a part, moved towards the mean by the public copies."""
+        apart = state.sums[:, part] - state.copies[:, part]
+        rows = self._parts(state)[:, part] + self.learner.consensus_step * apart
+        arrays = [arrays_of(state, "model")[i] for i in self._of(state).corrected]
+        ends = np.cumsum([array[0].size for array in arrays])[:-1]
+        parts = zip(np.split(rows, ends, axis=1), arrays, strict=True)
+        return [rows.reshape(array.shape) for rows, array in parts]
 
     def _parts(self, state: Any) -> Array:
         """Return what has a public copy, (m, n_parts, n_parameters)."""
-        return np.stack(super().message(state), axis=1)
+        model = arrays_of(state, "model")
+        corrected = [model[i] for i in self._of(state).corrected]
+        parts = [[cleared(array, fixed_entries(array)) for array in corrected]]
+        if trackers := arrays_of(state, "tracker"):
+            parts.append(trackers)
+        m = len(state.nodes)
+        flat = [[array.reshape(m, -1) for array in arrays] for arrays in parts]
+        dtype = np.result_type(np.float32, *parts[0])
+        return np.stack([np.concatenate(rows, axis=1, dtype=dtype) for rows in flat], axis=1)
 
     def _encoded(self, parts: Array, nodes: NDArray[np.intp], round_: int) -> tuple[Array, Array]:
         """Return the compressed vectors, (m, n_parts, ...); bytes are packed into floats."""
@@ -124,7 +144,7 @@ class CompressedProgram(AveragingProgram):
 
     def _all_decoded(self, state: Any, arrays: tuple[Array, ...]) -> list[Any]:
         """Return the vectors of each message; None of one that cannot be read."""
-        n = state.model.shape[1]
+        n = state.copies.shape[2]
         return [self._decoded(*each, n) for each in zip(arrays[0], arrays[1], strict=True)]
 
     def _decoded(self, values: Array, codes: Array, n: int) -> Any:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_list, own_numbers
 from flwr_perdl.diffusion._minimize import correlate
-from flwr_perdl.diffusion.combine import Inbox, exchanged, is_long
+from flwr_perdl.diffusion.combine import Inbox
 from flwr_perdl.diffusion.objectives import WEIGHTS, Objective, check_agents
-from flwr_perdl.diffusion.topology import Csr, Topology
+from flwr_perdl.diffusion.topology import Topology
 
 Nodes = NDArray[np.intp]
 Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
@@ -56,8 +56,8 @@ class DualState(NamedTuple):
     codes : ndarray of shape (m, n_samples, n_atoms)
         The agents' codes; a guess where a method does not need them.
     change, residual : ndarrays of shape (m, n_samples)
-        Length of the last step of nu that was measured, and an estimate of nu's relative error from
-        what an agent itself knows.
+        Length of the last step of nu that was measured, if `adapt` takes it, and an estimate of
+        nu's relative error from what an agent itself knows.
     """
 
     nodes: Nodes
@@ -194,23 +194,6 @@ class DualInference(ABC):
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Take in the neighbors' messages."""
 
-    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds with all agents here, in which every message is received.
-
-        The results are those of `adapt`, `message` and `combine`, to the bit, but residuals are
-        measured in the last round only. ``round_`` rounds have been made. The state's arrays may be
-        overwritten.
-        """
-        for number in range(round_ + 1, round_ + n_rounds + 1):
-            state, *_ = exchanged(self, state, number, weights, self.topology.adjacency)
-        return state
-
-    def _compiles(self, state: DualState) -> bool:
-        """Whether rounds compile, and are faster so: one atom each, no bounds, long rows."""
-        objective, one_atom = self.objective, state.atoms.shape[1] == 1
-        simple = one_atom and not np.isfinite(objective.bound) and not objective.own_forms
-        return simple and not objective.own_weights and is_long(state.nu)
-
     def observe(self, state: DualState) -> dict[str, Matrix]:
         """Return codes (42), estimates and residuals."""
         S = correlate(state.nu, state.atoms)
@@ -246,19 +229,6 @@ def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, 
     if longest > 1 + _SLACK:  # steps and their bounds hold for no other atoms
         raise ValueError(f"dictionaries must have atoms of norm at most 1, got {longest:g}.")
     return X, atoms
-
-
-def distances(A: Matrix, B: Matrix, scales: NDArray[Any] | None = None) -> Matrix:
-    """Return the norms of ``A - scales * B`` over the last axis, with one scale per agent."""
-    scales = np.ones(len(A)) if scales is None else scales
-    if not is_long(A):
-        return norms(A - B * column(scales, B))
-    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-    found: Matrix = np.empty(A.shape[:2], dtype=A.dtype)
-    A, B = np.ascontiguousarray(A), np.ascontiguousarray(B)
-    _kernels.distances(A, B, scales.astype(A.dtype), found)
-    return found
 
 
 def norms(A: Matrix) -> Matrix:

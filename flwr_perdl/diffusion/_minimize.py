@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion.combine import is_long
 from flwr_perdl.diffusion.objectives import Objective, spread
 
 Rows = NDArray[np.intp]
@@ -62,7 +61,7 @@ def minimize(
         each = [minimize(objective.at([k]), *(x[k : k + 1] for x in given)) for k in range(m)]
         return np.concatenate([nu for nu, _ in each]), np.concatenate([y for _, y in each])
     scale = (1 / a).astype(centers.dtype)[:, None, None]
-    hessian = hessians(atoms, a)
+    hessian = (scale * correlate(atoms, atoms))[:, None]
     codes = _elastic_net(objective, hessian, correlate(centers, atoms), codes)
     nu = reconstruct(codes * scale, atoms)
     np.subtract(centers, nu, out=nu)
@@ -117,31 +116,11 @@ def costs(
     return cost, cost + conjugates - np.einsum("sm,sm->s", nu, X)
 
 
-def hessians(atoms: Matrix, a: Matrix) -> Matrix:
-    """Return ``W W' / a`` of every agent: (m, 1, n_atoms, n_atoms)."""
-    scaled: Matrix = (1 / a).astype(atoms.dtype)[:, None, None] * correlate(atoms, atoms)
-    return scaled[:, None]
-
-
-def shrinkage(objective: Objective, hessian: Matrix) -> Matrix:
-    """Return by what the code of one atom falls short of the code of its center."""
-    delta = spread(objective.delta, hessian)
-    short: Matrix = delta / (delta + hessian)
-    return short
-
-
 def correlate(nu: Matrix, atoms: Matrix) -> Matrix:
     """Return ``W nu``: (m, n_samples, n_atoms)."""
-    if atoms.shape[1] == 1 and is_long(nu):
-        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-        correlations: Matrix = np.empty(nu.shape[:2], dtype=nu.dtype)
-        nu, atoms = np.ascontiguousarray(nu), np.ascontiguousarray(atoms)
-        _kernels.correlations(nu, atoms, correlations)
-        return correlations[..., None]
     # BLAS's short products in single precision may raise this flag for finite (even zero) operands.
     with np.errstate(invalid="ignore"):
-        correlations = np.matmul(nu, atoms.swapaxes(1, 2))
+        correlations: Matrix = np.matmul(nu, atoms.swapaxes(1, 2))
     return correlations
 
 
@@ -170,7 +149,9 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
     if n_atoms == 0:
         return codes
     if n_atoms == 1:
-        return objective.code(r) * shrinkage(objective, hessian[..., 0])
+        # By what the code of one atom falls short of the code of its center.
+        delta = spread(objective.delta, r)
+        return objective.code(r) * (delta / (delta + hessian[..., 0]))
     H = np.broadcast_to(hessian, (*r.shape, n_atoms)).reshape(-1, n_atoms, n_atoms)
     r, y = r.reshape(-1, n_atoms), codes.reshape(-1, n_atoms).copy()
     gamma, delta = spread(objective.gamma, r), spread(objective.delta, r)

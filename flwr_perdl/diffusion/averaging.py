@@ -14,20 +14,20 @@ adapt-then-combine (ATC)                   ``method="atc"``
 combine-then-adapt (CTA)                   ``method="cta"``
 ``w_k <- fit_k(sum_l a_kl w_l)``           `AveragingProgram.combine`
 exact diffusion                            ``method="exact_diffusion"``
-``psi_k(t) = fit_k(w_k(t-1))``             `AveragingProgram.adapt`, ``state.last``
+``psi_k(t) = fit_k(w_k(t-1))``             `AveragingProgram.adapt`, ``state.last_i``
 ``phi_k = psi_k(t) + w_k(t-1)              `AveragingProgram.adapt`; ``psi_k(0) = w_k(0)``
 - psi_k(t-1)``
 ``w_k(t) = (phi_k + sum_l a_kl phi_l)/2``  `AveragingProgram.combine`
 gradient tracking                          ``method="gradient_tracking"``
-``g_k(t) = w_k(t-1) - fit_k(w_k(t-1))``    `AveragingProgram.adapt`, ``state.last``
-``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker``; zero at
+``g_k(t) = w_k(t-1) - fit_k(w_k(t-1))``    `AveragingProgram.adapt`, ``state.last_i``
+``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker_i``; 0 at
 + g_k(t) - g_k(t-1)``                      the start
 ``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
 clipping, trimmed mean                     ``robust``: `flwr_perdl.diffusion.robust`
 push-sum, stochastic gradient push         ``method="push_sum"``; ``a_kl = 1 / (out-degree of l
                                            + 1)`` by `push_weights`, columns sum to one
-``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z`` is ``state.model``
-``x_k <- sum_l a_kl x_l,                   `AveragingProgram.combine`, ``state.tracker``; one at
+``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z``: ``state.model_i``
+``x_k <- sum_l a_kl x_l,                   `AveragingProgram.combine`, ``state.weight_0``; 1 at
 u_k <- sum_l a_kl u_l, z_k = x_k / u_k``   the start
 =========================================  ======================================================
 
@@ -50,7 +50,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from logging import getLogger
 from numbers import Real
 from typing import Any, NamedTuple
@@ -58,11 +61,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
+from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind, check_real
+from flwr_perdl.core.models import (
+    as_dtype,
+    check_dtypes,
+    check_trained,
+    cleared,
+    far_too_large,
+    fixed_entries,
+    is_float,
+    is_plain,
+    largest_averaged,
+    settled,
+)
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
 from flwr_perdl.diffusion.compression import Compression, check_compression
-from flwr_perdl.diffusion.robust import RULES, robust_mean
+from flwr_perdl.diffusion.robust import RULES, robust_means
 from flwr_perdl.diffusion.schedule import schedule_of
 from flwr_perdl.diffusion.topology import Topology, weights_of
 
@@ -80,10 +95,6 @@ DISTANCE = "neighbor-distance"
 #: What else a node reports of itself: the size of the messages that it has received in the round.
 FLOATS, BYTES = "floats-received", "bytes-received"
 _OWN = (DISTANCE, FLOATS, BYTES)
-
-#: A node leaves out values that are so many times larger than its own, which count as ``LEAST`` at
-#: least: nodes of different data may differ by much, above all when models begin at zero.
-LARGER, LEAST = 1e4, 10.0
 
 _LOG = getLogger(__name__)
 
@@ -116,6 +127,8 @@ class Averaged(NamedTuple):
         Node -> in how many rounds its message was left out: not finite, too large, or unreadable.
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
+    unheard_by : dict of int to list of int
+        Node -> which nodes say that they have left out its message; a node that lies may.
     """
 
     models: dict[int, list[Array]]
@@ -126,6 +139,7 @@ class Averaged(NamedTuple):
     bytes_sent: float
     unheard: dict[int, int]
     alive: NDArray[np.bool_]
+    unheard_by: dict[int, list[int]]
 
 
 class DiffusionAveraging:
@@ -135,9 +149,10 @@ class DiffusionAveraging:
     weighted mean of its own and its neighbors' models. There is no server and no global model:
     every node ends with a model of its own, and these are nearly the same.
 
-    A node leaves out a message that has a value beyond 100,000 and beyond 10,000 times the largest
-    value of its own message, or one that is not finite. The weight of that message falls to the
-    node itself, and ``unheard`` of the result names the sender.
+    A node leaves out a message that has a value far larger than those of its neighborhood (see
+    ``max_magnitude``), or one that is not finite, or a push-sum weight that is not positive. The
+    weight of that message falls to the node itself, ``unheard`` of the result names the sender, and
+    ``unheard_by`` who has left it out.
 
     **What each party receives**:
 
@@ -193,6 +208,10 @@ class DiffusionAveraging:
         smallest values of its neighbors. Both cost accuracy where the nodes' data differ.
     n_liars : int, default 1
         How many neighbors of any node may lie: less than half. Without ``robust`` it is not used.
+    max_magnitude : float, optional
+        The largest absolute value of a float in a message that counts. By default 100 times, in
+        each array, the lower median of the largest absolute values at the node and its neighbors,
+        which counts as one at least.
 
     Raises
     ------
@@ -229,6 +248,7 @@ class DiffusionAveraging:
         config: Mapping[str, Any] | None = None,
         robust: str | None = None,
         n_liars: int = 1,
+        max_magnitude: float | None = None,
     ) -> None:
         if method is None:
             plain = None if compression is None else "gradient_tracking"
@@ -247,6 +267,9 @@ class DiffusionAveraging:
         )
         self.robust = None if robust is None else check_choice("robust", robust, RULES)
         self.n_liars = check_count("n_liars", n_liars, 1)
+        self.max_magnitude = max_magnitude
+        if max_magnitude is not None:
+            self.max_magnitude = check_real("max_magnitude", max_magnitude, 0, open_low=True)
         if robust is not None and compression is not None:
             raise ValueError(f"robust must be None with compression, got {robust!r}.")
         if robust is not None and self.method not in ("atc", "cta"):
@@ -314,22 +337,30 @@ class DiffusionAveraging:
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
                 text = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+        there, losses = run.curves.get(DISTANCE), run.curves.get("evaluate-loss")
+        if there is not None and losses is not None:
+            measured = np.isfinite(there) & np.isfinite(losses).any(axis=1, keepdims=True)
+            missing = (measured & ~np.isfinite(losses)).sum(axis=1)
+            few = (missing > 0) & (3 * missing >= measured.sum(axis=1))
+            if few.any():
+                text = f"In {few.sum()} rounds a third of the nodes or more had no finite loss."
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
         received = run.curves.get(FLOATS, np.zeros((1, 1)))
         lost = run.unheard or (received != received.max(axis=0, initial=0)).any()
         if self.compression is not None and lost:
             text = "Messages were lost: with compression the models keep an error of that."
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        if run.unheard:
-            _LOG.warning("Messages were left out, in so many rounds by node: %s.", run.unheard)
+        for node, n_times in run.unheard.items():
+            by = ", ".join(map(str, run.unheard_by.get(node, ())))
+            said = f", as node {by} says" if by else ""
+            _LOG.warning("Messages of node %d were left out in %d rounds%s.", node, n_times, said)
         models: dict[int, list[Array]] = {}
         apart = np.nan
         if run.state is not None:
             models = {} if program is None else program.models(run.state)
-            living = run.state.model[run.alive[run.state.nodes]]
-            if len(living):
-                apart = float(np.linalg.norm(living - living.mean(axis=0), axis=1).max())
+            apart = _disagreement(run.state, run.alive[run.state.nodes])
         costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
-        return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive)
+        return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive, run.unheard_by)
 
     def suited_to(self, network: Any, n_rounds: int) -> DiffusionAveraging:
         """Return this learner with a method: its own, or the one that suits a network.
@@ -388,40 +419,63 @@ class DiffusionAveraging:
         return learner
 
     def program(
-        self, clients: Clients, *, initial: Sequence[Array] | Any = None
+        self,
+        clients: Clients,
+        *,
+        initial: Sequence[Array] | Any = None,
+        array_names: Sequence[str] = (),
     ) -> AveragingProgram:
         """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
 
-        ``clients`` and ``initial`` are those of `fit`.
+        ``clients`` and ``initial`` are those of `fit`; ``array_names`` are the names of a list's
+        arrays, by default those of an ArrayRecord, or "0", "1", ….
         """
         if self.compression is not None:
             from flwr_perdl.diffusion._compressed import CompressedProgram  # which builds on this
 
-            return CompressedProgram(self, clients, initial)
-        return AveragingProgram(self, clients, initial)
+            return CompressedProgram(self, clients, initial, array_names)
+        return AveragingProgram(self, clients, initial, array_names)
 
 
-class AveragingState(NamedTuple):
-    """The state of the nodes hosted here; models are vectors of all parameters.
+@lru_cache
+def state_type(fields: tuple[str, ...]) -> Any:
+    """Return the type of a state with these fields."""
+    return namedtuple("AveragingState", fields)  # its fields are the model's
 
-    ``model`` (m, n_parameters) is ``w``, after ``adapt`` what is sent; ``last`` is ``psi`` of exact
-    diffusion or ``g`` of gradient tracking, and ``tracker`` its ``y``, each (m, 0) where not used,
-    or the weights of push-sum, (m, 1), where ``adapt`` leaves the numerator in ``model``;
-    ``reports`` (m, n_reports) are about the last round, in the order of `AveragingProgram.names`.
-    """
 
-    nodes: NDArray[np.intp]
-    model: Array
-    last: Array
-    tracker: Array
-    reports: NDArray[np.float64]
+def arrays_of(state: Any, kind: str) -> list[Array]:
+    """Return a state's arrays of one kind, see `AveragingProgram`."""
+    pairs = zip(state._fields, state, strict=True)
+    return [array for name, array in pairs if name.startswith(f"{kind}_")]
+
+
+def with_arrays(state: Any, **kinds: Sequence[Array]) -> Any:
+    """Return a state with other arrays of some kinds."""
+    new: dict[str, Array] = {}
+    for kind, arrays in kinds.items():
+        names = [name for name in state._fields if name.startswith(f"{kind}_")]
+        new.update(zip(names, arrays, strict=True))
+    return state._replace(**new)
 
 
 class AveragingProgram:
-    """`DiffusionAveraging` as a `Program`: see `DiffusionAveraging.program`."""
+    """`DiffusionAveraging` as a `Program`: see `DiffusionAveraging.program`.
+
+    The state of m nodes hosted here is a NamedTuple of arrays with their first axis: ``nodes``;
+    ``reports`` (m, n_reports) about the last round, in the order of ``names``; ``model_0``,
+    ``model_1``, … in the dtypes of the model's arrays, ``w``, after ``adapt`` what is sent. Of each
+    array that the method corrects there are ``last_i``, which is ``psi`` of exact diffusion or
+    ``g`` of gradient tracking, and ``tracker_i``, its ``y``. Push-sum has ``weight_0`` (m, 1), and
+    after ``adapt`` the numerators in ``model_i``. Not corrected, but averaged plainly, are integers
+    and the statistics of batch normalization (`flwr_perdl.core.models`); booleans are not sent.
+    """
 
     def __init__(
-        self, learner: DiffusionAveraging, clients: Clients, initial: Sequence[Array] | Any
+        self,
+        learner: DiffusionAveraging,
+        clients: Clients,
+        initial: Sequence[Array] | Any,
+        array_names: Sequence[str] = (),
     ) -> None:
         # A ClientApp can be called, too; the maths do not import Flower.
         if not callable(clients) or hasattr(clients, "lifespan"):
@@ -430,7 +484,7 @@ class AveragingProgram:
                 f"NumPyClient, got {brief_repr(clients)}."
             )
         if hasattr(initial, "to_numpy_ndarrays"):  # an ArrayRecord
-            initial = initial.to_numpy_ndarrays()
+            array_names, initial = [*initial], initial.to_numpy_ndarrays()
         if isinstance(initial, np.ndarray):
             raise ValueError(
                 f"initial must be a list of arrays, got one array, of shape {initial.shape}: write "
@@ -444,6 +498,7 @@ class AveragingProgram:
         self.learner = learner if learner.method else learner._with(_FIXED)
         self.clients = clients
         self.initial = None if initial is None else [np.array(array) for array in initial]
+        self._array_names = list(array_names)
         self._known_form: Form | None = None
         self._trained = list(dict.fromkeys(learner.metrics))
         self._evaluated = list(dict.fromkeys(("loss", *learner.metrics)))
@@ -453,110 +508,164 @@ class AveragingProgram:
         #: Names of the reports.
         self.names = [*_OWN, *fitted, *(f"evaluate-{name}" for name in self._evaluated)]
 
-    def start(self, nodes: NDArray[np.intp]) -> AveragingState:
+    def start(self, nodes: NDArray[np.intp]) -> Any:
         """Return the state before the first round."""
-        model = np.stack([self._first(int(node)) for node in nodes])
-        last = tracker = np.zeros((len(nodes), 0), model.dtype)
+        firsts = zip(*(self._first(int(node)) for node in nodes), strict=True)
+        model = [np.stack(arrays) for arrays in firsts]
+        corrected = {}
+        for i in self._form(int(nodes[0])).corrected:
+            corrected[i] = cleared(model[i], fixed_entries(model[i]))
+        fields = {"nodes": nodes, "reports": np.full((len(nodes), len(self.names)), np.nan)}
+        fields |= {f"model_{i}": array for i, array in enumerate(model)}
         if self.learner.method == "exact_diffusion":
-            last = model
+            fields |= {f"last_{i}": array for i, array in corrected.items()}
         elif self.learner.method == "gradient_tracking":
-            last = tracker = np.zeros_like(model)
+            for kind in ("last", "tracker"):
+                fields |= {f"{kind}_{i}": np.zeros_like(a) for i, a in corrected.items()}
         elif self.learner.method == "push_sum":
-            tracker = np.ones((len(nodes), 1), model.dtype)
-        reports = np.full((len(nodes), len(self.names)), np.nan)
-        return AveragingState(nodes, model, last, tracker, reports)
+            dtype = np.result_type(np.float32, *corrected.values())
+            fields["weight_0"] = np.ones((len(nodes), 1), dtype)
+        return state_type(tuple(fields))(**fields)
 
     @one_blas_thread()
-    def adapt(self, state: AveragingState, round_: int) -> AveragingState:
+    def adapt(self, state: Any, round_: int) -> Any:
         """Train every node's model; what is sent is the result, corrected where the method does."""
-        method, w = self.learner.method, state.model
+        method, w = self.learner.method, arrays_of(state, "model")
         if method == "cta":
             return state
         state, psi = self._train(state, w, round_)
-        if method == "exact_diffusion":
-            return state._replace(model=psi + w - state.last, last=psi)
-        if method == "gradient_tracking":
-            g = w - psi
-            y = state.tracker + g - state.last
-            return state._replace(model=w - y, last=g, tracker=y)
-        if method == "push_sum":
-            return state._replace(model=w * state.tracker + psi - w)
-        return state._replace(model=psi)
+        last, trackers = arrays_of(state, "last"), arrays_of(state, "tracker")
+        sent, new_last, new_trackers = list(psi), [], []
+        for j, i in enumerate(self._of(state).corrected if method != "atc" else ()):
+            fixed = fixed_entries(w[i])
+            old, new = cleared(w[i], fixed), cleared(psi[i], fixed)
+            if method == "exact_diffusion":
+                found = new + old - last[j]
+                new_last.append(new)
+            elif method == "gradient_tracking":
+                new_last.append(old - new)
+                new_trackers.append(trackers[j] + new_last[j] - last[j])
+                found = old - new_trackers[j]
+            else:
+                found = old * by_row(state.weight_0, old) + new - old
+            sent[i] = settled(found, w[i], fixed)
+        arrays = {"model": sent, "last": new_last, "tracker": new_trackers}
+        return with_arrays(state, **{kind: own for kind, own in arrays.items() if own})
 
-    def message(self, state: AveragingState) -> tuple[Array, ...]:
-        """Return the model; with gradient tracking the tracker, with push-sum the weight."""
-        tracking = self.learner.method in ("gradient_tracking", "push_sum")
-        return (state.model, state.tracker) if tracking else (state.model,)
+    def message(self, state: Any) -> tuple[Array, ...]:
+        """Return the model; with gradient tracking the tracker, with push-sum the weight.
+
+        Booleans are not in it, and zeros stand for values that are not averaged.
+        """
+        model = arrays_of(state, "model")
+        sent = [cleared(model[i], fixed_entries(model[i])) for i in self._of(state).sent]
+        return (*sent, *arrays_of(state, "tracker"), *arrays_of(state, "weight"))
 
     @one_blas_thread()
-    def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
+    def combine(self, state: Any, inbox: Inbox) -> Any:
         """Average over the neighborhood; evaluate the model where it is the round for that."""
-        sent, mean = state.model, self._mean(state, inbox, 0)
-        method, every = self.learner.method, self.learner.evaluate_every
-        if method == "push_sum":
-            weight = inbox.mean(1, ordered=True)
-            sent, mean = sent / state.tracker, mean / weight
-            state = state._replace(tracker=weight)
+        method, every, form = self.learner.method, self.learner.evaluate_every, self._of(state)
+        sent, means = arrays_of(state, "model"), self._means(state, inbox)
+        model, squares = list(sent), np.zeros(len(state.nodes))
+        for i, mean in zip(form.sent, means, strict=True):
+            fixed = fixed_entries(sent[i])
+            own = cleared(sent[i], fixed)
+            if method == "push_sum" and i in form.corrected:
+                own = own / by_row(state.weight_0, own)
+            if is_float(own):
+                squares += np.square((own - mean).reshape(len(own), -1)).sum(axis=1)
+            if method == "exact_diffusion" and i in form.corrected:
+                mean = (own + mean) / 2
+            model[i] = settled(mean, sent[i], fixed)
         reports = state.reports.copy()
-        reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
+        reports[:, 0] = np.sqrt(squares)
         reports[:, 1] = inbox.degrees * sum(array[0].size for array in inbox.arrays)
         reports[:, 2] = inbox.degrees * sum(array[0].nbytes for array in inbox.arrays)
-        state = state._replace(model=mean, reports=reports)
+        trackers = self._tracked(state, inbox)
+        state = with_arrays(state._replace(reports=reports), model=model, tracker=trackers)
+        if method == "push_sum":
+            state = state._replace(weight_0=inbox.mean(-1, ordered=True))
         if method == "cta":
-            state, w = self._train(state, mean, inbox.round)
-            state = state._replace(model=w)
-        elif method == "exact_diffusion":
-            state = state._replace(model=(sent + mean) / 2)
-        elif method == "gradient_tracking":
-            state = state._replace(tracker=self._mean(state, inbox, 1))
+            state, w = self._train(state, model, inbox.round)
+            state = with_arrays(state, model=w)
         return self._evaluate(state, inbox.round) if every else state
 
-    def _mean(self, state: AveragingState, inbox: Inbox, i: int) -> Array:
-        """Return the neighborhood's mean of the ``i``-th array of the message."""
-        rule, n_liars = self.learner.robust, self.learner.n_liars
-        return inbox.mean(i, ordered=True) if rule is None else robust_mean(inbox, rule, n_liars)
+    def _means(self, state: Any, inbox: Inbox) -> list[Array]:
+        """Return the neighborhood's means of all arrays of the model that are sent."""
+        form, rule = self._of(state), self.learner.robust
+        floats = [k for k in range(len(form.sent)) if is_float(inbox.arrays[k])]
+        robust = {} if rule is None else robust_means(inbox, floats, rule, self.learner.n_liars)
+        if self.learner.method != "push_sum":
+            each = range(len(form.sent))
+            return [robust[k] if k in robust else inbox.mean(k, ordered=True) for k in each]
+        means, weights = [], inbox.arrays[-1]
+        total = inbox.mean(-1, ordered=True)
+        for k, i in enumerate(form.sent):
+            array = inbox.arrays[k]
+            if i not in form.corrected:  # sent as it is: the weights are not in it
+                array = array * by_row(weights, array)
+            mean = replace(inbox, arrays=(array,)).mean(ordered=True)
+            means.append(mean / by_row(total, mean))
+        return means
 
-    def limits(self, state: AveragingState) -> Array:
-        """Return the largest absolute value that each node accepts in a message, (m,)."""
-        own: Array = np.abs(state.model).max(axis=1, initial=0.0)
-        return LARGER * np.maximum(own, LEAST)
+    def _tracked(self, state: Any, inbox: Inbox) -> list[Array]:
+        """Return the neighborhood's means of the trackers."""
+        first, trackers = len(self._of(state).sent), arrays_of(state, "tracker")
+        means = (inbox.mean(first + j, ordered=True) for j in range(len(trackers)))
+        return [mean.astype(own.dtype) for mean, own in zip(means, trackers, strict=True)]
 
-    def observe(self, state: AveragingState) -> dict[str, Array]:
+    def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
+        """Return by reason which of the inbox's links brought a message that does not count."""
+        columns = inbox.links.indices
+        sizes = np.array([_row_magnitudes(array) for array in inbox.arrays])
+        floats, bound = [is_float(array) for array in inbox.arrays], self.learner.max_magnitude
+        limits = [largest_averaged(array.dtype) for array in inbox.arrays]
+        large = np.zeros(len(columns), dtype=bool)
+        for k, own in enumerate(inbox.own):
+            links = slice(inbox.links.indptr[k], inbox.links.indptr[k + 1])
+            there = sizes[:, [own, *columns[links]]]
+            most = np.where(floats, far_too_large(there) if bound is None else bound, limits)
+            large[links] = (there[:, 1:] > most[:, None]).any(axis=0)
+        reasons = {"it has a value that is far larger than those of the neighborhood": large}
+        if self.learner.method == "push_sum":
+            reasons["its weight is not positive"] = inbox.arrays[-1][columns, 0] <= 0
+        return reasons
+
+    def observe(self, state: Any) -> dict[str, Array]:
         """Return nothing: the models stay at the nodes."""
         return {}
 
-    def report(self, state: AveragingState) -> dict[str, Array]:
+    def report(self, state: Any) -> dict[str, Array]:
         """Return what the nodes report to the operator about the last round, (m,) by name."""
         return dict(zip(self.names, state.reports.T, strict=True))
 
-    def models(self, state: AveragingState) -> dict[int, list[Array]]:
+    def models(self, state: Any) -> dict[int, list[Array]]:
         """Return the nodes' models, as their clients have them: what ``on_end`` may keep."""
         return {
-            int(node): self._form(int(node)).arrays(w)
-            for node, w in zip(state.nodes, state.model, strict=True)
+            int(node): [np.array(array[i]) for array in arrays_of(state, "model")]
+            for i, node in enumerate(state.nodes)
         }
 
-    def _train(
-        self, state: AveragingState, models: Array, round_: int
-    ) -> tuple[AveragingState, Array]:
+    def _train(self, state: Any, models: list[Array], round_: int) -> tuple[Any, list[Array]]:
         """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
-        fitted, reports = np.empty_like(models), state.reports.copy()
+        fitted, reports = [np.empty_like(array) for array in models], state.reports.copy()
         for i, node in enumerate(map(int, state.nodes)):
             form, config = self._form(node), {ROUND: round_, **self.learner.config}
-            parameters, _, metrics = self._client(node).fit(form.arrays(models[i]), config)
-            whose = f"fit of node {node}"
-            fitted[i] = form.vector(whose, parameters)
+            given = [np.array(array[i]) for array in models]  # the client may change them
+            parameters, _, metrics = self._client(node).fit(given, config)
+            whose, before = f"fit of node {node}", [array[i] for array in models]
+            for array, own in zip(fitted, form.checked(whose, parameters, before), strict=True):
+                array[i] = own
             numbers = _numbers(whose, metrics, self._trained)
             reports[i, len(_OWN) : len(_OWN) + len(self._trained)] = numbers
         return state._replace(reports=reports), fitted
 
-    def _evaluate(self, state: AveragingState, round_: int) -> AveragingState:
+    def _evaluate(self, state: Any, round_: int) -> Any:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
         reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
         reports[:, first:] = np.nan
-        due = round_ % self.learner.evaluate_every == 0
-        for i, node in enumerate(map(int, state.nodes if due else ())):
-            given, config = self._form(node).arrays(state.model[i]), self.learner.config
+        due, config = round_ % self.learner.evaluate_every == 0, self.learner.config
+        for i, (node, given) in enumerate(self.models(state).items() if due else ()):
             client = self._client(node)
             loss, n_examples, metrics = client.evaluate(given, {ROUND: round_, **config})
             if n_examples:  # none: the client has nothing to evaluate on
@@ -585,66 +694,83 @@ class AveragingProgram:
                 )
         return client
 
-    def _first(self, node: int) -> Array:
+    def _first(self, node: int) -> list[Array]:
         """Return a node's first model."""
         name, own = "initial", self.initial
         if own is None:
             name, own = f"get_parameters of node {node}", self._client(node).get_parameters({})
-        return self._form(node).vector(name, own)
+        return self._form(node).checked(name, own)
+
+    def _of(self, state: Any) -> Form:
+        return self._form(int(state.nodes[0]))
 
     def _form(self, node: int) -> Form:
         """Return the models' form; without ``initial``, the client of a hosted node says it."""
         if self._known_form is None:
             first = self.initial
-            self._known_form = Form.of(
-                self._client(node).get_parameters({}) if first is None else first
-            )
+            if first is None:
+                first = [np.asarray(a) for a in self._client(node).get_parameters({})]
+            names = self._array_names or list(map(str, range(len(first))))
+            check_dtypes("initial, or what get_parameters returns,", names, first)
+            self._known_form = Form(names, first)
         return self._known_form
 
 
-class Form(NamedTuple):
-    """Shapes and types of a model's arrays: the way between the arrays and one vector."""
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The arrays of a model: their names, and a model of that form."""
 
-    shapes: list[tuple[int, ...]]
-    dtypes: list[np.dtype[Any]]
+    names: Sequence[str]
+    like: Sequence[Array]
 
-    @classmethod
-    def of(cls, arrays: Sequence[Array]) -> Form:
-        """Return the form of a model."""
-        own = [np.asarray(array) for array in arrays]
-        if not own or any(array.dtype.kind not in "fiu" for array in own):
-            raise ValueError(
-                "initial, or what get_parameters returns, must be arrays of real numbers, got "
-                f"{[str(array.dtype) for array in own]}."
-            )
-        return cls([array.shape for array in own], [array.dtype for array in own])
+    @cached_property
+    def sent(self) -> list[int]:
+        """Which arrays are sent to the neighbors: all but booleans."""
+        return [i for i, array in enumerate(self.like) if array.dtype.kind != "b"]
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the vector: float32 if all arrays fit into it, else float64."""
-        return np.dtype(
-            np.float32 if np.result_type(np.float32, *self.dtypes) == np.float32 else float
-        )
+    @cached_property
+    def corrected(self) -> list[int]:
+        """Which arrays a method may correct; the others are averaged plainly."""
+        arrays = zip(self.names, self.like, strict=True)
+        return [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
 
-    def vector(self, name: str, arrays: Sequence[Array]) -> Array:
-        """Return all numbers of a model in one vector, checked."""
-        own = [np.asarray(array) for array in arrays]
-        shapes = [array.shape for array in own]
-        if shapes != self.shapes:
-            raise ValueError(f"{name} must have arrays of shapes {self.shapes}, got {shapes}.")
-        vector = np.concatenate([array.ravel() for array in own]).astype(self.dtype)
-        if not np.isfinite(vector).all():
-            raise ValueError(f"{name} must be finite, got NaN or an infinite value.")
-        return vector
+    def checked(
+        self, whose: str, arrays: Sequence[Array], before: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """Return a model, trained from the one ``before``, in the dtypes of this form."""
+        own, shapes = [np.asarray(array) for array in arrays], [a.shape for a in self.like]
+        if (found := [array.shape for array in own]) != shapes:
+            raise ValueError(f"{whose} must have arrays of shapes {shapes}, got {found}.")
+        try:
+            own = [as_dtype(array, old.dtype) for array, old in zip(own, self.like, strict=True)]
+            for name, array, old in zip(self.names, own, before or own, strict=True):
+                check_trained(name, array, old, None if before is None else fixed_entries(old))
+        except ValueError as error:
+            raise ValueError(f"{whose} must return what can be averaged: {error}") from None
+        return own
 
-    def arrays(self, vector: Array) -> list[Array]:
-        """Return the model of a vector, in arrays of its own; integers are rounded."""
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
-        parts = zip(np.split(vector, ends[:-1]), self.shapes, self.dtypes, strict=True)
-        return [
-            (part if dtype.kind == "f" else np.rint(part)).reshape(shape).astype(dtype)
-            for part, shape, dtype in parts
-        ]
+
+def by_row(weights: Array, array: Array) -> Array:
+    """Return weights of rows (m, 1) in as many dimensions as ``array`` (m, ...)."""
+    rows: Array = weights.reshape(-1, *(1,) * (array.ndim - 1))
+    return rows
+
+
+def _row_magnitudes(array: Array) -> Array:
+    """Return the largest absolute value of each row, (s,)."""
+    flat = array.reshape(len(array), -1)
+    largest = flat.max(axis=1, initial=0).astype(float)
+    found: Array = np.maximum(largest, -flat.min(axis=1, initial=0).astype(float))
+    return found
+
+
+def _disagreement(state: Any, living: NDArray[np.bool_]) -> float:
+    """Return the largest distance of a living node's model from their mean, of floats."""
+    squares = np.zeros(int(living.sum()))
+    for array in filter(is_float, arrays_of(state, "model")):
+        own = cleared(array[living], fixed_entries(array[living]))
+        squares += np.square((own - own.mean(axis=0)).reshape(len(own), -1)).sum(axis=1)
+    return float(np.sqrt(squares.max())) if len(squares) else np.nan
 
 
 def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:

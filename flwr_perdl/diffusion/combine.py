@@ -29,6 +29,7 @@ from scipy import sparse
 
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
+from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.diffusion.schedule import Schedule, schedule_of
 from flwr_perdl.diffusion.topology import CombinationMatrix, Csr, Topology, metropolis_weights
@@ -51,9 +52,9 @@ class Program(Protocol[State]):
 
     A program may have a method ``report(state)`` besides: what the operator learns after every
     round, a dict of float arrays of shape (m,), with NaN where a node has nothing to report.
-    With a method ``limits(state)`` a node leaves out messages that have a larger absolute value
-    than its limit, an array of shape (m,), and with a method ``readable(state, arrays)`` those of
-    the senders for which it returns False; a message that is left out counts as one that is lost.
+    With a method ``rejects(state, inbox)`` a node leaves out messages: it returns, by the reason,
+    which of the inbox's links brought one, in the order of the entries of ``inbox.links``. Such a
+    message counts as one that is lost.
 
     Examples
     --------
@@ -74,7 +75,10 @@ class Program(Protocol[State]):
         ...
 
     def message(self, state: State) -> tuple[Array, ...]:
-        """Return what every neighbor receives: float arrays with a leading axis over the nodes."""
+        """Return what every neighbor receives: arrays with a leading axis over the nodes.
+
+        They are of floats or integers.
+        """
         ...
 
     def combine(self, state: State, inbox: Inbox) -> State:
@@ -130,10 +134,12 @@ class Inbox:
         """Return the weighted mean of the ``i``-th array, a node's own included: (m, ...).
 
         With ``ordered`` messages are added by sender, and the mean has the same bits wherever the
-        nodes are hosted.
+        nodes are hosted. That of half floats is in float32, that of integers in float64.
         """
-        weights = self._by_sender if ordered else self.weights
-        return product(weights, self.arrays[i], dense=not ordered)
+        weights, array = self._by_sender if ordered else self.weights, self.arrays[i]
+        if array.dtype not in FLOATS:
+            array = array.astype(np.float32 if array.dtype.kind == "f" else np.float64)
+        return product(weights, array, dense=not ordered)
 
     @cached_property
     def _by_sender(self) -> Csr:
@@ -194,9 +200,10 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
     elif is_long(flat):
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        combined = np.empty((weights.shape[0], 1, flat.shape[1]), dtype=array.dtype)
-        where = entries(weights, array.dtype)
-        _kernels.weighted_sums(*where, np.ascontiguousarray(flat), combined)
+        combined = np.empty((weights.shape[0], flat.shape[1]), dtype=array.dtype)
+        where = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
+        values = weights.data.astype(array.dtype, copy=False)
+        _kernels.weighted_sums(*where, values, np.ascontiguousarray(flat), combined)
     else:
         combined = weights.astype(array.dtype, copy=False) @ flat
     return combined.reshape(weights.shape[0], *array.shape[1:])
@@ -212,49 +219,72 @@ def is_long(rows: Array) -> bool:
     return rows.shape[-1] >= LONG and rows.dtype in (np.float32, np.float64)
 
 
-def entries(weights: Csr, dtype: np.dtype[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp], Array]:
-    """Return where the entries of each row begin, their columns and their values."""
-    first, columns = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
-    return first, columns, weights.data.astype(dtype, copy=False)
-
-
 def exchanged(
     program: Program[State], state: State, round_: int, weights: Csr, links: Csr
-) -> tuple[State, Inbox, list[int]]:
-    """Make a round with all nodes here; return state, inbox, and whose messages were left out."""
+) -> tuple[State, Inbox, list[LeftOut]]:
+    """Make a round with all nodes here; return state, inbox, and which messages were left out."""
     nodes = np.arange(links.shape[0])
     adapted = program.adapt(state, round_)
     message = check_message(program.message(adapted), len(nodes))
     sent = Inbox(round_, nodes, nodes, message, weights, links, nodes)
-    inbox, left_out = within_limits(program, adapted, sent)
+    inbox, left_out = screened(program, adapted, sent)
     return program.combine(adapted, inbox), inbox, left_out
 
 
-def within_limits(program: Program[State], state: State, inbox: Inbox) -> tuple[Inbox, list[int]]:
-    """Return the inbox without messages beyond the program's limits, and who has sent these.
+class LeftOut(NamedTuple):
+    """A message that a node has left out, and why; the sender itself stands for the network."""
+
+    sender: int
+    receiver: int
+    reason: str
+
+
+def screened(program: Program[State], state: State, inbox: Inbox) -> tuple[Inbox, list[LeftOut]]:
+    """Return the inbox without messages that the program rejects, and which these are.
 
     As with a message that is lost, the weight falls to the receiver. ``state`` is that of the
     receivers after ``adapt``.
     """
-    limits = getattr(program, "limits", None)
-    if limits is None:
-        return inbox, []
-    rows, columns = sparse.coo_array(inbox.links).coords
-    flat = [array.reshape(len(array), -1) for array in inbox.arrays]
-    each = [np.maximum(a.max(axis=1, initial=0), -a.min(axis=1, initial=0)) for a in flat]
-    outsized = np.max(each, axis=0)[columns] > limits(state)[rows]
-    readable = getattr(program, "readable", None)
-    if readable is not None:
-        outsized |= ~readable(state, inbox.arrays)[columns]
-    if not outsized.any():
+    rejects = getattr(program, "rejects", None)
+    reasons: dict[str, NDArray[np.bool_]] = {} if rejects is None else rejects(state, inbox)
+    out_of = [(why, np.flatnonzero(links)) for why, links in reasons.items()]
+    rejected = np.unique(np.concatenate([np.zeros(0, np.intp), *(links for _, links in out_of)]))
+    if not len(rejected):
         return inbox, []
     shape, m = inbox.links.shape, len(inbox.nodes)
-    rows, columns = rows[outsized], columns[outsized]
+    all_rows, all_columns = sparse.coo_array(inbox.links).coords
+    left_out = [
+        LeftOut(sender, receiver, why)
+        for why, links in out_of
+        for sender, receiver in zip(
+            inbox.senders[all_columns[links]].tolist(),
+            inbox.nodes[all_rows[links]].tolist(),
+            strict=True,
+        )
+    ]
+    rows, columns = all_rows[rejected], all_columns[rejected]
     out = sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=shape)
     lost = inbox.weights.multiply(out).tocsr()
     own = sparse.csr_array((lost.sum(axis=1), (np.arange(m), inbox.own)), shape=shape)
     kept = replace(inbox, weights=inbox.weights - lost + own, links=inbox.links - out)
-    return kept, np.unique(inbox.senders[columns]).tolist()
+    return kept, left_out
+
+
+def tally(
+    left_out: Iterable[tuple[int, int, int]],
+) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Return in how many rounds messages were left out, and by which receivers, by their sender.
+
+    ``left_out`` has the round, the sender, and the receiver, which is the sender itself where the
+    network has found what is wrong.
+    """
+    all_of_them = set(left_out)
+    rounds = Counter(sender for _, sender in {(at, sender) for at, sender, _ in all_of_them})
+    by: dict[int, set[int]] = {}
+    for _, sender, receiver in all_of_them:
+        if receiver != sender:
+            by.setdefault(sender, set()).add(receiver)
+    return dict(sorted(rounds.items())), {node: sorted(by[node]) for node in sorted(by)}
 
 
 class Run(NamedTuple):
@@ -273,13 +303,15 @@ class Run(NamedTuple):
     traffic : sparse array of shape (n_nodes, n_nodes)
         Floats that node k heard from node j.
     unheard : dict of int to int
-        Node -> in how many rounds its message was left out: for NaN or infinite values, or beyond
-        a receiver's limit (`Program`).
+        Node -> in how many rounds its message was left out: for NaN or infinite values, or because
+        a receiver says that it has rejected it (`Program`).
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round (``report`` of a `Program`); NaN where a node has
         reported nothing.
+    unheard_by : dict of int to list of int
+        Node -> which receivers say so; one that lies may accuse whom it likes.
 
     Examples
     --------
@@ -299,6 +331,7 @@ class Run(NamedTuple):
     unheard: dict[int, int]
     alive: NDArray[np.bool_]
     curves: dict[str, Array]
+    unheard_by: dict[int, list[int]]
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
@@ -347,35 +380,38 @@ def run_program(
         return run
     assert program is not None
     n, first = schedule.n_nodes, schedule.matrix(1).topology.adjacency
-    state, traffic, unheard = program.start(np.arange(n)), 0 * first, Counter[int]()
+    state, traffic = program.start(np.arange(n)), 0 * first
+    left_out: list[tuple[int, int, int]] = []
     on_all_links = 0.0  # nearly always all are heard, and a sparse sum takes longer than a round
     rows: list[dict[str, Array]] = []
     for round_ in range(1, n_rounds + 1):
         matrix, before, awake = schedule.matrix(round_), state, schedule.awake(round_)
         links = matrix.topology.adjacency
-        state, inbox, left_out = exchanged(program, state, round_, matrix.matrix, links)
+        state, inbox, rejected = exchanged(program, state, round_, matrix.matrix, links)
         state = step_back(state, before, ~awake)
         size = float(sum(array[0].size for array in inbox.arrays))
         if inbox.links is first:
             on_all_links += size
         else:
             traffic = traffic + size * inbox.links
-        unheard.update(left_out)
+        left_out += [(round_, one.sender, one.receiver) for one in rejected]
         rows.append(reported(program, state, awake))
         if callback is not None:
             callback(round_, state)
         if on_report is not None:
             on_report(round_, rows[-1])
     traffic = traffic + on_all_links * first
+    unheard, unheard_by = tally(left_out)
     return Run(
         state=state,
         observed=program.observe(state),
         rounds=n_rounds,
         floats_sent=float(traffic.sum()),
         traffic=traffic,
-        unheard=dict(sorted(unheard.items())),
+        unheard=unheard,
         alive=schedule.awake(max(n_rounds, 1)),
         curves=curves(rows, n),
+        unheard_by=unheard_by,
     )
 
 
@@ -416,9 +452,9 @@ def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:
         )
     _check_rows("message", message, n_nodes)
     for position, array in enumerate(message):
-        if array.dtype not in FLOATS:  # which Flower's replies may have: open, sealed or in memory
+        if array.dtype not in DTYPES or array.dtype.kind == "b":
             raise ValueError(
-                f"message must return float64 or float32 arrays, got {array.dtype} at position "
+                f"message must return arrays of floats or integers, got {array.dtype} at position "
                 f"{position}."
             )
     return tuple(message)

@@ -38,14 +38,13 @@ whether they are informed or not.
 
 The methods are in ``_atc.py`` and ``_admm.py``, what they share in ``_dual.py``, the exact solution
 in ``_minimize.py``. Blocks of samples run in threads, in fewer coordinates where that is possible
-(``_span.py``), and rounds are compiled where that is faster (``_kernels.py``): the same results.
+(``_span.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -60,7 +59,6 @@ from flwr_perdl.core.checks import (
     check_flag,
     check_real,
 )
-from flwr_perdl.core.memory import short_buffers
 from flwr_perdl.core.threads import in_threads, one_blas_thread
 from flwr_perdl.diffusion._admm import ADMM, ConsensusADMM, JacobianADMM
 from flwr_perdl.diffusion._atc import ATC, ExactDiffusion, PenalizedConsensus, contraction_bound
@@ -74,7 +72,7 @@ from flwr_perdl.diffusion._dual import (
 )
 from flwr_perdl.diffusion._minimize import costs, descend, minimize
 from flwr_perdl.diffusion._span import Found, in_span
-from flwr_perdl.diffusion.combine import run_program, shown, weighted
+from flwr_perdl.diffusion.combine import exchanged, run_program, shown, weighted
 from flwr_perdl.diffusion.objectives import Objective, check_closed_forms, check_objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, matrices_of
 
@@ -431,7 +429,6 @@ def _in_blocks(
     row = weights.topology.n_nodes * X.shape[1] * X.itemsize
     most = max(1, _BLOCK // max(1, row))
 
-    @short_buffers()
     def block(Y: Matrix) -> Found:
         return _in_memory(program(Y), weights, n_rounds, tolerance)
 
@@ -445,13 +442,11 @@ def _in_memory(
     program: DualInference, weights: CombinationMatrix, n_rounds: int, tolerance: float
 ) -> Found:
     """Run a program with all agents hosted here, and every message received."""
-    means = weights.matrix.astype(program.X.dtype, copy=False)
+    means, links = weights.matrix.astype(program.X.dtype, copy=False), program.topology.adjacency
     state, round_, found = program.start(np.arange(program.topology.n_nodes)), 0, False
     while round_ < n_rounds and not found:
-        # All rounds up to the next measurement of the residuals at once: one call, if compiled.
-        ahead = next(n for n in count(1) if due(round_ + n) or round_ + n == n_rounds)
-        state = program.advance(state, round_, ahead, means)
-        round_ += ahead
+        round_ += 1
+        state, *_ = exchanged(program, state, round_, means, links)
         found = due(round_) and bool(state.residual.max(initial=0) <= tolerance)
     return round_, program.observe(state)
 

@@ -28,7 +28,7 @@ combine before the step, ours also after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -36,10 +36,16 @@ from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.diffusion.combine import Array, Inbox
 
 
-def clipped(own: Array, received: Array, weights: Array, n_liars: int) -> Array:
-    """Return (p,) of a node's own (p,) and the received (s, p), of weights (s,), s >= 0."""
+def clipped(
+    own: Array, received: Array, weights: Array, n_liars: int, distances: Array | None = None
+) -> Array:
+    """Return (p,) of a node's own (p,) and the received (s, p), of weights (s,), s >= 0.
+
+    ``distances`` (s,) are those of the whole models, of which these are a part.
+    """
     apart = received - own
-    distances = row_norms(apart)
+    if distances is None:
+        distances = row_norms(apart)
     kept = np.sort(distances)[: max(len(distances) - n_liars, 0)]
     radius = kept.max(initial=0)
     far = distances > radius
@@ -58,21 +64,33 @@ def trimmed(own: Array, received: Array, weights: Array, n_liars: int) -> Array:
     return combined
 
 
-RULES: Mapping[str, Callable[[Array, Array, Array, int], Array]] = {
-    "clip": clipped,
-    "trimmed": trimmed,
-}
+RULES: Mapping[str, Callable[..., Array]] = {"clip": clipped, "trimmed": trimmed}
 
 
-def robust_mean(inbox: Inbox, rule: str, n_liars: int) -> Array:
-    """Return what a rule makes of the first array of each neighborhood, (m, p).
+def robust_means(
+    inbox: Inbox, positions: Sequence[int], rule: str, n_liars: int
+) -> dict[int, Array]:
+    """Return what a rule makes of these arrays of each neighborhood, (m, ...) by position.
 
     The received are in the order of their senders: the bits are those of any engine.
     """
-    sent = inbox.arrays[0]
-    combined = sent[inbox.own]
+    wide = (np.result_type(inbox.arrays[i], np.float32) for i in positions)
+    sent = {
+        i: inbox.arrays[i].reshape(len(inbox.senders), -1).astype(dtype, copy=False)
+        for i, dtype in zip(positions, wide, strict=True)
+    }
+    combined = {i: array[inbox.own] for i, array in sent.items()}
     for k, own in enumerate(inbox.own):
         weights = {at: weight for at, weight in inbox.weighed(k) if at != own}
-        shares = np.array(list(weights.values()), sent.dtype)
-        combined[k] = RULES[rule](sent[own], sent[list(weights)], shares, n_liars)
-    return combined
+        received = list(weights)
+        further: list[Array] = []
+        if rule == "clip":
+            squares = np.zeros(len(received))
+            for array in sent.values():
+                squares += np.square(row_norms(array[received] - array[own]))
+            further = [np.sqrt(squares)]
+        for i, array in sent.items():
+            shares = np.array(list(weights.values()), array.dtype)
+            rows = array[own], array[received]
+            combined[i][k] = RULES[rule](*rows, shares, n_liars, *further)
+    return {i: rows.reshape(-1, *inbox.arrays[i].shape[1:]) for i, rows in combined.items()}

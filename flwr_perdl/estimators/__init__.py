@@ -14,7 +14,7 @@ their neighbors               (diffusion over data)
 
 from flwr_perdl.estimators._base import NotFittedError
 from flwr_perdl.estimators.dictionary import PersonalizedDictionaryLearning
-from flwr_perdl.estimators.history import history_rows, to_frame
+from flwr_perdl.estimators.history import to_frame
 from flwr_perdl.estimators.network import NetworkDictionaryLearning
 from flwr_perdl.estimators.regression import MixedRegression
 
@@ -23,6 +23,5 @@ __all__ = [
     "NetworkDictionaryLearning",
     "NotFittedError",
     "PersonalizedDictionaryLearning",
-    "history_rows",
     "to_frame",
 ]

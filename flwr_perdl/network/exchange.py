@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,7 +16,16 @@ from scipy import sparse
 from flwr_perdl.core.checks import check_count, check_kind, check_list
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.repr import ShownAsCalled
-from flwr_perdl.diffusion.combine import Array, Inbox, Program, Run, State, curves
+from flwr_perdl.diffusion.combine import (
+    Array,
+    Inbox,
+    LeftOut,
+    Program,
+    Run,
+    State,
+    curves,
+    tally,
+)
 from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
@@ -160,13 +169,13 @@ class Plan:
 
 
 class Ended(NamedTuple):
-    """The result of some nodes, ``nodes``: see `Run`; ``left_out`` is (round, node)."""
+    """The result of some nodes, ``nodes``: see `Run`; ``left_out`` is for `tally`."""
 
     nodes: NDArray[np.intp]
     state: Any
     observed: dict[str, Array]
     traffic: Csr
-    left_out: set[tuple[int, int]]
+    left_out: set[tuple[int, int, int]]
 
 
 @dataclass(eq=False, repr=False)
@@ -276,8 +285,7 @@ class Network(ABC, ShownAsCalled):
         there = np.zeros(n, dtype=bool)
         there[np.concatenate([end.nodes for end in ends])] = True
         traffic = sum((end.traffic for end in ends), sparse.csr_array((n, n)))
-        # Several actors may have left out the same message: it counts once.
-        left_out = Counter(node for _, node in set().union(*(end.left_out for end in ends)))
+        unheard, unheard_by = tally(set().union(*(end.left_out for end in ends)))
         return Run(
             state=joined([end.state for end in ends]),
             observed={
@@ -287,9 +295,10 @@ class Network(ABC, ShownAsCalled):
             rounds=len(rows),
             floats_sent=float(traffic.sum()),
             traffic=traffic,
-            unheard=dict(sorted(left_out.items())),
+            unheard=unheard,
             alive=self.plan.awake(max(len(rows), 1)) & there,
             curves=curves(rows, n),
+            unheard_by=unheard_by,
         )
 
 
@@ -304,8 +313,8 @@ class Mailbox:
         self.plan = plan
         self.nodes = nodes
         self.senders = senders
-        #: In which round whose message was left out.
-        self.left_out: set[tuple[int, int]] = set()
+        #: In which round whose message was left out, and by whom (see `tally`).
+        self.left_out: set[tuple[int, int, int]] = set()
         self._traffic: Csr = sparse.csr_array((plan.n_nodes, plan.n_nodes))
         self._uncounted: tuple[Csr, NDArray[np.intp], int, int] | None = None
         self._own = np.searchsorted(senders, nodes)
@@ -320,7 +329,7 @@ class Mailbox:
         arrays: tuple[Array, ...],
         own: tuple[Array, ...] | None = None,
         arrived: NDArray[np.bool_] | None = None,
-        screen: Callable[[Inbox], tuple[Inbox, list[int]]] = lambda inbox: (inbox, []),
+        screen: Callable[[Inbox], tuple[Inbox, list[LeftOut]]] = lambda inbox: (inbox, []),
     ) -> Inbox:
         """Return what the hosted nodes hear in a round.
 
@@ -335,7 +344,7 @@ class Mailbox:
         arrived : ndarray of shape (s,), optional
             Whose message arrived, everybody's by default; the rows of the others are ignored.
         screen : callable, optional
-            Returns the inbox without what the nodes leave out, and who has sent that.
+            Returns the inbox without what the nodes leave out, and what that is.
         """
         finite = finite_rows(arrays)
         sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
@@ -343,7 +352,8 @@ class Mailbox:
             sent = sent & self.plan.awake(round_)[self.senders]
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
-            self.left_out |= {(round_, int(node)) for node in self.senders[~finite & sent]}
+            broken = self.senders[~finite & sent].tolist()
+            self.left_out |= {(round_, node, node) for node in broken}
         received = finite & sent
         # As many rounds are held as a message can be old; the newest stands first, at late = 0.
         self._last.appendleft((arrays, received))
@@ -370,8 +380,8 @@ class Mailbox:
         if key not in routes:
             routes[key] = self._route(round_, len(senders), where, sound)
         weights, links = routes[key]
-        inbox, left_out = screen(Inbox(round_, self.nodes, senders, stacked, weights, links, where))
-        self.left_out |= {(round_, node) for node in left_out}
+        inbox, rejected = screen(Inbox(round_, self.nodes, senders, stacked, weights, links, where))
+        self.left_out |= {(round_, one.sender, one.receiver) for one in rejected}
         self._count(inbox.links, senders, sum(array[0].size for array in arrays))
         return inbox
 

@@ -17,8 +17,8 @@ from flwr_perdl.diffusion.combine import (
     check_message,
     check_state,
     reported,
+    screened,
     step_back,
-    within_limits,
 )
 from flwr_perdl.network.exchange import Ended, Mailbox, Network, Plan
 from flwr_perdl.network.messages import finite_rows
@@ -74,14 +74,15 @@ class Host:
         if broken.any():
             sent = tuple(array.copy() for array in sent)
             for array in sent:
-                array[broken] = np.nan
+                if array.dtype.kind == "f":
+                    array[broken] = np.nan
         return sent
 
     def receive(
         self, round_: int, arrays: tuple[Array, ...], arrived: NDArray[np.bool_] | None = None
     ) -> None:
         """Take in the messages of a round, see `Mailbox.inbox`; a node that is asleep does not."""
-        screen = partial(within_limits, self._program, self._adapted)
+        screen = partial(screened, self._program, self._adapted)
         inbox = self.mailbox.inbox(round_, arrays, self._own, arrived, screen)
         after = self._program.combine(self._adapted, inbox)
         after = check_state("combine", after, len(self.mailbox.nodes))

@@ -2,8 +2,8 @@
 
 from flwr_perdl.privacy.basis import PublicBasis
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.sealed import make_key, public_key
+from flwr_perdl.privacy.sealed import make_key
 from flwr_perdl.privacy.secure_server import SecureMean
 from flwr_perdl.privacy.withholding import may_send
 
-__all__ = ["Noise", "PublicBasis", "SecureMean", "make_key", "may_send", "public_key"]
+__all__ = ["Noise", "PublicBasis", "SecureMean", "make_key", "may_send"]

@@ -122,7 +122,8 @@ def read(
     Raises
     ------
     ValueError
-        If the file is locked with a key that is not the one in the environment.
+        If the file is of another version of this library, or locked with a key that is not the one
+        in the environment.
     """
     key = key_from_environment()
     try:
@@ -130,6 +131,8 @@ def read(
         saved = files.load(path)
         about = {name: saved.meta.get(name) for name in (*names, _KEY_NAME)}
         check(about)
+    except files.OtherFormatError:
+        raise
     except ValueError as error:
         log(WARNING, "%s It is left out.", error)
         return None

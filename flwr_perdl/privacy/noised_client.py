@@ -6,16 +6,21 @@ clipped; a client that fails, for whatever reason, adds zero, and the reason goe
 (4) With distributed trust the client adds its share of the noise. Nothing else leaves: no metrics,
 no number of examples, no evaluation.
 
+A budget is for all runs of a client with a promise of its own and a folder on its disk (`Own`);
+without these, each run of Flower begins a new count.
+
 What is not covered: at record level, a single sample with which the client's own code fails, since
-the whole client then adds zero; budgets of several Flower runs, each of which begins a new count.
+the whole client then adds zero.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from logging import WARNING
 from math import sqrt
 from typing import Any
@@ -24,6 +29,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count
+from flwr_perdl.core.models import change, check_trained, fixed_entries, is_float
+from flwr_perdl.privacy.ledger import Own, account
 from flwr_perdl.privacy.noise import Noise, Release
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
@@ -31,10 +38,13 @@ from flwr_perdl.protocol.records import (
     CONFIG,
     LARGEST_INT,
     ROUND,
+    RUN,
+    Limits,
     error_of,
     read_reply,
     read_request,
     reply_to,
+    route_of,
 )
 
 #: The config key of a request whose replies are summed with noise.
@@ -127,7 +137,7 @@ class Promise:
 def in_noised_round(message: Message) -> bool:
     """Whether a request is one for a sum with noise."""
     config = message.content.get(CONFIG)
-    trains = message.metadata.message_type == MessageType.TRAIN
+    trains = route_of(message)[0] == MessageType.TRAIN
     return trains and isinstance(config, ConfigRecord) and PROMISE in config
 
 
@@ -135,7 +145,7 @@ def answer_noised(
     message: Message,
     context: Context,
     call_next: Callable[[Message, Context], Message],
-    own: Noise | None,
+    own: Own | None,
     *,
     masked: bool = False,
 ) -> Message:
@@ -146,12 +156,14 @@ def answer_noised(
     """
     arrays, config = read_request(message)
     promise = Promise.read(config)
-    _check_own(promise, own)
+    _check_own(promise, None if own is None else own.noise)
     release, distributed = promise.release, promise.trust == "distributed"
     if masked != distributed:
         wanted = "distributed" if masked else "central"
         raise ValueError(f"trust must be {wanted!r} in such a round, got {promise.trust!r}.")
-    _spend(context, promise, check_count(ROUND, config.get(ROUND), 1), again=not distributed)
+    run = sha256(str(config.get(RUN, "")).encode()).hexdigest()[:16]  # as short as it may be
+    at = run, check_count(ROUND, config.get(ROUND), 1)
+    _spend(context, own, promise, at, again=not distributed)
     spent = context.state[_SPENT]
     values: Matrix = np.zeros(promise.size)
     found, by_record = values, promise.level == "record"
@@ -163,7 +175,9 @@ def answer_noised(
             raise ValueError(error_of(reply))
         given = message.content.array_records[ARRAYS]
         names = [name for name in given if name in reply.content.array_records[ARRAYS]]
-        sent, _, metrics = read_reply(reply.content, names=names)
+        model = promise.of == CHANGES
+        limits = Limits(expect=arrays[len(arrays) - len(names) :]) if model else Limits()
+        sent, _, metrics, _ = read_reply(reply.content, limits, names=names)
         bound = metrics.get(BOUND)
         found = _flat(promise, sent, arrays)
         if found.shape == values.shape:
@@ -189,7 +203,7 @@ def answer_noised(
             '(DictionaryClient with aggregation="statistics" does), got "record".'
         )
     if distributed:
-        values = release.noised(values, None if own is None or own.rng is None else own.rng())
+        values = release.noised(values, _generator(own))
     return reply_to(message, [values], 1, {})
 
 
@@ -201,17 +215,37 @@ def fewest(message: Message, context: Context, *, unmask: bool) -> int:
     return int(_spent(context).get("clients", 0))
 
 
-def note_opened(context: Context) -> None:
+def note_opened(context: Context, own: Own | None) -> None:
     """Note that the client helps to open a sum: it is in no other one of that round."""
     record = _spent(context)
-    if record.get("clients"):
-        context.state[_SPENT] = ConfigRecord({**record, "opened": record["round"], "clients": 0})
+    if not record.get("clients"):
+        return
+    with _account(context, own) as kept:
+        if all(kept.get(name) == record[name] for name in ("run", "round")):
+            kept["opened"] = kept["round"]
+    context.state[_SPENT] = ConfigRecord({**record, "opened": record["round"], "clients": 0})
 
 
 def _spent(context: Context) -> dict[str, Any]:
     """Return what the client has spent."""
     record = context.state.get(_SPENT)
     return dict(record) if isinstance(record, ConfigRecord) else {}
+
+
+@contextmanager
+def _account(context: Context, own: Own | None) -> Iterator[dict[str, Any]]:
+    """Let the block change what the client has spent, in its ledger or in this run of Flower."""
+    if own is None or own.folder is None:
+        kept = _spent(context)
+        yield kept
+    else:
+        with account(own, own.folder) as kept:
+            yield kept
+    context.state[_SPENT] = ConfigRecord(kept)
+
+
+def _generator(own: Own | None) -> np.random.Generator | None:
+    return None if own is None or own.noise.rng is None else own.noise.rng()
 
 
 def _check_own(promise: Promise, own: Noise | None) -> None:
@@ -231,30 +265,35 @@ def _check_own(promise: Promise, own: Noise | None) -> None:
             )
 
 
-def _spend(context: Context, promise: Promise, round_: int, *, again: bool) -> None:
-    """Spend the budget's share for a sum, once for a round.
+def _spend(
+    context: Context, own: Own | None, promise: Promise, at: tuple[str, int], *, again: bool
+) -> None:
+    """Spend the budget's share for a sum, once for a round of a run.
 
-    A round may be asked again where its sum was not opened; where the server is trusted
+    The last round may be asked again where its sum was not opened; where the server is trusted
     (``again``), in any case.
     """
     names = ("epsilon", "delta", "trust", "level", "rounds")
-    terms = json.dumps([getattr(promise, name) for name in names])
-    kept = _spent(context)
-    last, count = kept.get("round", 0), kept.get("count", 0)
-    if kept.get("terms", terms) != terms:
-        raise ValueError(
-            f"{PROMISE} must be the same in all requests of a run, got {terms} after "
-            f"{kept['terms']}."
-        )
-    if round_ < last or (round_ == last == kept.get("opened") and not again):
-        raise ValueError(f"{ROUND} must be more than the last one, {last}, got {round_}.")
-    count += round_ > last
-    if count > promise.rounds:
-        raise ValueError(
-            f"rounds must be more to go on: the budget is for {promise.rounds}, which are spent."
-        )
-    new = {"terms": terms, "round": round_, "count": count, "clients": promise.clients}
-    context.state[_SPENT] = ConfigRecord({**new, "opened": kept.get("opened", 0)})
+    terms, (run, round_) = json.dumps([getattr(promise, name) for name in names]), at
+    with _account(context, own) as kept:
+        before = kept.get("terms", terms)
+        last, opened = kept.get("round", 0), kept.get("opened", 0)
+        if run != kept.get("run", run):
+            last = opened = 0
+        if round_ < last or (round_ == last == opened and not again):
+            raise ValueError(f"{ROUND} must be more than the last one, {last}, got {round_}.")
+        count, most = kept.get("count", 0) + (round_ > last), json.loads(before)[-1]
+        if count > most:
+            raise ValueError(
+                f"rounds must be more to go on: the budget is for {most} sums, which are spent."
+            )
+        if before != terms:
+            raise ValueError(
+                f"{PROMISE} must be the same in all requests to one budget, got {terms} after "
+                f"{before}."
+            )
+        new = {"terms": terms, "run": run, "round": round_, "count": count, "opened": opened}
+        kept.update(new, clients=promise.clients)
 
 
 def bounded_statistics(X: Matrix, C: Matrix, bound: float, *, orthogonal: bool) -> Matrix:
@@ -286,14 +325,23 @@ def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> 
         return flat(sent)
     if promise.of == UPDATES:
         return flat([array[:, HEAD:] for array in sent])
+    if promise.of == CHANGES:  # of a model, whose integers stay as they are
+        arrays = zip(sent, given[len(given) - len(sent) :], strict=True)
+        return flat([_change(i, *pair) for i, pair in enumerate(arrays) if is_float(pair[1])])
     changes: list[Matrix] = []
     for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
-        change = np.zeros(new.shape)
-        change[: len(old)] = new[: len(old)].astype(np.float64) - old
-        if promise.of == ATOMS:  # what is below them is no atom
-            change *= new.any(axis=1, keepdims=True)
-        changes.append(change)
+        moved = np.zeros(new.shape)
+        moved[: len(old)] = new[: len(old)].astype(np.float64) - old
+        moved *= new.any(axis=1, keepdims=True)  # what is below them is no atom
+        changes.append(moved)
     return flat(changes)
+
+
+def _change(position: int, new: Matrix, old: Matrix) -> Matrix:
+    """Return the change of one array of a model, checked."""
+    fixed = fixed_entries(old)
+    check_trained(str(position), new, old, fixed)
+    return change(new, old, fixed, np.float64)
 
 
 def flat(arrays: Sequence[Matrix]) -> Matrix:

@@ -19,8 +19,9 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_kind
+from flwr_perdl.core.models import fixed_entries, is_float, settled
 from flwr_perdl.privacy.noise import Noise, Release, floor_eigenvalues, noise_multiplier, spent
-from flwr_perdl.privacy.noised_client import BALANCE, HEAD, PROMISE, SUMS, UPDATES, Promise
+from flwr_perdl.privacy.noised_client import BALANCE, CHANGES, HEAD, PROMISE, SUMS, UPDATES, Promise
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
 from flwr_perdl.protocol.combine import check_shapes
@@ -204,9 +205,16 @@ class NoisedSum:
         if self.records:
             total = total + _EARLIER * self.kept.get(_SUM, np.zeros_like(total))
             self.kept[_SUM] = total
-        ends = np.cumsum([array.size for array in self.start])[:-1]
+        summed = self._summed
+        ends = np.cumsum([array.size for array in summed])[:-1]
         parts = np.split(total / n_clients, ends)
-        arrays = [p.reshape(a.shape) for p, a in zip(parts, self.start, strict=True)]
+        arrays = [p.reshape(a.shape) for p, a in zip(parts, summed, strict=True)]
+        if self.of == CHANGES:
+            rest = iter(arrays)
+            return [
+                settled(old + next(rest), old, fixed_entries(old)) if is_float(old) else old
+                for old in self.start
+            ]
         if self.of == UPDATES:
             arrays = [np.pad(array, ((0, 0), (HEAD, 0))) for array in arrays]
         elif self.of != SUMS:
@@ -222,7 +230,12 @@ class NoisedSum:
 
     @property
     def _size(self) -> int:
-        return sum(array.size for array in self.start)
+        return sum(array.size for array in self._summed)
+
+    @property
+    def _summed(self) -> list[Matrix]:
+        """What is summed of ``start``: of a model the floats, its integers stay as they are."""
+        return [array for array in self.start if self.of != CHANGES or is_float(array)]
 
     def _release(self, n_clients: int) -> Release:
         """Return how the sum of a round is noised in which so many clients are asked."""

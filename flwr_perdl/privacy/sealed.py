@@ -229,37 +229,6 @@ def make_key(path: str | Path) -> str:
     return key.public_key().public_bytes_raw().hex()
 
 
-def public_key(path: str | Path) -> str:
-    """Return the public key of a private key in a file, in hexadecimal digits.
-
-    Parameters
-    ----------
-    path : str or Path
-        The file, from `make_key` or ``openssl genpkey -algorithm x25519``.
-
-    Returns
-    -------
-    str
-        What neighbors pin.
-
-    Raises
-    ------
-    ValueError
-        If the file cannot be read or has no such key.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> from flwr_perdl.privacy import make_key, public_key
-    >>> with TemporaryDirectory() as folder:
-    ...     key = make_key(Path(folder, "node.pem"))
-    ...     key == public_key(Path(folder, "node.pem"))
-    True
-    """
-    return read_key(path).public_key().public_bytes_raw().hex()
-
-
 def read_key(path: str | Path) -> X25519PrivateKey:
     """Return the lasting private key in a file.
 

@@ -21,7 +21,7 @@ from flwr.app import (
 )
 
 from flwr_perdl.core.checks import LARGE, Matrix, brief_repr, check_count, check_real
-from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noised_client import Promise, answer_noised, fewest, note_opened
 from flwr_perdl.protocol.compat import SECAGG, secagg_client
 from flwr_perdl.protocol.records import (
@@ -44,13 +44,13 @@ MIN_CLIENTS = 3
 
 def in_secure_round(message: Message) -> bool:
     """Whether a message is a step of SecAgg+; `masked` then masks the reply."""
-    # Of "train.default", which the same handler answers, Flower's mod masks nothing.
+    # Of "train.default" Flower's mod masks nothing: an app of client_app makes it "train" before.
     trains = message.metadata.message_type == MessageType.TRAIN
     return trains and SECAGG in message.content
 
 
 def masked(
-    message: Message, context: Context, call_next: Any, min_clients: int, own: Noise | None = None
+    message: Message, context: Context, call_next: Any, min_clients: int, own: Own | None = None
 ) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked.
 
@@ -69,7 +69,7 @@ def masked(
         required = fewest(message, context, unmask=stage == Stage.UNMASK)
     _check_step(asked, state, max(min_clients, required))
     if stage == Stage.UNMASK:
-        note_opened(context)
+        note_opened(context, own)
 
     def summand(request: Message, context: Context) -> Message:
         if own is None and not required:
@@ -153,7 +153,7 @@ def _summand(request: Message, reply: Message, *, exact: bool = False) -> Messag
     """
     if reply.has_error():
         raise ValueError(error_of(reply))
-    arrays, n_samples, metrics = read_reply(reply.content)
+    arrays, n_samples, metrics, _ = read_reply(reply.content)
     config = request.content.config_records[CONFIG]
     most = check_count(MAX_WEIGHT, config.get(MAX_WEIGHT), 1, LARGEST_INT)
     norm = check_real(NORM, config.get(NORM), 0, LARGE, open_low=True)

@@ -7,13 +7,14 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
@@ -168,7 +169,7 @@ class Checkpoints:
         Raises
         ------
         ValueError
-            If it is of another run, or cannot go on.
+            If it is of another run or another version of this library, or cannot go on.
         """
         for round_ in reversed(files.rounds_in(self.folder)):
             path = files.round_path(self.folder, round_)
@@ -177,6 +178,8 @@ class Checkpoints:
                 found, mark = _run_from(saved), dict(saved.meta["history"])
                 if found.done != round_:
                     raise ValueError(f"round must be {round_} in this file, got {found.done}")
+            except files.OtherFormatError:
+                raise
             except _DAMAGED as error:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
@@ -187,17 +190,19 @@ class Checkpoints:
                     "checkpoint_dir must hold a run with the same options, got one in which "
                     f"{difference}."
                 )
-            if run.initial and found.initial != run.initial:
+            given, began = map(_described, (run, found))
+            if run.initial and given != began:
                 raise ValueError(
-                    "initial_arrays must be those with which the run to resume began, or be left "
-                    f"out, got others: {found.initial} there and {run.initial} here."
+                    "initial_arrays must have the names, dtypes and shapes of those with which the "
+                    f"run to resume began, or be left out, got {given} instead of {began}."
                 )
+            if run.initial and found.initial != run.initial:
+                log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
             if found.state is None:
                 raise ValueError(
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
                     "protocol yielded its Request without state=."
                 )
-            found.array_names = run.array_names or found.array_names
             found.history = self._recall(mark)
             vars(run).update(vars(found))
             log(INFO, "Resuming after round %d from %s.", run.done, self.folder)
@@ -216,11 +221,17 @@ class Checkpoints:
         return history
 
 
+def _described(run: Run) -> list[tuple[str, str]]:
+    """Return name, dtype and shape of the arrays that a run began with."""
+    names = run.array_names or map(str, range(len(run.initial)))
+    return [(n, digest.rpartition(" ")[0]) for n, digest in zip(names, run.initial, strict=False)]
+
+
 def _run_from(saved: files.Saved) -> Run:
     """Return the run that a checkpoint holds, but for its history."""
     meta, arrays = saved.meta, saved.arrays
     forms = _forms(arrays)
-    named = meta.get("arrays", forms)  # older files do not say
+    named = meta["arrays"]
     odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
     if odd:
         raise ValueError(f"arrays must be those of its record, got others at {odd}")
@@ -234,26 +245,26 @@ def _run_from(saved: files.Saved) -> Run:
         check_count(f"{name} in a checkpoint", meta[name], 0, files.LAST_ROUND)
         for name in ("round", "evaluated")
     )
-    array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none
+    array_names = list(map(str, meta["array_names"]))
     if len(set(array_names)) < len(array_names):
         raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
     state: dict[str, Any] = part(arrays, "state")
-    state |= {name: state[name].item() for name in meta.get("numbers", [])}
+    state |= {name: state[name].item() for name in meta["numbers"]}
     last = {}
-    for p, (step, when, num_examples, metrics) in meta.get("last", {}).items():
+    for p, (step, when, num_examples, metrics) in meta["last"].items():
         own = list(part(arrays, f"last/{p}").values())
         last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
     meta["identity"]  # a file without one is no checkpoint
     return Run(
-        meta.get("initial", []),
+        meta["initial"],
         array_names,
         list(part(arrays, "model").values()),
-        state if meta.get("resumable", True) else None,
+        state if meta["resumable"] else None,
         bool(meta["finished"]),
         token,
         done,
         evaluated,
-        names={int(partition): str(name) for partition, name in meta.get("names", {}).items()},
+        names={int(partition): str(name) for partition, name in meta["names"].items()},
         server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
         last=last,
         kept=part(arrays, "kept"),
@@ -264,7 +275,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
     Tuples become lists, keys texts, arrays a digest, functions and classes their names, values such
-    as `Adam` their repr.
+    as `Adam` their class and attributes.
 
     Raises
     ------
@@ -280,9 +291,13 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
             return f"{value.dtype} {value.shape} {digest}"
         if hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
-        if strict and not is_dataclass(value):
-            raise TypeError(f"{value!r}")
-        return repr(value)
+        if not strict:
+            return repr(value)
+        if sparse.issparse(value):
+            entries = value.tocoo()
+            return [entries.shape, entries.row, entries.col, entries.data]
+        # A repr may leave out numbers: two that are not the same would be.
+        return {"class": type(value).__qualname__, **vars(value)}
 
     try:
         text = json.dumps(identity, default=word, skipkeys=not strict)
@@ -340,7 +355,7 @@ def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:
     """Return a report as it was before it was saved (JSON's keys are strings)."""
     by_partition = {
-        name: {int(partition): values for partition, values in entry.get(name, {}).items()}
+        name: {int(partition): values for partition, values in entry[name].items()}
         for name in BY_PARTITION
     }
     return RoundReport(**{**entry, **by_partition})

@@ -7,20 +7,24 @@ are those of `flwr_perdl.regression.aggregate`, for arrays of any shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import (
-    FLOATS,
-    Matrix,
-    check_choice,
-    check_kind,
-    check_list,
-    check_magnitude,
+from flwr_perdl.core.checks import Matrix, check_choice, check_kind, check_list
+from flwr_perdl.core.models import (
+    DTYPES,
+    change,
+    check_trained,
+    far_too_large,
+    fixed_entries,
+    is_float,
+    mean_like,
+    settled,
 )
 from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.protocol.records import Reply
@@ -37,8 +41,9 @@ class Combine:
     Parameters
     ----------
     start : sequence of ndarray
-        What the replies' arrays began from: a reply has arrays of these shapes. With ``group``
-        each has a first axis of groups, which a reply has not.
+        What the replies' arrays began from: a reply has arrays of these shapes and dtypes. With
+        ``group`` each has a first axis of groups, which a reply has not. Integers are averaged by
+        "mean" in any case, and rounded; booleans and entries that are not finite must stay.
     rule : str, default "mean"
         "mean", weighted by numbers of examples; "filtered", "clip", "trimmed", "median" or
         "geometric-median", of the changes from ``start`` (`flwr_perdl.regression.aggregate`), which
@@ -69,10 +74,11 @@ class Combine:
         """Check the options."""
         for array in check_list("start in combine", self.start):
             check_kind("start in combine", array, np.ndarray, "a list of arrays of numbers")
-            if array.dtype not in FLOATS or (self.group is not None and not array.ndim):
+            if array.dtype not in DTYPES or (self.group is not None and not array.ndim):
                 raise ValueError(
-                    "start in combine must be float32 or float64 arrays, with a first axis of "
-                    f"groups where there are any, got {array.dtype} of shape {array.shape}."
+                    "start in combine must be arrays of booleans, integers, float16, float32 or "
+                    "float64, with a first axis of groups where there are any, got "
+                    f"{array.dtype} of shape {array.shape}."
                 )
         if not len(self.start) or (
             self.group is not None and len({len(a) for a in self.start}) > 1
@@ -90,65 +96,122 @@ class Combine:
         return 1 if self.group is None else len(self.start[0])
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of a reply's arrays."""
-        return [array.shape[self.group is not None :] for array in self.start]
+    def expected(self) -> list[Matrix]:
+        """Arrays of the shapes and dtypes of a reply's."""
+        return [array for array, _ in self._models[0]]
+
+    @cached_property
+    def _models(self) -> list[list[tuple[Matrix, NDArray[np.bool_] | None]]]:
+        """Each group's model: its arrays, and which of their entries stay."""
+        stacks = [array[None] if self.group is None else array for array in self.start]
+        each = (map(np.asarray, model) for model in zip(*stacks, strict=True))
+        return [[(array, fixed_entries(array)) for array in model] for model in each]
 
     def check(self, reply: Reply) -> None:
         """Accept arrays of the shapes that are asked for, and the number of a group."""
-        check_shapes(self.shapes, reply)
+        check_shapes([array.shape for array in self.expected], reply)
         if self.group is not None:
             check_group(self.group, reply, self.n_groups)
 
+    def magnitudes(self, reply: Reply) -> list[float]:
+        """Return the largest value of each array, 0 if it is of no floats.
+
+        Raises
+        ------
+        ValueError
+            If an entry is a boolean, or no finite number, and not the one that was sent.
+        """
+        found = []
+        starts = self._models[self._label(reply)]
+        for i, (array, start) in enumerate(zip(reply.arrays, starts, strict=True)):
+            size = check_trained(reply.name(i), array, *start)
+            found.append(size if is_float(array) else 0.0)
+        return found
+
     def __call__(self, replies: Replies) -> list[Matrix]:
         """Return what the replies come to; a group without replies stays at its start."""
-        grouped = self.group is not None
-        stacks = [array if grouped else array[None] for array in self.start]
-        average = self._means if self.rule == "mean" else self._robust
-        found = average(stacks, replies)
-        return found if grouped else [np.asarray(stack[0]) for stack in found]
+        labels, sizes = list(map(self._label, replies.values())), sizes_of(replies)
+        steps = None
+        if self.rule != "mean":
+            steps, left_out = self._steps(replies, labels, sizes)
+            if self.rule == "filtered":  # whom the rule leaves out has no part in integers either
+                sizes = sizes * (left_out < 1)
+        models = []
+        for j, model in enumerate(self._models):
+            weights = np.where(np.array(labels) == j, sizes, 0)
+            weights /= weights.sum() or 1
+            own = [pair for pair in zip(weights.tolist(), replies.values(), strict=True) if pair[0]]
+            found, at = [], 0
+            for i, (start, fixed) in enumerate(model):
+                if steps is not None and is_float(start):
+                    step = steps[j, at : at + start.size].reshape(start.shape)
+                    found.append(settled(start + step, start, fixed))
+                    at += start.size
+                else:
+                    terms = ((weight, reply.arrays[i]) for weight, reply in own)
+                    found.append(mean_like(start, fixed, terms) if own else start)
+            models.append(found)
+        return models[0] if self.group is None else stacked(models)
 
-    def _labels(self, replies: Replies) -> list[int]:
-        """Return each reply's group."""
-        if self.group is None:
-            return [0] * len(replies)
-        return [int(reply.metrics[self.group]) for reply in replies.values()]
+    def _label(self, reply: Reply) -> int:
+        """Return a reply's group."""
+        return 0 if self.group is None else int(reply.metrics[self.group])
 
-    def _means(self, stacks: list[Matrix], replies: Replies) -> list[Matrix]:
-        """Return each group's mean, array by array: no model is copied into a vector."""
-        labels = np.array(self._labels(replies))
-        moved = [stack.copy() for stack in stacks]
-        for j in np.unique(labels).tolist():
-            own = np.where(labels == j, sizes_of(replies), 0)
-            own /= own.sum()
-            for position, stack in enumerate(moved):
-                mean = np.zeros_like(stack[j])
-                for weight, reply in zip(own.tolist(), replies.values(), strict=True):
-                    if weight:
-                        mean += weight * reply.arrays[position]
-                stack[j] = mean
-        return moved
-
-    def _robust(self, stacks: list[Matrix], replies: Replies) -> list[Matrix]:
-        """Return what the rule makes of the changes, each reply's as one vector."""
-        before = joined(stacks)
-        packed = np.empty((len(replies), 1, before.shape[1] + 1), before.dtype)
-        for (row,), j, reply in zip(packed, self._labels(replies), replies.values(), strict=True):
-            row[0] = j
-            row[1:] = joined([array[None] for array in reply.arrays])[0] - before[j]
-        mean = average_updates(packed, sizes_of(replies), len(before), "cluster", self.rule)
+    def _steps(
+        self, replies: Replies, labels: Sequence[int], sizes: Matrix
+    ) -> tuple[Matrix, Matrix]:
+        """Return what the rule makes of the changes of floats, and to which share of whose."""
+        packed = self._packed(replies, labels)[:, None]
+        mean = average_updates(packed, sizes, self.n_groups, "cluster", self.rule)
         replies.note(EFFECTS[self.rule], dict(zip(replies, mean.odd.tolist(), strict=True)))
-        steps = split(mean.change, [stack.shape[1:] for stack in stacks])
-        return [(stack + s).astype(stack.dtype) for stack, s in zip(stacks, steps, strict=True)]
+        return mean.change, mean.odd
+
+    def changes(self, replies: Replies) -> Matrix:
+        """Return the changes of all floats of each reply, as a row."""
+        return self._packed(replies, list(map(self._label, replies.values())))[:, 1:]
+
+    def _packed(self, replies: Replies, labels: Sequence[int]) -> Matrix:
+        """Return each reply's group, and the changes of all its floats, as a row."""
+        rows = []
+        for j, reply in zip(labels, replies.values(), strict=True):
+            pairs = zip(reply.arrays, self._models[j], strict=True)
+            parts = [change(a, *own).ravel() for a, own in pairs if is_float(a)]
+            rows.append(np.concatenate([np.full(1, j, np.float32), *parts]))
+        return np.stack(rows)
+
+
+def check_models(
+    combine: Combine, replies: Mapping[int, Reply], bound: float | None
+) -> dict[int, str]:
+    """Return what is wrong with replies' models, by partition.
+
+    Without a ``bound`` of absolute values, that of each array follows from all replies, see
+    `flwr_perdl.core.models.far_too_large`.
+    """
+    wrong: dict[int, str] = {}
+    sizes: dict[int, list[float]] = {}
+    for partition, reply in replies.items():
+        try:
+            sizes[partition] = combine.magnitudes(reply)
+        except ValueError as error:
+            wrong[partition] = str(error)
+    if sizes:
+        table = np.array(list(sizes.values())).T  # (n_arrays, n_replies)
+        limits = far_too_large(table) if bound is None else np.full(len(table), bound)
+        for position, i in np.argwhere(table > limits[:, None])[::-1].tolist():
+            partition = list(sizes)[i]
+            wrong[partition] = (
+                f"array {replies[partition].name(position)!r} has numbers far too large: up to "
+                f"{table[position, i]:.3g}, more than {limits[position]:.3g}"
+            )
+    return wrong
 
 
 def check_shapes(shapes: Sequence[tuple[int, ...]], reply: Reply) -> None:
-    """Accept arrays of these shapes, whose squares do not overflow."""
+    """Accept arrays of these shapes."""
     given = [array.shape for array in reply.arrays]
     if given != list(shapes):
         raise ValueError(f"wrong shapes: {list(shapes)} are asked for, got {given}")
-    for array in reply.arrays:
-        check_magnitude("arrays", array, floor=np.inf)
 
 
 def check_group(name: str, reply: Reply, n_groups: int) -> None:
@@ -163,14 +226,6 @@ def sizes_of(replies: Replies) -> Matrix:
     return np.array([float(reply.num_examples) for reply in replies.values()])
 
 
-def joined(stacks: Sequence[Matrix]) -> Matrix:
-    """Return a stack of models as rows."""
-    rows: Matrix = np.concatenate([stack.reshape(len(stack), -1) for stack in stacks], axis=1)
-    return rows
-
-
-def split(rows: Matrix, shapes: Sequence[tuple[int, ...]]) -> list[Matrix]:
-    """Return rows as stacks of arrays of these shapes."""
-    ends = np.cumsum([prod(shape) for shape in shapes])[:-1]
-    parts = np.split(rows, ends, axis=1)
-    return [part.reshape(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True)]
+def stacked(models: Sequence[Sequence[Matrix]]) -> list[Matrix]:
+    """Return models as stacks: one array per array of a model."""
+    return [np.stack(arrays) for arrays in zip(*models, strict=True)]

@@ -18,6 +18,7 @@ import numpy as np
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canonical_identity
+from flwr_perdl.protocol.combine import check_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.progress import Observers
@@ -25,6 +26,7 @@ from flwr_perdl.protocol.records import (
     AFTER,
     ANEW,
     EVALUATE,
+    LOSSES,
     NO_EVALUATE,
     NUM_EXAMPLES,
     ROUND,
@@ -55,8 +57,14 @@ from flwr_perdl.random import EVALUATION, SAMPLING, spawn
 if TYPE_CHECKING:
     from flwr_perdl.protocol.strategy import ProtocolStrategy
 
-#: Largest size of a number in replies where the model is in single precision.
-_SINGLE = 1e30
+#: Largest absolute value of a number in replies, and where the model is in single precision.
+_DOUBLE, _SINGLE = 1e100, 1e30
+#: In an evaluation's aggregate: how many clients have no finite loss, if a third or more.
+NO_LOSS = "no-finite-loss"
+#: Maximum number of different metrics of a client in a run: reports are kept, and saved.
+_MOST_METRICS = 1000
+#: What reports call the share of a reply's metrics that are above it.
+METRICS_DROPPED = "metrics dropped"
 
 
 class Plan(NamedTuple):
@@ -102,6 +110,7 @@ class Conversation:
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
         self._clients_evaluate = self._privacy is None
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
+        self._metrics: dict[int, set[str]] = {}  # the names of each client's metrics in this run
         #: Which node is which client.
         self.roster = Roster(options.clients_by_node)
         #: What the protocol asks next; None if it is over.
@@ -114,6 +123,9 @@ class Conversation:
         self._events, self._observers = EventLog(options.events), Observers(options.on_round)
         if self._checkpoints is not None and options.resume:
             self._resumed = self._checkpoints.load(self.run)
+            for report in self.run.history:
+                for partition, own in report.metrics.items():
+                    self._metrics.setdefault(partition, set()).update(own.keys() - {NUM_EXAMPLES})
         # The checkpoint has the result: no generator is needed, and no client is asked.
         if self.run.finished:
             return
@@ -186,12 +198,16 @@ class Conversation:
     @property
     def limits(self) -> Limits:
         """What a reply to the last plan may be, decided before its arrays are read."""
-        most = None if self.request is None else self.request.most
-        largest = self.options.max_magnitude
+        given, request = self.options.max_magnitude, self.request
+        largest = _DOUBLE if given is None else given
         # What float32 cannot hold would be infinite in the model, and in every later round.
         if any(array.dtype == np.float32 for array in self.run.model):
             largest = min(largest, _SINGLE)
-        return Limits(self.options.max_reply_bytes, most, largest)
+        limits = Limits(self.options.max_reply_bytes, magnitude=largest)
+        if request is None:
+            return limits
+        expect = request.expect if request.models is None else request.models.expected
+        return limits._replace(most=request.most, expect=expect)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
@@ -242,19 +258,15 @@ class Conversation:
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
         good, bad = _checked(partial(_check, request), replies)
+        if (models := request.models) is not None:
+            wrong = check_models(models, good, self.options.max_magnitude)
+            bad |= {partition: Lost(REFUSED, brief(why)) for partition, why in wrong.items()}
+            good = good.sharing({p: reply for p, reply in good.items() if p not in wrong})
         bad = {**lost, **bad}
         if request.max_weight is not None:
             self._cap(good, request.max_weight, round_, request.step)
         self._log_lost(round_, request.step, bad)
-        if len(good) < self.options.min_clients:
-            report = self._report(round_, request.step, good, bad)
-            self._tell(report)
-            raise TooFewReplies(
-                f"Round {round_} has {len(good)} good replies, fewer than "
-                f"min_clients={self.options.min_clients}; {self._where_saved()}"
-                + first_reason(report.dropped, f", asked for step {request.step!r}")
-                + "."
-            )
+        self._check_enough(round_, request.step, good, bad)
         # One thread: sums in another order would give other bits on a machine with more cores.
         self._warn_of_lost_state(good)
         with one_blas_thread(), self._going_on():
@@ -269,6 +281,7 @@ class Conversation:
         unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
         self._log_lost(round_, request.step, unlike)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
+        self._check_enough(round_, request.step, kept, bad | unlike)
         for partition in unlike:
             self.run.last.pop(partition, None)
         # A client that is back is named again when it is lost the next time.
@@ -280,6 +293,21 @@ class Conversation:
         self.run.done = round_
         self._remember(report)
         return report
+
+    def _check_enough(
+        self, round_: int, step: str, good: Mapping[int, Reply], bad: Mapping[int, Lost]
+    ) -> None:
+        """Raise a TooFewReplies, before anything is saved, if too few good replies remain."""
+        if len(good) >= self.options.min_clients:
+            return
+        report = self._report(round_, step, good, bad)
+        self._tell(report)
+        raise TooFewReplies(
+            f"Round {round_} has {len(good)} good replies, fewer than "
+            f"min_clients={self.options.min_clients}; {self._where_saved()}"
+            + first_reason(report.dropped, f", asked for step {step!r}")
+            + "."
+        )
 
     def _with_absent(self, request: Request, round_: int, good: Replies) -> Replies:
         """Return the replies, with the last ones of clients that have none and are remembered."""
@@ -376,9 +404,25 @@ class Conversation:
         self._log_lost(round_, EVALUATE, lost)
         self._logged -= {(self.roster.label(partition), True) for partition in replies}
         report = self._report(round_, EVALUATE, replies, lost)
+        self._count_losses(report)
         self.run.evaluated = round_
         self._remember(report)
         return report
+
+    def _count_losses(self, report: RoundReport) -> None:
+        """Warn, in log and result, if a third of the clients or more have no finite loss."""
+        found = sum(not own.keys().isdisjoint(LOSSES) for own in report.metrics.values())
+        missing, asked = len(self._asked) - found, len(self._asked)
+        evaluations = [report, *(past for past in self.run.history if past.step == EVALUATE)]
+        measured = any(not one.aggregate.keys().isdisjoint(LOSSES) for one in evaluations)
+        if measured and missing and 3 * missing >= asked:  # else the app measures no loss
+            report.aggregate[NO_LOSS] = float(missing)
+            log(
+                WARNING,
+                "Round %d (evaluate): %d of %d clients have no finite loss; the mean is that of "
+                "the others.",
+                *(report.round, missing, asked),
+            )
 
     # What both share -------------------------------------------------------------------------
 
@@ -467,9 +511,14 @@ class Conversation:
         self.run.names |= {p: self.roster.called(p) for p in self.roster.names}
         dropped = {self.roster.label(p): why.reason for p, why in sorted(lost.items())}
         dropped |= {f"node {node}": why for node, why in self.roster.unanswered.items()}
-        metrics = {p: {NUM_EXAMPLES: r.num_examples, **r.metrics} for p, r in good.items()}
+        metrics = {
+            p: {NUM_EXAMPLES: r.num_examples, **self._bounded(p, r.metrics)}
+            for p, r in good.items()
+        }
         aggregate = summarized(metrics, self._strategy.flags, self._strategy.labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
+        if uncounted := self.roster.uncounted & good.keys():
+            aggregate["uncounted-runs"] = float(len(uncounted))
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
         downs = [sum(array.size for array in self._asked[partition]) for partition in good]
         return RoundReport(
@@ -480,8 +529,30 @@ class Conversation:
             dropped=dropped,
             floats_down=float(np.mean(downs)) if downs else 0.0,
             floats_up=float(np.mean(ups)) if ups else 0.0,
-            anomalies={partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
+            anomalies={
+                **{partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
+                **{
+                    partition: {METRICS_DROPPED: 1 - len(metrics[partition]) / (1 + len(r.metrics))}
+                    for partition, r in good.items()
+                    if len(metrics[partition]) <= len(r.metrics)
+                },
+            },
         )
+
+    def _bounded(self, partition: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return a client's metrics, without new names once it has reported too many."""
+        known = self._metrics.setdefault(partition, set())
+        new = [name for name in metrics if name not in known]
+        dropped = set(new[_MOST_METRICS - len(known) :] if new else ())
+        known |= set(new) - dropped
+        if not dropped:
+            return metrics
+        log(
+            WARNING,
+            "%s reports more than %d different metrics in this run; %d are dropped, such as %r.",
+            *(self.roster.label(partition), _MOST_METRICS, len(dropped), min(dropped)),
+        )
+        return {name: value for name, value in metrics.items() if name not in dropped}
 
     def _log_lost(self, round_: int, step: str, lost: Mapping[int, Lost]) -> None:
         """Log who was left out, once until it is back; those with one reason in one line."""

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
+from flwr_perdl.core.files import private
 from flwr_perdl.protocol.compat import log
 
 __all__ = ["EVENTS", "Event", "EventLog", "has_writer", "read_events"]
 
 #: Locks of files. Windows has none: there a reader does not learn that the writer is gone.
 _LOCKS: Any = import_module("fcntl") if find_spec("fcntl") else None
+#: Maximum number of bytes of a line that is read.
+_LONGEST_LINE = 2**24
 #: A run's events, in its folder.
 EVENTS = "events.jsonl"
 
@@ -62,15 +65,14 @@ class EventLog:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps(_plain({"time": now, "event": event, **fields}), allow_nan=False)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab+") as stream:
-                if stream.tell():
-                    stream.seek(-1, 2)
+            with private(self._path) as stream:
+                if stream.seek(0, os.SEEK_END):
+                    stream.seek(-1, os.SEEK_END)
                     if stream.read(1) != b"\n":
                         stream.write(b"\n")
                 stream.write(line.encode() + b"\n")
             self._hold(self._path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log(WARNING, "The event %r could not be written to %s: %s", event, self._path, error)
 
     def _hold(self, path: Path) -> None:
@@ -130,11 +132,17 @@ def read_events(path: Path, start: int = 0) -> tuple[list[Event], int]:
     >>> [event["event"] for event in events]
     ['round']
     """
+    events, end = [], start
     with path.open("rb") as stream:
         stream.seek(start)
-        data = stream.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    return [event for line in whole.splitlines() if (event := _parsed(line))], start + len(whole)
+        while True:
+            line = stream.readline(_LONGEST_LINE)
+            if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                break
+            end += len(line)
+            if event := _parsed(line):  # of a longer line no part is one
+                events.append(event)
+    return events, end
 
 
 def _parsed(line: bytes) -> Event | None:

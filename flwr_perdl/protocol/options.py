@@ -60,9 +60,12 @@ class ServerSettings:
         File to which every event of the run is appended as a line of JSON (docs/faults.md).
     max_reply_bytes : int, default 2**28
         Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
-    max_magnitude : float, default 1e100
-        Largest size of a number in a reply, of metrics too; a reply with a larger one is refused.
-        Where the model is in single precision, it is 1e30 at most.
+    max_magnitude : float, optional
+        Largest absolute value of a number in a reply, of metrics too; a reply with a larger one is
+        refused. By default it is relative in each array of a user's model: 100 times the lower
+        median, over the round's replies, of the array's largest absolute values, which counts as
+        one at least (`DiffusionAveraging`: over a node and its neighbors). Elsewhere 1e100, and
+        1e30 where the model is in single precision.
     clients_by_node : mapping of int to int, optional
         The partition of every node that may take part, by Flower's node id. Other nodes are not
         asked, and a node that says that it is another client is left out. Without it, the first
@@ -88,7 +91,7 @@ class ServerSettings:
     node_timeout: float = 60.0
     events: str | Path | None = None
     max_reply_bytes: int = 2**28
-    max_magnitude: float = 1e100
+    max_magnitude: float | None = None
     clients_by_node: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -100,7 +103,8 @@ class ServerSettings:
         check_real("node_timeout", self.node_timeout, 0)
         check_kind("events", self.events, (str, Path, type(None)), "a path or None")
         check_count("max_reply_bytes", self.max_reply_bytes, 1)
-        check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
+        if self.max_magnitude is not None:
+            check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
         nodes = self.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
         if nodes is not None and not nodes:

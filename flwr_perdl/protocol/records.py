@@ -32,9 +32,19 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 
-from flwr_perdl.core.checks import FLOATS, Matrix
+from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
+from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import file_header, view_file
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
 
@@ -44,7 +54,6 @@ __all__ = [
     "NUM_EXAMPLES",
     "PARTITION_ID",
     "ROUND",
-    "RUN",
     "SEED",
     "STEP",
     "Scalar",
@@ -64,6 +73,10 @@ METRICS = "metrics"
 #: The metric that says how many examples a reply stands for.
 NUM_EXAMPLES = "num-examples"
 
+#: What messages ask for, and the action that each has where its type names none.
+_KINDS = (MessageType.TRAIN, MessageType.EVALUATE, MessageType.QUERY)
+DEFAULT = "default"
+
 #: Which step of a protocol a request asks for.
 STEP = "perdl.step"
 #: In evaluations: which step made the model.
@@ -75,12 +88,16 @@ SEED = "perdl.seed"
 #: A token of the run: private state of another run is not taken up.
 RUN = "perdl.run"
 
-#: What a client says of itself when it is asked who it is.
+#: What a client says of itself when it is asked who it is; the last, with a promise of privacy of
+#: its own, where it keeps no count of what it has answered over several runs.
 PARTITION_ID = "partition-id"
 NAME = "name"
+UNCOUNTED = "perdl.uncounted-runs"
 #: The metric of a client that found no private state of the run and had to make it anew.
 ANEW = "anew"
 
+#: What apps call the loss of an evaluation, the first of these that is there.
+LOSSES = ("loss", "eval_loss")
 #: What an evaluation is called: as a step in reports, and as a kind of request at a client.
 EVALUATE = "evaluate"
 
@@ -120,11 +137,15 @@ class Limits(NamedTuple):
         Maximum number of values in all its arrays, as their headers announce them.
     magnitude : float
         Maximum absolute value of a number in an array or a metric.
+    expect : sequence of ndarray, or None
+        A model: the reply's arrays have these shapes and dtypes. They are not copied, and whoever
+        asked checks their values. Empty: float32 or float64 of any shapes; None: any numbers.
     """
 
     n_bytes: int = 2**28
     most: int | None = None
     magnitude: float = np.inf
+    expect: Sequence[Matrix] | None = ()
 
 
 class Reply(NamedTuple):
@@ -133,20 +154,27 @@ class Reply(NamedTuple):
     Attributes
     ----------
     arrays : list of ndarray
-        What the client sent; finite float arrays.
+        What the client sent; finite float arrays, or a model's.
     num_examples : int
         Number of samples behind it.
     metrics : dict of str to float
         The client's metrics.
+    names : tuple of str
+        The arrays' names; empty where they have none.
     """
 
     arrays: list[Matrix]
     num_examples: int
     metrics: dict[str, float]
+    names: tuple[str, ...] = ()
+
+    def name(self, position: int) -> str:
+        """Return an array's name, by default its position."""
+        return self.names[position] if self.names else str(position)
 
 
 #: How Flower writes the dtypes of models; NumPy takes long to find a dtype's name.
-_FLOATS = {dtype: str(dtype) for dtype in FLOATS}
+_NAMES = {dtype: str(dtype) for dtype in DTYPES}
 #: No limits but what a message can be.
 _ANY = Limits(n_bytes=2**63)
 
@@ -154,7 +182,7 @@ _ANY = Limits(n_bytes=2**63)
 def encode(array: Matrix) -> Array:
     """Return what Flower's ``Array(array)`` is, in the order of the rows."""
     array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
-    dtype = _FLOATS.get(array.dtype)
+    dtype = _NAMES.get(array.dtype)
     if dtype is None:
         return Array(array)
     # Joined, since a large array's bytes would be copied once more by a sum.
@@ -195,9 +223,9 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     return record
 
 
-def in_order(record: ArrayRecord, names: Collection[str]) -> list[Array]:
+def in_order(record: ArrayRecord, names: Collection[str]) -> dict[str, Array]:
     """Return a record's arrays in the order of these names, if it has just these; else in its."""
-    return [record[name] for name in (names if record.keys() == set(names) else record)]
+    return {name: record[name] for name in (names if record.keys() == set(names) else record)}
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
@@ -258,6 +286,27 @@ def reply_to(
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return an evaluation's metrics, the loss first; a metric of that name does not replace it."""
     return {"loss": loss} | {**metrics, "loss": loss}
+
+
+def route_of(message: Message) -> tuple[str, str]:
+    """Return what a message asks for, "train", "evaluate" or "query", and the action of that.
+
+    As Flower routes it: "train.default" goes to the handler of "train". All that guards a handler
+    reads the type here.
+
+    Raises
+    ------
+    ValueError
+        If the type is no such one.
+    """
+    given = message.metadata.message_type
+    kind, dot, action = given.partition(".")
+    if kind not in _KINDS or (dot and not action.isidentifier()):
+        raise ValueError(
+            f"the message's type must be one of {', '.join(_KINDS)}, alone or with an action, got "
+            f"{brief_repr(given)}."
+        )
+    return kind, action or DEFAULT
 
 
 def directed(reply: Message | None, message: Message) -> Message | None:
@@ -393,19 +442,28 @@ def read_reply(
     ------
     ValueError
         If a record is missing, metrics break a rule of `check_metrics`, arrays exceed the limits
-        (found before any is copied), an array is not float32 or float64, a number is not finite or
-        too large, there are no examples, or more of them than can be counted.
+        (found before any is copied), an array has another dtype than is expected, a number is not
+        finite or too large (but see `Limits`), there are no examples, or more of them than can be
+        counted.
     """
     metrics = content.get(METRICS)
     if not isinstance(metrics, MetricRecord) or NUM_EXAMPLES not in metrics:
         raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
+    if not with_arrays:
+        limits = limits._replace(expect=())
     record = content.get(ARRAYS) if with_arrays else ArrayRecord()
     if not isinstance(record, ArrayRecord):
         raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-    return read_parts([array.data for array in in_order(record, names)], metrics, limits)
+    arrays = in_order(record, names)
+    return read_parts([one.data for one in arrays.values()], metrics, limits, tuple(arrays))
 
 
-def read_parts(files: Sequence[bytes], metrics: Mapping[str, Any], limits: Limits = _ANY) -> Reply:
+def read_parts(
+    files: Sequence[bytes],
+    metrics: Mapping[str, Any],
+    limits: Limits = _ANY,
+    names: tuple[str, ...] = (),
+) -> Reply:
     """Return what a reply says that has no records, as `read_reply` does.
 
     Parameters
@@ -416,6 +474,8 @@ def read_parts(files: Sequence[bytes], metrics: Mapping[str, Any], limits: Limit
         Its metrics, with the number of examples.
     limits : Limits
         The limits of a reply.
+    names : tuple of str
+        The arrays' names, where they have any.
     """
     check_metrics(metrics)
     if len(files) > _MOST_ARRAYS:
@@ -427,16 +487,9 @@ def read_parts(files: Sequence[bytes], metrics: Mapping[str, Any], limits: Limit
     count = sum(view.size for view in views)
     if limits.most is not None and count > limits.most:
         raise ValueError(f"too many numbers: {limits.most} are asked for, {count} came")
-    arrays = [view.copy("A") for view in views]
-    for position, array in enumerate(arrays):
-        if array.dtype not in FLOATS:
-            raise ValueError(f"array {position} has dtype {array.dtype}, not float32 or float64")
-        # The sum of squares is finite only if all are, and bounds each; beyond that all are seen.
-        squares = float(np.vdot(array, array))
-        if not isfinite(squares) and not np.isfinite(array).all():
-            raise ValueError(f"array {position} has NaN or infinite values")
-        if squares > limits.magnitude * limits.magnitude and np.abs(array).max() > limits.magnitude:
-            raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
+    arrays = views if limits.expect else _numbers(views, limits)
+    if limits.expect:
+        _check_forms(views, limits.expect)
     num_examples = metrics[NUM_EXAMPLES]
     if not isinstance(num_examples, _NUMBERS) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
@@ -445,7 +498,32 @@ def read_parts(files: Sequence[bytes], metrics: Mapping[str, Any], limits: Limit
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {name} is {value}")
-    return Reply(arrays, int(num_examples), numbers)
+    return Reply(arrays, int(num_examples), numbers, names)
+
+
+def _check_forms(arrays: Sequence[Matrix], expected: Sequence[Matrix]) -> None:
+    """Accept arrays of a model's shapes and dtypes, in its order."""
+    found, forms = ([(a.shape, str(a.dtype)) for a in some] for some in (arrays, expected))
+    if found != forms:
+        raise ValueError(f"wrong shapes or dtypes: {forms} are asked for, got {found}")
+
+
+def _numbers(views: Sequence[Matrix], limits: Limits) -> list[Matrix]:
+    """Return copies of arrays that are no model, checked."""
+    known = FLOATS if limits.expect is not None else DTYPES
+    arrays = [view.copy("A") for view in views]
+    for position, array in enumerate(arrays):
+        if array.dtype not in known:
+            raise ValueError(f"array {position} has dtype {array.dtype}, not float32 or float64")
+        if array.dtype.kind != "f":
+            continue
+        # The sum of squares is finite only if all are, and bounds each; beyond that all are seen.
+        squares = float(np.vdot(array, array))
+        if not isfinite(squares) and not np.isfinite(array).all():
+            raise ValueError(f"array {position} has NaN or infinite values")
+        if squares > limits.magnitude * limits.magnitude and np.abs(array).max() > limits.magnitude:
+            raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
+    return arrays
 
 
 def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:

@@ -30,7 +30,9 @@ class RoundReport(NamedTuple):
     metrics : dict of int to dict
         Every good reply's metrics, by partition.
     aggregate : dict of str to float
-        Their means, weighted by numbers of examples, and ``"clients"`` and ``"dropped"``.
+        Their means, weighted by numbers of examples, and ``"clients"`` and ``"dropped"``;
+        under a promise of privacy ``"uncounted-runs"``: at how many clients each run of Flower has
+        a budget of its own.
     dropped : dict of str to str
         Who was left out, and why.
     floats_down, floats_up : float

@@ -257,6 +257,11 @@ class Request(NamedTuple):
         server, and its checkpoints, then hold a reply per client.
     combine : Combine, optional
         What is made of the good replies; it stands in ``replies.combined``.
+    expect : sequence of ndarray, or None, default ()
+        A model: the replies' arrays have the shapes and dtypes of these, values that are not far
+        too large, and are as these where they cannot be averaged (`flwr_perdl.core.models`). By
+        default what ``combine`` starts from; without it, finite float32 or float64 arrays. None:
+        finite numbers of any dtype.
 
     Examples
     --------
@@ -279,6 +284,14 @@ class Request(NamedTuple):
     secure: Channel | None = None
     remember: int = 0
     combine: Combine | None = None
+    expect: Sequence[Matrix] | None = ()
+
+    @property
+    def models(self) -> Combine | None:
+        """What the replies are models for, None if they are none or not seen."""
+        if self.secure is not None:
+            return None
+        return self.combine or (Combine(start=self.expect) if self.expect else None)
 
 
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
@@ -309,6 +322,8 @@ def check_request(request: object) -> Request:
         check_real("Request.max_weight", request.max_weight, 1)
     check_count("Request.remember", request.remember)
     check_kind("Request.combine", request.combine, (Combine, type(None)), "a Combine or None")
+    if request.expect is not None:
+        check_arrays("Request.expect", request.expect)
     if request.remember and request.secure is not None:  # there is no single reply to keep
         raise ValueError(f"Request.remember must be 0 with secure, got {request.remember}.")
     check_kind("Request.secure", request.secure, (Channel, type(None)), "a SecureMean or None")

@@ -15,6 +15,7 @@ from flwr_perdl.protocol.records import (
     CONFIG,
     NAME,
     PARTITION_ID,
+    UNCOUNTED,
     brief,
     named_partition,
     printable,
@@ -59,6 +60,8 @@ class Roster:
         #: Partitions that were made of the client's name: they say nothing to a reader.
         self._hashed: set[int] = set()
         self._count: Counter[str] = Counter()
+        #: Partitions of which nothing limits how many runs spend their privacy.
+        self.uncounted: set[int] = set()
         #: How the clients call themselves.
         self.names: dict[int, str] = {}
         #: Why nodes take no part that do not say who they are.
@@ -91,6 +94,7 @@ class Roster:
         if self._partitions.get(node, partition) != partition:
             del self._partitions[node]  # who becomes another client is not the first to be it
         self._partitions[node] = partition
+        (self.uncounted.add if properties.get(UNCOUNTED) else self.uncounted.discard)(partition)
         name = properties.get(NAME)
         own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
         self._names[node] = own or str(partition)

@@ -105,6 +105,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
     labels: ClassVar[tuple[str, ...]] = ()
+    #: Whether another strategy's `start` may call this one's steps.
+    _wrappable: ClassVar[bool] = True
     #: What a run promises of privacy, for all of its sums; None: nothing.
     privacy: Promised | None = None
     #: What is added to the config of all evaluations.
@@ -419,6 +421,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Ask this round's question of the sampled clients."""
+        if self._conversation is None and not self._wrappable:
+            raise ValueError(f"strategy must be started with its own start, got {_WRAPPED}.")
         conversation = self._conversation or self.open(to_arrays(arrays), arrays)
         self._sent = self._gathered = None
         self._check_returned(arrays)
@@ -508,10 +512,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if known is None or known is arrays or _equal(to_arrays(known), to_arrays(arrays)):
             return
         raise ValueError(
-            "arrays must be those that aggregate_train returned, got others: strategies that "
-            "change the model between rounds, as Flower's DifferentialPrivacy wrappers do, cannot "
-            "wrap this one (the option privacy adds noise to sums), and another run wants another "
-            "strategy."
+            f"arrays must be those that aggregate_train returned, got others: {_WRAPPED}; another "
+            "run wants another strategy."
         )
 
     # Messages ------------------------------------------------------------------------------
@@ -532,6 +534,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         lost = self._ask_who(grid, roster.unknown(ids), "new")
         self._ask_who(grid, roster.contested(ids), "known")
         present, wanted = roster.present(ids), self._options.num_clients or 0
+        if first and roster.uncounted:
+            log(
+                WARNING,
+                "Nothing limits further runs at %s: without a state-dir in its node config a "
+                "client counts what it spends of privacy within one run of Flower.",
+                ", ".join(map(roster.label, sorted(roster.uncounted))),
+            )
         if first and lost and len(present) < wanted and not self._options.allow_fewer:
             begin = "; with ServerSettings(allow_fewer=True) the run begins without the others"
             raise TooFewReplies(
@@ -610,6 +619,13 @@ def _check_start(
     for name, function in zip(("evaluate_fn", "should_stop"), functions, strict=True):
         check_function(name, function)
     return check_verbose(verbose, local=_fixed(grid))
+
+
+#: Why a strategy around ours is refused.
+_WRAPPED = (
+    "a strategy around it, as Flower's DifferentialPrivacy wrappers are (the option privacy of "
+    "PerMA and FedX adds noise to sums)"
+)
 
 
 @contextmanager
@@ -705,4 +721,5 @@ def _properties(answer: Message) -> Mapping[str, Any]:
 
 
 def _equal(some: list[Matrix], others: list[Matrix]) -> bool:
-    return len(some) == len(others) and all(map(np.array_equal, some, others))
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.anchors import cluster_anchors
-from flwr_perdl.regression.batched import Clients, simulate, simulate_rounds
-from flwr_perdl.regression.clustering import (
-    aggregate,
-    assign,
-    lemma1_filter,
-    local_change,
-    model_error,
-)
+from flwr_perdl.regression.clustering import aggregate, model_error
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
 from flwr_perdl.regression.features import FeatureMap, Polynomial
+from flwr_perdl.regression.fedx import estimate_alone
 from flwr_perdl.regression.losses import SQUARED, LogisticLoss, Loss, SquaredLoss
-from flwr_perdl.regression.moments import (
-    left_subspace,
-    moment_step,
-    orthonormal,
-    residual_moment,
-    sketch,
-)
+from flwr_perdl.regression.moments import moment_step, residual_moment
 from flwr_perdl.regression.phases import MomentDescent, Refinement, TwoPhase
-from flwr_perdl.regression.statistics import choose_mixture, fit_mixture, sufficient_statistics
-from flwr_perdl.regression.two_phase import two_phases
+from flwr_perdl.regression.statistics import choose_mixture, sufficient_statistics
+from flwr_perdl.regression.two_phase import answer, two_phases
 
 __all__ = [
     "SQUARED",
     "Answers",
     "Ask",
-    "Clients",
     "Descent",
     "FeatureMap",
     "LogisticLoss",
@@ -41,20 +28,13 @@ __all__ = [
     "State",
     "TwoPhase",
     "aggregate",
-    "assign",
+    "answer",
     "choose_mixture",
     "cluster_anchors",
-    "fit_mixture",
-    "left_subspace",
-    "lemma1_filter",
-    "local_change",
+    "estimate_alone",
     "model_error",
     "moment_step",
-    "orthonormal",
     "residual_moment",
-    "simulate",
-    "simulate_rounds",
-    "sketch",
     "sufficient_statistics",
     "two_phases",
 ]

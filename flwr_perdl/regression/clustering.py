@@ -6,9 +6,8 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 ``theta_{t-1}`` (k models)              ``centers`` (k, d)
 ``lambda_{i,t}`` (equation 7)           :func:`assign`
 ``z_{i,t}`` (equation 8)                ``assign(...).argmax()``
-``theta_{i.,t} - theta_{t-1}``          :func:`local_change`, rows as the centers
+``theta_{i.,t} - theta_{t-1}``          :func:`local_changes`, rows as centers
 ``eta``, ``s``                          ``step``, ``n_steps``
-``P_i`` (Lemma 1)                       :func:`lemma1_filter`
 ``theta_t = sum_i w_i theta_{i.,t}``    :func:`aggregate`
 ======================================= ====================================================
 
@@ -24,7 +23,7 @@ Deviations, and why:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,6 @@ from flwr_perdl.core.checks import (
     LARGE,
     MOST_CLUSTERS,
     Matrix,
-    as_array,
     check_array,
     check_choice,
     check_count,
@@ -44,12 +42,8 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.robust import average_of, capped, consistent, far, shortening
 from flwr_perdl.regression.losses import (
-    SQUARED,
     Loss,
     SquaredLoss,
-    check_labels,
-    check_loss,
-    check_points,
     of_stacks,
 )
 
@@ -78,14 +72,6 @@ def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) ->
     ------
     ValueError
         If a client has no finite loss, a loss is NaN, or a number is negative.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import assign
-    >>> assign(np.array([[3.0, 1.0], [0.5, 4.0]]), np.array([10, 10]))
-    array([[0., 1.],
-           [1., 0.]])
     """
     temperature = check_real("temperature", temperature, 0, LARGE)
     losses = check_numbers("losses", losses)
@@ -109,62 +95,6 @@ def _checked_sizes(n_samples: Matrix | int, shape: tuple[int, ...]) -> Matrix:
     return sizes
 
 
-def local_change(
-    X: Matrix,
-    y: Matrix,
-    theta: Matrix,
-    *,
-    step: float,
-    n_steps: int = 5,
-    local: str = "fedavg",
-    weight: float = 1.0,
-    loss: Loss = SQUARED,
-) -> Matrix:
-    """Return how a client's local work moves one model (Phase 2, line 7).
-
-    Parameters
-    ----------
-    X, y : ndarray of shape (n_samples, d) and (n_samples,)
-        Features and responses.
-    theta : ndarray of shape (d,)
-        The model.
-    step : float
-        The step ``eta``.
-    n_steps : int, default 5
-        Gradient steps ``s`` of ``local="fedavg"``.
-    local : {"fedavg", "fedprox"}, default "fedavg"
-        Gradient steps, or the minimum of ``loss + ||. - theta||^2 / (2 step)``.
-    weight : float, default 1
-        The weight ``lambda_ij`` of the client's loss.
-    loss : Loss, default SQUARED
-        The loss.
-
-    Returns
-    -------
-    ndarray of shape (d,)
-        New model minus old model.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import local_change
-    >>> X, y = np.eye(2), np.array([1.0, 2.0])
-    >>> local_change(X, y, np.zeros(2), step=1.0, n_steps=1)
-    array([0.5, 1. ])
-    """
-    check_choice("local", local, LOCALS)
-    check_count("n_steps", n_steps, 1)
-    step = check_real("step", step, 0, LARGE)
-    weights = np.array([check_real("weight", weight, 0, LARGE)])
-    X, y = check_points(X, y)
-    theta = check_array("theta", theta, ndim=1, columns=X.shape[1], floor=np.inf)
-    check_loss(loss)
-    check_labels("y", y, loss)
-    how: dict[str, Any] = {"step": step, "n_steps": n_steps, "local": local, "loss": loss}
-    (change,) = local_changes(X[None], y[None], theta[None], weight=weights, **how)
-    return np.asarray(change)
-
-
 def local_changes(
     X: Matrix,
     y: Matrix,
@@ -176,7 +106,27 @@ def local_changes(
     weight: Matrix,
     loss: Loss,
 ) -> Matrix:
-    """Return :func:`local_change` of many clients, of arguments that are as they should be."""
+    """Return how local work moves each client's model (Phase 2, line 7), of clients of one size.
+
+    Parameters
+    ----------
+    X, y : ndarray of shape (n_clients, n_samples, d) and (n_clients, n_samples)
+        Features and responses.
+    theta : ndarray of shape (n_clients, d)
+        The models.
+    step, n_steps, local
+        ``n_steps`` gradient steps of size ``step`` ("fedavg"), or the minimum of
+        ``loss + ||. - theta||^2 / (2 step)`` ("fedprox").
+    weight : ndarray of shape (n_clients,)
+        The weights ``lambda_ij`` of the clients' losses.
+    loss : Loss
+        The loss.
+
+    Returns
+    -------
+    ndarray of shape (n_clients, d)
+        New models minus old models.
+    """
     steps = np.asarray(step * weight, X.dtype)[:, None]
     if local == "fedavg":
         ahead, stacked = theta, of_stacks(loss)
@@ -210,51 +160,6 @@ def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> M
     solved = minimize(objective, np.zeros_like(theta), jac=True, method="L-BFGS-B", options=options)
     change: Matrix = solved.x
     return change
-
-
-def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fedavg") -> Matrix:
-    """Return Lemma 1's ``P_i`` for stacks of Gram matrices.
-
-    Parameters
-    ----------
-    gram : ndarray of shape (..., m, m)
-        ``X @ X.T / n``; then the local change is ``step / n * X.T @ P @ (y - X @ theta)``. Or
-        ``X.T @ X / n``; then it is ``step / n * P @ X.T @ (y - X @ theta)``.
-    step : float
-        The step ``eta``.
-    n_steps : int, default 5
-        Gradient steps.
-    local : {"fedavg", "fedprox"}, default "fedavg"
-        As in :func:`local_change`.
-
-    Returns
-    -------
-    ndarray of shape (..., m, m)
-        ``sum_{l < s} (I - eta gram)^l``, or ``(I + eta gram)^{-1}``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import lemma1_filter
-    >>> lemma1_filter(np.eye(1), 0.5, n_steps=2)
-    array([[1.5]])
-    """
-    check_choice("local", local, LOCALS)
-    check_count("n_steps", n_steps, 1)
-    step = check_real("step", step, 0, LARGE)
-    gram = check_array("gram", gram, ndim=max(as_array("gram", gram).ndim, 2), floor=np.inf)
-    if gram.shape[-1] != gram.shape[-2]:
-        raise ValueError(f"gram must be square, got shape {gram.shape}.")
-    values, vectors = np.linalg.eigh(gram)
-    x = step * np.maximum(values, 0)
-    if local == "fedprox":
-        filtered = 1 / (1 + x)
-    else:
-        filtered = np.ones_like(x)
-        for _ in range(n_steps - 1):
-            filtered = 1 + (1 - x) * filtered
-    product: Matrix = (vectors * filtered[..., None, :]) @ vectors.swapaxes(-1, -2)
-    return product
 
 
 class Average(NamedTuple):

@@ -73,11 +73,13 @@ class Descent(State):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Clients, Descent, TwoPhase, simulate_rounds
-    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
-    >>> states = simulate_rounds(Clients(X, X[..., 0]), TwoPhase(1), 4)
-    >>> [state.products for state in states if isinstance(state, Descent)]
-    [0, 1, 2]
+    >>> from flwr_perdl.regression import Answers, Descent, TwoPhase, answer, two_phases
+    >>> X, settings = np.random.default_rng(0).standard_normal((20, 8, 2)), TwoPhase(1)
+    >>> run = two_phases(settings, settings.begin())
+    >>> answers = Answers(np.arange(20), np.full(20, 8.0), answer(X, X[..., 0], next(run)))
+    >>> state = run.send((answers, np.random.default_rng(1))).state
+    >>> isinstance(state, Descent), state.columns.shape
+    (True, (1, 2, 2))
     """
 
     step = "moment"
@@ -191,9 +193,9 @@ class Answers(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Ask, Clients
+    >>> from flwr_perdl.regression import Answers, Ask, answer
     >>> X = np.random.default_rng(0).standard_normal((3, 10, 2))
-    >>> Clients(X, X[..., 0]).answer(Ask("describe")).partitions
+    >>> Answers(np.arange(3), np.full(3, 10.0), answer(X, X[..., 0], Ask("describe"))).partitions
     array([0, 1, 2])
     """
 

@@ -28,7 +28,7 @@ from flwr_perdl.regression.adapting import adapted
 from flwr_perdl.regression.anchors import nearest_group
 from flwr_perdl.regression.clustering import assign, average_updates, local_changes
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining
-from flwr_perdl.regression.losses import Loss, of_stacks
+from flwr_perdl.regression.losses import Loss, check_points, of_stacks
 from flwr_perdl.regression.moments import anchor_moved
 from flwr_perdl.regression.phases import TwoPhase
 
@@ -46,8 +46,7 @@ _TELLING = 1e-4
 def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = None) -> Matrix:
     """Lines 6-7: every client's loss, cluster and change of its model, (m, 1, d + 2).
 
-    ``alone`` is what `estimate_alone` returns, where that is known: only one-shot clustering, which
-    sends groups to belong to for good, asks for it.
+    ``alone`` is what `estimate_alone` returns, where that is known.
     """
     (m, n, d), options, stacked = X.shape, ask.options, of_stacks(loss)
     centers = check_array("centers", ask.arrays[0], min_rows=1, columns=d)
@@ -65,7 +64,32 @@ def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = No
 
 
 def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
-    """Return what every client of a stack estimates from its own points, (m, d)."""
+    """Return every client's estimate from its own points alone, by least squares.
+
+    Parameters
+    ----------
+    X, y : ndarray of shape (n_clients, n, d) and (n_clients, n)
+        Features and responses of clients of one size.
+
+    Returns
+    -------
+    ndarray of shape (n_clients, d)
+
+    Raises
+    ------
+    ValueError
+        If the data are not finite, or of other shapes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import estimate_alone
+    >>> X = np.random.default_rng(0).standard_normal((2, 10, 2))
+    >>> estimate_alone(X, X[..., 0]).round(6) + 0.0
+    array([[1., 0.],
+           [1., 0.]])
+    """
+    X, y = check_points(X, y, ndim=3)
     d = X.shape[2]
     zero, whole = np.zeros(d, X.dtype), np.eye(d, dtype=X.dtype)
     each = zip(X, y, strict=True)

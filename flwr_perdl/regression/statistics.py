@@ -122,62 +122,6 @@ def sufficient_statistics(
     return np.stack([np.concatenate([[len(F)], (F.T @ F).ravel()]) for F in folds])
 
 
-def fit_mixture(
-    statistics: Matrix,
-    n_clusters: int,
-    *,
-    rng: np.random.Generator,
-    shrinkage: float = 0.0,
-    restarts: int = 4,
-) -> Mixture:
-    """Alternate soft assignments and least squares on the clients' second moments.
-
-    Assignments are the posterior of a Gaussian mixture.
-
-    Parameters
-    ----------
-    statistics : ndarray of shape (n_clients, (d + 1)^2 + 1)
-        Sums over folds of :func:`sufficient_statistics`.
-    n_clusters : int
-        Number of models k.
-    rng : numpy.random.Generator
-        Source of the starts.
-    shrinkage : float, default 0
-        How many points the model of all clients together, their least squares, counts for in
-        every cluster. 0: the least squares of the cluster's own points.
-    restarts : int, default 4
-        Starts; after ten iterations the one with the largest likelihood goes on.
-
-    Returns
-    -------
-    Mixture
-        ``centers`` (k, d), the largest cluster's first; ``weights`` (n_clients, k), how likely each
-        client is in each; ``variance`` of the noise; ``objective``, the tempered log-likelihood.
-
-    Raises
-    ------
-    ValueError
-        If the statistics are of no width that there is, or an option breaks its rule.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import fit_mixture, sufficient_statistics
-    >>> rng = np.random.default_rng(0)
-    >>> X = rng.standard_normal((8, 20, 1))
-    >>> y = X[..., 0] * np.where(np.arange(8) % 2, 2, -1)[:, None] + rng.normal(0, 0.1, (8, 20))
-    >>> statistics = np.concatenate([sufficient_statistics(X[i], y[i]) for i in range(8)])
-    >>> found = fit_mixture(statistics, 2, rng=rng)
-    >>> sorted(found.centers.ravel().round(1).tolist())
-    [-1.0, 2.0]
-    """
-    statistics = _checked(statistics, 2)
-    shrinkage = check_real("shrinkage", shrinkage, 0, LARGE)
-    starts = _starts(len(statistics), n_clusters, restarts, rng)
-    (found,) = _fit(_sums(statistics), starts, 1.0, [shrinkage])
-    return found
-
-
 def _checked(statistics: Matrix, ndim: int) -> Matrix:
     """Return the clients' statistics, if there are any and their width is that of some d."""
     statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1).astype(float)
@@ -239,9 +183,9 @@ def _pooled(total: Matrix) -> Matrix:
     return theta
 
 
-def _fit(sums: _Sums, starts: Matrix, softness: float, strengths: Sequence[float]) -> list[Mixture]:
+def _fit(sums: _Sums, starts: Matrix, strengths: Sequence[float]) -> list[Mixture]:
     """Return the best mixture of all starts for every shrinkage, the largest cluster first."""
-    runs = _alternate(sums, starts, softness, np.asarray(strengths))
+    runs = _alternate(sums, starts, np.asarray(strengths))
     orders = [np.argsort(-run.weights.sum(axis=0), kind="stable") for run in runs]
     return [
         run._replace(centers=sums.pooled + run.centers[order], weights=run.weights[:, order])
@@ -249,7 +193,7 @@ def _fit(sums: _Sums, starts: Matrix, softness: float, strengths: Sequence[float
     ]
 
 
-def _alternate(sums: _Sums, starts: Matrix, softness: float, strengths: Matrix) -> list[Mixture]:
+def _alternate(sums: _Sums, starts: Matrix, strengths: Matrix) -> list[Mixture]:
     """Run EM with assignments at a higher temperature; return the best run for every shrinkage.
 
     All runs go at once: both steps are products with all clients' moments, which are so read once.
@@ -277,8 +221,8 @@ def _alternate(sums: _Sums, starts: Matrix, softness: float, strengths: Matrix) 
         variance = (weights * squares).sum(axis=(1, 2)) / points
         variance = np.maximum(variance, max(rounding, tiny))  # 0 for data without noise
         shares = np.log(np.maximum(weights.mean(axis=2), tiny))[..., None]
-        scores = shares - squares / (2 * softness * variance)[:, None, None]
-        fits = logsumexp(scores, axis=1).sum(axis=1) - n.sum() / (2 * softness) * np.log(variance)
+        scores = shares - squares / (2 * _SOFTNESS * variance)[:, None, None]
+        fits = logsumexp(scores, axis=1).sum(axis=1) - n.sum() / (2 * _SOFTNESS) * np.log(variance)
         last, weights = weights, softmax(scores, axis=1)
         settled = np.abs(weights - last).max(axis=(1, 2)) <= _SETTLED
         settled |= (fits - gained <= _GAIN * n.sum()) | (iteration == _MOST_ITERATIONS)
@@ -321,10 +265,11 @@ def choose_mixture(
 ) -> Choice:
     """Fit mixtures of every candidate size, and keep the smallest that predicts as well as any.
 
-    That is the smallest whose error exceeds the least by no more than one standard error and a
+    A mixture alternates soft assignments and least squares on the clients' second moments. Kept is
+    the smallest whose error exceeds the least by no more than one standard error and a
     thousandth; the error is of the difference between the two, over the clients. A model that is no
     client's likeliest is left out, where ``candidates`` allows as few. Assignments are softer than
-    :func:`fit_mixture`'s: real clients are rarely in one cluster exactly.
+    a Gaussian mixture's posterior: real clients are rarely in one cluster exactly.
 
     Parameters
     ----------
@@ -335,15 +280,19 @@ def choose_mixture(
     rng : numpy.random.Generator
         Source of the starts.
     shrinkage : float or sequence of float, default (1, 10, 100)
-        As in :func:`fit_mixture`; of several, the one with which the least error is reached.
+        How many points the model of all clients together, their least squares, counts for in
+        every cluster. 0: the least squares of the cluster's own points. Of several, the one with
+        which the least error is reached.
     restarts : int, default 4
-        As there.
+        Starts; after ten iterations the one with the largest likelihood goes on.
 
     Returns
     -------
     Choice
-        ``mixture``, fitted to all folds; ``candidates``, and in ``errors`` for each the mean
-        squared error of what was held out.
+        ``mixture``, fitted to all folds: ``centers`` (k, d), the largest cluster's first;
+        ``weights`` (n_clients, k), how likely each client is in each; ``variance`` of the noise;
+        ``objective``, the tempered log-likelihood. ``candidates``, and in ``errors`` for each the
+        mean squared error of what was held out.
 
     Raises
     ------
@@ -378,7 +327,7 @@ def choose_mixture(
     for fold in np.moveaxis(statistics, 1, 0):
         sums, moments = _sums(whole - fold), _moments(fold)
         for i, k in enumerate(candidates):
-            mixtures = _fit(sums, _starts(len(whole), k, restarts, rng), _SOFTNESS, strengths)
+            mixtures = _fit(sums, _starts(len(whole), k, restarts, rng), strengths)
             for squares, mixture in zip(tried[:, i], mixtures, strict=True):
                 own = mixture.weights @ mixture.centers
                 signed = np.column_stack([-own, np.ones(len(own))])
@@ -388,7 +337,7 @@ def choose_mixture(
     errors = squares.sum(axis=1) / max(float(whole[:, 0].sum()), 1)
     best = min(k for k, good in zip(candidates, _as_good(squares), strict=True) if good)
     starts = _starts(len(whole), best, restarts, rng)
-    (mixture,) = _fit(_sums(whole), starts, _SOFTNESS, strengths[chosen : chosen + 1])
+    (mixture,) = _fit(_sums(whole), starts, strengths[chosen : chosen + 1])
     used = np.unique(mixture.weights.argmax(axis=1))
     if len(used) >= min(candidates):
         weights = mixture.weights[:, used]

@@ -21,7 +21,7 @@ from flwr_perdl.core.robust import CAP, capped
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update
-from flwr_perdl.regression.losses import Loss, of_stacks
+from flwr_perdl.regression.losses import SQUARED, Loss, of_stacks
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.regression.phases import Refinement, TwoPhase
 
@@ -51,13 +51,13 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Clients, TwoPhase, two_phases
+    >>> from flwr_perdl.regression import Answers, TwoPhase, answer, two_phases
     >>> settings = TwoPhase(2)
     >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
-    >>> clients, rng = Clients(X, X[..., 0]), np.random.default_rng(1)
     >>> run = two_phases(settings, settings.begin())
-    >>> ask = next(run)
-    >>> ask = run.send((clients.answer(ask), rng))
+    >>> sent = answer(X, X[..., 0], next(run))
+    >>> answers = Answers(np.arange(20), np.full(20, 8.0), sent)
+    >>> ask = run.send((answers, np.random.default_rng(1)))
     >>> ask.step, ask.arrays[1].shape
     ('moment', (1, 2, 2))
     """
@@ -73,12 +73,38 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
             state = yield from fedx(settings, state)
 
 
-def answered(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = None) -> Matrix:
-    """Return the answers of clients of one size, (m, n, d) and (m, n), that are asked the same.
+def answer(
+    X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED, alone: Matrix | None = None
+) -> Matrix:
+    """Return the answers of clients of one size that are asked the same, bit by bit as one by one.
 
-    They are the same bits as one by one: a single client is a stack of one. "describe": (m, d + 1),
-    the loss's curvature and the features' mean squares; else what `moment`, `anchor` and `update`
-    return.
+    Parameters
+    ----------
+    X, y : ndarray of shape (n_clients, n, d) and (n_clients, n)
+        Their features and responses; a single client is a stack of one.
+    ask : Ask
+        A request of `two_phases`.
+    loss : Loss, default SQUARED
+        The loss of Phase 2.
+    alone : ndarray of shape (n_clients, d), optional
+        What `estimate_alone` returns, where it is known: only one-shot clustering's Phase 2, which
+        sends groups to belong to for good, needs it.
+
+    Returns
+    -------
+    ndarray of shape (n_clients, ...)
+        "describe": the loss's curvature and the features' mean squares, (n_clients, d + 1);
+        "moment": the parts of the products, (n_clients, h, d, width); "anchors": 1 and the
+        estimate, or zeros from who is no anchor, (n_clients, 1 + d); "update": the loss, the
+        cluster and the change of its model, (n_clients, 1, d + 2).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Ask, answer
+    >>> X = np.random.default_rng(0).standard_normal((3, 10, 2))
+    >>> answer(X, X[..., 0], Ask("describe")).shape
+    (3, 3)
     """
     ask = ask._replace(arrays=tuple(array.astype(X.dtype, copy=False) for array in ask.arrays))
     if ask.step == "update":

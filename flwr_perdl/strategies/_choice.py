@@ -82,11 +82,13 @@ def choose(state: State, update: Update) -> Generator[Request, Replies, tuple[Ma
             most=sum(G.size + len(G) ** 2 for G in candidates),
             max_weight=None,
         )
-        replies = alike(replies, partial(is_orthogonal, atoms=candidates[-1]), atoms_kind)
-        errors = FADES * state["errors"] + _errors(candidates, replies, update.mean)
+        replies = alike(replies, is_orthogonal, atoms_kind)
+        by_client, before = _errors(candidates, replies), state["errors"]
+        errors = update.mean(by_client, axis=0)
+        errors = FADES * before + (1 - FADES) * errors if before.any() else errors
         candidates = [update.aggregate(replies, i, G, orthogonal) for i, G in enumerate(candidates)]
         state = {**state, **_named(candidates), "errors": errors}
-    best = candidates[_best(candidates, state)]
+    best = candidates[_most_shared(candidates, state, by_client)]
     log(INFO, "n_global is %d: see the errors on samples held out.", len(best))
     return best, replies
 
@@ -101,8 +103,8 @@ def _check_each(candidates: Sequence[Matrix], update: Update, reply: Reply) -> N
         update.check(G, False, reply._replace(arrays=[array]))
 
 
-def _errors(candidates: Sequence[Matrix], replies: Replies, mean: Callable[..., Any]) -> Matrix:
-    """Return the clients' errors on samples held out, of every candidate."""
+def _errors(candidates: Sequence[Matrix], replies: Replies) -> Matrix:
+    """Return the errors on samples held out, (n_clients, n_candidates), of mean 1 per client."""
     names = [f"{HELD_OUT}{len(G)}" for G in candidates]
     rows = [[reply.metrics.get(name, nan) for name in names] for reply in replies.values()]
     errors = np.array(rows)[np.isfinite(rows).all(axis=1)]
@@ -113,9 +115,8 @@ def _errors(candidates: Sequence[Matrix], replies: Replies, mean: Callable[..., 
         )
     errors[errors <= ROUNDING * errors.max(axis=1, keepdims=True)] = 0
     # Relative to the client's own mean, so that no client decides for all by its scale.
-    errors = errors / np.maximum(errors.mean(axis=1, keepdims=True), 1e-300)
-    error: Matrix = mean(errors, axis=0)
-    return error
+    relative: Matrix = errors / np.maximum(errors.mean(axis=1, keepdims=True), 1e-300)
+    return relative
 
 
 def _best(candidates: Sequence[Matrix], state: State) -> int:
@@ -125,6 +126,20 @@ def _best(candidates: Sequence[Matrix], state: State) -> int:
     if sizes[agreed] and errors[agreed] == errors.min():
         return agreed
     return int(errors.argmin())
+
+
+def _most_shared(candidates: Sequence[Matrix], state: State, by_client: Matrix) -> int:
+    """Return the largest number whose error is within a quarter of a standard error of the least.
+
+    The standard error is that of paired differences over clients. Candidates learn from two thirds
+    of the samples: the fewer these are, the more atoms are withheld, and shared ones suffer most.
+    """
+    best, errors = _best(candidates, state), state["errors"]
+    if errors[best] == 0:  # exact up to rounding
+        return best
+    spread = (by_client - by_client[:, [best]]).std(axis=0) / len(by_client) ** 0.5
+    within = np.flatnonzero(errors - errors[best] <= spread / 4)
+    return max(map(int, within), key=lambda i: len(candidates[i]))
 
 
 def _named(candidates: Sequence[Matrix]) -> dict[str, Matrix]:

@@ -1,4 +1,4 @@
-"""What the servers of the dictionary protocols share: which replies are like most, and sound.
+"""Which replies of PerMA's clients are like most, and sound.
 
 The clients' side of this is `flwr_perdl.clients.dictionary`.
 """
@@ -6,17 +6,15 @@ The clients' side of this is `flwr_perdl.clients.dictionary`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, check_array, check_count
+from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import Reply
 from flwr_perdl.protocol.request import Replies
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 #: By default a client may send at most this many times the median number of atoms, and never more
 #: than `MOST_ATOMS`: the work of the matching round grows with the square of these numbers.
@@ -24,85 +22,62 @@ ATOMS_FACTOR = 10
 MOST_ATOMS = 4096
 
 
-class DictionaryStrategy(ProtocolStrategy):
-    """A strategy whose clients' first replies are dictionaries, or components, of their own."""
-
-    def __init__(self, max_atoms: int | None, **options: Unpack[ServerOptions]) -> None:
-        super().__init__(**options)
-        self.max_atoms = None if max_atoms is None else check_count("max_atoms", max_atoms, 1)
-
-    def check_number_of_atoms(self, n_atoms: int) -> None:
-        """Reject a dictionary with more atoms than any client may send."""
-        most = MOST_ATOMS if self.max_atoms is None else self.max_atoms
-        if n_atoms > most:
-            raise ValueError(
-                f"too many atoms: at most {most} are accepted (max_atoms), got {n_atoms}"
-            )
-
-    def check_dictionary(self, reply: Reply) -> None:
-        """Accept one matrix of unit atoms, not too many of them."""
-        shapes: list[Any] = [array.shape for array in reply.arrays]
-        if len(shapes) != 1 or len(shapes[0]) != 2:
-            raise ValueError(
-                "wrong shape: the client's whole dictionary is asked for, one matrix with a row "
-                f"of norm 1 per atom, got {shapes}"
-            )
-        self.check_number_of_atoms(len(reply.arrays[0]))
-        norms = np.linalg.norm(reply.arrays[0], axis=1)
-        odd = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
-        if len(odd):
-            raise ValueError(
-                "atoms must have norm 1: the client's dictionary is asked for, one atom per row, "
-                f"and row {odd[0]} has norm {norms[odd[0]]:g}"
-            )
-
-    def within_bounds(self, replies: Replies) -> Replies:
-        """Return the replies of clients without far more atoms than most; others are left out.
-
-        With ``max_atoms`` given, that is the only limit, and `check_number_of_atoms` has kept it.
-        """
-        if self.max_atoms is not None:
-            return replies
-        have = [atoms_of(reply) for reply in replies.values()]  # withheld atoms are not sent
-        most = ATOMS_FACTOR * max(float(np.median(have)), 1.0)
-        why = f"it sent {{}} atoms, more than {ATOMS_FACTOR} times the median (max_atoms)"
-        sizes = {partition: len(reply.arrays[0]) for partition, reply in replies.items()}
-        return replies.leave_out({p: why.format(n) for p, n in sizes.items() if n > most})
-
-    def with_enough(self, replies: Replies, n_global: int, what: str = "atoms") -> Replies:
-        """Return the replies of clients with at least ``n_global`` atoms; others are left out.
-
-        Raises
-        ------
-        ValueError
-            If these are half of the clients or more.
-        """
-        sizes = {partition: atoms_of(reply) for partition, reply in replies.items()}
-        few = {partition: n_atoms for partition, n_atoms in sizes.items() if n_atoms < n_global}
-        if few and 2 * len(few) >= len(sizes):
-            who, n_atoms = next(iter(few.items()))
-            raise ValueError(
-                f"n_global must be at most every client's number of {what}, got "
-                f"n_global={n_global} with {n_atoms} {what} at client "
-                f"{self.client_names.get(who, who)}."
-            )
-        return replies.leave_out({p: f"it has {n_atoms} {what} only" for p, n_atoms in few.items()})
+def check_dictionary(max_atoms: int | None, reply: Reply) -> None:
+    """Accept one matrix of unit atoms, not too many of them."""
+    shapes: list[Any] = [array.shape for array in reply.arrays]
+    if len(shapes) != 1 or len(shapes[0]) != 2:
+        raise ValueError(
+            "wrong shape: the client's whole dictionary is asked for, one matrix with a row of "
+            f"norm 1 per atom, got {shapes}"
+        )
+    (D,), most = reply.arrays, MOST_ATOMS if max_atoms is None else max_atoms
+    if len(D) > most:
+        raise ValueError(f"too many atoms: at most {most} are accepted (max_atoms), got {len(D)}")
+    norms = np.linalg.norm(D, axis=1)
+    odd = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
+    if len(odd):
+        raise ValueError(
+            "atoms must have norm 1: the client's dictionary is asked for, one atom per row, "
+            f"and row {odd[0]} has norm {norms[odd[0]]:g}"
+        )
 
 
-def is_orthogonal(reply: Reply, atoms: Matrix | None = None) -> bool:
-    """Return whether a client's learner keeps its atoms orthonormal.
+def within_bounds(replies: Replies) -> Replies:
+    """Return the replies of clients without far more atoms than most; others are left out."""
+    have = [atoms_of(reply) for reply in replies.values()]  # withheld atoms are not sent
+    most = ATOMS_FACTOR * max(float(np.median(have)), 1.0)
+    why = f"it sent {{}} atoms, more than {ATOMS_FACTOR} times the median (max_atoms)"
+    sizes = {partition: len(reply.arrays[0]) for partition, reply in replies.items()}
+    return replies.leave_out({p: why.format(n) for p, n in sizes.items() if n > most})
 
-    Of one that does not say so, as a client's own ``fit``, whether the given ``atoms`` are.
+
+def with_enough(replies: Replies, n_global: int, names: Mapping[int, str]) -> Replies:
+    """Return the replies of clients with at least ``n_global`` atoms; others are left out.
+
+    Raises
+    ------
+    ValueError
+        If these are half of the clients or more; ``names`` are the clients'.
     """
-    flag = reply.metrics.get("orthogonal")
-    if flag is None and atoms is not None:
-        return are_orthonormal(atoms)
-    return flag == 1
+    sizes = {partition: atoms_of(reply) for partition, reply in replies.items()}
+    few = {partition: n_atoms for partition, n_atoms in sizes.items() if n_atoms < n_global}
+    if few and 2 * len(few) >= len(sizes):
+        who, n_atoms = next(iter(few.items()))
+        raise ValueError(
+            f"n_global must be at most every client's number of atoms, got n_global={n_global} "
+            f"with {n_atoms} atoms at client {names.get(who, who)}."
+        )
+    return replies.leave_out({p: f"it has {n_atoms} atoms only" for p, n_atoms in few.items()})
 
 
-def are_orthonormal(atoms: Matrix, tol: float = 1e-5) -> bool:
+def is_orthogonal(reply: Reply) -> bool:
+    """Return whether a client's learner keeps its atoms orthonormal."""
+    return reply.metrics.get("orthogonal") == 1
+
+
+def are_orthonormal(atoms: Matrix) -> bool:
     """Return whether atoms are orthonormal, but for rounding."""
-    return bool(np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=tol))
+    return bool(np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5))
 
 
 def atoms_of(reply: Reply) -> int:
@@ -139,10 +114,8 @@ def given_atoms(initial: list[Matrix]) -> Matrix:
     return normalize_atoms(atoms)
 
 
-def check_shape(shape: tuple[int, int], reply: Reply, what: str = "") -> None:
-    """Accept one matrix of this shape, which holds ``what``."""
+def check_shape(shape: tuple[int, int], reply: Reply) -> None:
+    """Accept one matrix of this shape."""
     shapes: list[Any] = [array.shape for array in reply.arrays]
     if shapes != [shape]:
-        raise ValueError(
-            f"wrong shape: {shape} is asked for, got {shapes}{what and f': one matrix, {what}'}"
-        )
+        raise ValueError(f"wrong shape: {shape} is asked for, got {shapes}")

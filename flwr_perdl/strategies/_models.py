@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any, Unpack
 
 import numpy as np
@@ -11,13 +12,14 @@ import numpy as np
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
-    as_float,
-    check_array,
     check_choice,
     check_kind,
     check_real,
     own_numbers,
 )
+from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
@@ -167,16 +169,37 @@ class ModelStrategy(ProtocolStrategy):
         )
         self.robust = check_robust(robust)
 
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
+        """Begin a run, or take it up from its checkpoint."""
+        self._names = list(names) or list(map(str, range(len(initial))))
+        return super().open(initial, names)
+
+    def _array_names(self) -> list[str]:
+        """Return the names of the model's arrays, once a run is on."""
+        run = self._running().run
+        return run.array_names or self._names or [*map(str, range(len(run.model)))]
+
     def moved(
-        self, model: Sequence[Matrix], means: Sequence[Matrix], state: State
+        self,
+        model: Sequence[Matrix],
+        means: Sequence[Matrix],
+        state: State,
+        names: Sequence[str] | None = None,
     ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and the optimizer's memory."""
+        """Return the next model and the optimizer's memory; ``names`` are by default all."""
         if self.optimizer is None:
             return list(means), []
-        changes = [new - old for new, old in zip(means, model, strict=True)]
-        memory = unpacked(state, _MEMORY) or self.optimizer.begin(model)
-        moved, memory = self.optimizer.step(model, changes, memory)
-        return [np.asarray(array) for array in moved], [np.asarray(array) for array in memory]
+        arrays = zip(self._array_names() if names is None else names, model, strict=True)
+        steps = [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
+        own = [model[i].astype(np.result_type(model[i], np.float32), copy=False) for i in steps]
+        fixed = [fixed_entries(model[i]) for i in steps]
+        changes = [change(means[i], model[i], f) for i, f in zip(steps, fixed, strict=True)]
+        memory = unpacked(state, _MEMORY) or self.optimizer.begin(own)
+        moved, memory = self.optimizer.step(own, changes, memory)
+        found = list(means)
+        for i, array, entries in zip(steps, moved, fixed, strict=True):
+            found[i] = settled(array, model[i], entries)
+        return found, [np.asarray(array) for array in memory]
 
 
 def check_robust(robust: Any) -> str:
@@ -185,20 +208,22 @@ def check_robust(robust: Any) -> str:
     return check_choice("robust", rule, ROBUST)
 
 
-def as_floats(initial: Sequence[Matrix]) -> list[Matrix]:
-    """Return a model as what can be averaged: counters and half floats are converted."""
-    check_given(initial)
-    model = []
-    for array in initial:
-        values = as_float(array) if array.dtype.kind in "biuf" else array
-        model.append(check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape))
-    return model
-
-
-def check_given(initial: Sequence[Matrix]) -> None:
-    """Reject an initial model without arrays."""
-    if not initial:
-        raise ValueError("initial_arrays must be the arrays of a model, got none.")
+def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matrix]:
+    """Return an initial model, or raise a ValueError; warn of entries that cannot be averaged."""
+    check_dtypes("initial_arrays", names, initial)
+    fixed = [
+        name
+        for name, array in zip(names, initial, strict=True)
+        if array.dtype.kind != "b" and fixed_entries(array) is not None
+    ]
+    if fixed:
+        log(
+            WARNING,
+            "initial_arrays have values that are not finite, or too large to be averaged, in %s: "
+            "they stay as they are.",
+            ", ".join(map(repr, fixed)),
+        )
+    return list(initial)
 
 
 def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
@@ -208,5 +233,5 @@ def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, 
 
 
 def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
-    """Return the model in a state (``models`` in older files), or the optimizer's memory."""
-    return [state[name] for name in sorted(state) if name.startswith((f"{kind}/", f"{kind}s/"))]
+    """Return the model in a state, or the optimizer's memory."""
+    return [state[name] for name in sorted(state) if name.startswith(f"{kind}/")]

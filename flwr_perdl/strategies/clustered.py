@@ -37,9 +37,9 @@ What each party receives:
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from math import prod
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
@@ -53,6 +53,7 @@ from flwr_perdl.clients._clusters import (
     CLUSTERED,
     LABELS,
     MEASURE,
+    MOST_FITS,
     N_FITS,
     for_evaluations,
 )
@@ -65,18 +66,19 @@ from flwr_perdl.core.checks import (
     check_real,
     is_auto,
 )
+from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.core.robust import EFFECTS, supported
 from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noised_client import CHANGES
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import Combine, check_group, check_shapes, joined, sizes_of, split
+from flwr_perdl.protocol.combine import Combine, check_group, stacked
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import Reply, Scalar, scalars, to_record
 from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression.clustering import average_updates
 from flwr_perdl.regression.updates import (
     choose_anchors,
     nested_groups,
@@ -88,7 +90,7 @@ from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
     Momentum,
-    as_floats,
+    check_initial,
     packed,
     unpacked,
 )
@@ -213,7 +215,8 @@ class ClusteredFedAvg(ModelStrategy):
     less than two standard errors over clients are joined; and with too little training alone the
     groups are not the kinds.
 
-    Counters travel as float64 and half floats as float32; PyTorch's ``load_state_dict`` takes both.
+    Every array keeps its dtype (docs/from-fedavg.md).
+
     With more than one model every client must define ``evaluate``, and return a finite loss.
 
     Examples
@@ -256,7 +259,7 @@ class ClusteredFedAvg(ModelStrategy):
         self.start_from = check_choice("start", start, STARTS)
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
-        self.start_rounds = check_count("start_rounds", start_rounds, 1)
+        self.start_rounds = check_count("start_rounds", start_rounds, 1, MOST_FITS)
         self.choose_every = check_count("choose_every", choose_every, 1)
         mu = None if proximal_mu is None else check_real("proximal_mu", proximal_mu, 0, LARGE)
         self.proximal_mu = mu
@@ -341,7 +344,7 @@ class ClusteredFedAvg(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Find k models to start from; then choose, train and average, round by round."""
         if state is None:
-            state = yield from self._start(as_floats(initial))
+            state = yield from self._start(check_initial(initial, self._names))
         if _GROUPS in state:
             state = yield from self._measured(state)
         while True:
@@ -360,8 +363,7 @@ class ClusteredFedAvg(ModelStrategy):
         if self.k == 1:
             return _state([array[None] for array in model])
         if self.start_from == "random":
-            rng = spawn(self.options.seed, SERVER, 0)
-            return _state(perturbed(model, int(self.k), rng))
+            return _state(self._perturbed(model, int(self.k)))
         if self.k == _AUTO and self._num_rounds == 1:
             log(
                 WARNING,
@@ -371,11 +373,22 @@ class ClusteredFedAvg(ModelStrategy):
             ALONE,
             model,
             {**self._config(), N_FITS: self.start_rounds},
-            check=partial(check_shapes, [array.shape for array in model]),
             model=[array[None] for array in model],
-            most=sum(array.size for array in model),
+            expect=model,
         )
         return self._grouped(model, replies)
+
+    def _perturbed(self, model: list[Matrix], k: int) -> list[Matrix]:
+        """Return random models around one, stacked; what is averaged plainly is the same in all."""
+        stacks = [np.stack([array] * k) for array in model]
+        names = zip(self._names, model, strict=True)
+        moved = [i for i, (name, array) in enumerate(names) if not is_plain(name, array)]
+        fixed = [fixed_entries(model[i]) for i in moved]
+        own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
+        drawn = perturbed(own, k, spawn(self.options.seed, SERVER, 0))
+        for i, stack, entries in zip(moved, drawn, fixed, strict=True):
+            stacks[i] = settled(stack, stacks[i], entries)
+        return stacks
 
     def _measured(self, state: State) -> Generator[Request, Replies, State]:
         """Have the clients measure the groups' mean models, and keep as few as are needed."""
@@ -423,11 +436,8 @@ class ClusteredFedAvg(ModelStrategy):
             state,
             own=(lambda partition: known.get(partition, everything)) if known else None,
             model=stacks,
-            most=sum(map(prod, combine.shapes)),
             combine=combine,
-            secure=sum_channel(
-                self._secure, self.privacy, one, of="changes", metrics={CLUSTER: 0.0}
-            ),
+            secure=sum_channel(self._secure, self.privacy, one, of=CHANGES, metrics={CLUSTER: 0.0}),
         )
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:
@@ -475,15 +485,15 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _grouped(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from what the clients learned alone."""
-        own_models = [joined([array[None] for array in reply.arrays]) for reply in replies.values()]
-        changes = np.concatenate(own_models) - joined([array[None] for array in model])
+        combine = Combine(start=model, rule=self.robust)
+        changes = combine.changes(replies)
         most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)
         if most > len(replies):
             raise ValueError(
                 f"k must be at most the number of clients that replied, got {most} with "
                 f"{len(replies)}."
             )
-        sizes, partitions = sizes_of(replies), np.array(list(replies))
+        partitions = np.array(list(replies))
         robust = self.robust != "mean"
         if robust:
             n = 1 if self.k == _AUTO else most
@@ -492,23 +502,19 @@ class ClusteredFedAvg(ModelStrategy):
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(EFFECTS["filtered"], dict.fromkeys(alone, 1.0))
-            changes, sizes, partitions = changes[kept], sizes[kept], partitions[kept]
+            changes, partitions = changes[kept], partitions[kept]
         most = min(most, len(changes))
         if self.start_from == "anchors":
-            return _state(_shifted(model, changes[choose_anchors(changes, most, robust)]))
+            anchors = partitions[choose_anchors(changes, most, robust)].tolist()
+            return _state(stacked([replies[partition].arrays for partition in anchors]))
         groups = nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
         # could not tell that it has several.
-        rule = "clip" if robust and self.k == _AUTO else self.robust
-        means = []
-        for j in wanted:
-            own = groups.members[j]
-            packed = np.pad(changes[own], ((0, 0), (1, 0)))[:, None]  # all of group 0
-            means.append(average_updates(packed, sizes[own], 1, "cluster", rule))
-            odd = dict(zip(partitions[own].tolist(), means[-1].odd, strict=True))
-            replies.note(EFFECTS[rule], odd)
-        stacks = _shifted(model, np.concatenate([mean.change for mean in means]))
+        if robust and self.k == _AUTO:
+            combine = replace(combine, rule="clip")
+        members = [partitions[groups.members[j]].tolist() for j in wanted]
+        stacks = stacked([combine(replies.sharing({p: replies[p] for p in m})) for m in members])
         if self.k != _AUTO:
             return _state(stacks)
         table = np.column_stack([partitions, groups.of.T])
@@ -538,12 +544,6 @@ def _state(
         _ROUND: np.array(round_),
         _CHOSEN: np.array(rows, dtype=np.int64).reshape(-1, 3),
     }
-
-
-def _shifted(model: Sequence[Matrix], changes: Matrix) -> list[Matrix]:
-    """Return the stack of one model after each of several changes."""
-    steps = split(changes, [array.shape for array in model])
-    return [(array + step).astype(array.dtype) for array, step in zip(model, steps, strict=True)]
 
 
 # Checks of replies ----------------------------------------------------------------------------

@@ -7,19 +7,27 @@ model, lets every client evaluate what it would have, and says which to take:
 candidate       what is trained
 ==============  ==================================================================================
 ``shared``      FedAvg
-``tuned``       FedAvg's model, trained further by each client alone
+``tuned``       FedAvg's model after half of the rounds, fine-tuned by each client
 ``head``        `PersonalizedFedAvg`, the last layer private (or the arrays that are given)
 ``body``        `PersonalizedFedAvg`, the first layer private
-``clusters``    `ClusteredFedAvg` with ``k="auto"``
 ``near``        `Ditto`
+``clusters``    `ClusteredFedAvg` with ``k="auto"``, robust
 ``alone``       each client alone
 ==============  ==================================================================================
+
+They stand in the order in which a simpler one is preferred. By each of them a client's model is
+trained ``num_rounds`` times, and measured equally often on the way.
+
+Two candidates are compared by each client's gain: the mean over clients and its interval, without
+outliers, whose gains are three times as far from the median as those of four fifths of the clients.
+So what a few clients report decides nothing, however large.
 
 What each party receives is what it receives in these strategies.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -30,38 +38,48 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 
-from flwr_perdl.clients._handlers import LOSSES
 from flwr_perdl.clients.keep_private import check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
+from flwr_perdl.core.robust import TRIM
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import EVALUATE, to_arrays
+from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import TooFewReplies
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
 from flwr_perdl.strategies.ditto import Ditto
 from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
-#: What to write for each candidate.
+#: What to write for each candidate, the simplest first.
 WRITE = {
     "shared": "FedAvg: share all, it is enough",
     "tuned": "FedAvg, then fine-tuning at each client",
     "head": "PersonalizedFedAvg({private})",
     "body": "PersonalizedFedAvg({private})",
-    "clusters": 'ClusteredFedAvg("auto")',
     "near": "Ditto()",
+    "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
     "alone": "no federation: clients are better off alone",
 }
-#: Another strategy is taken where the clients' mean gain over FedAvg is more than so many of its
-#: standard errors, and than this share of FedAvg's value: what nobody would notice is no reason.
-_ERRORS, _LEAST = 2.0, 0.01
+#: Words in the names of metrics of which less is better, and of those of which more is.
+_LOWER = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "entropy", "perplexity", "ppl"}
+_HIGHER = {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "r2", "iou", "dice"}
+_HIGHER |= {"sensitivity", "specificity", "psnr", "ssim", "bleu"}
+#: Where all candidates are equally good, another one than the simplest is taken with at most this
+#: probability; and never for a gain of less than this share: what nobody would notice is no reason.
+_LEVEL, _LEAST = 0.05, 0.01
+#: Outliers are so many times as far from the median as all clients but a fifth are. One in five may
+#: then report anything; of normally distributed gains it is nearly four standard deviations.
+_FAR = 3.0
 #: Draws of clients by which the choice is made again.
 _DRAWS = 1000
+#: How often a client trains alone before clusters are found, in runs of enough rounds.
+_START_ROUNDS = 5
 
 
 class Diagnosed(NamedTuple):
@@ -72,11 +90,11 @@ class Diagnosed(NamedTuple):
     choice : str
         The candidate to take, such as ``"head"``.
     sentence : str
-        Which strategy that is, why, and how sure.
+        Which strategy that is, and by how much which one is ahead, with an interval.
     confidence : float
-        Share of a thousand draws of clients, with replacement, in which it is the best.
+        Share of a thousand draws of clients, with replacement, in which it is taken.
     values : dict of str to ndarray of shape (n_clients,)
-        By candidate, the metric of every client's own model.
+        By candidate, the simplest first, the metric of every client's own model.
     clients : list of int
         The clients' partitions, those that evaluated all candidates.
     groups : dict of int to int
@@ -90,8 +108,8 @@ class Diagnosed(NamedTuple):
     >>> from flwr_perdl.strategies import Diagnosed
     >>> values = {"shared": np.array([0.7, 0.8])}
     >>> print(Diagnosed("shared", "Share all.", 1.0, values, [0, 1], {0: 0, 1: 0}).table())
-    candidate    mean    interval  better than shared
-    shared     0.7500  +-  0.0980              0 of 2
+    candidate        mean        gain    interval  clients that gain
+    shared           0.75           0  +-       0             0 of 2
     """
 
     choice: str
@@ -103,14 +121,17 @@ class Diagnosed(NamedTuple):
     higher_is_better: bool = False
 
     def table(self) -> str:
-        """Return the candidates' means, their 95 % intervals over clients, and who gains."""
-        lines = ["candidate    mean    interval  better than shared"]
+        """Return the candidates' means without outliers, and their gains over one shared model.
+
+        With a probability of about 0.9 the intervals have the true gains of all candidates.
+        """
+        lines = ["candidate        mean        gain    interval  clients that gain"]
         for name, values in self.values.items():
-            gains = values - self.values["shared"]
-            better = int(np.sum(gains > 0 if self.higher_is_better else gains < 0))
+            gains = (values - self.values["shared"]) * (1 if self.higher_is_better else -1)
+            gain, width = _middle(gains, len(self.values))
+            n_gain = f"{int(np.sum(gains > 0))} of {len(gains)}"
             lines.append(
-                f"{name:<9}{values.mean():8.4f}  +-{1.96 * _error(values):8.4f}"
-                f"{f'{better} of {len(values)}':>20}"
+                f"{name:<9}{_middle(values)[0]:>12.4g}{gain:>12.4g}  +-{width:>8.4g}{n_gain:>19}"
             )
         return "\n".join(lines)
 
@@ -126,10 +147,12 @@ class Diagnosed(NamedTuple):
 class Diagnosis(ShownAsCalled):
     """Find out on the user's own app which strategy serves its clients.
 
-    Every candidate trains for ``num_rounds``, on the same clients and from the same model; then
-    each client evaluates the model that it would have, by its own ``evaluate``. FedAvg is taken
-    unless another one's mean gain over it is more than two standard errors over clients, and more
-    than a hundredth of its value. Clusters are left out where all clients end in one.
+    With every candidate each client trains ``num_rounds`` times, from the same model, and evaluates
+    the model that it would have, by its own ``evaluate``. The last evaluation counts, or an earlier
+    one that was clearly better at half of the clients for the other half, and conversely, so that
+    noise makes no candidate look better. The simplest candidate is taken of which the best is not
+    clearly ahead: by more than chance over clients, and by more than a hundredth. Clusters are left
+    out where all clients end in one.
 
     Parameters
     ----------
@@ -141,19 +164,21 @@ class Diagnosis(ShownAsCalled):
         be called "eval_loss", too. On images or samples that the client does not train on, else
         clients alone look best.
     higher_is_better : bool, optional
-        By default False for a metric whose name has "loss" or "error" in it.
+        Of the metric. By default as its name says, such as "eval_acc", "rmse" or "perplexity".
     **options
         See `ServerOptions`; without ``checkpoint_dir``, and with all clients in all rounds.
 
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; from `start`, if no client's evaluation has the metric.
+        If an option breaks its rule, or the metric's name does not say what is better; from
+        `start`, if no client's evaluation has the metric.
 
     Notes
     -----
-    The clients need `client_app`, and an ``evaluate``. A run costs about eight times the rounds of
-    FedAvg. `start` returns the metrics and arrays of the candidate that is taken; ``result``
+    The clients need `client_app`, and an ``evaluate``. A run costs about seven times the rounds of
+    FedAvg, and nine times its training.
+    `start` returns the metrics and arrays of the candidate that is taken; ``result``
     (`Diagnosed`) says all, and the log its table.
 
     Examples
@@ -187,12 +212,13 @@ class Diagnosis(ShownAsCalled):
     ) -> None:
         self.private = None if private is None else check_patterns("private", private)
         self.metric = str(check_kind("metric", metric, str, "a name"))
-        if higher_is_better is not None:
-            check_flag("higher_is_better", higher_is_better)
-        self.higher_is_better = higher_is_better
+        if higher_is_better is None:
+            higher_is_better = _is_better_higher(self.metric)
+        self.higher_is_better = check_flag("higher_is_better", higher_is_better)
         self._server: dict[str, Any] = {**options}
         complete = Options.of(options)
-        for name, wanted in (("checkpoint_dir", None), ("fraction_train", 1.0)):
+        rules = (("checkpoint_dir", None), ("fraction_train", 1.0), ("fraction_evaluate", 1.0))
+        for name, wanted in rules:
             if getattr(complete, name) != wanted:
                 raise ValueError(f"{name} must be left out, got {getattr(complete, name)!r}.")
         self._seed = complete.seed
@@ -245,47 +271,68 @@ class Diagnosis(ShownAsCalled):
         """
         check_kind("initial_arrays", initial_arrays, ArrayRecord, "an ArrayRecord")
         check_count("num_rounds", num_rounds, 3)
-        parts = dict(self._parts(initial_arrays))
-        found: dict[str, dict[int, float]] = {}
+        parts, half = dict(self._parts(initial_arrays)), num_rounds // 2
+        candidates = dict(self._candidates(parts, num_rounds))
+        measured: dict[str, list[dict[int, float]]] = {}
         results: dict[str, Result] = {}
+        models: list[ArrayRecord] = []
 
-        def run(name: str, strategy: ProtocolStrategy, start: ArrayRecord, rounds: int) -> None:
+        def keep(round_: int, _: Result) -> bool:
+            if round_ == half:
+                models.extend(candidates["shared"][0].result.models)
+            return False
+
+        for name, (strategy, rounds) in candidates.items():
             log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
+            first, start = name == "shared", models[0] if name == "tuned" else initial_arrays
+            configs = timeout, train_config, evaluate_config
+            stop = keep if first else None
             try:
                 results[name] = strategy.start(
-                    grid, start, rounds, timeout, train_config, evaluate_config, verbose=verbose
+                    grid, start, rounds, *configs, should_stop=stop, verbose=verbose
                 )
             except TooFewReplies as error:  # such as of models that have grown without bound
-                if name == "shared":
+                if first:
                     raise
                 log(WARNING, "Diagnosis leaves out %s: %s", name, error)
-                return
-            evaluations = [one for one in strategy.history if one.step == EVALUATE]
-            found[name] = self._best([self._measured(one) for one in evaluations])
-
-        shared = self._make(ClusteredFedAvg, num_rounds, 1)
-        run("shared", shared, initial_arrays, num_rounds)
-        model = results["shared"].arrays
-        run("tuned", self._make(Ditto, 1, 0.0), model, max(num_rounds // 2, 1))
-        for name, patterns in parts.items():
-            part = self._make(PersonalizedFedAvg, num_rounds, patterns)
-            run(name, part, initial_arrays, num_rounds)
-        clusters = self._make(ClusteredFedAvg, num_rounds, "auto", start_rounds=5)
-        run("clusters", clusters, initial_arrays, num_rounds)
-        run("near", self._make(Ditto, num_rounds), initial_arrays, num_rounds)
-        run("alone", self._make(Ditto, 1, 0.0), initial_arrays, num_rounds)
-        members = clusters.result.members
+                continue
+            evaluations = [self._measured(one) for one in strategy.history if one.step == EVALUATE]
+            if any(evaluations):
+                measured[name] = evaluations
+            elif first:
+                raise ValueError(
+                    f"metric must be one of the clients' evaluations, got {self.metric!r}, which "
+                    "none of them has."
+                )
+        members = candidates["clusters"][0].result.members
         if len(set(members.values())) == 1:  # FedAvg after a longer start, which is no difference
             log(INFO, "Diagnosis leaves out clusters: all clients are in one.")
-            found.pop("clusters", None)
-        result = self._result = self._concluded(found, members, parts)
+            measured.pop("clusters", None)
+        result = self._result = self._concluded(measured, members, parts)
         log(INFO, "%s\n%s", result.sentence, result.table())
         return results[result.choice]
 
-    def _make(self, kind: Any, every: int, *arguments: Any, **more: Any) -> Any:
-        """Return a strategy whose clients evaluate every so many rounds."""
+    def _candidates(
+        self, parts: Mapping[str, list[str]], num_rounds: int
+    ) -> Iterator[tuple[str, tuple[Any, int]]]:
+        """Yield each candidate's strategy and rounds, after which all have trained as often."""
+        yield "shared", (self._make(ClusteredFedAvg, 1), num_rounds)
+        # From the shared model after the other half of the rounds.
+        yield "tuned", (self._make(Ditto, 0.0), num_rounds - num_rounds // 2)
+        for name, patterns in parts.items():
+            yield name, (self._make(PersonalizedFedAvg, patterns), num_rounds)
+        yield "near", (self._make(Ditto), num_rounds)
+        # The first round trains several times, and the second one measures only. Robust, since one
+        # client with huge losses would join all clusters.
+        first = min(_START_ROUNDS, num_rounds // 3)
+        clusters = self._make(ClusteredFedAvg, "auto", start_rounds=first, robust=True)
+        yield "clusters", (clusters, num_rounds - first + 2)
+        yield "alone", (self._make(Ditto, 0.0), num_rounds)
+
+    def _make(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+        """Return a strategy whose clients evaluate in every round."""
         server = self._server.get("server", ServerSettings())
-        options = {**self._server, "server": replace(server, evaluate_every=every), **more}
+        options = {**self._server, "server": replace(server, evaluate_every=1), **more}
         return kind(*arguments, **options)
 
     def _parts(self, record: ArrayRecord) -> Iterator[tuple[str, list[str]]]:
@@ -305,61 +352,124 @@ class Diagnosis(ShownAsCalled):
             yield "head", list(layers.values())[-1]
             yield "body", next(iter(layers.values()))
 
-    @property
-    def _sign(self) -> float:
-        """1 where more of the metric is better, else -1."""
-        higher = self.higher_is_better
-        if higher is None:
-            higher = not any(word in self.metric for word in ("loss", "error"))
-        return 1.0 if higher else -1.0
-
     def _measured(self, report: RoundReport) -> dict[int, float]:
         names = LOSSES if self.metric in LOSSES else (self.metric,)
         measured = report.metrics.items()
         return {p: own[name] for name in reversed(names) for p, own in measured if name in own}
 
-    def _best(self, evaluations: Sequence[dict[int, float]]) -> dict[int, float]:
-        """Return the evaluation with the best mean: training alone stops in time."""
-        some = [one for one in evaluations if one]
-        if not some:
-            raise ValueError(
-                f"metric must be one of the clients' evaluations, got {self.metric!r}, which none "
-                "of them has."
-            )
-        return max(some, key=lambda one: self._sign * float(np.mean(list(one.values()))))
-
     def _concluded(
         self,
-        found: Mapping[str, dict[int, float]],
+        measured: Mapping[str, list[dict[int, float]]],
         groups: dict[int, int],
         parts: Mapping[str, list[str]],
     ) -> Diagnosed:
-        clients = sorted(set.intersection(*(set(own) for own in found.values())))
-        if len(clients) < 2:
+        sign = 1 if self.higher_is_better else -1
+        partitions = sorted({p for one in measured["shared"] for p in one})
+        n, rng = len(partitions), spawn(self._seed, SERVER, 2)
+        half = _halves([groups.get(p, -1) for p in partitions], rng)
+        n_times = min(map(len, measured.values()))
+        found = {}
+        for name, evaluations in measured.items():
+            times = np.linspace(len(evaluations) - 1, 0, n_times).round().astype(int)
+            some = [[evaluations[t].get(p, np.nan) for p in partitions] for t in times]
+            scores = _of_chosen_times(sign * np.array(some), half)
+            if 2 * np.isfinite(scores).sum() >= n:
+                found[name] = scores
+            else:
+                log(WARNING, "Diagnosis leaves out %s: most clients evaluate it in no round.", name)
+        all_of_them = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
+        clients = [p for p, has_all in zip(partitions, all_of_them, strict=True) if has_all]
+        if "shared" not in found or len(clients) < 2:
             raise ValueError(
                 f"at least 2 clients must evaluate all candidates, got {len(clients)}."
             )
-        values = {name: np.array([own[p] for p in clients]) for name, own in found.items()}
-        gains = self._sign * np.stack([own - values["shared"] for own in values.values()])
-        best = int(gains.mean(axis=1).argmax())
-        least = max(_ERRORS * _error(gains[best]), _LEAST * abs(values["shared"].mean()))
-        if gains[best].mean() <= least:
-            best = 0
-        drawn = spawn(self._seed, SERVER, 2).integers(len(clients), size=(_DRAWS, len(clients)))
-        confidence = float(np.mean(gains[:, drawn].mean(axis=2).argmax(axis=0) == best))
-        choice = list(values)[best]
-        write = WRITE[choice].format(private=parts.get(choice))
-        mean, other = values[choice].mean(), values["shared"].mean()
-        why = (
-            f"{self.metric} {mean:.4g}, with one shared model {other:.4g}"
-            if best
-            else f"{self.metric} {mean:.4g}, and no other is better by more than chance"
+        scores = np.stack([own[all_of_them] for own in found.values()])
+        best, taken = _taken(scores)
+        drawn = rng.integers(len(clients), size=(_DRAWS, len(clients)))
+        confidence = float(np.mean(_taken(scores[:, drawn])[1] == taken))
+        names = list(found)
+        values = dict(zip(names, sign * scores, strict=True))
+        choice, other = names[taken], 0 if taken == best else taken
+        ahead, width = _middle(scores[best] - scores[other], 2 if other else len(names))
+        means = {name: _middle(own)[0] for name, own in values.items()}
+        lead = f"{ahead:.4g} ahead, interval {ahead - width:.4g} to {ahead + width:.4g}"
+        if taken != best:
+            why = f"{names[best]} with {means[names[best]]:.4g} is not clearly better: {lead}"
+        else:
+            why = f"one shared model has {means['shared']:.4g}: {lead}" if taken else "the best"
+        write, mean = WRITE[choice].format(private=parts.get(choice)), f"{means[choice]:.4g}"
+        sure = f"taken in {confidence:.0%} of draws of the clients"
+        sentence = f"{write} ({self.metric} {mean}; {why}; {sure})."
+        return Diagnosed(
+            choice, sentence, confidence, values, clients, groups, self.higher_is_better
         )
-        sentence = f"{write} ({why}; best in {confidence:.0%} of draws of the clients)."
-        higher = self._sign > 0
-        return Diagnosed(choice, sentence, confidence, values, clients, groups, higher)
 
 
-def _error(values: Matrix) -> float:
-    """Return the standard error of a mean."""
-    return float(values.std(ddof=1) / len(values) ** 0.5)
+def _is_better_higher(metric: str) -> bool:
+    """Whether more of a metric is better, by the words in its name."""
+    words = set(re.split(r"[\W_]+", metric.lower()))
+    lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
+    if lower == higher:
+        raise ValueError(
+            "higher_is_better must be given for a metric whose name does not say it, got "
+            f"metric={metric!r}."
+        )
+    return higher
+
+
+def _halves(groups: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Return which clients are in one half of them, drawn so that each group is split evenly."""
+    half = np.zeros(len(groups), dtype=bool)
+    drawn = rng.permutation(len(groups))
+    half[drawn[np.argsort(np.array(groups)[drawn], kind="stable")][::2]] = True
+    return half
+
+
+def _of_chosen_times(scores: Matrix, half: NDArray[np.bool_]) -> Matrix:
+    """Return each client's score at the time that the clients of the other half choose.
+
+    That is the last one, unless another is clearly better. If clients chose for themselves, it
+    would be one where they were lucky.
+
+    ``scores`` (n_times, n_clients): more is better, the last time first; NaN where there is none,
+    which counts as the client's worst.
+    """
+    filled = np.where(np.isnan(scores), np.nan_to_num(np.fmin.reduce(scores)), scores)
+    chosen = []
+    for choosing in (~half, half):
+        ahead, width = _middle((filled - filled[0])[:, choosing])
+        chosen.append(scores[(ahead - width).argmax()])
+    scored: Matrix = np.where(half, *chosen)
+    return scored
+
+
+def _middle(values: Matrix, n_candidates: int = 2) -> tuple[Matrix, Matrix]:
+    """Return means along the last axis without outliers, and half the widths of their intervals.
+
+    The level of an interval is such that those of all candidates' gains over one hold together.
+    """
+    n_clients = values.shape[-1]
+    if n_clients < 2:
+        return values.mean(axis=-1), np.full(values.shape[:-1], np.inf)
+    distances = np.abs(values - np.median(values, axis=-1, keepdims=True))
+    within = np.sort(distances, axis=-1)[..., [n_clients - 1 - int(TRIM * n_clients)]]
+    kept = distances <= _FAR * within
+    n = kept.sum(axis=-1)
+    errors = values.std(axis=-1, ddof=1, where=kept) / np.sqrt(n)
+    quantiles = stdtrit(n - 1, 1 - _LEVEL / max(n_candidates - 1, 1))
+    return values.mean(axis=-1, where=kept), quantiles * errors
+
+
+def _taken(scores: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the best candidate, and the first one of which it is not clearly ahead.
+
+    ``scores`` (n_candidates, ..., n_clients): more is better, the simplest candidate first. The
+    best one is that whose least lead over another is the largest.
+    """
+    least_leads = np.stack([_middle(own - scores)[0].min(axis=0) for own in scores])
+    best = least_leads.argmax(axis=0)
+    leads = np.take_along_axis(scores, best[None, ..., None], axis=0) - scores
+    ahead, width = _middle(leads)
+    width[0] = _middle(leads[0], len(scores))[1]  # the best of many beats shared by luck more often
+    least = np.maximum(width, _LEAST * np.abs(_middle(scores)[0]))
+    return best, (ahead > least).argmin(axis=0)

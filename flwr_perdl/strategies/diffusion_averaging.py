@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Result
 from flwr_perdl.clients._clusters import for_evaluations
 from flwr_perdl.clients.diffusion_averaging import averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
-from flwr_perdl.diffusion.averaging import Averaged, Form
+from flwr_perdl.diffusion.averaging import Averaged
 from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.combine import Run
 from flwr_perdl.diffusion.compression import RandomQuantization, TopK
@@ -31,7 +31,7 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import Scalar, scalars, to_record
-from flwr_perdl.strategies._models import check_given
+from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights
 
 _TRAINED, _EVALUATED = "train-", "evaluate-"
@@ -138,6 +138,7 @@ class DiffusionAveraging(NeighborRelay):
             consensus_step=consensus_step,
             evaluate_every=evaluate_every,
             metrics=metrics,
+            max_magnitude=self.options.max_magnitude,
         )
         self.shows_models = check_flag("shows_models", shows_models)
         if shows_models and sealed:
@@ -283,8 +284,7 @@ class DiffusionAveraging(NeighborRelay):
     def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
         """Return what every request says to the nodes besides."""
         model = [*start.values()]
-        check_given(model)
-        Form.of(model).vector("initial_arrays", model)
+        check_initial(model, [*start])
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
         own = averaging_config(self._learner, self.plan.oldest, start, self.shows_models)
         return {**own, **evaluations}

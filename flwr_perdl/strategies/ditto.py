@@ -43,7 +43,7 @@ from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
     Momentum,
-    as_floats,
+    check_initial,
     packed,
     unpacked,
 )
@@ -118,7 +118,7 @@ class Ditto(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            state = packed(as_floats(initial))
+            state = packed(check_initial(initial, self._names))
         while True:
             model = unpacked(state)
             replies = yield Request(
@@ -126,7 +126,6 @@ class Ditto(ModelStrategy):
                 model,
                 {DITTO: True, PULL: self.pull},
                 state,
-                most=sum(array.size for array in model),
                 metrics=(ANEW,),
                 combine=Combine(start=model, rule=self.robust),
             )

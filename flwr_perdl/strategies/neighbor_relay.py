@@ -44,8 +44,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from keyword import iskeyword
 from logging import WARNING
 from typing import Any, NamedTuple, Unpack
 
@@ -84,7 +85,6 @@ from flwr_perdl.network.exchange import Plan, spread
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.progress import observers
 from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
@@ -96,7 +96,7 @@ Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 
 #: In the final model beside what nodes show, whose names are none of these: all traffic; and per
 #: node how many messages were not heard, whether it took part in the last round, and showed all.
-_TRAFFIC, _NODES = "/traffic", "/nodes"
+_TRAFFIC, _NODES, _REJECTED = "/traffic", "/nodes", "/rejected"
 #: The metrics of a reply that are no report of the node's program.
 _ABOUT_MESSAGES = NUM_EXAMPLES, ANEW, BROKEN, FLOATS
 #: The "receiver" of a message that is the same for all neighbors.
@@ -208,7 +208,10 @@ class NeighborRelay(ProtocolStrategy):
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
         ended, n = unpack_arrays(self._conversation.run.model[0]), self.topology.n_nodes
         unheard, alive, whole = ended.pop(_NODES)
-        traffic = ended.pop(_TRAFFIC)
+        traffic, rejected = ended.pop(_TRAFFIC), ended.pop(_REJECTED)
+        by: dict[int, list[int]] = {}
+        for sender, receiver in rejected.tolist():
+            by.setdefault(sender, []).append(receiver)
         state = {name: rows for name, rows in ended.items() if name.startswith(STATE)}
         reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(
@@ -220,6 +223,7 @@ class NeighborRelay(ProtocolStrategy):
             unheard={int(k): int(unheard[k]) for k in np.flatnonzero(unheard)},
             alive=alive.astype(bool),
             curves=curves([reported.get(i + 1, {}) for i in range(self.n_rounds)], n),
+            unheard_by=by,
         )
 
     def round_of(self, report: RoundReport) -> int:
@@ -263,23 +267,10 @@ class NeighborRelay(ProtocolStrategy):
         return {
             "network": f"{self.topology!r} {digest.hexdigest()[:16]}",
             "n_rounds": self.n_rounds,
-            "faults": repr(self.plan.faults),
+            "faults": self.plan.faults,
             "staleness": self.plan.staleness,
             "sealed": self.sealed,
         }
-
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
-        """Begin a run, or take it up from its checkpoint."""
-        conversation = super().open(initial, names)
-        if conversation.run.finished:
-            try:
-                unpack_arrays(conversation.run.model[0])
-            except ValueError:
-                raise ValueError(
-                    "checkpoint_dir must hold a run of this version, got a finished one of an "
-                    "earlier version."
-                ) from None
-        return conversation
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present nodes; if too few are there for the topology, say so."""
@@ -341,6 +332,7 @@ class NeighborRelay(ProtocolStrategy):
                 own=contents.__getitem__,
                 model=(),
                 max_weight=None,
+                expect=None,
             )
             held.count(replies, deliveries)
             if not last:
@@ -354,6 +346,7 @@ class NeighborRelay(ProtocolStrategy):
         alive = held.took_part if self.n_rounds else there & self.plan.awake(1)
         ended = {name: spread(*row) for name, row in rows.items()} | states
         ended |= {_TRAFFIC: _entries(held.traffic), _NODES: np.stack([held.unheard, alive, whole])}
+        ended[_REJECTED] = held.rejections
         return [pack_arrays(ended)]
 
 
@@ -527,6 +520,8 @@ class _Held:
         self.round = 0
         self.took_part = np.zeros(n, dtype=bool)
         self.unheard = np.zeros(n)
+        #: Sender and receiver, where the receiver has said that it has left out a message.
+        self.rejected: set[tuple[int, int]] = set()
         self.traffic: Any = sparse.csr_array((n, n))
         self.cards: dict[int, Matrix] = {}
         #: By round and sender.
@@ -567,6 +562,7 @@ class _Held:
             for message in deliveries[node].messages if reads else ():
                 if f"{REJECTED}{message.sender}" in reply.metrics:
                     left_out.add(message.sender)
+                    self.rejected.add((message.sender, node))
                 else:
                     held = self.messages[self.round - message.late, message.sender]
                     received.append((node, message.sender, held.floats))
@@ -574,6 +570,11 @@ class _Held:
         self.known = set(replies)
         if received:
             self.traffic = self.traffic + _matrix(np.array(received).T, n)
+
+    @property
+    def rejections(self) -> NDArray[np.int64]:
+        """Who has said of whom that it has left out a message, ascending, (n, 2)."""
+        return np.array(sorted(self.rejected), dtype=np.int64).reshape(-1, 2)
 
     def take(self, replies: Replies, deliveries: Mapping[int, Delivery], round_: int) -> None:
         """Take in the messages of a round, and forget those that are too old to be delivered."""
@@ -632,6 +633,7 @@ class _Held:
             "round": np.array(self.round),
             "took_part": self.took_part.copy(),
             "unheard": self.unheard.copy(),
+            "rejected": self.rejections,
             "traffic": _entries(self.traffic),
             "floats": np.array(floats, dtype=np.float64).reshape(-1, 3),
             **({"names": text_array([*self.start])} if self.start else {}),
@@ -649,6 +651,7 @@ class _Held:
         """Continue from what `pack` returned."""
         self.round, self.took_part = int(state["round"]), state["took_part"].astype(bool)
         self.unheard = state["unheard"].copy()
+        self.rejected = {(sender, receiver) for sender, receiver in state["rejected"].tolist()}
         self.traffic = _matrix(state["traffic"], self.plan.n_nodes)
         if "names" in state:
             arrays = [state[name] for name in sorted(state) if name.startswith("start/")]
@@ -718,6 +721,10 @@ def _opened(node: int, reply: Reply) -> dict[str, Matrix]:
     try:
         shown = unpack_arrays(reply.arrays[0])
         check_names("arrays", tuple(shown))
+        for name in shown:  # fields of the state that `_state` makes
+            field = name.removeprefix(STATE)
+            if field != name and (not field.isidentifier() or iskeyword(field) or field[0] == "_"):
+                raise ValueError(f"fields of a state must have names, got {name!r}")
     except ValueError as error:
         log(WARNING, "What node %d shows is left out: %s", node, brief(str(error)))
         return {}
@@ -727,15 +734,31 @@ def _opened(node: int, reply: Reply) -> dict[str, Matrix]:
 def _rows(
     shown: Mapping[int, Mapping[str, Matrix]], n_nodes: int
 ) -> dict[str, tuple[Matrix, NDArray[np.bool_]]]:
-    """Return what the nodes showed, by name, and which nodes; of the form that most have."""
-    names = dict.fromkeys(name for own in shown.values() for name in own)
-    forms = {node: {k: (v.shape, v.dtype) for k, v in own.items()} for node, own in shown.items()}
+    """Return what the nodes showed, by name, and which nodes.
+
+    Names, and the form of each, are those that most nodes have, of states and of observations.
+    """
     rows = {}
-    for name in names:
-        most = Counter(form[name] for form in forms.values() if name in form).most_common(1)[0][0]
-        nodes = [node for node, form in forms.items() if form.get(name) == most]
-        stacked = np.concatenate([shown[node][name] for node in nodes])
-        rows[name] = stacked, np.isin(np.arange(n_nodes), nodes)
+    for of_states in (True, False):
+        parts = {
+            node: {k: v for k, v in own.items() if k.startswith(STATE) == of_states}
+            for node, own in shown.items()
+        }
+        parts = {node: own for node, own in parts.items() if own}
+        sets = Counter(tuple(own) for own in parts.values()).most_common(1)
+        names = sets[0][0] if sets else ()
+        if odd := [node for node, own in parts.items() if own.keys() != set(names)]:
+            what = "states" if of_states else "observations"
+            log(WARNING, "Nodes %s show other fields of their %s than most.", odd, what)
+        forms = {
+            node: {k: (v.shape, v.dtype) for k, v in own.items()} for node, own in parts.items()
+        }
+        for name in names:
+            there = Counter(form[name] for form in forms.values() if name in form)
+            most = there.most_common(1)[0][0]
+            nodes = [node for node, form in forms.items() if form.get(name) == most]
+            stacked = np.concatenate([shown[node][name] for node in nodes])
+            rows[name] = stacked, np.isin(np.arange(n_nodes), nodes)
     return rows
 
 

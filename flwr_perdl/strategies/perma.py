@@ -59,7 +59,6 @@ import numpy as np
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import (
     ATOMS,
-    HOLD_OUT,
     REFINE_STEPS,
     SENDS,
     START,
@@ -71,11 +70,10 @@ from flwr_perdl.core.robust import CAP
 from flwr_perdl.dictionary import (
     Aggregation,
     aggregate_atoms,
-    aggregate_statistics,
     global_matching,
     polar_factor,
 )
-from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
+from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
 from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
@@ -85,15 +83,18 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
 from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
-    DictionaryStrategy,
     alike,
     are_orthonormal,
     atoms_kind,
+    check_dictionary,
     check_shape,
     given_atoms,
     is_orthogonal,
+    with_enough,
+    within_bounds,
 )
 
 AGGREGATIONS = ("statistics", *METHODS)
@@ -106,7 +107,7 @@ AUTO, AGREE = NAMED = "auto", "agree"
 ROBUST = "geometric-median"
 
 
-class PerMA(DictionaryStrategy):
+class PerMA(ProtocolStrategy):
     """Learn a global dictionary that all clients share, and each client's own local atoms.
 
     Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
@@ -117,9 +118,11 @@ class PerMA(DictionaryStrategy):
     ----------
     n_global : int, "auto" or "agree", default "auto"
         Number of global atoms. "auto" updates none, a quarter, a half, three quarters and all of
-        the atoms side by side, and goes on with what has the least error on a third of each
-        client's samples, held out for these rounds; after them a `DictionaryClient` starts its own
-        atoms anew, from all samples. Errors are those of evaluations (``"perdl.n-nonzero"`` of
+        the atoms side by side, and compares their errors on a third of each client's samples, held
+        out for these rounds. The largest number goes on whose error is within a quarter of a
+        standard error (of paired differences over clients) of the least; a client then starts its
+        local atoms anew, from all samples. Where samples are too few to match as many atoms, all
+        that clients may send are shared. Errors are those of evaluations (``"perdl.n-nonzero"`` of
         ``evaluate_config``). Such a round takes about three times the floats of an update of all
         atoms, and five times its work. "agree" finds in the matching round on how many atoms the
         clients agree (P0, B.2): planted atoms are counted right, on images it finds few or none.
@@ -207,7 +210,8 @@ class PerMA(DictionaryStrategy):
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(max_atoms, **options)
+        super().__init__(**options)
+        self.max_atoms = None if max_atoms is None else check_count("max_atoms", max_atoms, 1)
         named = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
         self.n_global = n_global if named else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
@@ -248,18 +252,10 @@ class PerMA(DictionaryStrategy):
         """P0, Algorithm 1: one request per communication round."""
         if state is None and initial:
             state = self._given(initial)
-        if state is not None and "told" in state:
-            raise ValueError(
-                "checkpoint_dir must hold a run of this version where remember is above 0, got an "
-                "earlier one's."
-            )
         if state is None:
             config: dict[str, Scalar] = {SENDS: self._sends}
-            if self.n_global == AUTO:
-                config[HOLD_OUT] = True
-            replies = yield Request(
-                START, config=config, check=self.check_dictionary, max_weight=None
-            )
+            check = partial(check_dictionary, self.max_atoms)
+            replies = yield Request(START, config=config, check=check, max_weight=None)
             state = self._match(replies)
         if is_choosing(state):
             best, replies = yield from choose(state, self._update_of_candidates())
@@ -282,9 +278,8 @@ class PerMA(DictionaryStrategy):
                 remember=self.remember,
             )
             if not self._only_sums:  # what is summed is of the kind that was known before
-                kind = partial(is_orthogonal, atoms=global_atoms)
-                replies = alike(replies, kind, atoms_kind)
-                orthogonal = kind(next(iter(replies.values())))
+                replies = alike(replies, is_orthogonal, atoms_kind)
+                orthogonal = is_orthogonal(next(iter(replies.values())))
             state = {
                 **state,
                 "global_atoms": self._aggregate(replies, 0, global_atoms, orthogonal),
@@ -350,7 +345,7 @@ class PerMA(DictionaryStrategy):
     def _check(self, atoms: Matrix, orthogonal: bool, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
         if not self._only_sums:
-            orthogonal = is_orthogonal(reply, atoms)
+            orthogonal = is_orthogonal(reply)
         check_shape(self._shape(atoms, orthogonal), reply)
 
     def _shape(self, atoms: Matrix, orthogonal: bool) -> tuple[int, int]:
@@ -371,12 +366,13 @@ class PerMA(DictionaryStrategy):
         """Find the global atoms in the clients' dictionaries (line 6)."""
         replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
         replies = alike(replies, is_orthogonal, atoms_kind)
-        replies = self.within_bounds(replies)
+        if self.max_atoms is None:
+            replies = within_bounds(replies)
         orthogonal = is_orthogonal(next(iter(replies.values())))
         numbers = [self.n_global] if isinstance(self.n_global, int) else []
         if self.n_global == AUTO:
             numbers = numbers_to_try(replies)
-        replies = self.with_enough(replies, max(numbers, default=0))
+        replies = with_enough(replies, max(numbers, default=0), self.client_names)
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
@@ -385,21 +381,27 @@ class PerMA(DictionaryStrategy):
                 "smaller penalty or threshold."
             )
         state = {"orthogonal": np.array(orthogonal), "samples": median_samples(replies)}
-        found = [self._matched(dictionaries, number, orthogonal) for number in numbers]
-        if self.n_global in NAMED:
-            found.append(self._matched(dictionaries, "auto", orthogonal))
+        matched = partial(self._matched, dictionaries, orthogonal=orthogonal)
+        found = matched(numbers[-1] if numbers else "auto")
+        if self.n_global == AUTO and len(found) == numbers[-1]:
+            others = [*map(matched, numbers[:-1])]
+            return {**state, **begun([*others, found, matched("auto")], self._num_rounds)}
         if self.n_global == AUTO:
-            return {**state, **begun(found, self._num_rounds)}
-        if not len(found[0]) and self.n_global == AGREE:
+            log(
+                WARNING,
+                "Samples are too few to choose n_global: all atoms are shared that at least "
+                "min_support samples of a client use.",
+            )
+        if not len(found) and self.n_global == AGREE:
             log(
                 WARNING,
                 'n_global="agree" found no atom on which the clients agree: nothing is shared. '
                 '"auto" tries several numbers.',
             )
-        return {**state, "global_atoms": found[0]}
+        return {**state, "global_atoms": found}
 
     def _matched(
-        self, dictionaries: list[Matrix], n_global: int | Literal["auto"], orthogonal: bool
+        self, dictionaries: list[Matrix], n_global: int | Literal["auto"], *, orthogonal: bool
     ) -> Matrix:
         """Return the global atoms (line 6)."""
         lengths = [len(D) for D in dictionaries]

@@ -53,7 +53,7 @@ from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
     Momentum,
-    as_floats,
+    check_initial,
     packed,
     unpacked,
 )
@@ -110,8 +110,8 @@ class PersonalizedFedAvg(ModelStrategy):
     these arrays count, so that an app that reads nothing of it is right, too. Metrics and number of
     samples are the second step's.
 
-    Shared counters travel as float64, and half floats as float32, since means of half floats would
-    be too coarse. Numbers of samples weigh, those above ten times the round's median as that.
+    Every array keeps its dtype (docs/from-fedavg.md). Numbers of samples weigh, those above ten
+    times the round's median as that.
 
     Examples
     --------
@@ -132,6 +132,8 @@ class PersonalizedFedAvg(ModelStrategy):
     >>> [(report.floats_down, report.floats_up) for report in strategy.history]
     [(3.0, 2.0), (2.0, 2.0), (2.0, 2.0)]
     """
+
+    _wrappable = False  # its messages have not all of the model's arrays
 
     def __init__(
         self,
@@ -174,12 +176,7 @@ class PersonalizedFedAvg(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
         if state is None:
-            model = [
-                given if private else checked
-                for given, checked, private in zip(
-                    initial, as_floats(initial), self._is_private, strict=True
-                )
-            ]
+            model = check_initial(initial, self._names)
             state = {**packed(model), _PRIVATE: np.array(self._is_private)}
         self._is_private = state[_PRIVATE].tolist()
         config = {ALTERNATE: True} if self.alternate else {}
@@ -191,12 +188,12 @@ class PersonalizedFedAvg(ModelStrategy):
                 model,
                 config,
                 state,
-                most=sum(array.size for array in model),
                 metrics=(KEPT,),
                 combine=Combine(start=shared, rule=self.robust),
             )
             self._known = (self._known - self._asked_now) | set(replies)
-            moved, memory = self.moved(shared, replies.combined, state)
+            names = self._shared(self._array_names())
+            moved, memory = self.moved(shared, replies.combined, state, names)
             rest = iter(moved)
             pairs = zip(model, self._is_private, strict=True)
             model = [array if private else next(rest) for array, private in pairs]

@@ -50,17 +50,16 @@ from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.regression import (
     Answers,
     Ask,
-    Clients,
     Refinement,
     TwoPhase,
     cluster_anchors,
     model_error,
     moment_step,
     residual_moment,
-    simulate_rounds,
 )
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.strategies import FedX
+from perdl_experiments.batched_regression import Clients, simulate_rounds
 from perdl_experiments.engine import arranged
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting

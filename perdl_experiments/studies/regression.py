@@ -39,14 +39,13 @@ from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.regression import (
-    Clients,
     Refinement,
     TwoPhase,
     choose_mixture,
-    simulate,
     sufficient_statistics,
 )
 from flwr_perdl.strategies.mixed_regression import FedX
+from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.data import cached_by_file, check_kind, read_arrays
 from perdl_experiments.engine import arranged
 from perdl_experiments.outcome import Outcome

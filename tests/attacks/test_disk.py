@@ -6,7 +6,6 @@ where a client or a server will keep its own; a thief of the disk when a run is 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import tracemalloc
@@ -28,6 +27,7 @@ from flwr_perdl.clients.base import (
 from flwr_perdl.core import files
 from flwr_perdl.privacy.at_rest import KEY_VARIABLE
 from flwr_perdl.privacy.sealed import Keys, Rejected
+from flwr_perdl.protocol.events import EventLog, read_events
 from flwr_perdl.protocol.records import decode
 from flwr_perdl.strategies import PerMA, ServerSettings
 from tests.grids import context_of
@@ -204,7 +204,7 @@ def test_a_file_of_another_client_run_or_round_is_not_taken_up(
         assert "round-000002.npz" in warned.text
 
 
-def test_a_locked_file_cut_short_or_of_the_format_before_is_left_out(
+def test_a_locked_file_cut_short_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
@@ -212,11 +212,8 @@ def test_a_locked_file_cut_short_or_of_the_format_before_is_left_out(
     path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
     arrays, meta = files.load(path)
     for size in (0, 5, 12, 27, len(arrays["sealed"]) - 1):
-        files.save(path, {"sealed": arrays["sealed"][:size]}, {**meta, "format": 2})
+        files.save(path, {"sealed": arrays["sealed"][:size]}, meta)
         assert kept(tmp_path) is None
-    record = json.dumps({**meta, "format": 1, "key": None})  # no checksum, and not locked
-    np.savez(path, **{"a/local_atoms": np.zeros((2, 3)), "meta": np.array(record)})
-    assert kept(tmp_path) is None
 
 
 def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None:
@@ -394,3 +391,33 @@ def test_names_are_on_the_disk_when_a_save_returns(
     monkeypatch.setattr(os, "replace", replace)
     files.save(tmp_path / "file.npz", {}, {})
     assert calls == ["file", "replace", "folder"]
+
+
+def test_a_runs_events_are_its_owners_and_follow_no_link(tmp_path: Path) -> None:
+    path, victim = tmp_path / "events.jsonl", tmp_path / "victim"
+    EventLog(path).write("round", round=1)
+    assert path.stat().st_mode & 0o777 == 0o600
+    victim.write_text("kept")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(victim)
+    EventLog(link).write("round", round=1)
+    assert victim.read_text() == "kept"
+
+
+def test_a_pipe_in_place_of_a_file_is_rejected_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "round-000001.npz"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="round-000001"):
+        files.load(pipe)
+    EventLog(pipe).write("round", round=1)  # logged, and nothing waits
+
+
+def test_a_line_that_does_not_end_is_read_piece_by_piece(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(path).write("round", round=1)
+    with path.open("ab") as stream:
+        stream.write(b"x" * 2**25 + b"\n")
+    EventLog(path).write("round", round=2)
+    events, end = read_events(path)
+    assert [event["round"] for event in events] == [1, 2]
+    assert end == path.stat().st_size

@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.client import NumPyClient
 
-from flwr_perdl.clients import DiffusionClient
+from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.diffusion import DataDiffusion
 from flwr_perdl.privacy.sealed import Keys, make_key
+from flwr_perdl.simulations import InProcessGrid
 from tests.grids import context_of
 
 N_ATOMS, N_FEATURES = 3, 8
@@ -143,3 +146,27 @@ def test_a_malformed_request_is_refused_in_a_sentence_and_changes_nothing(
     with pytest.raises(ValueError, match="must"):
         server.ask(arrays, **config)
     assert {name: dict(server.context.state[name]) for name in server.context.state} == before
+
+
+@pytest.mark.parametrize(
+    ("step", "config", "model", "named"),
+    [
+        ("train-alone", {"perdl.n-fits": 10**12}, np.zeros(1), "n-fits"),
+        ("measure-models", {}, np.zeros((3_000_000, 1)), "models"),
+    ],
+)
+def test_what_would_take_a_client_for_ever_is_refused_before_it_begins(
+    step: str, config: dict[str, Any], model: np.ndarray, named: str
+) -> None:
+    class Counting(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            raise AssertionError("work has begun")
+
+        evaluate = fit
+
+    request = {"perdl.clustered": True, "perdl.step": step, "server-round": 1, **config}
+    content = RecordDict({"arrays": ArrayRecord([model]), "config": ConfigRecord(request)})
+    grid = InProcessGrid(client_app(lambda context: Counting()), 1)
+    (node,) = grid.get_node_ids()
+    (reply,) = grid.send_and_receive([Message(content, node, MessageType.TRAIN)])
+    assert named in reply.error.reason

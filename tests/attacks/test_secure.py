@@ -26,11 +26,11 @@ from flwr_perdl.dictionary import (
     Learner,
     MODLearner,
     OrthogonalLearner,
-    aggregate_statistics,
     reconstruct,
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server
@@ -316,6 +316,7 @@ def play(lies: Lies, **options: Any) -> None:
 def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
     play(Lies(), secure=True)
     play(Lies(active=(0, 1), dead=(2,)), secure=True, min_clients=2)
+    play(Lies(kind="train.default"), secure=True)  # masked as well
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,6 @@ def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
         (Lies(active=(0, 1)), "min_clients"),
         (Lies(active=(0, 1, 1)), "active_nids"),
         (Lies(dead=(0,)), "clients"),
-        (Lies(kind="train.default"), "secure=True"),
         (Lies(limit=2**20), "must be one for noise"),
     ],
 )

@@ -150,6 +150,15 @@ def test_locked_files_say_nothing_and_open_with_their_key_alone(
     assert "secret words" not in str(error.value)
 
 
+def test_a_file_of_another_version_stops_the_client(tmp_path: Path) -> None:
+    PrivateState(context(), "run", shelf(tmp_path)).save(1, atoms(1))
+    path = file(tmp_path, 1)
+    saved = files.load(path)
+    files.save(path, saved.arrays, {**saved.meta, "format": 2})
+    with pytest.raises(ValueError, match=rf"{path.name} .*format.* got 2"):
+        kept(tmp_path)
+
+
 @pytest.mark.parametrize("what", ["arrays", "about", "unlocked"])
 def test_a_locked_file_that_somebody_changed_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any, what: str

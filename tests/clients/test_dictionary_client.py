@@ -252,12 +252,13 @@ def test_batches_that_do_not_serve_are_named() -> None:
         ({"X": lambda: [X, X + np.inf]}, r"X\[1\]"),
         ({"X": lambda: [3]}, r"X\[0\]"),
         ({"X": lambda: []}, "X"),
+        ({"X": lambda: 3}, "X"),
         ({"learner": KSVDLearner(4)}, "learner"),
         ({"weights": [1.0]}, "weights"),
         ({"past": CodeSums.of(X, X[:, :3])}, "past.products"),
     ):
         options = {"X": [X, X], "learner": LEARNER, **given}
-        with pytest.raises(ValueError, match=f"^{name}"):
+        with pytest.raises((ValueError, TypeError), match=f"^{name}"):
             DictionaryClient(options.pop("X"), options.pop("learner"), context_of(3), **options)
     update = asks("update", 2, **{"perdl.sends": "statistics"})
     client = DictionaryClient(lambda: once, LEARNER, context_of(3))

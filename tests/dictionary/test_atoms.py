@@ -12,10 +12,10 @@ from scipy.linalg import polar
 from flwr_perdl.dictionary import (
     atom_distances,
     dictionary_distance,
-    match_atoms,
     normalize_atoms,
     polar_factor,
 )
+from flwr_perdl.dictionary.atoms import match_atoms
 
 numbers = st.floats(-10, 10).map(lambda x: round(x, 3))
 

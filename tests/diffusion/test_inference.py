@@ -12,7 +12,7 @@ from scipy import optimize
 
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion._minimize import minimize
-from flwr_perdl.diffusion.combine import LONG, is_sparse
+from flwr_perdl.diffusion.combine import LONG
 from flwr_perdl.diffusion.inference import (
     ATC,
     METHODS,
@@ -163,7 +163,8 @@ def test_the_minimum_of_an_agents_cost_meets_the_optimality_conditions(
 
 
 def program(kind: type[DualInference], objective: Objective, **options: Any) -> DualInference:
-    X, D = problem(objective, n_agents=6, n_atoms=options.pop("atoms", 1))
+    shape = {"n_atoms": options.pop("atoms", 1), "n_features": options.pop("features", 12)}
+    X, D = problem(objective, n_agents=6, **shape)
     topology = Topology.erdos_renyi(6, 0.5, seed=3)
     return kind(objective, topology, D, X, **options)
 
@@ -277,16 +278,16 @@ def quadratic_minimum(W: np.ndarray, b: np.ndarray, a: float, o: Objective) -> n
     return nu
 
 
-@pytest.mark.parametrize("r", [0.5, 0.8])
-def test_consensus_admm_is_the_recursion_of_multipliers_and_beliefs(r: float) -> None:
+@pytest.mark.parametrize(("r", "n"), [(0.5, 12), (0.8, LONG + 3)])
+def test_consensus_admm_is_the_recursion_of_multipliers_and_beliefs(r: float, n: int) -> None:
     objective = SparseSVD(0.2, 0.5)
-    admm = program(ConsensusADMM, objective, relaxation=r, penalty=0.3)
+    admm = program(ConsensusADMM, objective, features=n, relaxation=r, penalty=0.3)
     A, N, x = admm.topology.adjacency.toarray(), 6, admm.X[0]
     degrees = A.sum(axis=1)
     c = A / np.sqrt(np.outer(degrees, degrees))
     c *= 0.3 / c.sum(axis=1).mean()
     D = np.diag(c.sum(axis=1))
-    p, q, nu = np.zeros((N, 12)), np.zeros((N, 12)), np.zeros((N, 12))
+    p, q, nu = np.zeros((3, N, n))
     for _ in range(6):
         for k, W in enumerate(admm.dictionaries):
             nu[k] = quadratic_minimum(W, x / N + p[k] / 2 - q[k], 1 / N + D[k, k], objective)
@@ -361,10 +362,16 @@ def test_samples_travel_together_as_they_do_alone() -> None:
     assert many.codes[0].shape == (4200, 1)
 
 
+@pytest.mark.parametrize(
+    ("n_features", "n_atoms", "dtype"), [(12, 2, np.float64), (LONG + 3, 1, np.float32)]
+)
 @each
 @every_method
-def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> None:
-    X, D = problem(objective, n_atoms=2)
+def test_a_network_gives_the_same_bits(
+    objective: Objective, method: str, n_features: int, n_atoms: int, dtype: type
+) -> None:
+    X, D = problem(objective, n_atoms=n_atoms, n_features=n_features)
+    X, D = X.astype(dtype), [W.astype(dtype) for W in D]
     topology = Topology.erdos_renyi(8, 0.4, seed=2)
     options: dict[str, Any] = {"method": method, "n_rounds": 23, "tolerance": 0}
     memory = infer(objective, X, D, topology, compress=False, **options)
@@ -372,24 +379,7 @@ def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> Non
     np.testing.assert_array_equal(network.nu, memory.nu)
     np.testing.assert_array_equal(network.residual, memory.residual)
     assert network.rounds == memory.rounds == 23
-
-
-@pytest.mark.parametrize(("connectivity", "dtype"), [(0.12, np.float64), (0.6, np.float32)])
-@every_method
-def test_compiled_rounds_give_the_same_bits(method: str, connectivity: float, dtype: type) -> None:
-    objective = OBJECTIVES[0]
-    X, D = problem(objective, n_agents=20, n_features=LONG + 3, n_samples=2)
-    X, D = X.astype(dtype), [W.astype(dtype) for W in D]
-    topology = Topology.erdos_renyi(20, connectivity, seed=2)
-    assert is_sparse(topology.adjacency) == (connectivity == 0.12)
-    options: dict[str, Any] = {"method": method, "n_rounds": 23, "tolerance": 0}
-    options |= {"informed": [3, 5], "compress": False}
-    compiled = infer(objective, X, D, topology, **options)
-    assert {a.dtype for a in (compiled.nu, compiled.residual, *compiled.codes)} == {np.dtype(dtype)}
-    network = infer(objective, X, D, InMemoryNetwork(topology), **options)
-    np.testing.assert_array_equal(network.nu, compiled.nu)
-    np.testing.assert_array_equal(network.residual, compiled.residual)
-    np.testing.assert_array_equal(network.codes, compiled.codes)
+    assert {a.dtype for a in (memory.nu, memory.residual, *memory.codes)} == {np.dtype(dtype)}
 
 
 def test_penalized_consensus_ends_at_its_fixed_point() -> None:

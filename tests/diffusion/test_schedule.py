@@ -114,7 +114,7 @@ def test_push_sum_finds_the_mean_where_plain_averaging_does_not() -> None:
         np.testing.assert_allclose(values(learned.models), mean, rtol=0, atol=1e-10)
     plain = DiffusionAveraging(evaluate_every=0, method="atc").program(SAME)
     for other in (weights, averaging_weights(UNEQUAL)):
-        ended = InMemoryNetwork(UNEQUAL, other).run(plain, 60).state.model[:, 0]
+        ended = InMemoryNetwork(UNEQUAL, other).run(plain, 60).state.model_0[:, 0]
         assert np.abs(ended - mean).max() > 0.1
 
 
@@ -223,7 +223,7 @@ def test_flower_in_process(
     assert (run.floats_sent, run.alive.tolist()) == (here.floats_sent, here.alive.tolist())
     if faults is None:
         plain = learner.fit(client, network[-1], 8)
-        np.testing.assert_array_equal(values(plain.models), here.state.model[:, 0])
+        np.testing.assert_array_equal(values(plain.models), here.state.model_0[:, 0])
 
 
 # What is rejected --------------------------------------------------------------------------------

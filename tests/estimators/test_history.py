@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flwr_perdl.estimators import history_rows, to_frame
+from flwr_perdl.estimators import to_frame
 from flwr_perdl.strategies import RoundReport
 
 REPORTS = [
@@ -29,14 +29,10 @@ ROWS = [
 ]
 
 
-def test_every_client_of_every_round_has_a_row() -> None:
-    assert history_rows(REPORTS) == ROWS
-    assert history_rows([]) == []
-
-
-def test_pandas_makes_a_frame_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_client_of_every_round_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=tuple))
     assert to_frame(REPORTS) == tuple(ROWS)
+    assert to_frame([]) == ()
     monkeypatch.setitem(sys.modules, "pandas", None)  # as where it is not installed
     with pytest.raises(ImportError, match=r"^pandas"):
         to_frame(REPORTS)

@@ -1,9 +1,12 @@
 """``flwr-perdl diagnose`` on an app in the form of Flower's template."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import Result
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from perdl_experiments.cli import app
@@ -40,7 +43,7 @@ def train(msg, context):
 def evaluate(msg, context):
     model, mean = read(msg, context)
     loss = float(np.mean([(x - mean) ** 2 for x in model]))
-    metrics = MetricRecord({"num-examples": 1, "eval_loss": loss, "eval_acc": -loss})
+    metrics = MetricRecord({"num-examples": 1, "eval_loss": loss, "quality": -loss})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 """
 PROJECT = """\
@@ -65,6 +68,41 @@ def test_the_kinds_of_an_app_of_the_template_are_found(tmp_path: Path) -> None:
     (shared,) = [line for line in result.output.splitlines() if line.startswith("shared")]
     assert abs(float(shared.split()[1]) - 0.25) < 0.01
     assert (tmp_path / "found.png").is_file()
+
+
+TRAINS = ["--train-config", "lr=0.5, optimizer='a, b'"]
+
+
+def test_what_is_missing_for_the_picture_is_said_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "two_means", raising=False)
+    result = diagnose(tmp_path, *TRAINS)
+    assert result.exit_code == 2
+    assert "matplotlib" in result.output
+    assert "two_means" not in sys.modules  # the app is not even loaded
+
+
+def test_the_table_is_printed_before_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fails)
+    result = diagnose(tmp_path, *TRAINS)
+    assert result.exit_code != 0
+    assert "shared" in result.output
+
+
+def test_the_direction_of_a_metric_is_an_option(tmp_path: Path) -> None:
+    unknown = diagnose(tmp_path, *TRAINS, "--metric", "quality")
+    assert unknown.exit_code == 2
+    assert "higher_is_better" in unknown.output
+    given = diagnose(tmp_path, *TRAINS, "--metric", "quality", "--higher-is-better")
+    assert given.exit_code == 0, given.output
+    assert 'ClusteredFedAvg("auto")' in given.output
 
 
 def test_a_train_config_that_is_not_toml_is_named(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ ROOMS = (dictionary, regression, diffusion, network, privacy, strategies, client
 LIMIT = 2.0
 #: Amounts of work: a large one takes long, as it should.
 WORK = {
-    "n_estimates",
     "n_iter",
     "max_iter",
     "n_rounds",
@@ -58,7 +57,6 @@ ALSO = {
     "ModelDiffusion(SparseSVD).fit.X": "n_features",
     "ModelDiffusion(HuberNMF).fit.X": "n_features",
     "OrthogonalLearner.step.D": "S",
-    "common_start.dictionaries": "sizes",  # of which each client must have one
 }
 
 N, D, K = 12, 4, 3
@@ -80,10 +78,6 @@ def _folds() -> Any:
     )
 
 
-def _clients() -> regression.Clients:
-    return regression.Clients(_normal(N, 8, 2), _normal(N, 8))
-
-
 def _atoms() -> Any:
     return np.eye(K, D)
 
@@ -99,7 +93,6 @@ VALID: dict[str, Callable[[], Any]] = {
     "C": lambda: _normal(N, K),
     "D": _atoms,
     "S": lambda: _normal(K, D),
-    "Q": lambda: np.eye(3)[None],
     "U": lambda: np.eye(D)[:, :2],
     "X": lambda: _normal(N, D),
     "y": lambda: _normal(N),
@@ -109,13 +102,9 @@ VALID: dict[str, Callable[[], Any]] = {
     "n_nodes": lambda: 2,
     "beta": lambda: 1.0,
     "bits": lambda: 4,
-    "candidates": lambda: (1, 2),
     "centers": lambda: _normal(2, D),
-    "clients": _clients,
-    "clip": lambda: 1.0,
     "context": _context,
     "current": _atoms,
-    "d": lambda: 5,
     "delta": lambda: 1.0,
     "dictionaries": lambda: [_atoms(), _atoms()[::-1].copy(), _atoms()],
     "epsilon": lambda: 1.0,
@@ -125,22 +114,15 @@ VALID: dict[str, Callable[[], Any]] = {
     "fitted": lambda: _normal(N, D),
     "gamma": lambda: 0.5,
     "global_atoms": lambda: _atoms()[:2].copy(),
-    "gram": lambda: np.eye(D),
     "history": list,
     "k": lambda: 2,
     "learner": lambda: dictionary.GradientLearner(K),
-    "losses": lambda: np.abs(_normal(N, 2)),
     "make_client": lambda: _context,
-    "max_iter": lambda: 20,
     "network": lambda: diffusion.Topology.ring(3),
     "n_atoms": lambda: K,
-    "n_atoms_per_agent": lambda: 1,
     "n_clusters": lambda: 2,
-    "n_dimensions": lambda: 1,
     "n_components": lambda: 1,
-    "n_estimates": lambda: 2,
     "n_global": lambda: 1,
-    "n_iter": lambda: 3,
     "n_nonzero": lambda: 1,
     "n_rounds": lambda: 3,
     "n_samples": lambda: np.full(N, 7.0),
@@ -149,35 +131,27 @@ VALID: dict[str, Callable[[], Any]] = {
     "objective": lambda: diffusion.SparseSVD(gamma=0.1, delta=0.1),
     "orthogonal": lambda: True,
     "packed": lambda: np.stack([[[i % 2, 1.0, i]] for i in range(N)]).astype(float),
-    "product": lambda: np.diag([1.0, 5.0, 0.1])[None],
     "rng": _rng,
     "scales": lambda: [2.0, 1.0],
-    "settings": lambda: regression.TwoPhase(2),
     "share": lambda: 0.5,
     "shared": lambda: np.array([True, False]),
     "shape": lambda: (2, 3),
     "stack": lambda: np.stack([_atoms(), _atoms()]),
-    "strategy": lambda: strategies.PerMA(1),
     "program": lambda: diffusion.Averaging(np.array([0.0, 1.0, 5.0])),
-    "state": lambda: regression.TwoPhase(2).begin(_normal(2, D)),
-    "statistics": lambda: np.concatenate(_folds()),
-    "step": lambda: 0.5,
     "theta": lambda: _normal(D),
-    "thetas": lambda: _normal(1, 2, D),
     "threshold": lambda: 0.5,
     "topology": lambda: diffusion.Topology.ring(3),
     "variances": lambda: np.array([1.0, 1.0, 8.0]),
     "values": lambda: np.array([0.0, 1.0, 5.0]),
-    "width": lambda: 3,
 }
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "Combine": {"start": lambda: [_normal(D)]},
-    "Clients": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
     "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
     "cluster_anchors": {"n_clusters": lambda: 3},
+    "estimate_alone": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
     "infer": {"dictionaries": lambda: [np.eye(D)[i : i + 1] for i in range(3)]},
     "lasso": {"start": lambda: np.zeros((N, K))},
     "ModelDiffusion(HuberNMF).fit": {"X": lambda: np.abs(_normal(N, D))},
@@ -189,8 +163,6 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "PersonalizedFedAvg": {"private": lambda: ["head.*"]},
     "DiffusionAveraging": {"metrics": lambda: ("loss",), "fraction_evaluate": lambda: 0.0},
     "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
-    "simulate": {"centers": lambda: _normal(2, 2)},
-    "simulate_rounds": {"centers": lambda: _normal(2, 2)},
     "sparse_code": {"n_nonzero": lambda: 1},
 }
 #: What needs Flower's grid, Ray, a folder, a round of a run, is Flower's own, or has *arguments.
@@ -199,13 +171,13 @@ LEFT_OUT = {
     "Member",
     "PrivateState",
     "RayNetwork",
+    "answer",
     "await_nodes",
     "keep_private",
     "kept_local_atoms",
     "local_atoms",
     "make_key",
     "private_shelf",
-    "public_key",
     "two_phases",
 }
 #: Files and folders; any text is one.

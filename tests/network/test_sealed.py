@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from flwr_perdl.core.packing import pack, unpack
-from flwr_perdl.privacy.sealed import Keys, Rejected, make_key, public_key, read_key, read_pinned
+from flwr_perdl.privacy.sealed import Keys, Rejected, make_key, read_key, read_pinned
 
 MESSAGE = (np.arange(6.0).reshape(1, 3, 2), np.array([7.5], dtype=np.float32))
 
@@ -100,7 +100,7 @@ def test_key_files(tmp_path: Path) -> None:
     path = tmp_path / "node.pem"
     public = make_key(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert public == public_key(path)
+    assert public == read_key(path).public_key().public_bytes_raw().hex()
     with pytest.raises(FileExistsError):
         make_key(path)
     (tmp_path / "pinned.json").write_text(json.dumps({"4": public}))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,20 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flwr_perdl.regression import (
-    SQUARED,
-    LogisticLoss,
-    aggregate,
-    assign,
-    lemma1_filter,
-    local_change,
-    model_error,
-)
+from flwr_perdl.regression import SQUARED, LogisticLoss, aggregate, model_error
+from flwr_perdl.regression.clustering import assign, local_changes
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(n)
     return rng.standard_normal((n, d)), rng.standard_normal(n), rng.standard_normal(d)
+
+
+def local_change(
+    X: np.ndarray, y: np.ndarray, theta: np.ndarray, *, n_steps: int = 5, **how: Any
+) -> np.ndarray:
+    """Return how one client's local work moves a model."""
+    how = {"local": "fedavg", "loss": SQUARED, "weight": 1.0, **how}
+    how["weight"] = np.array([how["weight"]])
+    return local_changes(X[None], y[None], theta[None], n_steps=n_steps, **how)[0]
+
+
+def lemma_1(gram: np.ndarray, step: float, s: int, local: str) -> np.ndarray:
+    """Return the paper's ``P_i``."""
+    one = np.eye(len(gram))
+    if local == "fedprox":
+        return np.linalg.inv(one + step * gram)
+    return sum(np.linalg.matrix_power(one - step * gram, i) for i in range(s))
 
 
 def test_hard_assignment_takes_the_least_loss() -> None:
@@ -44,9 +55,9 @@ def test_soft_assignment_is_the_posterior_of_a_gaussian_mixture() -> None:
 def test_local_work_is_lemma_1(n: int, s: int, local: str) -> None:
     X, y, theta = client(n)
     change = local_change(X, y, theta, step=0.1, n_steps=s, local=local)
-    P = lemma1_filter(X @ X.T / n, 0.1, s, local)
+    P = lemma_1(X @ X.T / n, 0.1, s, local)
     np.testing.assert_allclose(change, 0.1 / n * X.T @ P @ (y - X @ theta), atol=1e-12)
-    F = lemma1_filter(X.T @ X / n, 0.1, s, local)
+    F = lemma_1(X.T @ X / n, 0.1, s, local)
     np.testing.assert_allclose(change, 0.1 / n * F @ X.T @ (y - X @ theta), atol=1e-12)
 
 

@@ -12,15 +12,13 @@ from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
     Answers,
     Ask,
-    Clients,
     Descent,
     Refinement,
     State,
     TwoPhase,
     model_error,
-    simulate,
-    simulate_rounds,
 )
+from perdl_experiments.batched_regression import Clients, simulate, simulate_rounds
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 
 THIRDS = np.full(3, 1 / 3)

@@ -5,7 +5,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from flwr_perdl.regression import left_subspace, moment_step, orthonormal, residual_moment, sketch
+from flwr_perdl.regression import moment_step, residual_moment
+from flwr_perdl.regression.moments import left_subspace, orthonormal, sketch
 
 
 def client(n: int = 6, d: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from flwr_perdl.regression import (
     Ask,
-    Clients,
     TwoPhase,
     choose_mixture,
     model_error,
-    simulate,
     sufficient_statistics,
 )
+from perdl_experiments.batched_regression import Clients, simulate
 
 N, D, K = 30, 5, 2
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LinearRegression
 
-from flwr_perdl.regression import choose_mixture, fit_mixture, model_error, sufficient_statistics
+from flwr_perdl.regression import choose_mixture, model_error, sufficient_statistics
 from flwr_perdl.regression.statistics import Choice, Mixture
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 
@@ -24,12 +24,12 @@ def by_client(data: Mixed, n_folds: int = 1) -> np.ndarray:
     )
 
 
-def fit(data: Mixed, k: int, **options: float) -> Mixture:
-    return fit_mixture(by_client(data)[:, 0], k, rng=np.random.default_rng(0), **options)
-
-
 def choose(statistics: np.ndarray, *candidates: Any, **options: Any) -> Choice:
     return choose_mixture(statistics, *candidates, rng=np.random.default_rng(0), **options)
+
+
+def fit(data: Mixed, k: int, **options: float) -> Mixture:
+    return choose(by_client(data, 2), (k,), **{"shrinkage": 0, **options}).mixture
 
 
 def test_folds_add_up_to_the_second_moments() -> None:
@@ -61,8 +61,8 @@ def test_data_without_noise_have_exact_models(seed: int) -> None:
     slopes, statistics = [1.0, -2.0], []
     for i in range(8):
         X = rng.integers(-3, 4, (5, 1)).astype(float)
-        statistics.append(sufficient_statistics(X, X[:, 0] * slopes[i % 2]))
-    found = fit_mixture(np.concatenate(statistics), 2, rng=rng)
+        statistics.append(sufficient_statistics(X, X[:, 0] * slopes[i % 2], 2, rng=rng))
+    found = choose(np.stack(statistics), (2,), shrinkage=0).mixture
     np.testing.assert_allclose(np.sort(found.centers[:, 0]), [-2, 1])
 
 
@@ -153,7 +153,7 @@ def test_degenerate_data_stay_finite(fault: str) -> None:
 
 @pytest.mark.parametrize(("scale", "dtype"), [(1, float), (1e-170, float), (1, np.float32)])
 def test_statistics_of_any_size_have_finite_models(scale: float, dtype: type) -> None:
-    statistics = (scale * by_client(planted())[:, 0]).astype(dtype)
-    found = fit_mixture(statistics, 2, rng=np.random.default_rng(0))
+    statistics = (scale * by_client(planted(), 2)).astype(dtype)
+    found = choose(statistics, (2,), shrinkage=0).mixture
     assert np.isfinite(found.centers).all()
     np.testing.assert_allclose(found.weights.sum(axis=1), 1)

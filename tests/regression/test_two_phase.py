@@ -9,14 +9,13 @@ import pytest
 from flwr_perdl.regression import (
     Answers,
     Ask,
-    Clients,
     LogisticLoss,
     Refinement,
     TwoPhase,
     model_error,
-    simulate,
     two_phases,
 )
+from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle, setting
 
 THIRDS = np.full(3, 1 / 3)
@@ -63,29 +62,6 @@ def test_phase_2_is_the_plain_loop(n_steps: int, normalise: str) -> None:
     settings = TwoPhase(3, phase_2=plain)
     found = simulate(Clients(data.X, data.y), settings, 30, centers=start).state.centers
     np.testing.assert_allclose(found, centers, atol=1e-10)
-
-
-def test_fresh_samples_in_every_round_are_the_plain_loop_on_them() -> None:
-    draws = [mixed_regression(np.full(30, 9), THIRDS, np.random.default_rng(i)) for i in range(4)]
-    plain = Refinement(
-        n_steps=1, step_size=0.02, normalise="cluster", momentum=False, check_every=0
-    )
-    centers = start = np.random.default_rng(1).standard_normal((3, draws[0].theta.shape[1])) / 4
-    for data in draws:
-        centers = plain_round(data, centers, 0.02, 1, by_cluster=True)
-
-    def fresh(round_: int) -> Clients:
-        return Clients(draws[round_ - 1].X, draws[round_ - 1].y)
-
-    found = simulate(fresh, TwoPhase(3, phase_2=plain), 4, centers=start).state.centers
-    np.testing.assert_allclose(found, centers, atol=1e-10)
-
-
-@pytest.mark.parametrize("later", [None, Clients(np.ones((2, 3, 2)), np.ones((2, 3)))])
-def test_fresh_samples_are_those_of_the_same_clients(later: Any) -> None:
-    first = Clients(np.ones((3, 3, 2)), np.ones((3, 3)))
-    with pytest.raises((ValueError, TypeError), match="clients"):
-        simulate(lambda round_: first if round_ == 1 else later, TwoPhase(1), 2)
 
 
 def test_a_cluster_without_anchors_is_found_later() -> None:

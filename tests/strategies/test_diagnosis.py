@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_the_known_difference_is_found(kind: str, seed: int) -> None:
 
 
 def test_a_metric_to_maximize_leads_to_the_same_choice() -> None:
-    by_score = diagnosed("head", 0, metric="score").result
+    by_score = diagnosed("head", 0, metric="score", higher_is_better=True).result
     assert by_score.choice == "head"  # as by the loss, above
     rows = by_score.table().splitlines()
     assert [row.split()[0] for row in rows[1:]] == list(by_score.values)
@@ -98,6 +99,8 @@ def test_a_given_part_stays_private() -> None:
     [
         ({"private": ("tail.*",)}, "private"),
         ({"metric": "accuracy"}, "metric"),
+        ({"metric": "score"}, "higher_is_better"),
+        ({"fraction_evaluate": 0.5}, "fraction_evaluate"),
         ({"checkpoint_dir": "here"}, "checkpoint_dir"),
         ({"fraction_train": 0.5}, "fraction_train"),
         ({"num_clinets": 3}, "num_clinets"),
@@ -106,6 +109,80 @@ def test_a_given_part_stays_private() -> None:
 def test_what_it_cannot_do_is_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises((ValueError, TypeError), match=named):
         diagnosed("shared", 0, **options)
+
+
+@dataclass
+class Mean:
+    """A client that learns a number twice, and between them counts how often it has trained."""
+
+    own: float
+    noise: Callable[[], float] = lambda: 0.0
+    reports: Callable[[float], float] = lambda loss: loss
+
+    def fit(self, model: list[np.ndarray], config: Any) -> Any:
+        first, n_fits, second = model
+        moved = [mean + 0.5 * (self.own - mean) for mean in (first, second)]
+        return [moved[0], n_fits + 1, moved[1]], 1, {}
+
+    def evaluate(self, model: list[np.ndarray], config: Any) -> Any:
+        first, n_fits, second = model
+        loss = float(np.mean((np.stack([first, second]) - self.own) ** 2)) + self.noise()
+        n = float(n_fits.mean())
+        return self.reports(loss), 1, {"rmse": loss, "fits_acc": n, "late_error": max(n - 5, 0)}
+
+
+def diagnosed_means(clients: list[Mean], num_rounds: int = 8, **options: Any) -> Diagnosis:
+    """Return the diagnosis of these clients, which start at the number 0."""
+    diagnosis = Diagnosis(**options)
+    app = client_app(lambda context: clients[int(context.node_config["partition-id"])])
+    start = ArrayRecord([np.zeros((1, 1))] * 3)
+    diagnosis.start(InProcessGrid(app, len(clients)), start, num_rounds, verbose="quiet")
+    return diagnosis
+
+
+@pytest.mark.parametrize("reports", [lambda loss: 1e6, lambda loss: 1e6 * loss])
+def test_no_single_client_decides_by_a_huge_loss(reports: Callable[[float], float]) -> None:
+    clients = [Mean(i % 2) for i in range(N)]
+    clients[3].reports = reports
+    found = diagnosed_means(clients).result
+    assert found.choice == "clusters"
+    assert 3 in found.clients
+
+
+@pytest.mark.parametrize("metric", ["loss", "rmse"])
+def test_less_of_an_error_is_better(metric: str) -> None:
+    found = diagnosed_means([Mean(i % 2) for i in range(N)], metric=metric).result
+    assert (found.choice, found.higher_is_better) == ("clusters", False)
+
+
+def test_the_direction_follows_from_the_name_of_the_metric() -> None:
+    for metric in ("eval_loss", "mse", "eval_rmse", "MAE", "perplexity", "val-nll"):
+        assert Diagnosis(metric=metric).higher_is_better is False, metric
+    for metric in ("accuracy", "eval_acc", "test.auc", "f1"):
+        assert Diagnosis(metric=metric).higher_is_better is True, metric
+    assert Diagnosis(metric="mse", higher_is_better=True).higher_is_better is True
+
+
+@pytest.mark.parametrize("num_rounds", [5, 12])
+def test_each_candidate_trains_a_model_equally_often(num_rounds: int) -> None:
+    clients = [Mean(i % 2) for i in range(6)]
+    found = diagnosed_means(clients, num_rounds, metric="fits_acc").result
+    assert set(found.values) == {"shared", "tuned", "head", "body", "near", "clusters", "alone"}
+    for name, values in found.values.items():
+        # Ditto's own model is pulled towards a shared one, which is a training behind.
+        assert np.allclose(values, num_rounds, atol=name == "near"), name
+
+
+def test_of_each_candidate_the_training_may_stop_early() -> None:
+    found = diagnosed_means([Mean(i % 2) for i in range(6)], metric="late_error").result
+    assert all(not values.any() for values in found.values.values())
+
+
+def test_noise_makes_no_candidate_look_better() -> None:
+    for seed in range(6):
+        rngs = [np.random.default_rng((seed, i)) for i in range(N)]
+        noisy = [Mean(1.0, noise=lambda rng=rng: 0.1 * rng.standard_normal()) for rng in rngs]
+        assert diagnosed_means(noisy, 12, seed=seed).result.choice == "shared"
 
 
 def test_before_start_there_is_no_result() -> None:

@@ -515,7 +515,7 @@ def test_options_are_checked(options: Any, error: type[Exception], named: str) -
     ("options", "error", "named"),
     [
         ({"initial_arrays": None}, ValueError, "initial_arrays"),
-        ({"initial_arrays": ArrayRecord([np.full(2, np.inf)])}, ValueError, "initial_arrays"),
+        ({"initial_arrays": ArrayRecord([np.ones(2, complex)])}, ValueError, "initial_arrays"),
         ({"initial_arrays": ArrayRecord([np.ones(2, bool)])}, ValueError, "initial"),
         ({"num_rounds": 0}, ValueError, "num_rounds"),
         ({"evaluate_fn": print}, ValueError, "evaluate_fn"),

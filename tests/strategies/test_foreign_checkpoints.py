@@ -27,7 +27,7 @@ RESUME = ServerSettings(resume=True)
 def test_an_entry_that_is_missing_or_another_one_is_noticed(
     name: str, damage: str, tmp_path: Path, warned: Any
 ) -> None:
-    """Where one is missing, also of the record, as in a file of an older version."""
+    """Where one is missing, also of the record."""
     case, folder = CASES[name], tmp_path / "damaged"
     whole = case.run(case.grid(), case.cut + 2)
     grid = case.grid()
@@ -43,7 +43,7 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
             continue
         else:
             del arrays[entry]
-            meta.pop("arrays", None)
+            meta["arrays"] = {one: of for one, of in meta["arrays"].items() if one != entry}
         shutil.copytree(tmp_path / "whole", folder)
         files.save(folder / path.name, arrays, meta)
         for node, context in grid.contexts.items():
@@ -60,6 +60,17 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
         if said or damage == "another one":
             assert str(folder / path.name) in said + warned.text, entry
         shutil.rmtree(folder)
+
+
+def test_a_checkpoint_of_another_version_is_rejected_not_passed_over(tmp_path: Path) -> None:
+    case = CASES["perma"]
+    grid = case.grid()
+    case.run(grid, case.cut, checkpoint_dir=tmp_path)
+    path = max(tmp_path.glob("round-*.npz"))
+    saved = files.load(path)
+    files.save(path, saved.arrays, {**saved.meta, "format": 2})
+    with pytest.raises(ValueError, match=rf"{path.name} .*format.* got 2"):
+        case.run(grid, case.cut + 2, checkpoint_dir=tmp_path, server=RESUME)
 
 
 class Older(ProtocolStrategy):

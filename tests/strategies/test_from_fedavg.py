@@ -95,6 +95,15 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             ValueError,
             "DifferentialPrivacy",
         ),
+        (
+            lambda: run(
+                DifferentialPrivacyServerSideFixedClipping(PersonalizedFedAvg(["0"]), 0.1, 1.0, 3),
+                MEANS,
+                ArrayRecord([np.zeros(3), np.zeros(3)]),
+            ),
+            ValueError,
+            "DifferentialPrivacy",
+        ),
     ],
 )
 def test_what_fails_says_why(combine: Callable[[], Any], error: type[Exception], said: str) -> None:

@@ -14,17 +14,16 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
-    Clients,
     LogisticLoss,
     MomentDescent,
     Refinement,
     TwoPhase,
     model_error,
-    simulate,
 )
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.strategies import ProtocolStrategy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
+from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 from tests.grids import Tapped, arrays_in, grid_of
 

@@ -1,0 +1,194 @@
+"""The arrays of a user's model: what of them is averaged, and what must stay as it was sent.
+
+Every array keeps its dtype, on every wire and in every state; sums are formed in float64, one array
+at a time. The same rules are those of all strategies for any model:
+
+=============================  ===================================================================
+floats                         averaged; robustly, or with an optimizer, where that is asked for
+floats named `STATISTICS`      averaged; no optimizer and no correction extrapolates them
+integers                       weighted mean, rounded half to even; no optimizer, no distance of a
+                               robust rule sees them
+booleans                       must stay as they were sent
+entries that are not finite,   must stay as they were sent, bit for bit: -infinity in a mask, a
+or too large to be averaged    buffer of NaN
+=============================  ===================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+#: The dtypes of a model's arrays.
+DTYPES = tuple(
+    map(np.dtype, ("?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d"))
+)
+#: How the names end of a batch normalization's statistics: steps beyond their mean are no
+#: statistics, and make a variance negative.
+STATISTICS = ("running_mean", "running_var")
+#: A float is far too large beyond so many times the lower median of an array's largest absolute
+#: values, which counts as one at least.
+FAR_TOO_LARGE = 100.0
+
+
+@lru_cache
+def largest_averaged(dtype: np.dtype[Any]) -> float:
+    """Return the largest absolute value that is averaged: its square is within the dtype's range.
+
+    Integers are so up to where every one is a float64; sums of half floats are formed in others.
+    """
+    if dtype.kind != "f":
+        return 2.0**53 if dtype.kind in "iu" else -inf
+    largest = float(np.finfo(dtype).max)
+    return largest if dtype.itemsize == 2 else largest**0.4
+
+
+def check_dtypes(argument: str, names: Sequence[str], arrays: Sequence[Array]) -> None:
+    """Raise a ValueError unless these are arrays that a model can have."""
+    if not arrays:
+        raise ValueError(f"{argument} must be the arrays of a model, got none.")
+    if all(array.dtype.kind == "b" for array in arrays):
+        raise ValueError(f"{argument} must have numbers, which are averaged, got booleans alone.")
+    for name, array in zip(names, arrays, strict=True):
+        if array.dtype not in DTYPES:
+            why = " (what becomes of bfloat16: send float32)" if array.dtype.kind == "V" else ""
+            raise ValueError(
+                f"{argument} must be booleans, integers, or float16, float32 or float64, got "
+                f"{array.dtype}{why} as {name!r}."
+            )
+
+
+def is_float(array: Array) -> bool:
+    """Whether robust rules, noise and optimizers see an array."""
+    return array.dtype.kind == "f"
+
+
+def is_plain(name: str, array: Array) -> bool:
+    """Whether an array is averaged, if at all, in no other way than by its weighted mean."""
+    return not is_float(array) or name.endswith(STATISTICS)
+
+
+def magnitude(array: Array) -> float:
+    """Return the largest absolute value; NaN if there is one."""
+    return max(float(array.max(initial=0)), -float(array.min(initial=0)))
+
+
+def fixed_entries(array: Array) -> NDArray[np.bool_] | None:
+    """Return which entries must stay as they are, None if there are none."""
+    limit = largest_averaged(array.dtype)
+    if array.dtype.kind == "b":
+        return np.ones(array.shape, dtype=bool)
+    if magnitude(array) <= limit:
+        return None
+    averaged: NDArray[np.bool_] = (array <= limit) & (array >= -limit)
+    return ~averaged
+
+
+def check_trained(name: str, array: Array, before: Array, fixed: NDArray[np.bool_] | None) -> float:
+    """Return the largest absolute value that is averaged of an array that was trained.
+
+    Parameters
+    ----------
+    name : str
+        Its name, for the message.
+    array, before : ndarray
+        After training, and as it was sent.
+    fixed : ndarray of bool or None
+        The `fixed_entries` of ``before``.
+
+    Raises
+    ------
+    ValueError
+        If shape or dtype are others, or an entry is that had to stay, or had to be averaged.
+    """
+    if (array.shape, array.dtype) != (before.shape, before.dtype):
+        raise ValueError(
+            f"array {name!r} must have shape {before.shape} and dtype {before.dtype}, got "
+            f"{array.shape} and {array.dtype}."
+        )
+    own = fixed_entries(array)
+    if own is None and fixed is None:
+        return magnitude(array)
+    odd = np.zeros(array.shape, dtype=bool)
+    for entries in (own, fixed):
+        odd |= False if entries is None else entries
+    if array[odd].tobytes() != before[odd].tobytes():
+        limit = largest_averaged(array.dtype)
+        rule = "stay as it was sent, as booleans do"
+        if array.dtype.kind != "b":
+            rule = f"be finite and at most {limit:.0e}, but for entries that stay as they were sent"
+        raise ValueError(
+            f"array {name!r} must {rule}, got {array[odd][:3]} where {before[odd][:3]} was sent."
+        )
+    return magnitude(array[~odd])
+
+
+def far_too_large(magnitudes: Array) -> Array:
+    """Return the bounds that follow from arrays' largest absolute values at several parties.
+
+    ``magnitudes`` (n_arrays, n_parties).
+    """
+    lower = np.sort(magnitudes, axis=1)[:, (magnitudes.shape[1] - 1) // 2]
+    bounds: Array = FAR_TOO_LARGE * np.maximum(lower, 1)
+    return bounds
+
+
+def mean_like(
+    start: Array, fixed: NDArray[np.bool_] | None, terms: Iterable[tuple[float, Array]]
+) -> Array:
+    """Return the sum of (weight, array), of weights that sum to one, as what replaces ``start``."""
+    if start.dtype.kind == "b":
+        return start
+    total = np.zeros(start.shape)
+    for weight, array in terms:
+        total += np.multiply(array, weight, dtype=np.float64)
+    return settled(total, start, fixed)
+
+
+def settled(found: Array, start: Array, fixed: NDArray[np.bool_] | None) -> Array:
+    """Return a mean with the dtype of ``start``, and with its entries where they are fixed."""
+    if start.dtype.kind in "iu":
+        found = np.rint(found)
+    mean = np.asarray(found).astype(start.dtype, copy=False)
+    return mean if fixed is None else np.where(fixed, start, mean)
+
+
+def as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return a trained array with the dtype that it was sent with: training may promote it.
+
+    Raises
+    ------
+    ValueError
+        If integers were trained to what is none: they are counters.
+    """
+    if array.dtype == dtype:
+        return array
+    if dtype.kind in "iu" and is_float(array):
+        odd = array[array != np.rint(array)]
+        if odd.size:
+            raise ValueError(
+                f"an array of integers must be one after training, got {odd[0]:g}: send floats "
+                "where training changes them."
+            )
+    with np.errstate(over="ignore"):  # what is infinite then is found later
+        return array.astype(dtype)
+
+
+def cleared(array: Array, fixed: NDArray[np.bool_] | None) -> Array:
+    """Return an array with zeros where it is fixed."""
+    return array if fixed is None else np.where(fixed, array.dtype.type(0), array)
+
+
+def change(
+    new: Array, old: Array, fixed: NDArray[np.bool_] | None, least: type = np.float32
+) -> Array:
+    """Return the change of an array of floats, at least in this dtype; zero where it is fixed."""
+    sides = cleared(new, fixed), cleared(old, fixed)
+    return np.asarray(np.subtract(*sides, dtype=np.result_type(old, least)))
