@@ -1,9 +1,9 @@
 """What `Diagnosis` costs: its choice after a few rounds, beside the best strategy after all.
 
 Run from the repository's root: ``python benchmarks/diagnosis.py [SEEDS]``; it writes
-``benchmarks/results/diagnosis.md``. About ten minutes for ten seeds. The clients are those of the
-experiment ``personal``; all candidates have the same length of a step. The choice is made on images
-that clients neither train nor are judged on, by their loss, as by default.
+``benchmarks/results/diagnosis.md``. About 25 minutes for ten seeds on two cores. The clients are
+those of the experiment ``personal``; all candidates have the same length of a step. The choice is
+made on images that clients neither train nor are judged on, by their loss, as by default.
 """
 
 from __future__ import annotations
