@@ -30,6 +30,7 @@ PACKAGES = {
     "flwr_perdl.simulations": "Simulations",
     "flwr_perdl.trackers": "Trackers",
     "flwr_perdl.export": "Export",
+    "flwr_perdl.pytorch": "PyTorch",
     "flwr_perdl.network": "Networks",
     "flwr_perdl.dictionary": "Dictionary learning",
     "flwr_perdl.regression": "Mixed regression",

@@ -18,7 +18,6 @@ _HOW: dict[str, Any] = {
     "out": "",
     "resume": False,
     "overwrite": False,
-    "state-dir": "",
 }
 
 

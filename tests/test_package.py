@@ -30,7 +30,7 @@ APPS = [file.parent for file in (ROOT / "pyproject.toml", *ROOT.glob("examples/*
 # An import only ever points down: what each package may import of the others.
 ROOMS = [
     *("core", "dictionary", "regression", "diffusion", "network", "protocol", "privacy"),
-    *("clients", "strategies", "simulations", "estimators", "trackers", "export"),
+    *("clients", "strategies", "simulations", "estimators", "trackers", "export", "pytorch"),
 ]
 FLOORS = {
     **{room: set(ROOMS[:position]) for position, room in enumerate(ROOMS)},
@@ -40,6 +40,7 @@ FLOORS = {
     "network": {"core", "diffusion", "strategies"},  # FlowerNetwork, when it is asked for
     "protocol": {"core", "regression"},  # the rules of `average_updates`
     "export": {"core", "protocol"},
+    "pytorch": {"core"},
     "trackers": {"core", "protocol", "clients"},  # of clients, the name of a metric
 }
 

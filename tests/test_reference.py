@@ -18,7 +18,10 @@ PACKAGES = (
     *("estimators", "strategies", "clients", "simulations", "network", "dictionary"),
     *("regression", "diffusion", "privacy", "core.checks", "core.files", "random"),
     *("protocol.events", "protocol.records", "core.threads", "trackers", "export"),
+    "pytorch",
 )
+#: The library that an example needs, where it is not one of the library's own.
+NEEDS = {"to_frame": "pandas", "norm_layers": "torch"}
 
 
 def documented() -> Iterator[Any]:
@@ -52,8 +55,8 @@ def test_a_public_name_has_a_summary_and_an_example_that_runs(one: Any) -> None:
     assert "\nExamples\n--------\n" in rest, f"{one.__name__} has no section Examples"
     (example,) = doctest.DocTestFinder(recurse=False).find(one, one.__name__, globs={})
     assert example.examples
-    if one.__name__ == "to_frame":
-        pytest.importorskip("pandas")
+    if one.__name__ in NEEDS:
+        pytest.importorskip(NEEDS[one.__name__])
     said: list[str] = []
     doctest.DocTestRunner(verbose=False).run(example, out=said.append)
     assert not said, "".join(said)

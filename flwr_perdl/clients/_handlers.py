@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isnan, nan
 from typing import Any
 
@@ -40,6 +41,9 @@ from flwr_perdl.protocol.records import (
 
 Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
+
+#: How the library's records in ``context.state`` are called.
+_OURS = "perdl."
 
 
 class NoEvaluateError(NotImplementedError):
@@ -116,6 +120,43 @@ def numbers_of(content: RecordDict) -> tuple[dict[str, Scalar], int]:
         raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
     numbers = scalars(record)
     return numbers, int(numbers[NUM_EXAMPLES])
+
+
+@contextmanager
+def state_of(context: Context, training: str) -> Iterator[None]:
+    """Let the app find in ``context.state`` what it kept in this kind of training, and no more.
+
+    An optimizer's state is of the model that it trained. All records that are not the library's are
+    the app's.
+    """
+    prefix = f"{_OURS}app.{training}/"
+
+    def taken(state: RecordDict, own: Callable[[str], bool]) -> dict[str, Any]:
+        return {name: state.pop(name) for name in [*state] if own(name)}
+
+    def is_app(name: str) -> bool:
+        return not name.startswith(_OURS)
+
+    others = taken(context.state, is_app)
+    for name, record in taken(context.state, lambda name: name.startswith(prefix)).items():
+        context.state[name.removeprefix(prefix)] = record
+    try:
+        yield
+    finally:
+        for name, record in taken(context.state, is_app).items():
+            context.state[prefix + name] = record
+        for name, record in others.items():
+            context.state[name] = record
+
+
+def within(
+    mods: Sequence[Any], call: Callable[[Message, Context], Message]
+) -> Callable[[Message, Context], Message]:
+    """Return ``call`` with these mods around it, outermost first."""
+    if not mods:
+        return call
+    inner = within(mods[1:], call)
+    return lambda message, context: mods[0](message, context, inner)
 
 
 def says(message: Message, *keys: str) -> bool:

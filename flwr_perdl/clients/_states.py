@@ -16,7 +16,8 @@ from flwr_perdl.core import files
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.records import PARTITION_ID
 
-_FILE, _BYTES = "nodes.npz", "bytes"
+#: The folder of the file, with no rights but the owner's: the user's own keeps its rights.
+_FOLDER, _FILE, _BYTES = "nodes", "nodes.npz", "bytes"
 
 
 class NodeStates:
@@ -28,21 +29,26 @@ class NodeStates:
     Parameters
     ----------
     folder : Path
-        Where the file is.
+        In whose folder ``nodes`` the file is.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, folder / _FILE
+        self._folder = folder / _FOLDER
+        self._path = self._folder / _FILE
 
     def save(self, contexts: Sequence[Context]) -> None:
         """Replace the file; afterwards it holds all of these states, or what it held."""
         parts: list[bytes] = []
         nodes = [_described(context, parts) for context in contexts]
         named = {_BYTES: np.frombuffer(b"".join(parts), dtype=np.uint8)}
-        files.refuse_link(self._folder)
+        self._refuse_links()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o700)
         files.save(self._path, *locked(named, {"nodes": nodes}))
+
+    def _refuse_links(self) -> None:
+        for own in (self._folder.parent, self._folder):
+            files.refuse_link(own)
 
     def contexts(self) -> list[Context]:
         """Return contexts of their own for all nodes of the file, with these states; or none."""
@@ -70,7 +76,7 @@ class NodeStates:
             return
 
         def check(about: Mapping[str, Any]) -> None:
-            files.refuse_link(self._folder)
+            self._refuse_links()
             n_nodes = len(about["nodes"] or ())
             if n_nodes != len(contexts):
                 raise ValueError(f"{self._path} must be of {len(contexts)} nodes, got {n_nodes}.")

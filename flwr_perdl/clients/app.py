@@ -11,15 +11,26 @@ from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordD
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
-from flwr_perdl.clients._handlers import NoEvaluateError, evaluation_of, evaluation_reply, says
+from flwr_perdl.clients._handlers import (
+    NoEvaluateError,
+    evaluation_of,
+    evaluation_reply,
+    says,
+    within,
+)
 from flwr_perdl.clients.base import Member, identify, private_shelf
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED, DiffusionClient, pins_keys
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
 from flwr_perdl.clients.ditto import DITTO, answer_ditto
-from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
+from flwr_perdl.clients.keep_private import (
+    KeepPrivate,
+    asked_to_keep,
+    check_mods,
+    check_patterns,
+)
 from flwr_perdl.clients.perma import ONLY_DICTIONARY, SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
-from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
+from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
@@ -30,6 +41,7 @@ from flwr_perdl.protocol.records import (
     DEFAULT,
     NO_EVALUATE,
     PARTITION_ID,
+    PRIVATE,
     UNCOUNTED,
     Scalar,
     directed,
@@ -57,7 +69,7 @@ def client_app(
     evaluate_mods: Sequence[Any] = (),
     secure: bool = False,
     min_clients: int = MIN_CLIENTS,
-    private: Sequence[str] = (),
+    private: str | Sequence[str] = (),
     privacy: Noise | None = None,
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
@@ -86,9 +98,10 @@ def client_app(
         The fewest clients in a secure round that the client takes part in, at least 2. It counts
         different public keys: in a round with fewer it sends no update, and it does not help to
         unmask a sum over fewer.
-    private : sequence of str, default ()
-        Names of arrays that never leave the client, or patterns of them: `keep_private`, around all
-        mods. Where the strategy's initial arrays have no names, they are "0", "1", ….
+    private : str or sequence of str, default ()
+        Names of arrays that never leave the client, or patterns of them: `keep_private`, with
+        ``train_mods`` inside, which see the shared arrays alone, and around all other mods. Where
+        the strategy's initial arrays have no names, they are "0", "1", ….
     privacy : Noise, optional
         The client answers only requests whose promise is at least as strong, with sums to which
         noise is added, and only for as many rounds as the promise is for: with ``state-dir`` in the
@@ -143,7 +156,7 @@ def client_app(
                 "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        _check_outermost("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
+        check_mods("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
         return make_client if ours else OtherApp(make_client, min_clients, names, privacy)
     if not callable(make_client):
         raise TypeError(
@@ -151,21 +164,10 @@ def client_app(
             f"{make_client!r}."
         )
     for name, mods in (("train_mods", train_mods), ("evaluate_mods", evaluate_mods)):
-        if not all(map(callable, check_list(name, mods))):
-            raise TypeError(f"{name} must be functions, got {mods!r}.")
-        _check_outermost(name, mods)
+        check_mods(name, mods)
     return NumPyClientApp(
         make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy
     )
-
-
-def _check_outermost(name: str, mods: Sequence[Any]) -> None:
-    """Refuse a `keep_private` that other mods, or another one, would stand around."""
-    if any(isinstance(mod, KeepPrivate) for mod in mods):
-        raise ValueError(
-            f"{name} must be without keep_private, which stands around all mods, on training and "
-            "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
-        )
 
 
 def _numpy_client(client: Any) -> Any:
@@ -190,6 +192,8 @@ class AnsweringApp(ClientApp):
 
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
+    #: Mods around training, which see what is shared.
+    _train_mods: Sequence[Any] = ()
 
     def __init__(self, min_clients: int, private: tuple[str, ...], privacy: Noise | None) -> None:
         super().__init__()
@@ -262,9 +266,18 @@ class AnsweringApp(ClientApp):
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
         keep = self._keep or (None if self.own_keep else asked_to_keep(message))
+        kind = route_of(message)[0]
+        mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:
-            return self._handle(message, context)
-        return keep(message, context, self._handle)
+            reply = within(mods, self._handle)(message, context)
+        else:
+            reply = keep(message, context, self._handle, mods)
+        keep = keep or self.own_keep
+        if kind == MessageType.QUERY and keep is not None and not reply.has_error():
+            who = reply.content.get(CONFIG)
+            if isinstance(who, ConfigRecord):
+                who[PRIVATE] = ", ".join(map(repr, keep.patterns))
+        return reply
 
     def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""
@@ -323,9 +336,12 @@ class NumPyClientApp(AnsweringApp):
         privacy: Noise | None,
     ) -> None:
         super().__init__(min_clients, private, privacy)
+        if private:
+            self._keep = KeepPrivate(private, by_position=True)
         self._make_client = make_client
         self._secure = secure
-        self.train(mods=list(train_mods))(self._train)
+        self._train_mods = tuple(train_mods)
+        self.train()(self._train)
         self.evaluate(mods=list(evaluate_mods))(self._evaluate)
         self.query()(self._query)
 

@@ -19,6 +19,7 @@ want to read.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from hashlib import sha256
@@ -48,6 +49,10 @@ from flwr_perdl.protocol.records import (
 )
 
 PrivateArrays = dict[str, NDArray[Any]]
+
+#: The environment variable with the folder of a client's private state, where the node config has
+#: no ``state-dir``.
+FOLDER_VARIABLE = "FLWR_PERDL_STATE_DIR"
 
 PREFIX = "perdl.private."
 #: What follows a run's token where an app inside a protocol keeps arrays of its own.
@@ -157,7 +162,9 @@ def private_shelf(
     algorithm : str
         What the state is of.
     state_dir : str or Path, optional
-        Folder of all clients; by default ``state-dir`` of the node config, then of the run config.
+        Folder of all clients; by default ``state-dir`` of the node config, then what
+        ``FLWR_PERDL_STATE_DIR`` names in the environment of the client's process. A ``state-dir``
+        of the run config is the server's word, and does not count.
 
     Examples
     --------
@@ -168,7 +175,7 @@ def private_shelf(
     True
     """
     check_kind("context", context, Context, "a Context")
-    given = state_dir or context.node_config.get("state-dir") or context.run_config.get("state-dir")
+    given = state_dir or context.node_config.get("state-dir") or os.environ.get(FOLDER_VARIABLE)
     if not given:
         return None
     own = str(context.node_config.get(NAME) or context.node_config.get(PARTITION_ID))

@@ -90,8 +90,8 @@ class LearnerClient(ProtocolClient):
         How many samples must stand behind a row of a reply (`flwr_perdl.privacy.may_send`); 0
         sends every row.
     state_dir : str or Path, optional
-        Folder for the private state; by default ``state-dir`` of the node config, then of the run
-        config, and nothing is kept on disk where both are missing.
+        Folder for the private state; by default as `private_shelf` finds it; nothing is kept on
+        disk where there is none.
     max_runs : int, default 8
         Runs of a strategy (their tokens ``perdl.run``) within one run of Flower that the client
         takes part in.

@@ -107,8 +107,8 @@ class DiffusionClient(Member):
     on_end : callable, optional
         Called at the node with its last state; more than once if the server asks again.
     state_dir : str or Path, optional
-        Folder for the private state; by default ``state-dir`` of the node config, then of the run
-        config, and nothing is kept on disk where both are missing.
+        Folder for the private state; by default as `private_shelf` finds it; nothing is kept on
+        disk where there is none.
 
     Notes
     -----

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import Context, Message, MessageType
 
-from flwr_perdl.clients._handlers import Handlers, as_given, evaluation_reply
+from flwr_perdl.clients._handlers import Handlers, as_given, evaluation_reply, state_of
 from flwr_perdl.clients.base import PrivateState, private_shelf
 from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
@@ -52,7 +52,8 @@ def answer_ditto(
     if not trains:
         return evaluation_reply(message, *app.evaluate(own, own_config))
     pull = check_real(PULL, config.get(PULL), 0, 1)
-    sent, n, metrics = app.fit(given, own_config)
+    with state_of(context, "shared"):  # evaluations see the state of the client's own model
+        sent, n, metrics = app.fit(given, own_config)
     trained, _, _ = app.fit(own, own_config)
     arrays = zip(names, as_given(trained, given), given, strict=True)
     pulled = [_pulled(name, own, shared, pull) for name, own, shared in arrays]

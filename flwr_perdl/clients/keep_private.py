@@ -7,17 +7,20 @@ clip and PyTorch's ``load_state_dict`` want it. Only `PersonalizedFedAvg` knows 
 and asks the mod to leave it out of the messages.
 
 What leaves the client: the other arrays after training, and what else the app replies. What they
-say of the samples, and of the private arrays that they were trained with, is not hidden. The names
-of arrays are the server's: an app that takes its arrays by position, as a NumPyClient does, trusts
-the first request of a run with which array has which name.
+say of the samples, and of the private arrays that they were trained with, is not hidden, but that a
+shared array is a copy of a private one, as of tied weights, is refused. The names of arrays are the
+server's: an app that takes its arrays by position, as a NumPyClient does, trusts the first request
+of its first run with which array has which name, and keeps to it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from glob import escape
+from logging import WARNING
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,10 +36,13 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients._handlers import says, sendable
-from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
-from flwr_perdl.core.checks import check_count, check_list
+from flwr_perdl.clients._handlers import says, sendable, state_of, within
+from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_trained, fixed_entries
+from flwr_perdl.privacy.at_rest import locked, read
+from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
     ANEW,
     CONFIG,
@@ -60,12 +66,14 @@ KEPT = "kept-private"
 
 #: What the state is of, and its entries: the names of all arrays, and the private ones.
 _ALGORITHM, _NAMES, _ARRAY = "keep-private", "names", "array/"
+#: Where the names of a client's first run are: in ``context.state``, and on disk.
+_FIRST, _FIRST_FILE = "perdl.names", "names.npz"
 
 Call = Callable[[Message, Context], Message]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 
 
-def keep_private(*patterns: str) -> KeepPrivate:
+def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> KeepPrivate:
     """Return a Flower mod that keeps the arrays with these names at the client.
 
     ``ClientApp(mods=[keep_private("head.*")])`` personalizes an app of the Message API without a
@@ -74,9 +82,12 @@ def keep_private(*patterns: str) -> KeepPrivate:
 
     Parameters
     ----------
-    *patterns : str
-        Names of arrays, or patterns of them as in ``fnmatch``: ``"fc3.*"``. Arrays without names
-        are called "0", "1", ….
+    *patterns : str or sequence of str
+        Names of arrays, or patterns of them as in ``fnmatch``: ``"fc3.*"``, one after the other or
+        in a list. Arrays without names are called "0", "1", ….
+    inside : sequence of Flower mods, default ()
+        Mods around training, outermost first, that see the shared arrays alone, such as
+        ``LocalDpMod``: the private ones are neither clipped nor noised, and do not count in norms.
 
     Returns
     -------
@@ -86,12 +97,17 @@ def keep_private(*patterns: str) -> KeepPrivate:
 
     Raises
     ------
+    TypeError
+        If ``inside`` has something that is not a function.
     ValueError
         If there are no patterns, or one is no text. When a message comes, and then as the error of
-        the reply, with the stored arrays as they were: if a pattern matches no array, or the
-        patterns match all of them; if names or shapes are not those of the run's messages before;
-        if there is no ``"server-round"`` in the config; if the app does not return the arrays that
-        it received, or returns private ones that are not finite.
+        the reply, with the stored arrays as they were: if the patterns match no array, or all of
+        them (one that matches none, where another does, is a warning); if names or shapes are not
+        those of the run's messages before, or, of a client of `client_app` that takes its arrays by
+        position, names not those of its first run; if there is no ``"server-round"`` in the config;
+        if the app does not return the arrays that it received, or returns private ones that are not
+        finite, or a shared array of floats that its training changed and that equals a private one
+        (tied weights).
 
     Notes
     -----
@@ -119,15 +135,16 @@ def keep_private(*patterns: str) -> KeepPrivate:
     ...     numbers = MetricRecord({"num-examples": 1})
     ...     content = RecordDict({"arrays": ArrayRecord(own), "metrics": numbers})
     ...     return Message(content, reply_to=message)
-    >>> start = ArrayRecord({"body": Array(np.zeros(1)), "head": Array(np.zeros(1))})
+    >>> start = ArrayRecord({"body": Array(np.zeros(1)), "head": Array(np.ones(1))})
     >>> grid = InProcessGrid(app, 2)
     >>> result = FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=3)
     >>> result.arrays.to_numpy_ndarrays()
-    [array([3.]), array([0.])]
+    [array([3.]), array([1.])]
     """
-    if not patterns:
+    own = tuple(one for some in patterns for one in check_patterns("patterns", some))
+    if not own:
         raise ValueError("patterns must name at least one array, got none.")
-    return KeepPrivate(check_patterns("patterns", patterns))
+    return KeepPrivate(own, inside=check_mods("inside", inside))
 
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
@@ -138,25 +155,49 @@ def asked_to_keep(message: Message) -> KeepPrivate | None:
     return KeepPrivate(tuple(map(escape, left_out))) if left_out else None
 
 
+def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
+    """Return mods, or say that one is no function, or another `keep_private`."""
+    listed = tuple(check_list(name, mods))
+    if not all(map(callable, listed)):
+        raise TypeError(f"{name} must be functions, got {mods!r}.")
+    if any(isinstance(mod, KeepPrivate) for mod in listed):
+        raise ValueError(
+            f"{name} must be without keep_private, which stands around all mods, on training and "
+            "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
+        )
+    return listed
+
+
 def check_patterns(name: str, patterns: Any) -> tuple[str, ...]:
-    """Return patterns of arrays' names, or say which is none."""
-    for pattern in check_list(name, patterns):
+    """Return patterns of arrays' names, one or several, or say which is none."""
+    patterns = [patterns] if isinstance(patterns, str) else check_list(name, patterns)
+    for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"{name} must be names of arrays, or patterns, got {pattern!r}.")
     return tuple(patterns)
 
 
 def matched(name: str, patterns: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return which of these names match; each pattern must match one, and not all may match."""
-    for pattern in patterns:
-        if not any(fnmatchcase(one, pattern) for one in names):
-            raise ValueError(
-                f"{name} must match arrays, got {pattern!r} with arrays called {_list(names)}."
-            )
+    """Return which of these names match: at least one, and not all."""
     found = [one for one in names if any(fnmatchcase(one, each) for each in patterns)]
+    if not found:
+        raise ValueError(
+            f"{name} must match arrays, got {_list(patterns)} with arrays called {_list(names)}."
+        )
     if len(found) == len(names):
         raise ValueError(f"{name} must leave an array to share, got {_list(patterns)}: all match.")
     return found
+
+
+def warn_of_unmatched(name: str, patterns: Sequence[str], names: Collection[str]) -> None:
+    """Warn of patterns that match no array, where others do."""
+    unmatched = [one for one in patterns if not any(fnmatchcase(each, one) for each in names)]
+    if unmatched:
+        log(
+            WARNING,
+            "%s: %s matches none of the arrays, which are called %s.",
+            *(name, _list(unmatched), _list(names)),
+        )
 
 
 class _Part(NamedTuple):
@@ -173,10 +214,16 @@ class _Part(NamedTuple):
 class KeepPrivate:
     """See `keep_private`."""
 
-    def __init__(self, patterns: tuple[str, ...]) -> None:
+    def __init__(
+        self, patterns: tuple[str, ...], *, inside: Sequence[Any] = (), by_position: bool = False
+    ) -> None:
         self.patterns = patterns
+        self._inside = tuple(inside)
+        self._by_position = by_position
 
-    def __call__(self, message: Message, context: Context, call_next: Call) -> Message:
+    def __call__(
+        self, message: Message, context: Context, call_next: Call, inside: Sequence[Any] = ()
+    ) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
         kind = route_of(message)[0]
         if kind == MessageType.QUERY:
@@ -186,24 +233,39 @@ class KeepPrivate:
         config = next((one for one in configs if ROUND in one), ConfigRecord())
         round_ = check_count(ROUND, config.get(ROUND))
         run = str(config.get(RUN, context.run_id))
-        state = PrivateState(context, run, private_shelf(context, _ALGORITHM))
+        shelf = private_shelf(context, _ALGORITHM)
+        state = PrivateState(context, run, shelf)
         kept = state.before(round_) if kind == MessageType.TRAIN else state.after(round_)
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
+        first = _first_names(context, shelf) if self._by_position else part.names
+        if first not in (None, part.names):
+            raise ValueError(
+                f"arrays must be called {_list(first)}, as in the first run of this client, which "
+                f"takes them by position, got {_list(part.names)}."
+            )
         alternate = bool(config.pop(ALTERNATE, False))
 
-        def ask(model: Mapping[str, Array], trained: Sequence[str] = ()) -> Message:
-            message.content[record] = _record(model)
-            if trained:
-                config[TRAIN_NAMES] = json.dumps(trained)
-            return call_next(message, context)
-
         model = _model(part, kept)
+        if kept is None:
+            warn_of_unmatched("patterns", self.patterns, part.names)
         if kind != MessageType.TRAIN:
-            return _without_arrays(ask(model))
-        reply, model = _trained(ask, part, model, alternate)
-        if reply.has_error():
-            return reply
+            message.content[record] = _record(model)
+            return _without_arrays(call_next(message, context))
+
+        mods = (*self._inside, *inside)
+        shared = [name for name in part.names if name not in part.private]
+        for names in (part.private, shared) if alternate else (part.names,):
+            if alternate:
+                config[TRAIN_NAMES] = json.dumps(names)
+            apart = state_of(context, "private") if names is part.private else nullcontext()
+            with apart:
+                reply, found = _trained(message, context, mods, call_next, part, model)
+            if reply.has_error():
+                return reply
+            model = {**model, **{name: sendable(found[name], model[name]) for name in names}}
         state.save(round_, _to_keep(part, model))
+        if first is None:
+            _keep_names(context, shelf, part.names)
         answered, _ = _only_arrays(reply.content, "a training reply")
         reply.content[answered] = _record(_to_send(part, model))
         numbers = reply.content.get(METRICS)
@@ -233,7 +295,7 @@ class KeepPrivate:
                 f"arrays must have a start of {_list(lost)}: this client keeps none from before, "
                 "and without a state-dir in its node config a restart loses what it kept."
             )
-        names = list(given) if kept is None else json.loads(kept[_NAMES].astype(np.uint8).tobytes())
+        names = list(given) if kept is None else _read_names(kept[_NAMES])
         private = matched("patterns", self.patterns, names)
         if not set(left_out) <= set(private):
             raise ValueError(
@@ -292,42 +354,109 @@ def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:
 
 
 def _trained(
-    ask: Callable[..., Message],
+    message: Message,
+    context: Context,
+    mods: Sequence[Any],
+    call: Call,
     part: _Part,
-    model: dict[str, Array],
-    alternate: bool,
+    model: Mapping[str, Array],
 ) -> tuple[Message, dict[str, Array]]:
-    """Return the app's last reply, and the model after its training, in one step or FedRep's two.
+    """Return the app's reply, and the model after training; mods see its shared arrays alone."""
+    record, _ = _only_arrays(message.content, "a request")
+    private = {name: model[name] for name in part.private}
 
-    Of a step of FedRep the other part counts as it was, whatever the app made of it.
-    """
-    shared = [name for name in part.names if name not in part.private]
-    for names in (part.private, shared) if alternate else (part.names,):
-        reply = ask(model, names if alternate else ())
+    def whole(asked: Message, context: Context) -> Message:
+        """Train by the app, which has the whole model."""
+        _, shared = _only_arrays(asked.content, "a request")
+        given = {n: private[n] if n in private else shared[n] for n in part.names}
+        content = RecordDict({**asked.content, record: _record(given)})
+        reply = call(like(asked, content), context)
         if reply.has_error():
-            break
-        _, found = _only_arrays(reply.content, "a training reply")
-        _check_found(found, model, part.private)
-        model = {**model, **{name: sendable(found[name], model[name]) for name in names}}
-    return reply, model
+            return reply
+        answered, found = _only_arrays(reply.content, "a training reply")
+        _check_found(found, given, part.private)
+        private.update({name: found[name] for name in private})
+        reply.content[answered] = _record(_without(found, private))
+        return reply
+
+    message.content[record] = _record(_without(model, private))
+    reply = within(mods, whole)(message, context)
+    if reply.has_error():
+        return reply, {}
+    _, shared = _only_arrays(reply.content, "a training reply")
+    _check_names(shared, _without(model, private))
+    return reply, {**private, **shared}
+
+
+def _without(model: Mapping[str, Array], private: Collection[str]) -> dict[str, Array]:
+    return {name: array for name, array in model.items() if name not in private}
+
+
+def _check_names(found: ArrayRecord, model: Mapping[str, Array]) -> None:
+    if found.keys() != model.keys():
+        raise ValueError(f"a training reply must have {_list(model)}, got {_list(found)}.")
 
 
 def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequence[str]) -> None:
     """Accept a training reply with the model's arrays, whose private ones can be kept."""
-    if found.keys() != model.keys():
-        raise ValueError(f"a training reply must have {_list(model)}, got {_list(found)}.")
+    _check_names(found, model)
     for name in private:
         shape, wanted = tuple(found[name].shape), tuple(model[name].shape)
         if shape != wanted:
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
         before, after = decode(model[name]), decode(sendable(found[name], model[name]))
         check_trained(name, after, before, fixed_entries(before))
+        for other in found.keys() - set(private):
+            if _equal(found[other], found[name]) and not _equal(found[other], model[other]):
+                raise ValueError(
+                    f"array {other!r} must not equal the private array {name!r} after training, as "
+                    "tied weights do: keep both private, or none."
+                )
+
+
+def _equal(one: Array, other: Array) -> bool:
+    """Whether two arrays of floats have the same values, in whatever shape."""
+    alike = one.dtype == other.dtype and prod(one.shape) == prod(other.shape)
+    if not alike or np.dtype(one.dtype).kind != "f":
+        return False
+    return np.array_equal(decode(one).ravel(), decode(other).ravel(), equal_nan=True)
 
 
 def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
-    letters = np.frombuffer(json.dumps(part.names).encode(), dtype=np.uint8)
-    names = letters.astype(np.float64)  # records take longer for other dtypes
-    return {_NAMES: names, **{f"{_ARRAY}{name}": decode(model[name]) for name in part.private}}
+    own = {f"{_ARRAY}{name}": decode(model[name]) for name in part.private}
+    return {_NAMES: _written_names(part.names), **own}
+
+
+def _written_names(names: Sequence[str]) -> Matrix:
+    letters = np.frombuffer(json.dumps(names).encode(), dtype=np.uint8)
+    return letters.astype(np.float64)  # records take longer for other dtypes
+
+
+def _read_names(array: Matrix) -> list[str]:
+    names: list[str] = json.loads(array.astype(np.uint8).tobytes())
+    return names
+
+
+def _first_names(context: Context, shelf: Shelf | None) -> list[str] | None:
+    """Return the names of the arrays in this client's first run, None before its training."""
+    record = context.state.array_records.get(_FIRST)
+    if record is not None:
+        return _read_names(decode(record[_NAMES]))
+    path = None if shelf is None else shelf.folder / _FIRST_FILE
+    if shelf is None or path is None or not path.exists():
+        return None
+    files.refuse_link(shelf.folder)
+    saved = read(path, ["client"], lambda _: None)
+    return None if saved is None else _read_names(saved.arrays[_NAMES])
+
+
+def _keep_names(context: Context, shelf: Shelf | None, names: Sequence[str]) -> None:
+    """Keep the names of a client's first run, where it keeps its private arrays."""
+    written = _written_names(names)
+    context.state[_FIRST] = named([encode(written)], [_NAMES])
+    if shelf is not None:  # its folder is there: a state was saved
+        path = shelf.folder / _FIRST_FILE
+        files.save(path, *locked({_NAMES: written}, {"client": shelf.client}))
 
 
 def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:

@@ -123,7 +123,7 @@ def kept_local_atoms(state_dir: str | Path) -> dict[str, Matrix]:
     found |= {_name(path): local_atoms(path) for path in clients}
     if not found:
         raise ValueError(
-            "state_dir must have the state of a client (client-NAME or nodes.npz), got "
+            "state_dir must have the state of a client (client-NAME or nodes/nodes.npz), got "
             f"{str(folder)!r} without one."
         )
     return found

@@ -135,8 +135,8 @@ class ProtocolClient(Member):
         What the private arrays are of, so that no other algorithm takes them up; by default the
         class's name.
     state_dir : str or Path, optional
-        Folder for the private arrays; by default ``state-dir`` of the node config, then of the run
-        config, and nothing is kept on disk where both are missing.
+        Folder for the private arrays; by default as `private_shelf` finds it; nothing is kept on
+        disk where there is none.
 
     Attributes
     ----------

@@ -356,8 +356,8 @@ class Conversation:
                 WARNING,
                 "The private state of %s was lost and is made anew, so the results differ from "
                 "those of a run without that loss. To keep it on disk, give every client a "
-                '"state-dir" in its node config or in the run config, or make the grid '
-                "InProcessGrid(..., state_dir=FOLDER).",
+                '"state-dir" in its node config, set FLWR_PERDL_STATE_DIR where clients run, or '
+                "make the grid InProcessGrid(..., state_dir=FOLDER).",
                 ", ".join(map(self.roster.label, sorted(anew & before))),
             )
 

@@ -29,6 +29,8 @@ _FEDAVG = {
     "by round",
     "on_evaluate_config_fn": "give start(evaluate_config=...), and override configure_evaluate to "
     "change it by round",
+    "proximal_mu": 'give start(train_config=ConfigRecord({"proximal-mu": ...})), which reaches the '
+    "clients' training",
     "accept_failures": "give min_clients, the fewest good replies with which a round goes on",
     "inplace": "leave it out",
     "weighted_by_key": f'{_FIXED} "num-examples"',

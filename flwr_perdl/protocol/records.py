@@ -92,6 +92,8 @@ RUN = "perdl.run"
 #: its own, where it keeps no count of what it has answered over several runs.
 PARTITION_ID = "partition-id"
 NAME = "name"
+#: Names, or patterns, of the arrays that it keeps private; nothing where it keeps none.
+PRIVATE = "perdl.keeps-private"
 UNCOUNTED = "perdl.uncounted-runs"
 #: The metric of a client that found no private state of the run and had to make it anew.
 ANEW = "anew"

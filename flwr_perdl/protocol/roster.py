@@ -15,6 +15,7 @@ from flwr_perdl.protocol.records import (
     CONFIG,
     NAME,
     PARTITION_ID,
+    PRIVATE,
     UNCOUNTED,
     brief,
     named_partition,
@@ -64,6 +65,8 @@ class Roster:
         self.uncounted: set[int] = set()
         #: How the clients call themselves.
         self.names: dict[int, str] = {}
+        #: The patterns of arrays that clients say they keep private.
+        self.private: dict[int, str] = {}
         #: Why nodes take no part that do not say who they are.
         self.strangers: dict[int, str] = {}
         #: Why nodes that are there now, and were asked, do not say who they are.
@@ -94,6 +97,9 @@ class Roster:
         if self._partitions.get(node, partition) != partition:
             del self._partitions[node]  # who becomes another client is not the first to be it
         self._partitions[node] = partition
+        self.private.pop(partition, None)
+        if patterns := properties.get(PRIVATE):
+            self.private[partition] = printable(str(patterns), _LONGEST_NAME)
         (self.uncounted.add if properties.get(UNCOUNTED) else self.uncounted.discard)(partition)
         name = properties.get(NAME)
         own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""

@@ -50,9 +50,9 @@ class InProcessGrid(ShownAsCalled, Grid):
     They are called one after the other; on several cores where their clients compute long, and by
     nothing but this library's code. The replies are the same bits. Records are copied both ways, as
     on a wire. An exception in the ClientApp becomes an error reply, and the client's state is what
-    it was before; its traceback is in Flower's log (``FLWR_LOG_LEVEL=DEBUG``). After the timeout of
-    `send_and_receive` no further node is called, and the reply of the node that exceeded it is not
-    received.
+    it was before; its traceback is in Flower's log (``FLWR_LOG_LEVEL=DEBUG``). The timeout of
+    `send_and_receive` is each node's own, as on a network, where nodes compute side by side: a
+    reply that takes longer is not received.
 
     Parameters
     ----------
@@ -69,10 +69,10 @@ class InProcessGrid(ShownAsCalled, Grid):
         error ("error"), not at all ("silence"), with NaN ("nan"), an array too short by a row
         ("shape"), or without records ("empty").
     state_dir : str or Path, optional
-        Folder in which the arrays of all nodes' ``context.state`` are kept, one file for all of
-        them, from which a later grid of as many nodes goes on. With ``state-dir`` in its node
-        config a node keeps files of its own instead, which takes longer than all else that
-        thousands of small nodes do.
+        Folder in which the arrays of all nodes' ``context.state`` are kept, in ``nodes/nodes.npz``,
+        one file for all of them, from which a later grid of as many nodes goes on. With a folder of
+        its own (`private_shelf`) a node keeps files there as well, which takes longer than all else
+        that thousands of small nodes do.
 
     Examples
     --------
@@ -134,7 +134,7 @@ class InProcessGrid(ShownAsCalled, Grid):
             self._states.restore(list(self.contexts.values()))
         self._run = compat.empty_run(RUN_ID)
         self._replies: dict[str, Message] = {}
-        self._deadline = float("inf")
+        self._timeout = float("inf")
         self._count = 0
         #: Called with the numbers of nodes that have replied to a push, and that are asked.
         self.on_reply: Callable[[int, int], object] = lambda done, asked: None
@@ -201,7 +201,7 @@ class InProcessGrid(ShownAsCalled, Grid):
         for done, ((message, _), reply) in enumerate(
             zip(asked, self._call_each(asked), strict=True), start=1
         ):
-            if reply is not None and not self._late():
+            if reply is not None:
                 self._replies[message.metadata.message_id] = reply
             self.on_reply(done, len(asked))
         trained = any(one.metadata.message_type == MessageType.TRAIN for one in pushed)
@@ -227,16 +227,12 @@ class InProcessGrid(ShownAsCalled, Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Push the messages and return the replies that come in time (``timeout`` in seconds)."""
-        if timeout is not None:
-            self._deadline = time.monotonic() + timeout
+        """Push the messages and return the replies that come in time (``timeout``: each node's)."""
+        self._timeout = float("inf") if timeout is None else timeout
         try:
             return self.pull_messages(self.push_messages(messages))
         finally:
-            self._deadline = float("inf")
-
-    def _late(self) -> bool:
-        return time.monotonic() >= self._deadline
+            self._timeout = float("inf")
 
     def _fault(self, message: Message) -> str | None:
         """Return what is to go wrong with this message."""
@@ -252,8 +248,8 @@ class InProcessGrid(ShownAsCalled, Grid):
 
     def _call(self, message: Message, fault: str | None) -> Message | None:
         """Return the reply of the node that ``message`` is for."""
-        context = self._context(message)
-        if fault == "silence" or self._late():
+        context, began = self._context(message), time.monotonic()
+        if fault == "silence":
             return None
         # As a SuperNode does: what a client that failed wrote into its state is not kept.
         kept = _copies(context.state)
@@ -263,6 +259,8 @@ class InProcessGrid(ShownAsCalled, Grid):
             # Clients of one round share a message's content; on a network each has its own.
             received = compat.like(message, RecordDict(_copies(message.content)))
             reply = directed(self.app(received, context), received)
+            if time.monotonic() - began >= self._timeout:
+                return None
             if reply is None or reply.has_error():
                 return reply
             reply.content = _spoilt(RecordDict(_copies(reply.content)), fault)

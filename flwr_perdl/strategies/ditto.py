@@ -30,11 +30,15 @@ What each party receives:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from logging import WARNING
 from typing import ClassVar, Unpack
+
+from flwr.serverapp import Grid
 
 from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.protocol.combine import Combine
+from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Scalar
 from flwr_perdl.protocol.request import Protocol, Request, State
@@ -71,12 +75,17 @@ class Ditto(ModelStrategy):
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; from `start`, if the initial arrays are none.
+        If an option breaks its rule; from `start`, if the initial arrays are none, or clients keep
+        a part private (`keep_private`) and fewer than ``min_clients`` others are there.
 
     Notes
     -----
     Result: ``strategy.start(...).arrays`` is the global model; ``strategy.history`` has each
     client's evaluation of its own.
+
+    What the client's app keeps in ``context.state``, such as an optimizer's state, it finds again
+    in trainings of the same model: there is one such state for the server's model, and one for the
+    client's own, which evaluations see.
 
     Floats per client and round: the model down and up, in evaluations down. Clients keep their own
     model in ``context.state``, and on disk with ``state-dir`` in the node config.
@@ -130,3 +139,21 @@ class Ditto(ModelStrategy):
                 combine=Combine(start=model, rule=self.robust),
             )
             state = packed(*self.moved(model, replies.combined, state))
+
+    def _present(self, grid: Grid) -> dict[int, int]:
+        """Return the present clients; who keeps a part private has no place for a whole model."""
+        nodes, roster = super()._present(grid), self._running().roster
+        keeping = [who for who in nodes if who in roster.private]
+        if not keeping:
+            return nodes
+        who = keeping[0]
+        sentence = (
+            f"clients of Ditto must keep nothing private, since each has a whole model of its own, "
+            f"got {roster.label(who)}, which keeps {roster.private[who]} "
+            f"({len(keeping)} of {len(nodes)} clients in all): take keep_private, or private= of "
+            "client_app, away, or use PersonalizedFedAvg."
+        )
+        if len(nodes) - len(keeping) < self._options.min_clients:
+            raise ValueError(sentence)
+        log(WARNING, "Left out of this round: %s", sentence)
+        return {who: node for who, node in nodes.items() if who not in keeping}

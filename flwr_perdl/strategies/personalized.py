@@ -40,7 +40,14 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.keep_private import ALTERNATE, KEPT, LEFT_OUT, check_patterns, matched
+from flwr_perdl.clients.keep_private import (
+    ALTERNATE,
+    KEPT,
+    LEFT_OUT,
+    check_patterns,
+    matched,
+    warn_of_unmatched,
+)
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
@@ -72,7 +79,7 @@ class PersonalizedFedAvg(ModelStrategy):
 
     Parameters
     ----------
-    private : sequence of str
+    private : str or sequence of str
         Names of the private arrays, or patterns of them as in ``fnmatch``.
     alternate : bool, default False
         FedRep: in each round a client trains its private arrays while the shared ones are fixed,
@@ -89,8 +96,8 @@ class PersonalizedFedAvg(ModelStrategy):
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; from `start`, if the initial arrays are none, a pattern
-        matches none of them, or the patterns match all.
+        If an option breaks its rule; from `start`, if the initial arrays are none, or the patterns
+        match none of them (one of several is a warning) or all.
 
     Notes
     -----
@@ -108,7 +115,8 @@ class PersonalizedFedAvg(ModelStrategy):
     PyTorch, ``parameter.requires_grad = name in names`` for each of ``net.named_parameters()``. It
     may take more epochs where the names are those of its head, as the paper does. Of each step only
     these arrays count, so that an app that reads nothing of it is right, too. Metrics and number of
-    samples are the second step's.
+    samples are the second step's. What the app keeps in ``context.state``, such as an optimizer's
+    state, it finds again in the same step; evaluations see that of the second one.
 
     Every array keeps its dtype (docs/from-fedavg.md). Numbers of samples weigh, those above ten
     times the round's median as that.
@@ -137,7 +145,7 @@ class PersonalizedFedAvg(ModelStrategy):
 
     def __init__(
         self,
-        private: Sequence[str],
+        private: str | Sequence[str],
         *,
         alternate: bool = False,
         optimizer: Momentum | Adam | None = None,
@@ -159,6 +167,7 @@ class PersonalizedFedAvg(ModelStrategy):
         """Begin a run, or take it up from its checkpoint."""
         listed = list(names)
         own = matched("private", self.private, listed) if listed else []
+        warn_of_unmatched("private", self.private, listed)
         self._is_private = [name in own for name in listed]
         self._known, self._asked_now = set(), set()
         return super().open(initial, listed)

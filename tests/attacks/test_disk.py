@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord
+from flwr.client import NumPyClient
 
-from flwr_perdl.clients import DiffusionClient
+from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.clients.base import (
+    FOLDER_VARIABLE,
     PrivateState,
     Shelf,
     private_shelf,
@@ -29,7 +32,9 @@ from flwr_perdl.privacy.at_rest import KEY_VARIABLE
 from flwr_perdl.privacy.sealed import Keys, Rejected
 from flwr_perdl.protocol.events import EventLog, read_events
 from flwr_perdl.protocol.records import decode
-from flwr_perdl.strategies import PerMA, ServerSettings
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA, PersonalizedFedAvg, ServerSettings
+from perdl_experiments.client_app import make_client
 from tests.grids import context_of
 from tests.network.programs import Consensus
 
@@ -37,6 +42,14 @@ from tests.network.programs import Consensus
 MOST_RUNS, MOST_BEGUN = 128, 16
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
 MEGABYTES = 2**20 * 64
+
+
+class Adds(NumPyClient):
+    """A client that keeps nothing by itself."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [array + 1 for array in parameters], 1, {}
+
 
 RESUME = ServerSettings(resume=True)
 
@@ -48,6 +61,33 @@ def shelf(folder: Path, client: str = "ward-7") -> Shelf:
 def kept(folder: Path, run: str = "run", client: str = "ward-7") -> Any:
     """Return what a restarted client finds in round 9."""
     return PrivateState(context_of(), run, shelf(folder, client)).before(9)
+
+
+# A server that names folders ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", ["nobody", "node", "process"])
+def test_a_run_config_names_no_folder(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is the client's to say, by its node config or its environment (the controls)."""
+    foreign, kept_in = tmp_path / "foreign", tmp_path / "own"
+    if own == "process":
+        monkeypatch.setenv(FOLDER_VARIABLE, str(kept_in))
+    grid = InProcessGrid(
+        client_app(lambda context: Adds(), private=["1"]),
+        2,
+        run_config={"state-dir": str(foreign), "state_dir": str(foreign)},
+        node_config=lambda node: {"state-dir": str(kept_in)} if own == "node" else {},
+    )
+    start = ArrayRecord([np.zeros(2), np.zeros(1)])
+    PersonalizedFedAvg(["1"]).start(grid, start, num_rounds=1)
+    assert not foreign.exists()
+    assert len([*kept_in.rglob("round-000001.npz")]) == (0 if own == "nobody" else 2)
+    experiments = context_of(0, **{"num-partitions": 3})
+    experiments.run_config = {"experiment": "synthetic", "state-dir": str(foreign)}
+    with pytest.raises(ValueError, match="state_dir"):
+        make_client(experiments)
 
 
 # A server that names runs and rounds -------------------------------------------------------------

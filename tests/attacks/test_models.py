@@ -59,7 +59,7 @@ class Huge(Half):
         return [first, *rest], n, metrics
 
 
-MODEL = {name: np.zeros(3) for name in NAMES}
+MODEL = {name: np.full(3, 0.5 * (name == "head")) for name in NAMES}
 START = ArrayRecord({name: Array(array) for name, array in MODEL.items()})
 
 

@@ -19,12 +19,12 @@ from flwr.app import (
 )
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import fixedclipping_mod
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg
+from flwr_perdl.strategies import ClusteredFedAvg, PersonalizedFedAvg
 from tests.grids import Tapped, arrays_in, failing, partition_of
 
 NAMES = ("body.weight", "head.weight", "body.bias", "head.bias")
@@ -257,7 +257,7 @@ def stored(context: Context) -> dict[str, bytes]:
     return {name: array.data for name, array in record.items()}
 
 
-@pytest.mark.parametrize("patterns", [("tail.*",), ("head.*", "tail"), ("*",), ("head.*", "b*")])
+@pytest.mark.parametrize("patterns", [("tail.*",), ("tail", "x"), ("*",), ("head.*", "b*")])
 def test_patterns_that_match_none_or_all_become_the_replys_error(patterns: tuple[str, ...]) -> None:
     grid = Tapped(make_app(keep_private(*patterns)), 2)
     FedAvg().start(grid, model(), num_rounds=1)
@@ -266,10 +266,43 @@ def test_patterns_that_match_none_or_all_become_the_replys_error(patterns: tuple
     assert not any(context.state for context in grid.contexts.values())
 
 
-@pytest.mark.parametrize("given", [(), ("",), (3,), (None,)])
+def test_a_pattern_that_matches_none_beside_one_that_does_is_a_warning(warned: Any) -> None:
+    for app, strategy in (
+        (make_app(keep_private("head.*", "tail")), FedAvg()),
+        (client_app(make_app()), PersonalizedFedAvg(["head.*", "tail"])),
+    ):
+        warned.clear()
+        grid = Tapped(app, 2)
+        strategy.start(grid, model(), num_rounds=2)
+        assert "'tail'" in warned.text
+        assert_private_stays(grid)
+
+
+@pytest.mark.parametrize("given", [(), ("",), (3,), (None,), ([],), (["head", 3],)])
 def test_patterns_must_be_texts(given: Any) -> None:
-    with pytest.raises(ValueError, match="patterns"):
+    with pytest.raises((TypeError, ValueError), match="patterns"):
         keep_private(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("head.*", {"head.weight", "head.bias"}),
+        (["head.weight", "head.b*"], {"head.weight", "head.bias"}),
+    ],
+)
+def test_all_take_one_name_or_several(given: Any, names: set[str]) -> None:
+    for app, strategy in (
+        (make_app(keep_private(given)), FedAvg()),
+        (make_app(keep_private(*[given] if isinstance(given, str) else given)), FedAvg()),
+        (client_app(make_app(), private=given), FedAvg()),
+        (client_app(make_app()), PersonalizedFedAvg(given)),
+    ):
+        grid = Tapped(app, 2)
+        strategy.start(grid, model(), num_rounds=1)
+        assert grid.errors == []
+        sent = {name for name, array in arrays_in(grid.replies) if array.any()}
+        assert sent == set(NAMES) - names
 
 
 def spoil_shape(own: dict[str, np.ndarray], config: Any) -> None:
@@ -314,6 +347,40 @@ def test_arrays_leave_in_replies_to_training_alone() -> None:
         ask(app, context, None, model(), "evaluate")
 
 
+@pytest.mark.parametrize("which", ["inside", "train_mods", "the server's names"])
+def test_noise_and_clipping_see_the_shared_part_alone(which: str) -> None:
+    """The steps of the head are longer than the norm that updates are clipped to."""
+    mods = [LocalDpMod(100.0, 0.0, 1.0, 0.1), LocalDpMod(100.0, 1e-3, 1.0, 0.1)]
+    private = ["head.*"] if which == "train_mods" else []
+    if which == "inside":
+        app = client_app(make_app(keep_private("head.*", inside=mods)))
+    else:
+        app = client_app(lambda context: ByPosition(context), private=private, train_mods=mods)
+    grid = Tapped(app, 2)
+    strategy = PersonalizedFedAvg(["head.*"]) if which == "the server's names" else FedAvg()
+    result = strategy.start(grid, model(), num_rounds=2)
+    assert grid.errors == []
+    assert grid.measured("head") == {0: 2, 1: 4}
+    assert_private_stays(grid)
+    body = result.arrays["body.bias"].numpy()
+    assert (body != 6.0).all()
+    np.testing.assert_allclose(body, 6.0, atol=0.1)
+
+
+class ByPosition(NumPyClient):
+    """Does what the app of `make_app` does."""
+
+    def __init__(self, context: Context) -> None:
+        self.p = partition_of(context)
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        steps = zip(parameters, STEPS.values(), strict=True)
+        return [array + (self.p + 1) * step for array, step in steps], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return 0.0, 1, {"head": float(parameters[1][0]) / 1e3}
+
+
 def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
     keep = keep_private("head.*")
     client_app(make_app(keep, fixedclipping_mod))
@@ -322,10 +389,11 @@ def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
         lambda: client_app(make_app(keep), private=["head.*"]),
         lambda: client_app(by_position, train_mods=[keep]),
         lambda: client_app(by_position, evaluate_mods=[keep]),
+        lambda: keep_private("head.*", inside=[keep]),
     ):
         with pytest.raises(ValueError, match="mods"):
             wrong()
     with pytest.raises(ValueError, match="private"):
         client_app(client_app(by_position), private=["1"])
     with pytest.raises(TypeError, match="private"):
-        client_app(by_position, private="head")
+        client_app(by_position, private=3)

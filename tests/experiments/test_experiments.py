@@ -137,7 +137,7 @@ def test_a_run_that_was_begun_in_process_is_resumed_in_process(tmp_path):
     given = {"clients": 3, "rounds": 3, "options": {"seeds": 1, "start": "short"}, "out": tmp_path}
     with pytest.raises(Killed):
         run_experiment("synthetic", progress=kill_after(2), **given)
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["nodes.npz"]
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["nodes"]
     with pytest.raises(ValueError, match=r"^engine"):
         run_experiment("synthetic", engine="ray", resume=True, **given)
     seen = []

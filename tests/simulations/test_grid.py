@@ -98,7 +98,7 @@ def test_no_reply_is_none_and_who_is_not_there_does_not_answer(warned: Any) -> N
     assert "node 5" in warned.text
 
 
-def test_a_reply_after_the_timeout_is_not_received_and_no_further_node_is_called() -> None:
+def test_the_reply_of_a_node_beyond_the_timeout_is_not_received_and_the_others_are() -> None:
     called = []
 
     def slow(message: Message) -> Message:
@@ -112,11 +112,10 @@ def test_a_reply_after_the_timeout_is_not_received_and_no_further_node_is_called
     grid = InProcessGrid(app, 4)
     messages = [grid.create_message(RecordDict(), "train", node, "") for node in (1000, 1001, 1002)]
     replies = list(grid.send_and_receive(messages, timeout=1.0))
-    assert [reply.metadata.src_node_id for reply in replies] == called[:1] == [1000]
-    assert called == [1000, 1001]
+    assert [reply.metadata.src_node_id for reply in replies] == [1000, 1002]
+    assert called == [1000, 1001, 1002]
     assert list(grid.send_and_receive(messages, timeout=0)) == []
     assert len(list(grid.send_and_receive(messages))) == 3
-    assert called[2:] == [1000, 1001, 1002]
 
 
 def test_an_app_that_exits_takes_nobody_with_it() -> None:

@@ -51,14 +51,14 @@ def test_a_later_grid_goes_on_where_the_last_one_ended(
     again = InProcessGrid(summing(), NODES, state_dir=tmp_path / "all")
     assert all(list(context.state) == ["own"] for context in again.contexts.values())
     assert ask(again) == [3, 6, 9]
-    (file,) = (tmp_path / "all").iterdir()
+    (file,) = (tmp_path / "all" / "nodes").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_damaged_file_is_left_out(tmp_path: Path) -> None:
     ask(InProcessGrid(summing(), NODES, state_dir=tmp_path))
-    (file,) = tmp_path.iterdir()
+    (file,) = (tmp_path / "nodes").iterdir()
     content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 1
     file.write_bytes(content)
@@ -81,6 +81,18 @@ def test_another_key_stops_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    grid = InProcessGrid(summing(), NODES, state_dir=tmp_path / "link")
-    with pytest.raises(ValueError, match="symbolic"):
-        ask(grid)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "nodes").symlink_to(tmp_path / "elsewhere")
+    for folder in ("link", "own"):
+        grid = InProcessGrid(summing(), NODES, state_dir=tmp_path / folder)
+        with pytest.raises(ValueError, match="symbolic"):
+            ask(grid)
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_the_folder_keeps_its_rights(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "beside").touch()
+    ask(InProcessGrid(summing(), NODES, state_dir=tmp_path))
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert {path.name for path in tmp_path.iterdir()} == {"beside", "nodes"}

@@ -41,7 +41,8 @@ class MeanClient(NumPyClient):
         self.X = np.random.default_rng(partition_of(context)).random((20, 3))
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        return [self.X.mean(axis=0) + 0 * array for array in parameters], len(self.X), {}
+        mean = self.X.mean(axis=0)
+        return [mean + i + 0 * array for i, array in enumerate(parameters)], len(self.X), {}
 
     def evaluate(self, parameters: Any, config: Any) -> Any:
         return float(np.mean((self.X - parameters[0]) ** 2)), len(self.X), {}

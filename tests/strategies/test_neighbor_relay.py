@@ -353,7 +353,8 @@ def test_a_node_that_comes_back_under_another_id_is_the_same_node(
     data, topology = values(4), Topology.ring(4)
     here = InMemoryNetwork(topology).run(Drift(data), 6)
     kind = Moving if on_disk else MovingWithState
-    moved = grid(data, kind=kind, run_config={"state-dir": str(tmp_path)} if on_disk else {})
+    config = (lambda node: {"state-dir": str(tmp_path)}) if on_disk else None
+    moved = grid(data, kind=kind, node_config=config)
     assert_same(FlowerNetwork(moved, topology, sealed=sealed).run(None, 6), here)
 
 

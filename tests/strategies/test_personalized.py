@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.simulations import InProcessGrid
@@ -305,7 +307,7 @@ def test_a_robust_rule_bounds_what_a_liar_does_to_the_body() -> None:
             self.by = 1 if partition_of(context) else 1e4
 
         def fit(self, parameters: Any, config: Any) -> Any:
-            return [parameters[0] + self.by, parameters[1] + 1], 1, {}
+            return [parameters[0] + self.by, parameters[1] + 3], 1, {}
 
     given = ArrayRecord([np.zeros(2), np.zeros(2)])
     grid = Tapped(client_app(Moves, private=["1"]), 6)
@@ -326,6 +328,43 @@ def test_a_model_is_needed(arrays: Any) -> None:
     for strategy in (PersonalizedFedAvg(HEAD), Ditto()):
         with pytest.raises(ValueError, match="initial_arrays"):
             strategy.start(Tapped(personal(), 2), arrays)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [partial(Ditto, 0.1), partial(PersonalizedFedAvg, HEAD, alternate=True)],
+    ids=["Ditto", "FedRep"],
+)
+def test_each_training_finds_the_state_that_it_kept_and_no_other(strategy: Any) -> None:
+    """The app keeps in its state in which call of a round it wrote there: the first or second."""
+    calls: list[tuple[int, list[int]]] = []
+
+    class Remembers(NumPyClient):
+        def __init__(self, context: Context) -> None:
+            self.state = context.state
+
+        def found(self) -> list[int]:
+            return [int(i) for i in self.state.config_records.get("mine", {"calls": []})["calls"]]
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            calls.append((config["server-round"], self.found()))
+            self.state["mine"] = ConfigRecord({"calls": [*self.found(), len(calls) % 2]})
+            return [array + 10.0**i for i, array in enumerate(parameters)], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            assert self.found() == [0] * config["server-round"]
+            return 0.0, 1, {}
+
+    grid = Tapped(client_app(Remembers), 1)
+    strategy(min_clients=1).start(grid, model(), num_rounds=3)
+    assert grid.errors == []
+    assert calls == [(t, [of] * (t - 1)) for t in (1, 2, 3) for of in (1, 0)]
+
+
+def test_fedproxs_option_is_told_where_it_goes() -> None:
+    for strategy in (Ditto, partial(PersonalizedFedAvg, HEAD)):
+        with pytest.raises(TypeError, match=r"train_config.*proximal-mu"):
+            strategy(proximal_mu=0.1)
 
 
 # Ditto --------------------------------------------------------------------------------------
@@ -396,10 +435,32 @@ def test_ditto_keeps_what_it_has_if_a_training_fails() -> None:
     assert grid.measured("body") == {0: 2, 1: 6, 2: 9}
 
 
-def test_keep_private_around_a_client_with_private_state_says_so() -> None:
-    grid = Tapped(client_app(make_app(), private=HEAD), 2)
-    with pytest.raises(TooFewReplies, match="app"):
+@pytest.mark.parametrize(
+    "app",
+    [
+        client_app(make_app(), private=HEAD),
+        client_app(make_app(keep_private(*HEAD))),
+        client_app(lambda context: Coupled(True, []), private=HEAD),
+    ],
+    ids=["option", "mod", "NumPyClient"],
+)
+def test_ditto_refuses_clients_with_a_private_part_at_the_start(app: Any) -> None:
+    grid = Tapped(app, 2)
+    with pytest.raises(ValueError, match=r"private.*client 0.*'head\.\*'"):
         Ditto().start(grid, model(), num_rounds=2)
+    assert {message.metadata.message_type for message in grid.asked} == {"query"}
+
+
+def test_ditto_goes_on_without_one_client_that_has_a_private_part() -> None:
+    plain, keeping = client_app(make_app()), client_app(make_app(), private=HEAD)
+
+    class Mixed(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            return (plain if partition_of(context) else keeping)(message, context)
+
+    strategy = Ditto(pull=0.25)
+    strategy.start(Tapped(Mixed(), 3), model(), num_rounds=2)
+    assert [list(report.metrics) for report in strategy.history] == 4 * [[1, 2]]
 
 
 def test_a_server_of_ditto_that_sends_another_model_is_refused() -> None:

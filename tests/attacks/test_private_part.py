@@ -1,0 +1,108 @@
+"""Attacks on a private part: weights that are tied, and a server that renames the arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+
+from flwr_perdl.clients import client_app, keep_private
+from flwr_perdl.strategies import PersonalizedFedAvg, TooFewReplies
+from tests.grids import Tapped, arrays_in, partition_of
+
+SECRET = 1234.5
+
+
+def record(*names: str) -> ArrayRecord:
+    return ArrayRecord({n: Array(np.full((2, 3), float(i))) for i, n in enumerate(names)})
+
+
+def seen(grid: Tapped) -> bool:
+    """Whether what the client has learned for its private array is in a message."""
+    return any(np.isin(array, [SECRET, SECRET + 1]).any() for _, array in arrays_in(grid.replies))
+
+
+# Tied weights ------------------------------------------------------------------------------------
+
+
+def tied(message: Message, context: Context) -> Message:
+    """Train one matrix of two names, as ``head.weight = embed.weight`` makes it in PyTorch."""
+    body = message.content["arrays"]["body"].numpy() + 1
+    weights = Array(np.full((2, 3), SECRET + partition_of(context)))
+    arrays = ArrayRecord({"body": Array(body), "embed.w": weights, "head.w": weights})
+    content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+@pytest.mark.parametrize("patterns", [("head.*",), ("*.w",), ()], ids=["head", "both", "none"])
+@pytest.mark.parametrize("alternate", [None, False, True], ids=["FedAvg", "FedPer", "FedRep"])
+def test_tied_weights_do_not_leave_by_their_other_name(
+    patterns: tuple[str, ...], alternate: bool | None
+) -> None:
+    """Without private names they leave (the control); with both names private, nothing does."""
+    if alternate is not None and not patterns:
+        pytest.skip("the strategy wants names")
+    app = ClientApp(mods=[keep_private(*patterns)] if patterns else [])
+    app.train()(tied)
+    grid = Tapped(client_app(app), 2)
+    start = record("body", "embed.w", "head.w")
+    if alternate is None:
+        FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=1)
+    else:
+        strategy = PersonalizedFedAvg(patterns, alternate=alternate, fraction_evaluate=0.0)
+        if patterns == ("head.*",):
+            with pytest.raises(TooFewReplies, match=r"'embed\.w'.*'head\.w'"):
+                strategy.start(grid, start, num_rounds=1)
+        else:
+            strategy.start(grid, start, num_rounds=1)
+    assert seen(grid) == (not patterns)
+    refused = [error for error in grid.errors if "'embed.w'" in error and "'head.w'" in error]
+    assert len(refused) == len(grid.errors) == (2 if patterns == ("head.*",) else 0)
+
+
+# Names -------------------------------------------------------------------------------------------
+
+
+class ByPosition(NumPyClient):
+    """Its second array is the head, whatever the server calls it."""
+
+    def __init__(self, context: Context) -> None:
+        self.secret = SECRET + partition_of(context)
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        body, head = parameters
+        return [body + 1, np.full_like(head, self.secret)], 1, {}
+
+
+@pytest.mark.parametrize("names", [("body", "head"), ("head", "body")], ids=["own", "swapped"])
+@pytest.mark.parametrize("kept", ["nowhere", "memory", "disk"])
+def test_a_client_by_position_keeps_the_names_of_its_first_run(
+    names: tuple[str, str], kept: str, tmp_path: Path
+) -> None:
+    """A client that nobody has asked before trusts the server's names (the control)."""
+
+    def grid() -> Tapped:
+        where = {"state-dir": str(tmp_path)} if kept == "disk" else {}
+        app = client_app(ByPosition, private=["head"])
+        return Tapped(app, 2, node_config=lambda node: where)
+
+    def ask(grid: Tapped, *names: str) -> None:
+        PersonalizedFedAvg(["head"], fraction_evaluate=0.0).start(grid, record(*names), 1)
+
+    first = grid()
+    ask(first, "body", "head")
+    assert not seen(first)
+    again = first if kept == "memory" else grid()
+    if kept == "nowhere" or names == ("body", "head"):
+        ask(again, *names)
+        assert seen(again) == (names == ("head", "body"))
+        return
+    with pytest.raises(TooFewReplies, match="arrays"):
+        ask(again, *names)
+    assert not seen(again)
