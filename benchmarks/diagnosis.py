@@ -1,9 +1,9 @@
 """What `Diagnosis` costs: its choice after a few rounds, beside the best strategy after all.
 
 Run from the repository's root: ``python benchmarks/diagnosis.py [SEEDS]``; it writes
-``benchmarks/results/diagnosis.md``. About ten minutes for ten seeds. The clients are those of the
-experiment ``personal``; all candidates have the same length of a step. The choice is made on images
-that clients neither train nor are judged on, by their loss, as by default.
+``benchmarks/results/diagnosis.md``. About 25 minutes for ten seeds on two cores. The clients are
+those of the experiment ``personal``; all candidates have the same length of a step. The choice is
+made on images that clients neither train nor are judged on, by their loss, as by default.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
             measured, shared = personal.federated(clients, model, method, strategy, ROUNDS)
             found[name] = float(np.mean([each["accuracy"] for each in measured.values()]))
             if name == "shared":
-                first = [array[0] for array in shared]
-                found["tuned"] = personal.stopped(clients, first, ROUNDS).accuracy.mean()
+                found["tuned"] = personal.stopped(clients, shared, ROUNDS).accuracy.mean()
         found["alone"] = personal.stopped(clients, model, ROUNDS).accuracy.mean()
     return diagnosis.result.choice, found
 

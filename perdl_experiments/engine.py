@@ -67,6 +67,8 @@ class Federated(NamedTuple):
         How reports call the clients, by partition.
     result : Result
         Flower's own result.
+    learned : object
+        The strategy's own, such as `Clusters`; None where it has none.
     rounds : int
         Communication rounds: one request and one reply per participating client.
     floats_up, floats_down : float
@@ -81,6 +83,7 @@ class Federated(NamedTuple):
     history: list[RoundReport]
     names: dict[int, str]
     result: Result
+    learned: Any
     rounds: int
     floats_up: float
     floats_down: float
@@ -147,6 +150,7 @@ def federate(
             names={who: str(who) for who in client_report(strategy.history)}
             | strategy.client_names,
             result=result,
+            learned=getattr(strategy, "result", None),
             rounds=len(training),
             floats_up=float(np.sum([report.floats_up for report in training])),
             floats_down=float(np.sum([report.floats_down for report in training])),

@@ -38,7 +38,7 @@ FLOORS = {
     "regression": {"core"},
     "diffusion": {"core", "dictionary"},
     "network": {"core", "diffusion", "strategies"},  # FlowerNetwork, when it is asked for
-    "protocol": {"core", "regression"},  # the rules of `aggregate`
+    "protocol": {"core", "regression"},  # the rules of `average_updates`
     "export": {"core", "protocol"},
     "pytorch": {"core"},
     "trackers": {"core", "protocol", "clients"},  # of clients, the name of a metric

@@ -211,7 +211,7 @@ class DiffusionClient(Member):
                     f" got {step!r}."
                 )
             kept = self._kept(newest)
-            return self._end(kept.state), 1, kept.over or {}
+            return self._end(kept.state, sealed=True), 1, kept.over or {}
         # A server that crashed asks for a round again, and must get the same messages.
         found = private.before(server_round)
         state, pending, run_key, _ = self._kept(found)
@@ -231,7 +231,7 @@ class DiffusionClient(Member):
             metrics, pending = more | metrics, 0
         reply: list[Matrix] = [] if keys is None else [keys.card]
         if step == SHOW:
-            reply = self._end(state)
+            reply = self._end(state, sealed=sealed or _RUN_KEY in newest)
         elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
             message = check_message(self.program.message(state), 1)
@@ -292,8 +292,8 @@ class DiffusionClient(Member):
             log(WARNING, "Node %d leaves out node %d: %s", self.node, neighbor, reason)
         return {f"{REJECTED}{neighbor}": 1 for neighbor in reasons}
 
-    def _end(self, state: Any) -> list[Matrix]:
-        """Call ``on_end``, and return what the node shows at the end."""
+    def _end(self, state: Any, *, sealed: bool) -> list[Matrix]:
+        """Call ``on_end``, and return what the node shows at the end of a run."""
         if self.on_end is not None:
             self.on_end(state)
         return self._shown(state)

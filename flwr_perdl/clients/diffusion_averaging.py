@@ -35,9 +35,12 @@ COMPRESSIONS = (TopK, RandomQuantization)
 
 
 def averaging_config(
-    learner: DiffusionAveraging, max_delay: int, start: Mapping[str, Matrix]
+    learner: DiffusionAveraging, max_delay: int, start: Mapping[str, Matrix], shows: bool
 ) -> dict[str, Scalar]:
-    """Return what a request says to the nodes besides what every diffusion's does."""
+    """Return what a request says to the nodes besides what every diffusion's does.
+
+    ``shows``: whether nodes show their models at the end.
+    """
     options = {name: value for name, value in vars(learner).items() if name != "config"}
     compression = learner.compression
     if compression is None:
@@ -46,7 +49,7 @@ def averaging_config(
         check_kind("compression", compression, COMPRESSIONS, "a TopK or RandomQuantization")
         options["compression"] = COMPRESSIONS.index(type(compression)), vars(compression)
     arrays = [[name, array.shape, array.dtype.str] for name, array in start.items()]
-    about = {"learner": options, "max_delay": max_delay, "arrays": arrays}
+    about = {"learner": options, "max_delay": max_delay, "arrays": arrays, "shows": shows}
     return {AVERAGING: json.dumps(about)}
 
 
@@ -82,6 +85,7 @@ def answer_averaging(
     program = learner.program(lambda node: client, initial=first, array_names=shared)
     node = _Node(program, context, max_delay=about["max_delay"])
     node.has_start = bool(start)
+    node.shows = "state" if about["shows"] is True else "observed"
     return reply_to(message, *node.fit(given, config))
 
 
@@ -110,6 +114,11 @@ class _Node(DiffusionClient):
     """A node whose start is the server's to send."""
 
     has_start = False
+
+    def _end(self, state: Any, *, sealed: bool) -> list[Matrix]:
+        if sealed:  # whatever the server asks for: it has not read the messages, either
+            self.shows = "observed"
+        return super()._end(state, sealed=sealed)
 
     def _kept(self, arrays: Mapping[str, Any] | None) -> Any:
         if arrays is None and not self.has_start:

@@ -40,7 +40,7 @@ from flwr_perdl.dictionary.atoms import (
     normalize_atoms,
     unit_atoms,
 )
-from flwr_perdl.dictionary.polar import polar_factor, polar_of_checked
+from flwr_perdl.dictionary.polar import polar_factor
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
@@ -261,7 +261,7 @@ def _solve_each(
     def solve(i: int) -> Matrix:
         S = stack[i]
         if orthogonal:
-            return polar_of_checked(S, current, ~sent[i])
+            return polar_factor(S, current, ~sent[i])
         # one sweep tells whose atoms go elsewhere
         return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 

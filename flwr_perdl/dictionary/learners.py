@@ -61,10 +61,9 @@ from flwr_perdl.dictionary.coding import (
     completed,
     hard_threshold,
     lasso,
-    omp,
     pursue,
 )
-from flwr_perdl.dictionary.polar import polar_factor, polar_of_checked, rounding_share
+from flwr_perdl.dictionary.polar import polar_factor, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11
@@ -307,13 +306,9 @@ class AlternatingLearner(ABC):
             D = self._update(X, self._code(X, D, scale), D)
         return D
 
+    @abstractmethod
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return the objective that the iterations bring down, as the learner's class states it."""
-        return self._loss(*_checked(self, X, C, D))
-
-    @abstractmethod
-    def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        """Return the objective of arguments that are as they should be."""
 
 
 class SummedLearner(AlternatingLearner):
@@ -363,10 +358,12 @@ class ThresholdLearner(AlternatingLearner):
 
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         if self.n_nonzero is not None:
-            return omp(X, D, max(1, round(self.n_nonzero / scale)))
+            return pursue(X, D, min(max(1, round(self.n_nonzero / scale)), *D.shape))
         return hard_threshold(X @ D.T, scale * self.level(X))
 
-    def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+    def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+        """Return the objective."""
+        X, C, D = _checked(self, X, C, D)
         error = float(np.nansum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
             return error
@@ -404,7 +401,7 @@ class OrthogonalLearner(SummedLearner, ThresholdLearner):
     orthogonal: ClassVar[bool] = True
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        return polar_of_checked(C.T @ X, D)
+        return polar_factor(C.T @ X, D)
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
         """Return `update` of the samples that the sums are of, but for rounding."""
@@ -628,7 +625,9 @@ class LassoLearner(SummedLearner):
     def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
         return descended_atoms(gram, products, D)
 
-    def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+    def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+        """Return the objective."""
+        X, C, D = _checked(self, X, C, D)
         penalties = AUTO_PENALTY * row_norms(observed(X)) if self.alpha == "auto" else self.alpha
         penalty = (penalties * np.abs(C).sum(axis=1)).sum()
         return float(0.5 * np.nansum((X - C @ D) ** 2) + penalty)

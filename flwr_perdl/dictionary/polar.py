@@ -59,16 +59,9 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     S = check_array("S", S)
     n, d = S.shape
     fallback = check_array("fallback", fallback, rows=n, columns=d, squares=True)
-    return polar_of_checked(
-        S, fallback, None if fixed is None else check_mask("fixed", fixed, n, n)
-    )
-
-
-def polar_of_checked(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
-    """Return :func:`polar_factor` of arrays that are checked, but for the number of rows."""
-    if len(S) > S.shape[1]:
+    if n > d:
         raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
-    if fixed is None or not fixed.any():
+    if fixed is None or not check_mask("fixed", fixed, n, n).any():
         return _nearest(S, fallback[:0], fallback)
     factor = fallback.astype(S.dtype)
     if not fixed.all():

@@ -201,13 +201,11 @@ class ConsensusADMM(ADMM):
             # A missing message counts as the own estimate, at both ends: the sum of q stays 0.
             around += nu * column(whole - received, nu)
         if is_long(nu):
-            from flwr_perdl.diffusion import (
-                _kernels,
-            )  # compiled: Numba is imported where it is used
+            from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where needed
 
-            linear, memory, r = around, np.empty_like(nu), nu.dtype.type(r)
-            whole = whole.astype(nu.dtype)
-            _kernels.relax(linear, state.linear, state.memory, nu, whole, r, memory)
+            linear, memory = around, np.empty_like(nu)
+            given = state.linear, state.memory, nu, whole.astype(nu.dtype), nu.dtype.type(r)
+            _kernels.relax(linear, *given, memory)
         else:
             step = around - state.memory
             linear = state.linear + step

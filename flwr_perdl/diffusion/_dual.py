@@ -118,10 +118,16 @@ class DualInference(ABC):
             raise ValueError(
                 f"dictionaries must be one per node, {self.topology.n_nodes}, got {len(atoms)}."
             )
-        checked_samples(self.X, hosted)
-        object.__setattr__(self, "informed", informed_agents(self.informed, self.topology.n_nodes))
+        X, hosted = checked_samples(self.X, hosted)
+        checked = dict(zip(atoms, hosted, strict=True)) if isinstance(atoms, Mapping) else hosted
         most = max(len(D) for D in hosted)
-        object.__setattr__(self, "n_atoms", check_count("n_atoms", self.n_atoms or most, most))
+        for name, value in {
+            "X": X,
+            "dictionaries": checked,
+            "informed": informed_agents(self.informed, self.topology.n_nodes),
+            "n_atoms": check_count("n_atoms", self.n_atoms or most, most),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @cached_property
     def curvature(self) -> float:
@@ -161,12 +167,15 @@ class DualInference(ABC):
 
     def start(self, nodes: Nodes) -> DualState:
         """Return the state before the first round."""
-        n_features, dtype = self.X.shape[1], self.X.dtype
-        atoms = np.zeros((len(nodes), self.n_atoms or 0, n_features), dtype=dtype)
+        return self.begin(nodes, self.atoms(nodes), self.X)
+
+    def atoms(self, nodes: Nodes) -> Matrix:
+        """Return the nodes' atoms, as in `DualState`."""
+        atoms = np.zeros((len(nodes), self.n_atoms or 0, self.X.shape[1]), dtype=self.X.dtype)
         for i, node in enumerate(nodes):
             own = self.dictionaries[int(node)]
             atoms[i, : len(own)] = own
-        return self.begin(nodes, atoms, self.X)
+        return atoms
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round with other atoms, (m, ...), and samples."""

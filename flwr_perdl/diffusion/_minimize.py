@@ -151,7 +151,8 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
     if n_atoms == 1:
         # By what the code of one atom falls short of the code of its center.
         delta = spread(objective.delta, r)
-        return objective.code(r) * (delta / (delta + hessian[..., 0]))
+        shrunk: Matrix = objective.code(r) * (delta / (delta + hessian[..., 0]))
+        return shrunk
     H = np.broadcast_to(hessian, (*r.shape, n_atoms)).reshape(-1, n_atoms, n_atoms)
     r, y = r.reshape(-1, n_atoms), codes.reshape(-1, n_atoms).copy()
     gamma, delta = spread(objective.gamma, r), spread(objective.delta, r)

@@ -201,9 +201,9 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
         combined = np.empty((weights.shape[0], flat.shape[1]), dtype=array.dtype)
-        where = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
+        first, senders = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
         values = weights.data.astype(array.dtype, copy=False)
-        _kernels.weighted_sums(*where, values, np.ascontiguousarray(flat), combined)
+        _kernels.weighted_sums(first, senders, values, np.ascontiguousarray(flat), combined)
     else:
         combined = weights.astype(array.dtype, copy=False) @ flat
     return combined.reshape(weights.shape[0], *array.shape[1:])

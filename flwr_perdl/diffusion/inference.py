@@ -43,8 +43,7 @@ in ``_minimize.py``. Blocks of samples run in threads, in fewer coordinates wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -57,6 +56,7 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_flag,
+    check_list,
     check_real,
 )
 from flwr_perdl.core.threads import in_threads, one_blas_thread
@@ -334,10 +334,9 @@ def infer(
     >>> np.concatenate(found.codes, axis=1).round(2) + 0.0
     array([[ 1.73,  0.  ,  0.  , -0.82]])
     """
-    X, atoms = checked_samples(X, dictionaries)
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
-    check_objective(objective, len(atoms))
+    check_objective(objective, len(check_list("dictionaries", dictionaries)))
     if isinstance(network, CombinationMatrix):  # of a topology, programs know the weights
         _check_sums(network, kind)
         options = {**_contraction(network, kind), **options}
@@ -347,30 +346,29 @@ def infer(
         raise ValueError(f"network must be connected, got {network}.")
     topology: Topology = network.topology
 
-    def program(objective: Objective, W: Sequence[Matrix], Y: Matrix) -> DualInference:
-        return kind(objective, topology, W, Y, informed, **options)
-
-    first = program(objective, atoms, X)
-    compress = _compresses(compress, first, in_memory)
+    program = kind(objective, topology, dictionaries, X, informed, **options)
+    X, atoms = program.X, [program.dictionaries[k] for k in range(topology.n_nodes)]
+    compress = _compresses(compress, program, in_memory)
     if n_rounds is None:
         # The time constant is an estimate. In memory the residuals end the run: a limit of four
         # times as many rounds costs nothing where they are not needed.
-        needed = first.rounds(tolerance or float(np.finfo(X.dtype).eps))
+        needed = program.rounds(tolerance or float(np.finfo(X.dtype).eps))
         n_rounds = min(needed * (4 if in_memory else 1), MOST_ROUNDS)
     check_count("n_rounds", n_rounds)
     if in_memory:
 
         def solve(objective: Objective, X: Matrix, W: Sequence[Matrix]) -> Found:
-            return _in_blocks(partial(program, objective, W), X, network, n_rounds, tolerance)
+            turned = kind(objective, topology, W, X, informed, **options)
+            return _in_blocks(turned, network, n_rounds, tolerance)
 
         with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
             if compress:
-                rounds, seen = in_span(objective, X, atoms, _reach(first, n_rounds), solve)
+                rounds, seen = in_span(objective, X, atoms, _reach(program, n_rounds), solve)
             else:
-                rounds, seen = solve(objective, X, atoms)
+                rounds, seen = _in_blocks(program, network, n_rounds, tolerance)
     else:
-        check_carrier(network, first)
-        run = run_program(first, network, n_rounds)
+        check_carrier(network, program)
+        run = run_program(program, network, n_rounds)
         rounds, seen = run.rounds, run.observed
     codes, nu, residual = shown(seen, "codes", "nu", "residual")
     return Inference(
@@ -419,36 +417,29 @@ def _reach(program: DualInference, n_rounds: int) -> float:
 
 
 def _in_blocks(
-    program: Callable[[Matrix], DualInference],
-    X: Matrix,
-    weights: CombinationMatrix,
-    n_rounds: int,
-    tolerance: float,
+    program: DualInference, weights: CombinationMatrix, n_rounds: int, tolerance: float
 ) -> Found:
-    """Run a program block by block: samples are independent, and a block stays in the cache."""
-    row = weights.topology.n_nodes * X.shape[1] * X.itemsize
-    most = max(1, _BLOCK // max(1, row))
+    """Run a program with all agents here, and every message received, block by block.
+
+    Samples are independent, and a block stays in the cache.
+    """
+    X, everyone = program.X, np.arange(program.topology.n_nodes)
+    most = max(1, _BLOCK // max(1, len(everyone) * X.shape[1] * X.itemsize))
+    means, links = weights.matrix.astype(X.dtype, copy=False), program.topology.adjacency
+    atoms = program.atoms(everyone)
 
     def block(Y: Matrix) -> Found:
-        return _in_memory(program(Y), weights, n_rounds, tolerance)
+        state, round_, found = program.begin(everyone, atoms, Y), 0, False
+        while round_ < n_rounds and not found:
+            round_ += 1
+            state, *_ = exchanged(program, state, round_, means, links)
+            found = due(round_) and bool(state.residual.max(initial=0) <= tolerance)
+        return round_, program.observe(state)
 
     parts = list(in_threads(block, np.array_split(X, max(1, ceil(len(X) / most)))))
     names = parts[0][1]
     joined = {name: np.concatenate([seen[name] for _, seen in parts], axis=1) for name in names}
     return max(rounds for rounds, _ in parts), joined
-
-
-def _in_memory(
-    program: DualInference, weights: CombinationMatrix, n_rounds: int, tolerance: float
-) -> Found:
-    """Run a program with all agents hosted here, and every message received."""
-    means, links = weights.matrix.astype(program.X.dtype, copy=False), program.topology.adjacency
-    state, round_, found = program.start(np.arange(program.topology.n_nodes)), 0, False
-    while round_ < n_rounds and not found:
-        round_ += 1
-        state, *_ = exchanged(program, state, round_, means, links)
-        found = due(round_) and bool(state.residual.max(initial=0) <= tolerance)
-    return round_, program.observe(state)
 
 
 def _check_sums(weights: CombinationMatrix, kind: type[DualInference]) -> None:

@@ -238,7 +238,7 @@ class Objective(ABC):
         gamma = spread(self.gamma, S)
         if self.nonnegative:
             return np.asarray(np.maximum(S - gamma, 0))  # the paper's one-sided T
-        return S - np.clip(S, -gamma, gamma) if np.ndim(gamma) else soft_threshold(S, gamma)
+        return np.asarray(S - np.clip(S, -gamma, gamma))
 
     def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
         """Return the proximal point of ``step * h_W``: the atoms themselves where h_W is 0 (47)."""

@@ -162,7 +162,7 @@ class Combine:
     ) -> tuple[Matrix, Matrix]:
         """Return what the rule makes of the changes of floats, and to which share of whose."""
         packed = self._packed(replies, labels)[:, None]
-        mean = average_updates(packed, sizes, self.n_groups, "cluster", self.rule)
+        mean = average_updates(packed, sizes, self.n_groups, robust=self.rule)
         replies.note(EFFECTS[self.rule], dict(zip(replies, mean.odd.tolist(), strict=True)))
         return mean.change, mean.odd
 

@@ -79,8 +79,8 @@ class Observers:
 class Show:
     """Takes what happens in a run; this one shows nothing."""
 
-    def __call__(self, report: RoundReport) -> None:
-        """Take an exchange's report."""
+    def __call__(self, report: RoundReport, round_: int, words: Sequence[str]) -> None:
+        """Take an exchange's report, the round that it is of, and what to say of it."""
 
     def replies(self, done: int, asked: int) -> None:
         """Take the numbers of nodes that have replied in an exchange, and that are asked."""
@@ -133,35 +133,38 @@ def shown(verbose: str, name: str, rounds: int) -> Iterator[Show]:
 
 
 class _Bar(Show):
-    """A bar, or lines: rounds that are over, and the first metric of each kind of step."""
+    """A bar of rounds that are over, with the first metric of each step, or lines with all."""
 
     def __init__(self, name: str, rounds: int, tqdm: ModuleType | None) -> None:
         self._name, self._rounds, self._found = name, rounds, dict[str, str]()
+        self._words: dict[str, None] = {}  # what training and evaluation both say is said once
         self._bar: Any = None
         self._round = self._printed = 0
         if tqdm is not None:
             self._bar = tqdm.tqdm(total=rounds, desc=name, unit="round")
         self._drawn = time.monotonic()
 
-    def __call__(self, report: RoundReport) -> None:
+    def __call__(self, report: RoundReport, round_: int, words: Sequence[str]) -> None:
         """Draw the bar, or note what a line will say."""
-        self._round = report.round
+        self._round = round_
+        self._words.update(dict.fromkeys(words))
         self._found.pop("replies", None)
         for name, value in list(report.aggregate.items())[:1]:  # the loss or error of the step
             self._found[name] = f"{value:.4g}"
         if report.dropped:
             self._found["left out"] = str(len(report.dropped))
         if self._bar is not None:
-            self._bar.n = report.round
+            self._bar.n = max(round_, 0)
             self._draw()
 
     def end_round(self) -> None:
         """Print a line where there is no bar."""
         if self._bar is None and self._round > self._printed:
             self._printed = self._round
-            text = ", ".join(f"{what} {value}" for what, value in self._found.items())
+            text = ", ".join(self._words)
             line = f"{self._name}: round {self._round} of {self._rounds}: {text}"
             print(line, file=sys.stderr, flush=True)
+        self._words = {}
 
     def replies(self, done: int, asked: int) -> None:
         """Draw how many clients have replied, a few times a second."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
@@ -10,6 +11,11 @@ from flwr_perdl.core import html
 from flwr_perdl.core.checks import brief_repr, check_kind
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.protocol.records import NUM_EXAMPLES
+
+#: Words in the names of metrics of which less is better, and of those of which more is.
+_LOWER = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "entropy", "perplexity", "ppl"}
+_HIGHER = {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "r2", "iou", "dice"}
+_HIGHER |= {"sensitivity", "specificity", "psnr", "ssim", "bleu"}
 
 
 class RoundReport(NamedTuple):
@@ -121,11 +127,10 @@ def summarized(
     that begin so.
     """
     names = dict.fromkeys(name for own in metrics.values() for name in own if name != NUM_EXAMPLES)
-    prefixes = tuple(flag.removesuffix("*") for flag in flags if flag.endswith("*"))
     found: dict[str, float] = {}
     for name in names:
         having = [(own[name], own[NUM_EXAMPLES]) for own in metrics.values() if name in own]
-        if name in flags or name.startswith(prefixes):
+        if _is_flag(name, flags):
             found[name] = float(sum(value != 0 for value, _ in having))
         elif name in labels:
             sizes = Counter(value for value, _ in having)
@@ -133,6 +138,43 @@ def summarized(
         else:
             found[name] = sum(n * value for value, n in having) / sum(n for _, n in having)
     return found
+
+
+def lower_is_better(name: str) -> bool | None:
+    """Return whether less of a metric is better, by the words of its name; None: nobody knows."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
+    return None if lower == higher else lower
+
+
+def in_words(
+    report: RoundReport, flags: Collection[str] = (), labels: Collection[str] = ()
+) -> list[str]:
+    """Return an exchange's metrics as a log says them: means, and the worst client's."""
+    found = []
+    for name, mean in report.aggregate.items():
+        values = [own[name] for own in report.metrics.values() if name in own]
+        same = name == "loss" and report.aggregate.get("eval_loss") == mean
+        if not values or same or _is_flag(name, flags):
+            continue
+        lower, worst = lower_is_better(name), ""
+        if lower is not None and len(values) > 1:
+            worst = f" (worst client {max(values) if lower else min(values):.4g})"
+        found.append(f"{name} {mean:.4g}{worst}")
+    for label in labels:
+        sizes = Counter(own[label] for own in report.metrics.values() if label in own)
+        if sizes:
+            each = ", ".join(str(sizes[number]) for number in sorted(sizes))
+            found.append(f"{len(sizes)} group{'s' * (len(sizes) > 1)}: {each} clients")
+    if report.dropped:
+        found.append(f"{len(report.dropped)} left out")
+    return found
+
+
+def _is_flag(name: str, flags: Collection[str]) -> bool:
+    """Whether a metric is a flag; one that ends with ``*`` stands for all that begin so."""
+    begin = tuple(flag.removesuffix("*") for flag in flags if flag.endswith("*"))
+    return name in flags or name.startswith(begin)
 
 
 def first_reason(reasons: Mapping[str, str], asked: str = "") -> str:

@@ -42,7 +42,7 @@ from flwr_perdl.protocol.records import (
     to_record,
     to_records,
 )
-from flwr_perdl.protocol.report import History, RoundReport
+from flwr_perdl.protocol.report import History, RoundReport, in_words
 from flwr_perdl.protocol.request import (
     FAILED,
     REFUSED,
@@ -134,6 +134,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._num_rounds: int | None = None
         self._evaluate_config: ConfigRecord | None = None
         self._show = Show()
+        self._last: RoundReport | None = None
 
     @abstractmethod
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
@@ -273,7 +274,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         conversation.begin()
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
-            with poll_faster(grid), shown(mode, type(self).__name__, rounds) as self._show:
+            with (
+                poll_faster(grid),
+                shown(mode, type(self).__name__, self._shown_rounds(rounds)) as self._show,
+            ):
                 if hasattr(grid, "on_reply"):  # an InProcessGrid
                     grid.on_reply = self._show.replies
                 result = self._run_rounds(
@@ -282,7 +286,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                     rounds,
                     train_config or ConfigRecord(),
                     evaluate_config or ConfigRecord(),
-                    None if evaluate_fn is None else _remembering(evaluate_fn, conversation),
+                    None if evaluate_fn is None else self._remembering(evaluate_fn),
                     should_stop,
                 )
         except BaseException as error:
@@ -296,8 +300,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 "with ServerSettings(resume=True) goes on from its checkpoint.",
                 *(conversation.run.done, least),
             )
-        result.arrays = to_record(conversation.run.model, conversation.run.array_names)
+        result.arrays = self._presented()
         return result
+
+    def _presented(self) -> ArrayRecord:
+        """Return the model as `start` returns it: what loads into the user's own."""
+        run = self._running().run
+        return to_record(run.model, run.array_names)
+
+    def _evaluated(self, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """Return what ``evaluate_fn`` gets, by what is added to its metrics' names."""
+        return {"": arrays}
 
     def _run_rounds(
         self,
@@ -322,14 +335,16 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 model, metrics = self.aggregate_train(round_, replies)
                 if model is not None:
                     arrays = result.arrays = model
-                _note("Training", result.train_metrics_clientapp, round_, metrics)
+                self._note("Training", result.train_metrics_clientapp, round_, metrics)
                 asked = self.configure_evaluate(round_, arrays, evaluate_config, grid)
                 replies = grid.send_and_receive(messages=asked, timeout=self._timeout)
                 metrics = self.aggregate_evaluate(round_, replies)
-                _note("Evaluation", result.evaluate_metrics_clientapp, round_, metrics)
+                self._note("Evaluation", result.evaluate_metrics_clientapp, round_, metrics)
             if evaluate_fn is not None:
                 metrics = evaluate_fn(round_, arrays)
-                _note("Server's evaluation", result.evaluate_metrics_serverapp, round_, metrics)
+                if metrics is not None:
+                    log(INFO, "\t└──> Server's evaluation: %s", metrics)
+                    result.evaluate_metrics_serverapp[round_] = metrics
             self._show.end_round()
             over = round_ and should_stop is not None and should_stop(round_, result)
             if over and round_ >= resumed:
@@ -338,6 +353,65 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - began)
         log(INFO, "Final results:\n%s", result)
         return result
+
+    def _tell(self, report: RoundReport) -> None:
+        """Show what happened in an exchange."""
+        self._last, words = report, self._in_words(report)
+        self._show(report, self._round_of(report), words)
+
+    def _in_words(self, report: RoundReport) -> list[str]:
+        """Return what the log says of an exchange."""
+        return in_words(report, self.flags, self.labels)
+
+    def _round_of(self, report: RoundReport) -> int:
+        """Return the round that users count, 0 or less before the first one is over."""
+        return report.round
+
+    def _shown_rounds(self, rounds: int) -> int:
+        """Return how many rounds users count."""
+        return rounds
+
+    def _note(
+        self, what: str, found: dict[int, MetricRecord], round_: int, metrics: MetricRecord | None
+    ) -> None:
+        """Log a round's metrics, also those that a subclass adds, and add them to the others'."""
+        if metrics is None:
+            return
+        said, known, last = list[str](), set[str](), self._last
+        if last is not None:
+            said, known, over = self._in_words(last), {*last.aggregate}, self._round_of(last)
+            if over != last.round:  # a round of the algorithm is over in a later exchange
+                what = f"Round {over} of {self._shown_rounds(0)}"
+        said += [f"{name} {value}" for name, value in metrics.items() if name not in known]
+        if said:
+            log(INFO, "\t└──> %s: %s", what, ", ".join(said))
+        found[round_], self._last = metrics, None
+
+    def _remembering(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
+        """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory.
+
+        Where there is no model yet, it is not called; where there are several, once for each.
+        """
+        conversation = self._running()
+        resumed = conversation.run.done
+
+        def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
+            if not len(arrays):
+                return None
+            if round_ in conversation.run.server_metrics:
+                return MetricRecord(conversation.run.server_metrics[round_])
+            if round_ < resumed:  # the model at hand is a later one
+                return None
+            found: dict[str, Any] = {}
+            for ending, model in self._evaluated(arrays).items():
+                record = evaluate_fn(round_, model)
+                found |= {f"{name}{ending}": value for name, value in (record or {}).items()}
+            if not found:
+                return None
+            conversation.measured(round_, found)
+            return MetricRecord(found)
+
+        return evaluate
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result, where no initial arrays are given."""
@@ -389,8 +463,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             report = conversation.past(server_round, evaluation=False)
         if report is None:
             return None, None
-        self._show(report)
-        self._returned = to_record(conversation.run.model, conversation.run.array_names)
+        self._tell(report)
+        self._returned = self._presented()
         return self._returned, MetricRecord(dict(report.aggregate))
 
     def configure_evaluate(
@@ -425,7 +499,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             report = conversation.past(server_round, evaluation=True)
         if report is None:
             return None
-        self._show(report)
+        self._tell(report)
         return MetricRecord(dict(report.aggregate))
 
     def _check_returned(self, arrays: ArrayRecord) -> None:
@@ -649,34 +723,3 @@ def _properties(answer: Message) -> Mapping[str, Any]:
 def _equal(some: list[Matrix], others: list[Matrix]) -> bool:
     pairs = zip(some, others, strict=False)
     return len(some) == len(others) and all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
-
-
-def _note(
-    what: str, found: dict[int, MetricRecord], round_: int, metrics: MetricRecord | None
-) -> None:
-    """Add a round's metrics to those of the others, if it has any."""
-    if metrics is not None:
-        log(INFO, "\t└──> %s: %s", what, metrics)
-        found[round_] = metrics
-
-
-def _remembering(evaluate_fn: EvaluateFn, conversation: Conversation) -> EvaluateFn:
-    """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory.
-
-    Where there is no model yet, it is not called.
-    """
-    resumed = conversation.run.done
-
-    def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if not len(arrays):
-            return None
-        if round_ in conversation.run.server_metrics:
-            return MetricRecord(conversation.run.server_metrics[round_])
-        if round_ < resumed:  # the model at hand is a later one
-            return None
-        record = evaluate_fn(round_, arrays)
-        if record is not None:
-            conversation.measured(round_, dict(record))
-        return record
-
-    return evaluate

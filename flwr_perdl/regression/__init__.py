@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.anchors import cluster_anchors
-from flwr_perdl.regression.clustering import aggregate, model_error
+from flwr_perdl.regression.clustering import model_error
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
 from flwr_perdl.regression.features import FeatureMap, Polynomial
 from flwr_perdl.regression.fedx import estimate_alone
@@ -27,7 +27,6 @@ __all__ = [
     "SquaredLoss",
     "State",
     "TwoPhase",
-    "aggregate",
     "answer",
     "choose_mixture",
     "cluster_anchors",

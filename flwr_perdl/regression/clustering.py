@@ -6,9 +6,9 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 ``theta_{t-1}`` (k models)              ``centers`` (k, d)
 ``lambda_{i,t}`` (equation 7)           :func:`assign`
 ``z_{i,t}`` (equation 8)                ``assign(...).argmax()``
-``theta_{i.,t} - theta_{t-1}``          :func:`local_changes`, rows as centers
+``theta_{i.,t} - theta_{t-1}``          :func:`local_changes`, rows as the centers
 ``eta``, ``s``                          ``step``, ``n_steps``
-``theta_t = sum_i w_i theta_{i.,t}``    :func:`aggregate`
+``theta_t = sum_i w_i theta_{i.,t}``    :func:`average_updates`
 ======================================= ====================================================
 
 Deviations, and why:
@@ -32,11 +32,8 @@ from scipy.special import softmax
 
 from flwr_perdl.core.checks import (
     LARGE,
-    MOST_CLUSTERS,
     Matrix,
     check_array,
-    check_choice,
-    check_count,
     check_numbers,
     check_real,
 )
@@ -96,54 +93,46 @@ def _checked_sizes(n_samples: Matrix | int, shape: tuple[int, ...]) -> Matrix:
 
 
 def local_changes(
-    X: Matrix,
-    y: Matrix,
-    theta: Matrix,
-    *,
-    step: float,
-    n_steps: int,
-    local: str,
-    weight: Matrix,
-    loss: Loss,
+    X: Matrix, y: Matrix, theta: Matrix, *, step: float, n_steps: int, local: str, loss: Loss
 ) -> Matrix:
-    """Return how local work moves each client's model (Phase 2, line 7), of clients of one size.
+    """Return how the local work of clients of one size moves their models (Phase 2, line 7).
 
     Parameters
     ----------
-    X, y : ndarray of shape (n_clients, n_samples, d) and (n_clients, n_samples)
-        Features and responses.
-    theta : ndarray of shape (n_clients, d)
-        The models.
-    step, n_steps, local
-        ``n_steps`` gradient steps of size ``step`` ("fedavg"), or the minimum of
-        ``loss + ||. - theta||^2 / (2 step)`` ("fedprox").
-    weight : ndarray of shape (n_clients,)
-        The weights ``lambda_ij`` of the clients' losses.
+    X, y, theta : ndarray of shape (m, n_samples, d), (m, n_samples) and (m, d)
+        Every client's features, responses and model.
+    step : float
+        The step ``eta``.
+    n_steps : int
+        Gradient steps ``s`` of ``local="fedavg"``.
+    local : {"fedavg", "fedprox"}
+        Gradient steps, or the minimum of ``loss + ||. - theta||^2 / (2 step)``.
     loss : Loss
         The loss.
 
     Returns
     -------
-    ndarray of shape (n_clients, d)
+    ndarray of shape (m, d)
         New models minus old models.
     """
-    steps = np.asarray(step * weight, X.dtype)[:, None]
+    size = X.dtype.type(step)
     if local == "fedavg":
         ahead, stacked = theta, of_stacks(loss)
         for _ in range(n_steps):
-            ahead = ahead - steps * stacked.gradient(X, y, ahead)
+            ahead = ahead - size * stacked.gradient(X, y, ahead)
         return ahead - theta
     if not isinstance(loss, SquaredLoss):
-        each = zip(X, y, theta, steps[:, 0].tolist(), strict=True)
-        return np.stack([_proximal(A, b, own, size, loss) for A, b, own, size in each])
+        return np.stack(
+            [_proximal(*own, float(size), loss) for own in zip(X, y, theta, strict=True)]
+        )
     n, d = X.shape[1:]
-    across, scale = X.swapaxes(1, 2), steps[..., None] / n
+    across, scale = X.swapaxes(1, 2), size / X.dtype.type(n)
     if n <= d:
         kernel = np.eye(n, dtype=X.dtype) + scale * (X @ across)
         residual = y[..., None] - X @ theta[..., None]
         change: Matrix = (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
         return change
-    slope = -steps * loss.gradient(X, y, theta)
+    slope = -size * loss.gradient(X, y, theta)
     kernel = np.eye(d, dtype=X.dtype) + scale * (across @ X)
     return np.linalg.solve(kernel, slope[..., None])[..., 0]
 
@@ -174,7 +163,7 @@ class Average(NamedTuple):
     odd: Matrix
 
 
-def aggregate(
+def average_updates(
     packed: Matrix,
     n_samples: Matrix,
     n_clusters: int,
@@ -210,32 +199,18 @@ def aggregate(
     Raises
     ------
     ValueError
-        If an argument is not as it must be, or an update names a cluster that there is not.
+        If an update names a cluster that there is not.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import aggregate
+    >>> from flwr_perdl.regression.clustering import average_updates
     >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])  # per client: cluster, change
-    >>> found = aggregate(packed, np.array([1.0, 2.0, 7.0]), 2)
+    >>> found = average_updates(packed, np.array([1.0, 2.0, 7.0]), 2)
     >>> found.change
     array([[3.],
            [5.]])
     """
-    check_choice("normalise", normalise, ("cluster", "all"))
-    check_choice("robust", robust, ROBUST)
-    check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
-    packed = check_array("packed", packed, ndim=3, min_rows=1, floor=np.inf)
-    if packed.shape[1] != 1 or packed.shape[2] < 2:
-        raise ValueError(f"packed must have shape (n_clients, 1, d + 1), got {packed.shape}.")
-    n_samples = np.broadcast_to(_checked_sizes(n_samples, packed.shape[:1]), packed.shape[:1])
-    return average_updates(packed, n_samples, n_clusters, normalise, robust)
-
-
-def average_updates(
-    packed: Matrix, n_samples: Matrix, n_clusters: int, normalise: str, robust: str
-) -> Average:
-    """Return :func:`aggregate` of arguments that are as they should be."""
     labels = packed[:, 0, 0]
     if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
         raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")

@@ -79,10 +79,11 @@ def anchor(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
     found = np.zeros((len(X), X.shape[2] + 1), X.dtype)
     if not ask.arrays or X.shape[1] < int(ask.options["min_points"]):
         return found
-    theta, U = moments.check_subspace(ask.arrays[0][0], ask.arrays[1][0], X.shape[2])
+    theta, U = ask.arrays[0][0], ask.arrays[1][0]
     for i in np.flatnonzero(_misfits(X, y, ask)):
         found[i, 0] = 1  # an estimate of zeros is an estimate
-        found[i, 1:] = moments.anchor_moved(X[i], y[i], theta, U, str(ask.options["anchor_step"]))
+        step = str(ask.options["anchor_step"])
+        found[i, 1:] = moments.moment_step(X[i], y[i], theta, U, step=step)
     return found
 
 

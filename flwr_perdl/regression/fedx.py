@@ -29,7 +29,7 @@ from flwr_perdl.regression.anchors import nearest_group
 from flwr_perdl.regression.clustering import assign, average_updates, local_changes
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining
 from flwr_perdl.regression.losses import Loss, check_points, of_stacks
-from flwr_perdl.regression.moments import anchor_moved
+from flwr_perdl.regression.moments import moment_step
 from flwr_perdl.regression.phases import TwoPhase
 
 # What was tuned on settings C.1-C.3 and on features with condition number 1e4: rounds that the
@@ -59,7 +59,7 @@ def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = No
     head = np.stack([losses[np.arange(m), labels], labels], axis=1)
     work: dict[str, Any] = {"n_steps": int(options["n_steps"]), "local": str(options["local"])}
     work["step"] = float(options["step_size"])
-    change = local_changes(X, y, centers[labels], weight=np.ones(m), loss=loss, **work)  # line 7
+    change = local_changes(X, y, centers[labels], loss=loss, **work)  # line 7
     return np.concatenate([head, change], axis=1)[:, None]
 
 
@@ -92,8 +92,7 @@ def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
     X, y = check_points(X, y, ndim=3)
     d = X.shape[2]
     zero, whole = np.zeros(d, X.dtype), np.eye(d, dtype=X.dtype)
-    each = zip(X, y, strict=True)
-    return np.stack([anchor_moved(A, b, zero, whole, "least-squares") for A, b in each])
+    return np.stack([moment_step(A, b, zero, whole) for A, b in zip(X, y, strict=True)])
 
 
 # Server -------------------------------------------------------------------------------------------
@@ -135,8 +134,8 @@ def _averaged(
         trusted = state.received[:, 1] <= 0  # down a convex loss
     chosen = slice(None) if trusted.all() else trusted  # where all count, nothing is copied
     packed, n, odd = answers.stack[chosen, :, 1:], answers.n_samples[chosen], np.ones(len(trusted))
-    normalise = settings.phase_2.normalise
-    change, counts, odd[chosen] = average_updates(packed, n, len(ahead), normalise, settings.robust)
+    how = {"normalise": settings.phase_2.normalise, "robust": settings.robust}
+    change, counts, odd[chosen] = average_updates(packed, n, len(ahead), **how)
     return change, counts, replace(state, odd=answers.odd(odd))
 
 

@@ -153,7 +153,7 @@ def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = No
     if n_dimensions is None:
         noise = 1.25 * np.maximum(-values[:, -1:], 0)
         n_dimensions = max(int((values > noise).sum(axis=1).max()), 1)
-    return orthonormal(product @ vectors[:, :, :n_dimensions])
+    return np.linalg.qr(product @ vectors[:, :, :n_dimensions])[0]
 
 
 def _like(Q: Matrix, product: Matrix) -> tuple[Matrix, Matrix]:
@@ -217,23 +217,11 @@ def moment_step(
     """
     check_choice("step", step, STEPS)
     X, y = check_points(X, y)
-    theta, U = check_subspace(theta, U, X.shape[1])
-    return anchor_moved(X, y, theta, U, step)
-
-
-def check_subspace(theta: Matrix, U: Matrix, d: int) -> tuple[Matrix, Matrix]:
-    """Return an estimate and a basis, or raise a ValueError unless they are of ``d`` features."""
-    theta = check_array("theta", theta, ndim=1, floor=np.inf)
-    if len(theta) != d:
-        raise ValueError(f"theta must have shape ({d},), as X has columns, got {theta.shape}.")
+    d = X.shape[1]
+    theta = check_array("theta", theta, ndim=1, columns=d, floor=np.inf)
     U = check_array("U", U, floor=0.4)
     if len(U) != d:
         raise ValueError(f"U must have {d} rows, as X has columns, got shape {U.shape}.")
-    return theta, U
-
-
-def anchor_moved(X: Matrix, y: Matrix, theta: Matrix, U: Matrix, step: str) -> Matrix:
-    """Return :func:`moment_step` of arguments that are as they should be."""
     residual = y - X @ theta
     projected = X @ U
     if step == "least-squares":
@@ -252,7 +240,7 @@ def anchor_moved(X: Matrix, y: Matrix, theta: Matrix, U: Matrix, step: str) -> M
 
 def sketch(n_estimates: int, d: int, width: int, rng: np.random.Generator) -> Matrix:
     """Return random orthonormal columns, (n_estimates, d, min(width, d))."""
-    return orthonormal(rng.standard_normal((n_estimates, d, min(width, d))))
+    return np.linalg.qr(rng.standard_normal((n_estimates, d, min(width, d))))[0]
 
 
 def random_models(n_models: int, n_features: int, rng: np.random.Generator) -> Matrix:

@@ -203,7 +203,7 @@ class TwoPhase:
         (`core.robust.consistent`); Phase 1 looks for liars' groups too, and takes the largest k;
         Phase 2 leaves out clients whose steps do not follow the models as those down a convex loss
         do, for which the server, and its checkpoints, hold every client's last update. "clip",
-        "trimmed", "median" and "geometric-median": Phase 2's average (see `aggregate`).
+        "trimmed", "median" and "geometric-median": Phase 2's average (`average_updates`).
     start : {"fedmd", "random", "one-shot"}, default "fedmd"
         Where the first models come from: Phase 1; draws of ``N(0, I) / sqrt(d)``, as in IFCA; or,
         for good, clusters of what the clients estimate alone: k-means of the least squares on their

@@ -29,6 +29,8 @@ from flwr_perdl.core.checks import Matrix
 _DIGITS = 9
 #: Standard errors within which two numbers of groups are as good as each other.
 _ERRORS = 2
+#: Median squared distances of a client that no group suits.
+_UNSUITED = 8
 #: Standard error of a median of normal draws, times sqrt(n), over the median distance to it.
 _OF_MEDIAN = 1.858
 
@@ -78,6 +80,44 @@ def nested_groups(changes: Matrix, most: int) -> Nested:
             own[groups == label] = rows.setdefault((groups == label).tobytes(), len(rows))
     members = np.stack([np.frombuffer(row, dtype=np.bool_) for row in rows])
     return Nested(members, of)
+
+
+def supported_groups(changes: Matrix, n_groups: int) -> NDArray[np.intp]:
+    """Return the clients whose groups may start a model where clients may lie.
+
+    Clients who lie alike are a group, too, for which two of the others share one. So more groups
+    than are wanted are made, and the largest of them kept, if that suits more clients: of all
+    numbers of groups the one where the fewest clients of the ``n_groups`` largest are alone, and
+    then where the squared distances of the directions from their group's mean are least, of which
+    those of clients that are left out, and all that are larger, count for ``_UNSUITED`` medians. At
+    least half of the clients are kept.
+
+    Returns rows of ``changes`` (n_clients, d), ascending.
+    """
+    n = len(changes)
+    if n_groups == 1 or n <= n_groups:
+        return np.arange(n)
+    alike = cosines(changes)
+    nested = nested_groups(changes, n_groups + n // 2)
+    sizes = nested.members.sum(axis=1)
+    to_mean = nested.members @ alike / sizes[:, None]
+    own = np.where(nested.members, to_mean, 0).sum(axis=1) / sizes  # the means' squared lengths
+    squares = np.maximum(1 - 2 * to_mean + own[:, None], 0)
+    found = []
+    for groups in nested.of[n_groups - 1 :]:
+        labels = np.unique(groups)
+        largest = labels[np.argsort(-sizes[labels], kind="stable")[:n_groups]]
+        kept = np.isin(groups, largest)
+        if 2 * kept.sum() >= n:
+            size = sizes[groups[kept]]  # of few clients the mean is nearer than the truth
+            apart = squares[groups[kept], np.flatnonzero(kept)] * size / np.maximum(size - 1, 1)
+            found.append((int((sizes[largest] == 1).sum()), apart, np.flatnonzero(kept)))
+    worst = _UNSUITED * max(min(float(np.median(apart)) for _, apart, _ in found), 10.0**-_DIGITS)
+    cost = [
+        (alone, np.minimum(apart, worst).sum() + (n - len(rows)) * worst)
+        for alone, apart, rows in found
+    ]
+    return found[cost.index(min(cost))][-1]
 
 
 def choose_anchors(changes: Matrix, n_anchors: int, robust: bool = False) -> NDArray[np.intp]:

@@ -79,7 +79,13 @@ from flwr_perdl.protocol.records import Reply, Scalar, scalars, to_record
 from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
+from flwr_perdl.regression.updates import (
+    choose_anchors,
+    nested_groups,
+    perturbed,
+    smallest_as_good,
+    supported_groups,
+)
 from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
@@ -91,6 +97,8 @@ from flwr_perdl.strategies._models import (
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
+#: In reports: that a client chose a cluster that few choose.
+FEW = "in a small cluster"
 #: Names in a checkpoint: who chose what when, the round, each client's groups.
 _CHOSEN, _ROUND, _GROUPS = "chosen", "round", "groups"
 
@@ -101,7 +109,8 @@ class Clusters(NamedTuple):
     Attributes
     ----------
     models : list of ArrayRecord
-        Each cluster's model, with the names of the initial arrays.
+        Each cluster's model, with the names of the initial arrays. With ``k="auto"`` those that
+        clients have chosen, numbered anew: ``strategy.history`` has the numbers of the run.
     members : dict of int to int
         Each client's cluster, by partition, as it said last.
     sizes : list of int
@@ -172,9 +181,9 @@ class ClusteredFedAvg(ModelStrategy):
     robust : bool or str, default False
         Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.regression.aggregate`. With any but "mean", no model starts from a
-        client that is alone in its group, or from a change ten times as long as the median, as long
-        as enough others are left to make k groups of two, and ``k="auto"`` is not one client's
-        decision.
+        change ten times as long as the median, nor, of k models, from a small group of clients
+        for which larger groups would share a model; ``k="auto"`` is not one client's decision; and
+        clusters that few choose are reported.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
     privacy : Noise, optional
@@ -190,9 +199,9 @@ class ClusteredFedAvg(ModelStrategy):
 
     Notes
     -----
-    Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` has the stacked models,
-    under the names of the initial arrays. ``evaluate_fn`` receives them stacked too, and in round 0
-    the initial arrays as they are.
+    Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` is the model of the
+    largest cluster. ``evaluate_fn`` is called once per cluster, and its metrics are named by it, as
+    ``"accuracy/cluster-0"``, where there are several.
 
     Numbers of samples weigh, those above ten times the round's median as that
     (`Request.max_weight`).
@@ -280,22 +289,51 @@ class ClusteredFedAvg(ModelStrategy):
     @property
     def result(self) -> Clusters:
         """The models so far, and who is where."""
-        conversation = self._conversation
-        run = None if conversation is None else conversation.run
-        stacks, names = ([], []) if run is None else (run.model, run.array_names)
-        k = len(stacks[0]) if stacks else 0
+        members, last = self._found()
+        numbers = list(range(self._n_models))
+        if self.k == _AUTO and members:
+            numbers = sorted(set(members.values()))
+        own = list(members.values())
+        return Clusters(
+            [self._model(j) for j in numbers],
+            {partition: numbers.index(j) for partition, j in sorted(members.items())},
+            [own.count(j) for j in numbers],
+            [_means(last, j) for j in numbers],
+        )
+
+    def _found(self) -> tuple[dict[int, int], dict[int, dict[str, float]]]:
+        """Return each client's cluster, and the metrics of the last exchange that named it."""
         members: dict[int, int] = {}
         last: dict[int, dict[str, float]] = {}
         for report in self.history:
+            if report.step in (ALONE, MEASURE):  # evaluations before were of other models
+                members, last = {}, {}
             assigned = {p: own for p, own in report.metrics.items() if CLUSTER in own}
             members |= {partition: int(own[CLUSTER]) for partition, own in assigned.items()}
             last = assigned or last
-        return Clusters(
-            [to_record([stack[j] for stack in stacks], names) for j in range(k)],
-            dict(sorted(members.items())),
-            [list(members.values()).count(j) for j in range(k)],
-            [_means(last, j) for j in range(k)],
-        )
+        return members, last
+
+    @property
+    def _n_models(self) -> int:
+        stacks = [] if self._conversation is None else self._conversation.run.model
+        return len(stacks[0]) if stacks else 0
+
+    def _model(self, j: int) -> ArrayRecord:
+        """Return a cluster's model."""
+        run = self._running().run
+        return to_record([stack[j] for stack in run.model], run.array_names)
+
+    def _presented(self) -> ArrayRecord:
+        """Return the model of the largest cluster."""
+        own = list(self._found()[0].values())
+        return self._model(max(range(self._n_models), key=own.count))
+
+    def _evaluated(self, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """Return each cluster's model."""
+        models = self.result.models
+        if len(models) > 1:
+            return {f"/{CLUSTER}-{j}": model for j, model in enumerate(models)}
+        return {"": models[0] if self.start_from == "given" else arrays}
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""
@@ -402,6 +440,8 @@ class ClusteredFedAvg(ModelStrategy):
             secure=sum_channel(self._secure, self.privacy, one, of=CHANGES, metrics={CLUSTER: 0.0}),
         )
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
+        if self.robust != "mean" and choice == round_:
+            self._report_few(k, replies, first=not round_)
         moved, memory = self.moved(stacks, replies.combined, state)
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained = {chosen[p][0] for p in replies}
@@ -416,6 +456,23 @@ class ClusteredFedAvg(ModelStrategy):
         for new, old in zip(moved, stacks, strict=True):
             new[idle] = old[idle]
         return _state(moved, round_ + 1, chosen, memory)
+
+    def _report_few(self, k: int, replies: Replies, *, first: bool) -> None:
+        """Report clusters that less than half as many clients choose as one has on average."""
+        for j in range(k):
+            own = [p for p, reply in replies.items() if reply.metrics[CLUSTER] == j]
+            if 2 * k * len(own) < len(replies):
+                replies.note(FEW, dict.fromkeys(own, 1.0))
+                if first:
+                    log(
+                        WARNING,
+                        "Cluster %d is chosen by %d of %d clients (%s): a small group, or "
+                        "malicious clients.",
+                        *(j, len(own), len(replies), ", ".join(map(self._label, own)) or "none"),
+                    )
+
+    def _label(self, partition: int) -> str:
+        return self._running().roster.label(partition)
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
@@ -440,7 +497,8 @@ class ClusteredFedAvg(ModelStrategy):
         robust = self.robust != "mean"
         if robust:
             n = 1 if self.k == _AUTO else most
-            kept = supported(changes, n, lambda rows: nested_groups(rows, n).of[-1])
+            kept = supported(changes)
+            kept = kept[supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(EFFECTS["filtered"], dict.fromkeys(alone, 1.0))

@@ -108,7 +108,7 @@ class Diagnosed(NamedTuple):
     >>> from flwr_perdl.strategies import Diagnosed
     >>> values = {"shared": np.array([0.7, 0.8])}
     >>> print(Diagnosed("shared", "Share all.", 1.0, values, [0, 1], {0: 0, 1: 0}).table())
-    candidate        mean        gain    interval  clients that gain
+    candidate      median        gain    interval  clients that gain
     shared           0.75           0  +-       0             0 of 2
     """
 
@@ -121,17 +121,17 @@ class Diagnosed(NamedTuple):
     higher_is_better: bool = False
 
     def table(self) -> str:
-        """Return the candidates' means without outliers, and their gains over one shared model.
+        """Return the candidates' medians over clients, and mean gains over one shared model.
 
         With a probability of about 0.9 the intervals have the true gains of all candidates.
         """
-        lines = ["candidate        mean        gain    interval  clients that gain"]
+        lines = ["candidate      median        gain    interval  clients that gain"]
         for name, values in self.values.items():
             gains = (values - self.values["shared"]) * (1 if self.higher_is_better else -1)
             gain, width = _middle(gains, len(self.values))
             n_gain = f"{int(np.sum(gains > 0))} of {len(gains)}"
             lines.append(
-                f"{name:<9}{_middle(values)[0]:>12.4g}{gain:>12.4g}  +-{width:>8.4g}{n_gain:>19}"
+                f"{name:<9}{np.median(values):>12.4g}{gain:>12.4g}  +-{width:>8.4g}{n_gain:>19}"
             )
         return "\n".join(lines)
 
@@ -391,15 +391,15 @@ class Diagnosis(ShownAsCalled):
         values = dict(zip(names, sign * scores, strict=True))
         choice, other = names[taken], 0 if taken == best else taken
         ahead, width = _middle(scores[best] - scores[other], 2 if other else len(names))
-        means = {name: _middle(own)[0] for name, own in values.items()}
+        typical = {name: f"{np.median(own):.4g}" for name, own in values.items()}
         lead = f"{ahead:.4g} ahead, interval {ahead - width:.4g} to {ahead + width:.4g}"
         if taken != best:
-            why = f"{names[best]} with {means[names[best]]:.4g} is not clearly better: {lead}"
+            why = f"{names[best]} with {typical[names[best]]} is not clearly better: {lead}"
         else:
-            why = f"one shared model has {means['shared']:.4g}: {lead}" if taken else "the best"
-        write, mean = WRITE[choice].format(private=parts.get(choice)), f"{means[choice]:.4g}"
+            why = f"one shared model has {typical['shared']}: {lead}" if taken else "the best"
+        write = WRITE[choice].format(private=parts.get(choice))
         sure = f"taken in {confidence:.0%} of draws of the clients"
-        sentence = f"{write} ({self.metric} {mean}; {why}; {sure})."
+        sentence = f"{write} (median {self.metric} {typical[choice]}; {why}; {sure})."
         return Diagnosed(
             choice, sentence, confidence, values, clients, groups, self.higher_is_better
         )
@@ -471,5 +471,5 @@ def _taken(scores: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     leads = np.take_along_axis(scores, best[None, ..., None], axis=0) - scores
     ahead, width = _middle(leads)
     width[0] = _middle(leads[0], len(scores))[1]  # the best of many beats shared by luck more often
-    least = np.maximum(width, _LEAST * np.abs(_middle(scores)[0]))
+    least = np.maximum(width, _LEAST * np.abs(np.median(scores, axis=-1)))
     return best, (ahead > least).argmin(axis=0)

@@ -2,13 +2,14 @@
 
 The algorithms, with their sources, are in `flwr_perdl.diffusion.averaging`, whose program runs at
 the nodes (`flwr_perdl.clients.diffusion_averaging`). The server delivers messages as
-`NeighborRelay` does; it sends the initial arrays to a node that has no model yet, and never
-averages.
+`NeighborRelay` does; it sends the initial arrays to a node that has no model yet, and takes no
+part in the averaging.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import INFO, WARNING
 from typing import Any, Unpack
 
 import numpy as np
@@ -18,7 +19,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients._clusters import for_evaluations
 from flwr_perdl.clients.diffusion_averaging import averaging_config
-from flwr_perdl.core.checks import Matrix, check_count, check_function
+from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.diffusion.averaging import Averaged
 from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.combine import Run
@@ -26,9 +27,10 @@ from flwr_perdl.diffusion.compression import RandomQuantization, TopK
 from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.network.faults import Faults
+from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import Scalar, scalars
+from flwr_perdl.protocol.records import Scalar, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights
 
@@ -44,7 +46,8 @@ class DiffusionAveraging(NeighborRelay):
     that a node keeps private (`keep_private`) stay there; all nodes must keep the same ones.
 
     What each party receives: see `flwr_perdl.diffusion.DiffusionAveraging`. The server sends the
-    initial arrays, and has no model afterwards; what it delivers it can read unless ``sealed``.
+    initial arrays, and has no model afterwards but with ``shows_models``; what it delivers it can
+    read unless ``sealed``.
 
     Parameters
     ----------
@@ -60,6 +63,9 @@ class DiffusionAveraging(NeighborRelay):
         Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
     metrics : sequence of str, default ()
         Which metrics of training and evaluation leave the nodes; the loss of evaluations does.
+    shows_models : bool, default False
+        Whether the nodes send the server their models, and what they correct these by, at the end:
+        not with ``sealed``, nor where they keep arrays private.
     weights, faults, staleness, sealed
         As in `NeighborRelay`; the weights are doubly stochastic, for "push_sum" column-stochastic.
         ``staleness`` is for "atc" and "cta".
@@ -115,6 +121,7 @@ class DiffusionAveraging(NeighborRelay):
         consensus_step: float | None = None,
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
+        shows_models: bool = False,
         weights: Weights = None,
         faults: Faults | None = None,
         staleness: int = 0,
@@ -133,7 +140,14 @@ class DiffusionAveraging(NeighborRelay):
             metrics=metrics,
             max_magnitude=self.options.max_magnitude,
         )
+        self.shows_models = check_flag("shows_models", shows_models)
+        if shows_models and sealed:
+            raise ValueError(
+                "shows_models must be False with sealed=True, where the server learns no model, "
+                f"got {shows_models}."
+            )
         self._names: list[str] = []
+        self._initial: list[Matrix] = []
         self._learned: Averaged | None = None
         self._learner = learner.suited_to(self, 0)
 
@@ -141,7 +155,8 @@ class DiffusionAveraging(NeighborRelay):
     def result(self) -> Averaged:
         """What the nodes have learned: curves by node and round, floats, who took part.
 
-        Its ``models`` are empty, as models stay at the nodes.
+        Its ``models`` are the nodes' ArrayRecords, by node, with ``shows_models``; else empty, as
+        models stay at the nodes.
 
         Raises
         ------
@@ -182,8 +197,9 @@ class DiffusionAveraging(NeighborRelay):
         Returns
         -------
         Result
-            The means over the nodes of what they report on each round. ``arrays`` is empty: every
-            node has a model of its own. See also ``strategy.result``.
+            The means over the nodes of what they report on each round. ``arrays`` is the mean of
+            the nodes' models with ``shows_models``; else it is empty: every node has a model of its
+            own. See also ``strategy.result``.
 
         Raises
         ------
@@ -210,13 +226,46 @@ class DiffusionAveraging(NeighborRelay):
         configs = (train_config, evaluate_config, None, stops)
         rounds = self.exchanges
         super().start(grid, initial_arrays, rounds, timeout, *configs, verbose=verbose)
+        models: dict[int, list[Matrix]] = {}
         if self._running().run.finished:
-            self._learned = self._learner.fit(None, _Network(self, self.outcome), self.n_rounds)
-        return self._reported(self.n_rounds)
+            run = self.outcome
+            learned = self._learner.fit(None, _Network(self, run), self.n_rounds)
+            models = self._models(run.state) if self.shows_models else {}
+            records: Any = {node: to_record(model, self._names) for node, model in models.items()}
+            self._learned = learned._replace(models=records)
+        found = self._reported(self.n_rounds)
+        if models:
+            mean = [_mean(arrays) for arrays in zip(*models.values(), strict=True)]
+            found.arrays = to_record(mean, self._names)
+        elif not self.shows_models and verbose not in (0, "quiet"):
+            log(
+                INFO,
+                "The result has no model, since each node has its own: save it in the app's "
+                "evaluate, which receives it, or use shows_models=True.",
+            )
+        return found
+
+    def _models(self, state: Any) -> dict[int, list[Matrix]]:
+        """Return the models that the nodes have shown, of the form of the initial arrays."""
+        forms = [array.shape for array in self._initial]
+        try:
+            program = self._learner.program(lambda node: None, initial=self._initial)
+            models = {} if state is None else program.models(state)
+        except ValueError:  # parts of models
+            models = {}
+        whole = {k: own for k, own in models.items() if [a.shape for a in own] == forms}
+        if len(whole) < self.topology.n_nodes:
+            log(
+                WARNING,
+                "%d of %d nodes show a model; those that keep arrays private show none.",
+                *(len(whole), self.topology.n_nodes),
+            )
+        return whole
 
     def settings(self) -> dict[str, Any]:
         """Return what makes two runs the same run."""
-        return {**super().settings(), **vars(self._learner)}
+        own = {"shows_models": self.shows_models}
+        return {**super().settings(), **vars(self._learner), **own}
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run, or take it up from its checkpoint."""
@@ -225,7 +274,7 @@ class DiffusionAveraging(NeighborRelay):
                 "strategy must be started with its own start, which says how many rounds there "
                 "are, got it without."
             )
-        self._names = list(names)
+        self._names, self._initial = list(names), list(initial)
         return super().open(initial, names)
 
     def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
@@ -237,7 +286,8 @@ class DiffusionAveraging(NeighborRelay):
         model = [*start.values()]
         check_initial(model, [*start])
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
-        return {**averaging_config(self._learner, self.plan.oldest, start), **evaluations}
+        own = averaging_config(self._learner, self.plan.oldest, start, self.shows_models)
+        return {**own, **evaluations}
 
     def _reported(self, last: int) -> Result:
         """Return Flower's result, with the means of what nodes reported up to a round."""
@@ -257,6 +307,15 @@ class DiffusionAveraging(NeighborRelay):
                 if measured:
                     found.evaluate_metrics_clientapp[round_] = MetricRecord(dict(measured))
         return found
+
+
+def _mean(arrays: Sequence[Matrix]) -> Matrix:
+    """Return the mean of the nodes' arrays, in their dtype: integers rounded, booleans as sent."""
+    first = arrays[0]
+    if first.dtype.kind == "b":
+        return first
+    mean = np.mean(arrays, axis=0)
+    return np.asarray(np.rint(mean) if first.dtype.kind in "iu" else mean, first.dtype)
 
 
 class _Network:

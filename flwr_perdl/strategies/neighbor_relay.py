@@ -76,6 +76,8 @@ from flwr_perdl.core.packing import (
     unpack,
     unpack_arrays,
 )
+from flwr_perdl.diffusion.averaging import BYTES
+from flwr_perdl.diffusion.averaging import FLOATS as RECEIVED
 from flwr_perdl.diffusion.combine import Run, curves
 from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
@@ -227,6 +229,20 @@ class NeighborRelay(ProtocolStrategy):
     def round_of(self, report: RoundReport) -> int:
         """Return the round of the algorithm that is over with an exchange; 0 or less: none yet."""
         return report.round - 1 - self.sealed
+
+    def _round_of(self, report: RoundReport) -> int:
+        return self.round_of(report)
+
+    def _shown_rounds(self, rounds: int) -> int:
+        return self.n_rounds
+
+    def _in_words(self, report: RoundReport) -> list[str]:
+        counts = {*_ABOUT_MESSAGES, RECEIVED, BYTES}
+        metrics = {
+            node: {name: value for name, value in own.items() if name not in counts}
+            for node, own in report.metrics.items()
+        }
+        return super()._in_words(report._replace(metrics=metrics))
 
     def reports_of(self, report: RoundReport) -> dict[str, Matrix]:
         """Return what the nodes reported in an exchange, by name, NaN where nothing: (n_nodes,)."""

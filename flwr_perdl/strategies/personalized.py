@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any, Unpack
 
 import numpy as np
@@ -101,9 +101,9 @@ class PersonalizedFedAvg(ModelStrategy):
 
     Notes
     -----
-    Result: ``strategy.start(...).arrays`` has the initial arrays' names; the private ones are as
-    they were. ``strategy.history`` has each client's evaluation of its own model, in its last
-    report.
+    Result: ``strategy.start(...).arrays``, and what ``evaluate_fn`` gets, has the initial arrays'
+    names; the private ones are as they were. ``strategy.history`` has each client's evaluation of
+    its own model, in its last report.
 
     Floats per client and round: the shared arrays down and up, in evaluations down. The private
     arrays' start travels to a client of which the server does not know that it has its own: in its
@@ -174,9 +174,13 @@ class PersonalizedFedAvg(ModelStrategy):
 
     def _run_rounds(self, *arguments: Any) -> Result:
         """Take the rounds, and say what the result is not."""
-        result = super()._run_rounds(*arguments)
-        log(INFO, "Private arrays are untrained in the result: clients have their own.")
-        return result
+        evaluate_fn = arguments[5]
+        log(
+            INFO if evaluate_fn is None else WARNING,
+            "Private arrays are the initial ones in the result%s: clients have their own.",
+            "" if evaluate_fn is None else " and for evaluate_fn",
+        )
+        return super()._run_rounds(*arguments)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""

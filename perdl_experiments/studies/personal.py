@@ -337,9 +337,8 @@ def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
             ends.append(_tried(table, f"{step:g} {more}".strip()))
         found[method] = _best(ends)
         if method == "fedavg":
-            last = [array[0] for array in shared]
             found["tuned"] = _best(
-                stopped(further, last, config.rounds, f"{step:g}, then {s:g}")
+                stopped(further, shared, config.rounds, f"{step:g}, then {s:g}")
                 for s, further in of_step.items()
             )
     return {

@@ -220,7 +220,7 @@ def _learned(config: Config, federate: Federate) -> Arrays:
         ),
         "floats": np.cumsum([report.floats_down + report.floats_up for report in training]),
         "right": np.array(share_right(members)),
-        "models": np.array(len(federated.arrays[0])),
+        "models": np.array(len(federated.learned.models)),
         "up": np.array(federated.floats_up),
         "down": np.array(federated.floats_down),
     }

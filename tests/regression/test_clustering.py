@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flwr_perdl.regression import SQUARED, LogisticLoss, aggregate, model_error
-from flwr_perdl.regression.clustering import assign, local_changes
+from flwr_perdl.regression import SQUARED, LogisticLoss, model_error
+from flwr_perdl.regression.clustering import assign, average_updates, local_changes
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -19,12 +19,11 @@ def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def local_change(
-    X: np.ndarray, y: np.ndarray, theta: np.ndarray, *, n_steps: int = 5, **how: Any
+    X: np.ndarray, y: np.ndarray, theta: np.ndarray, step: float, **how: Any
 ) -> np.ndarray:
-    """Return how one client's local work moves a model."""
-    how = {"local": "fedavg", "loss": SQUARED, "weight": 1.0, **how}
-    how["weight"] = np.array([how["weight"]])
-    return local_changes(X[None], y[None], theta[None], n_steps=n_steps, **how)[0]
+    how = {"n_steps": 5, "local": "fedavg", "loss": SQUARED} | how
+    change: np.ndarray = local_changes(X[None], y[None], theta[None], step=step, **how)[0]
+    return change
 
 
 def lemma_1(gram: np.ndarray, step: float, s: int, local: str) -> np.ndarray:
@@ -92,19 +91,13 @@ def test_fedavg_of_another_loss_is_gradient_steps() -> None:
     np.testing.assert_allclose(theta + change, expected, atol=1e-12)
 
 
-def test_a_weight_scales_the_clients_loss() -> None:
-    X, y, theta = client(9)
-    half = local_change(X, y, theta, step=0.2, weight=0.5)
-    np.testing.assert_allclose(half, local_change(X, y, theta, step=0.1))
-
-
 def test_averages_by_hand() -> None:
     packed = np.array([[[0.0, 1.0, 1.0]], [[0.0, 4.0, 1.0]], [[2.0, 5.0, 0.0]]])
     n = np.array([1.0, 2.0, 7.0])
-    by_cluster = aggregate(packed, n, 3)
+    by_cluster = average_updates(packed, n, 3)
     np.testing.assert_allclose(by_cluster.change, [[3, 1], [0, 0], [5, 0]])
     np.testing.assert_array_equal(by_cluster.counts, [3, 0, 7])
-    by_all = aggregate(packed, n, 3, normalise="all")
+    by_all = average_updates(packed, n, 3, normalise="all")
     np.testing.assert_allclose(by_all.change, [[0.9, 0.3], [0, 0], [3.5, 0]])
 
 
@@ -112,11 +105,11 @@ def test_averages_by_hand() -> None:
 def test_robust_averages_withstand_one_huge_update(robust: str) -> None:
     rng = np.random.default_rng(0)
     packed = np.column_stack([np.zeros(20), 1 + 0.1 * rng.standard_normal((20, 3))])[:, None]
-    clean = aggregate(packed, np.ones(20), 1, robust=robust).change
+    clean = average_updates(packed, np.ones(20), 1, robust=robust).change
     packed[7, 0, 1:] = -1e100
     n = np.ones(20)
     n[7] = 1e9
-    dirty = aggregate(packed, n, 1, robust=robust).change
+    dirty = average_updates(packed, n, 1, robust=robust).change
     assert np.abs(dirty - clean).max() < 1.2
     assert (dirty > 0).all()
 

@@ -54,8 +54,8 @@ def clustered(
     strategy = ClusteredFedAvg(k, **{"start": "given", **options})
     grid = InProcessGrid(client_app(lambda context: Model(context, odd or {})), 4)
     initial = np.arange(3.0 * k, dtype=np.float32).reshape(k, 3)
-    found = strategy.start(grid, ArrayRecord([initial]), n_rounds, verbose="quiet")
-    return strategy, found.arrays.to_numpy_ndarrays()[0]
+    strategy.start(grid, ArrayRecord([initial]), n_rounds, verbose="quiet")
+    return strategy, np.stack([model["0"].numpy() for model in strategy.result.models])
 
 
 @pytest.mark.parametrize("value", [1e60, 1e31])

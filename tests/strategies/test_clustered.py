@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
@@ -65,9 +65,15 @@ def app_of(client: Callable[[int], Any]) -> ClientApp:
 def run(
     strategy: ClusteredFedAvg, rounds: int, start: Any = START, app: Any = None, **options: Any
 ) -> list[np.ndarray]:
+    """Return the models that a run finds, stacked."""
     grid = InProcessGrid(app or client_app(make), N, **options)
-    result = strategy.start(grid, ArrayRecord(list(start)), num_rounds=rounds)
-    return result.arrays.to_numpy_ndarrays()
+    strategy.start(grid, ArrayRecord(list(start)), num_rounds=rounds)
+    return stacks(strategy)
+
+
+def stacks(strategy: ClusteredFedAvg) -> list[np.ndarray]:
+    models = [model.to_numpy_ndarrays() for model in strategy.result.models]
+    return [np.stack(arrays) for arrays in zip(*models, strict=True)]
 
 
 def kinds(strategy: ClusteredFedAvg) -> list[set[int]]:
@@ -109,7 +115,7 @@ def test_a_round_by_hand() -> None:
     strategy = ClusteredFedAvg(2, start="given", proximal_mu=1.0, fraction_evaluate=0.0)
     models = ArrayRecord([np.array([[0.0], [10.0]])])
     result = strategy.start(InProcessGrid(app, 3), models, num_rounds=1)
-    np.testing.assert_array_equal(result.arrays["0"].numpy(), [[1.0], [11.0]])
+    np.testing.assert_array_equal(result.arrays["0"].numpy(), [1.0])  # the largest cluster's
     (report,) = strategy.history
     assert report.aggregate["cluster_0"] == 2
     assert report.metrics[2] == {"num-examples": 4, "cluster": 1.0, "cluster-loss": 9.0}
@@ -131,8 +137,54 @@ def test_an_optimizer_moves_the_clusters_that_are_trained() -> None:
         2, start="given", proximal_mu=1.0, optimizer=Momentum(beta=0.5), fraction_evaluate=0.0
     )
     models = ArrayRecord([np.array([[0.0], [10.0]])])
-    result = strategy.start(InProcessGrid(app, 2), models, num_rounds=2)
-    np.testing.assert_array_equal(result.arrays["0"].numpy(), [[0 + 1 + 1.5], [11.0]])
+    strategy.start(InProcessGrid(app, 2), models, num_rounds=2)
+    np.testing.assert_array_equal(stacks(strategy)[0], [[0 + 1 + 1.5], [11.0]])
+
+
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_what_start_returns_and_evaluate_fn_gets_loads_into_the_users_model(k: Any) -> None:
+    """One cluster's model at a time, from round 0 on; the metrics are named by cluster."""
+    seen = []
+
+    def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord:
+        w, b = arrays.to_numpy_ndarrays()
+        assert (w.shape, b.shape) == ((3,), (1,))
+        seen.append(round_)
+        return MetricRecord({"bias": float(b[0])})
+
+    strategy, grid = ClusteredFedAvg(k), InProcessGrid(client_app(make), N)
+    result = strategy.start(grid, ArrayRecord(START), num_rounds=4, evaluate_fn=evaluate)
+    measured = {round_: dict(m) for round_, m in result.evaluate_metrics_serverapp.items()}
+    biases = [float(model["1"].numpy()[0]) for model in strategy.result.models]
+    assert list(measured[0]) == ["bias"]
+    assert measured[4] == {f"bias/cluster-{j}": bias for j, bias in enumerate(biases)}
+    assert seen.count(4) == 3
+    largest = strategy.result.models[int(np.argmax(strategy.result.sizes))]
+    assert result.arrays["0"].numpy().tolist() == largest["0"].numpy().tolist()
+
+
+def test_with_k_auto_models_without_clients_are_gone_from_the_result() -> None:
+    """Four groups after local training, of which pairs train to the same model afterwards."""
+
+    class Joining(NumPyClient):
+        def __init__(self, i: int) -> None:
+            self.kind = 10.0 * np.eye(4)[i // 2 % 2]
+            self.own = self.kind + np.eye(4)[2 + i % 2]
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [self.own if config["server-round"] == 1 else self.kind], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return float(np.sum((parameters[0] - self.own) ** 2)), 1, {}
+
+    strategy = ClusteredFedAvg("auto", max_clusters=8)
+    run(strategy, 4, [np.zeros(4)], app=app_of(Joining))
+    assert {own["cluster"] for own in strategy.history[-1].metrics.values()} == {0, 2}
+    found = strategy.result
+    assert (len(found.models), found.sizes, len(found.metrics)) == (2, [6, 6], 2)
+    for i in range(4):
+        own = found.models[found.members[i]]["0"].numpy()
+        np.testing.assert_allclose(own, 10.0 * np.eye(4)[i // 2], atol=1e-9)
 
 
 def test_one_cluster_is_fedavg() -> None:
@@ -311,7 +363,8 @@ def test_an_app_of_messages_keeps_its_arrays_names() -> None:
     assert list(result.arrays) == list(strategy.result.models[0]) == names
     assert not any(report.dropped for report in strategy.history)
     for name, array in zip(names, run(ClusteredFedAvg(3), 4), strict=True):
-        np.testing.assert_array_equal(result.arrays[name].numpy(), array)
+        for model, own in zip(strategy.result.models, array, strict=True):
+            np.testing.assert_array_equal(model[name].numpy(), own)
 
 
 def test_mods_see_one_model_at_a_time() -> None:
@@ -326,9 +379,9 @@ def test_mods_see_one_model_at_a_time() -> None:
     private = DifferentialPrivacyClientSideFixedClipping(
         strategy, noise_multiplier=0.0, clipping_norm=0.1, num_sampled_clients=N
     )
-    result = private.start(InProcessGrid(app, N), ArrayRecord(START), num_rounds=3)
+    private.start(InProcessGrid(app, N), ArrayRecord(START), num_rounds=3)
     assert set(seen) == {4}
-    models = np.concatenate(result.arrays.to_numpy_ndarrays(), axis=1)
+    models = np.concatenate(stacks(strategy), axis=1)
     assert (np.linalg.norm(models, axis=1) < 0.1 * 3 + 1e-6).all()  # 0.1 a round, from 0
     assert (np.linalg.norm(models, axis=1) > 0.2).all()
 

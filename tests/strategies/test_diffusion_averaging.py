@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from numpy.testing import assert_array_equal as assert_same_bits
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app, keep_private
+from flwr_perdl.clients.diffusion import SEALED
+from flwr_perdl.clients.diffusion_averaging import AVERAGING
 from flwr_perdl.diffusion import (
     CombinationMatrix,
     RandomQuantization,
@@ -27,6 +31,7 @@ from flwr_perdl.diffusion import (
 from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
 from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.network.messages import Delivery
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
@@ -107,6 +112,48 @@ def test_the_bits_are_those_in_memory(method: str, sealed: bool) -> None:
         assert metrics["round"] == ROUNDS
     strategy.start(InProcessGrid(APP, N), ArrayRecord([START]), num_rounds=1)  # once more
     assert strategy.result.rounds == 1
+
+
+@pytest.mark.parametrize("method", ["atc", "gradient_tracking"])
+def test_models_are_shown_where_the_strategy_says_so(method: str, tmp_path: Path) -> None:
+    options = {"method": method, "shows_models": True, "checkpoint_dir": tmp_path}
+    strategy, result = start(InProcessGrid(APP, N), **options)
+    models = np.stack([strategy.result.models[node]["0"].numpy() for node in range(N)])
+    assert_same_bits(models, models_of(strategy)[-1])
+    np.testing.assert_allclose(result.arrays["0"].numpy(), models.mean(axis=0))
+    _, again = start(InProcessGrid(APP, N), **options, server=ServerSettings(resume=True))
+    assert_same_bits(again.arrays["0"].numpy(), result.arrays["0"].numpy())
+
+
+def test_the_log_says_how_to_save_models_that_are_not_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, "flwr")
+    start(InProcessGrid(APP, N), 1)
+    assert "shows_models" in caplog.text
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_node_whose_messages_are_sealed_shows_no_model(sealed: bool) -> None:
+    """A server that asks for models after all gets none; where nothing is sealed it does."""
+
+    class Curious(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            asked = list(messages)
+            for message in asked:
+                config = message.content.config_records.get("config", {})
+                if AVERAGING in config:
+                    about = {**json.loads(config[AVERAGING]), "shows": True}
+                    changed: dict[str, Any] = {AVERAGING: json.dumps(about)}
+                    if config["perdl.step"] == "show":  # in the clear, too
+                        changed[SEALED] = False
+                        message.content["arrays"] = ArrayRecord(Delivery(()).to_arrays())
+                    message.content["config"] = ConfigRecord({**config, **changed})
+            return super().send_and_receive(asked, timeout=timeout)
+
+    strategy, _ = start(Curious(APP, N), sealed=sealed)
+    assert (strategy.outcome.state is None) == sealed
 
 
 @pytest.mark.parametrize(
@@ -454,6 +501,8 @@ HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
             "staleness",
         ),
         ({"fraction_evaluate": 1.0}, ValueError, "fraction_evaluate"),
+        ({"shows_models": True, "sealed": True}, ValueError, "shows_models"),
+        ({"shows_models": "x"}, ValueError, "shows_models"),
         ({"optimizer": None}, TypeError, "optimizer"),
     ],
 )

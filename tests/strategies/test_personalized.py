@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,27 @@ def test_the_body_is_averaged_and_nothing_private_travels() -> None:
     assert floats == [(8, 4), (4, 0), (4, 4), (4, 0), (4, 4), (4, 0)]
     assert strategy.history[0].metrics[1] == {"num-examples": 1, "kept-private": 4, "anew": 1}
     assert strategy.history[-1].metrics[1] == {"num-examples": 1, "head": 6, "body": 6}
+
+
+def test_evaluate_fn_gets_the_shared_part_with_the_initial_private_one_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
+    seen: list[dict[str, Any]] = []
+
+    def evaluate(_: int, arrays: ArrayRecord) -> None:
+        seen.append({name: array.numpy() for name, array in arrays.items()})
+
+    initial = model()
+    PersonalizedFedAvg(["head.*"]).start(
+        InProcessGrid(personal(), 3), initial, num_rounds=2, evaluate_fn=evaluate
+    )
+    assert len(seen) == 3
+    for name in initial:
+        same = np.array_equal(seen[-1][name], initial[name].numpy())
+        assert same == name.startswith("head.")
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert {level for level, text in said if "evaluate_fn" in text} == {"WARNING"}
 
 
 def test_who_was_not_there_gets_a_start_when_it_comes() -> None:

@@ -7,17 +7,21 @@ import sys
 from base64 import b64decode
 from collections import Counter
 from html.parser import HTMLParser
+from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from flwr_perdl.protocol.report import History
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
+    ClusteredFedAvg,
     Clusters,
     Diagnosed,
     DiffusionAveraging,
@@ -25,7 +29,7 @@ from flwr_perdl.strategies import (
     RoundReport,
     ServerSettings,
 )
-from tests.grids import grid_of
+from tests.grids import grid_of, partition_of
 
 X = np.random.default_rng(0).standard_normal((3, 30, 6))
 
@@ -62,9 +66,66 @@ def test_a_run_shows_what_is_asked(
     elif mode == "lines":
         assert len(error.splitlines()) == 2  # of a round, its evaluation included
         assert error.splitlines()[-1].startswith("PerMA: round 2 of 2: mse ")
-        assert error.rstrip().endswith(f"loss {last:.4g}")
+        assert f", loss {last:.4g} (worst client " in error.splitlines()[-1]
     else:
         assert not error
+
+
+TALKING = ClientApp()
+
+
+@TALKING.train()
+def move(message: Message, context: Context) -> Message:
+    (model,) = message.content["arrays"].to_numpy_ndarrays()
+    content = RecordDict({"arrays": ArrayRecord([(model + partition_of(context) % 4) / 2])})
+    content["metrics"] = MetricRecord({"num-examples": 1, "rate": 1.0})
+    return Message(content, reply_to=message)
+
+
+@TALKING.evaluate()
+def measure(message: Message, context: Context) -> Message:
+    (model,) = message.content["arrays"].to_numpy_ndarrays()
+    loss = float(np.sum((model - partition_of(context) % 4) ** 2))
+    own = {"num-examples": 1, "eval_loss": loss, "eval_acc": 1 - partition_of(context) / 8}
+    return Message(RecordDict({"metrics": MetricRecord(own)}), reply_to=message)
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [
+        (
+            ClusteredFedAvg(4, start="given"),
+            ["4 groups: 2, 2, 2, 2 clients", "rate 1", "eval_acc 0.5625 (worst client 0.125)"],
+        ),
+        (
+            DiffusionAveraging(Topology.ring(8), metrics=["eval_acc"]),
+            ["ound 4 of 4: ", "evaluate-eval_acc 0.5625 (worst client 0.125)"],
+        ),
+    ],
+)
+def test_a_round_is_told_by_the_users_metrics(
+    strategy: Any,
+    wanted: list[str],
+    verbose: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Their means and the worst client's, each once; and the rounds are those asked for."""
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, "flwr")
+    initial = np.arange(4.0)[:, None] if isinstance(strategy, ClusteredFedAvg) else np.zeros(1)
+    grid_of_8 = InProcessGrid(client_app(TALKING), 8)
+    result = strategy.start(grid_of_8, ArrayRecord([initial]), num_rounds=4, verbose=verbose)
+    shown = capfd.readouterr().err if verbose == 1 else caplog.text
+    for words in wanted:
+        assert words in shown
+    last = result.evaluate_metrics_clientapp[4]
+    name = "eval_loss" if "eval_loss" in last else "loss"
+    assert f"{name} {last[name]:.4g} (worst client " in shown
+    assert not (" eval_loss " in shown and " loss " in shown)
+    assert "5 of 5" not in shown
 
 
 def test_the_log_has_the_options_that_are_not_the_defaults(
