@@ -41,7 +41,7 @@ MARKS: dict[str, dict[str, Any]] = {
     "clustered": {"perdl.clustered": True, "perdl.step": "train-alone", "perdl.n-fits": 1},
     "ditto": {"perdl.ditto": True, "perdl.pull": 0.5},
     "averaging": {
-        **averaging_config(DiffusionAveraging(method="atc"), 0, MODEL),
+        **averaging_config(DiffusionAveraging(method="atc"), 0, MODEL, False),
         **{"perdl.step": "exchange", "perdl.at": 1, "perdl.asleep": ""},
     },
     "sealed": {"perdl.sealed": True},
