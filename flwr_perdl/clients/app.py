@@ -252,9 +252,7 @@ class AnsweringApp(ClientApp):
         """Return what the client insists on, and where it counts what it spends."""
         if self._privacy is None:
             return None
-        # Never the run config's folder: who starts runs would choose a new one for each.
-        given = context.node_config.get("state-dir")
-        shelf = private_shelf(context, "noise", str(given)) if given else None
+        shelf = private_shelf(context, "noise")
         return Own(self._privacy, *((None, "") if shelf is None else shelf[:2]))
 
     def _who(self, context: Context) -> dict[str, Scalar]:

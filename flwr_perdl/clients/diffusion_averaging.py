@@ -68,7 +68,9 @@ def answer_averaging(
     start = Delivery.from_arrays(given, bool(config.get(SEALED))).start
     if start and [(array.shape, array.dtype) for array in start] != [*forms.values()]:
         raise ValueError("arrays must end with a model of the form that config says, got others.")
-    model = dict(zip(forms, start or [np.zeros(*form) for form in forms.values()], strict=True))
+    # A start that is not sent takes no memory, whatever sizes the config announces.
+    none = (np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in forms.values())
+    model = dict(zip(forms, start or none, strict=True))
     if keep is not None and start:
         keep.begin(context, run, {name: encode(array) for name, array in model.items()})
     shared = [name for name in forms if name not in private]

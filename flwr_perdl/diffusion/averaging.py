@@ -458,6 +458,11 @@ def with_arrays(state: Any, **kinds: Sequence[Array]) -> Any:
     return state._replace(**new)
 
 
+def is_fixed(array: Any) -> bool:
+    """Whether nobody can write to an array through this name."""
+    return isinstance(array, np.ndarray) and not array.flags.writeable
+
+
 class AveragingProgram:
     """`DiffusionAveraging` as a `Program`: see `DiffusionAveraging.program`.
 
@@ -497,7 +502,9 @@ class AveragingProgram:
                 )
         self.learner = learner if learner.method else learner._with(_FIXED)
         self.clients = clients
-        self.initial = None if initial is None else [np.array(array) for array in initial]
+        # What cannot be written to is not copied: it may be large, or stand for no values at all.
+        own = [a if is_fixed(a) else np.array(a) for a in initial or ()]
+        self.initial = None if initial is None else own
         self._array_names = list(array_names)
         self._known_form: Form | None = None
         self._trained = list(dict.fromkeys(learner.metrics))

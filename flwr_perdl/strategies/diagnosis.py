@@ -27,7 +27,6 @@ What each party receives is what it receives in these strategies.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -49,7 +48,7 @@ from flwr_perdl.core.robust import TRIM
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays
-from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.report import RoundReport, lower_is_better
 from flwr_perdl.protocol.request import TooFewReplies
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
@@ -66,10 +65,6 @@ WRITE = {
     "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
     "alone": "no federation: clients are better off alone",
 }
-#: Words in the names of metrics of which less is better, and of those of which more is.
-_LOWER = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "entropy", "perplexity", "ppl"}
-_HIGHER = {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "r2", "iou", "dice"}
-_HIGHER |= {"sensitivity", "specificity", "psnr", "ssim", "bleu"}
 #: Where all candidates are equally good, another one than the simplest is taken with at most this
 #: probability; and never for a gain of less than this share: what nobody would notice is no reason.
 _LEVEL, _LEAST = 0.05, 0.01
@@ -407,14 +402,13 @@ class Diagnosis(ShownAsCalled):
 
 def _is_better_higher(metric: str) -> bool:
     """Whether more of a metric is better, by the words in its name."""
-    words = set(re.split(r"[\W_]+", metric.lower()))
-    lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
-    if lower == higher:
+    lower = lower_is_better(metric)
+    if lower is None:
         raise ValueError(
             "higher_is_better must be given for a metric whose name does not say it, got "
             f"metric={metric!r}."
         )
-    return higher
+    return not lower
 
 
 def _halves(groups: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:

@@ -7,6 +7,8 @@ sealed letters can do is in ``end_to_end/test_diffusion_on_flower.py``.
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.diffusion import DataDiffusion
+from flwr_perdl.diffusion import DataDiffusion, Topology
 from flwr_perdl.privacy.sealed import Keys, make_key
 from flwr_perdl.simulations import InProcessGrid
-from tests.grids import context_of
+from flwr_perdl.strategies import DiffusionAveraging
+from tests.grids import Tapped, context_of
 
 N_ATOMS, N_FEATURES = 3, 8
 NOBODY = np.zeros((0, 4))
@@ -170,3 +173,26 @@ def test_what_would_take_a_client_for_ever_is_refused_before_it_begins(
     (node,) = grid.get_node_ids()
     (reply,) = grid.send_and_receive([Message(content, node, MessageType.TRAIN)])
     assert named in reply.error.reason
+
+
+def test_a_size_that_a_request_announces_takes_no_memory() -> None:
+    class Half(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [array / 2 for array in parameters], 1, {}
+
+    tapped, app = Tapped(client_app(lambda context: Half()), 3), client_app(lambda c: Half())
+    strategy = DiffusionAveraging(Topology.ring(3), fraction_evaluate=0.0)
+    strategy.start(tapped, ArrayRecord([np.zeros(3)]), num_rounds=2)
+    request = [m for m in tapped.asked if m.metadata.message_type == "train"][-1].content
+    config = dict(request["config"])
+    about = json.loads(config["perdl.averaging"])
+    config["perdl.averaging"] = json.dumps({**about, "arrays": [["0", [10**8], "<f8"]]})
+    content = RecordDict({"arrays": request["arrays"], "config": ConfigRecord(config)})
+    grid = InProcessGrid(app, 1)
+    (node,) = grid.get_node_ids()
+    tracemalloc.start()
+    (reply,) = grid.send_and_receive([Message(content, node, MessageType.TRAIN)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "arrays" in reply.error.reason
+    assert peak < 10**7
