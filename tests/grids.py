@@ -88,6 +88,19 @@ class Tapped(InProcessGrid):
         return found
 
 
+class Dying(Tapped):
+    """A grid whose server dies when all replies to a round's training are in."""
+
+    dies = 0
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        replies = super().send_and_receive(sent, timeout=timeout)
+        if self.dies in (m.content.get("config", {}).get("server-round") for m in sent):
+            raise KeyboardInterrupt
+        return replies
+
+
 class Forgetting(Tapped):
     """A grid whose node 0 loses what is in its memory before a round's training."""
 
