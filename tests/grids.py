@@ -89,15 +89,24 @@ class Tapped(InProcessGrid):
 
 
 class Dying(Tapped):
-    """A grid whose server dies when all replies to a round's training are in."""
+    """A grid whose server dies when all replies to a round are in; node 4 lies in round 2."""
 
     dies = 0
+    spoil: Callable[[RecordDict], object] | None = None
+    lost = False
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         sent = list(messages)
         replies = super().send_and_receive(sent, timeout=timeout)
-        if self.dies in (m.content.get("config", {}).get("server-round") for m in sent):
+        rounds = {m.content.get("config", {}).get("server-round") for m in sent}
+        if self.dies in rounds:
             raise KeyboardInterrupt
+        liars = [reply for reply in replies if 2 in rounds and reply.metadata.src_node_id == 1004]
+        for reply in liars:
+            if self.lost:
+                replies.remove(reply)
+            elif self.spoil:
+                self.spoil(reply.content)
         return replies
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +55,14 @@ RING = Topology.ring(N)
 START = {"head": np.zeros(2), "body": np.zeros(12)}
 NOISE = Noise(epsilon=1000.0, rng=lambda: np.random.default_rng(0))
 NOISED: dict[str, Any] = {"privacy": NOISE, "min_clients": 3}
+HIDDEN: dict[str, Any] = {**NOISED, "privacy": replace(NOISE, level="client")}
 
 
 class Model(NumPyClient):
-    """Goes half of the way to its own model, of which the head is in the thousands."""
+    """Goes half of the way to its own model, of which the head is in the thousands.
+
+    All else that leaves it is small.
+    """
 
     def __init__(self, partition: int) -> None:
         own = X[partition] @ SLOPES[partition % 2]
@@ -67,8 +72,8 @@ class Model(NumPyClient):
         return [(a + b) / 2 for a, b in zip(parameters, self.own, strict=True)], 1, {}
 
     def evaluate(self, parameters: Any, config: Any) -> Any:
-        loss = sum(np.sum((a - b) ** 2) for a, b in zip(parameters, self.own, strict=True))
-        return float(loss), 1, {}
+        head, body = (a - b for a, b in zip(parameters, self.own, strict=True))
+        return float(np.sum(body**2) + np.sum((head / 1000) ** 2)), 1, {}
 
 
 class Case(NamedTuple):
@@ -78,17 +83,18 @@ class Case(NamedTuple):
     client: Callable[[Context, int], Any]
     cut: int
     initial: Mapping[str, Any] | None = None
-    #: Options with which it does so, or None: it says no, by the name of the argument.
+    #: Options with which it has secure rounds, or noise; None: it has none, and refuses them.
     secure: Mapping[str, Any] | None = None
     privacy: Mapping[str, Any] | None = None
-    #: Whether clients may keep a part of the model private, or why not.
+    #: Whether its clients may keep a part of the model private.
     private: bool = False
 
     def start(self, grid: Any, rounds: int, **options: Any) -> tuple[ProtocolStrategy, list[Any]]:
         """Return the strategy after so many rounds, and what it has learned."""
+        initial = options.pop("initial", self.initial)
         config = ConfigRecord({"case": options.pop("case", "")})
         strategy = self.strategy(**{"fraction_evaluate": 0.0, **options})
-        given = self.initial and ArrayRecord({k: Array(a) for k, a in self.initial.items()})
+        given = initial and ArrayRecord({k: Array(a) for k, a in initial.items()})
         rounds -= isinstance(strategy, DiffusionAveraging)  # it counts its own
         result = strategy.start(grid, given, num_rounds=rounds, train_config=config)
         if isinstance(strategy, DiffusionAveraging):
@@ -150,35 +156,37 @@ def averaging(topology: Topology = RING, **options: Any) -> DiffusionAveraging:
 
 CASES = {
     "perma": Case(
-        lambda **o: PerMA(2, remember=2, **o),
+        lambda **o: PerMA(2, **o),
         dictionaries,
         2,
-        secure={"secure": True, "min_clients": 3, "remember": 0},
-        privacy={**NOISED, "remember": 0},
+        secure={"secure": True, "min_clients": 3},
+        privacy={**NOISED, "initial": {"atoms": np.eye(2, 5)}},
     ),
     "clusters": Case(
-        lambda **o: ClusteredFedAvg(**{"k": 2, "choose_every": 2, **o}),
+        lambda k=2, **o: ClusteredFedAvg(k, choose_every=2, **o),
         models,
         2,
         START,
-        privacy={**NOISED, "k": 1},
+        privacy={
+            **HIDDEN,
+            "k": 1,
+            "start": "given",
+            "initial": {k: a[None] for k, a in START.items()},
+        },
         private=True,
     ),
     "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), models, 1, START, private=True),
-    "personal": Case(
-        lambda **o: PersonalizedFedAvg(["head"], **o), models, 1, START, private=True
-    ),
+    "personal": Case(lambda **o: PersonalizedFedAvg(["head"], **o), models, 1, START, private=True),
     "ditto": Case(lambda **o: Ditto(0.3, **o), models, 1, START),
     "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
     "fedx": Case(
-        lambda **o: FedX(**{"n_clusters": 2, "robust": True, **o}),
+        lambda k=2, robust=True, **o: FedX(k, robust=robust, **o),
         regressions,
         6,
         privacy={
-            **NOISED,
-            "n_clusters": 1,
-            "robust": False,
-            "phase_2": Refinement(step_size=0.1),
+            **HIDDEN,
+            **{"k": 1, "robust": False, "phase_2": Refinement(step_size=0.1)},
+            "initial": {"models": np.zeros((1, 2))},
         },
     ),
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
@@ -193,6 +201,7 @@ VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
         strategy=lambda **o: PerMA(2, aggregation="mean", **SOME, **o)
     ),
+    "perma, remember": CASES["perma"]._replace(strategy=lambda **o: PerMA(2, remember=2, **o)),
     "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries, 10),
     "clusters, adam": CASES["clusters"]._replace(
         strategy=lambda **o: ClusteredFedAvg(2, optimizer=Adam(), choose_every=2, **SOME, **o)
@@ -216,3 +225,11 @@ VARIANTS = {
         lambda **o: NeighborRelay(RING, 4, faults=FAULTS, sealed=True, staleness=1, **o), nodes, 4
     ),
 }
+
+
+class Everyone(ClientApp):
+    """One app for a federation of all protocols: it reads in a request which client is asked."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        case = str(message.content.get("config", {}).get("case", "clusters"))
+        return client_app(CASES[case].make_client)(message, context)
