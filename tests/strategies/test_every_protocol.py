@@ -128,7 +128,7 @@ def test_what_a_client_keeps_private_stays_there_or_the_run_is_refused(name: str
     case = CASES[name]
     grid = case.grid(private=["head"])
     if not case.private:
-        with pytest.raises((ValueError, TooFewReplies), match="private|patterns"):
+        with pytest.raises((ValueError, TooFewReplies), match=r"private|patterns"):
             case.run(grid, case.cut + 2)
         return
     case.run(grid, case.cut + 2)
@@ -154,7 +154,7 @@ def test_sums_are_secure_or_noised_or_the_option_is_refused(name: str, guard: st
     if options is None:
         with pytest.raises((ValueError, TypeError), match=guard):
             case.strategy(**{guard: wanted})
-        with pytest.raises(TooFewReplies, match="secure|privacy|promise"):
+        with pytest.raises(TooFewReplies, match=r"secure|privacy|promise"):
             case.run(grid, case.cut + 2)
         return
     found = case.run(grid, case.cut + 2, **options)
