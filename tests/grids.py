@@ -89,17 +89,18 @@ class Tapped(InProcessGrid):
 
 
 class Dying(Tapped):
-    """A grid whose server dies when all replies to a round are in; node 4 lies in round 2."""
+    """A grid whose server dies when a round's replies are in, or before; node 4 lies in round 2."""
 
-    dies = 0
+    dies, early = 0, False
     spoil: Callable[[RecordDict], object] | None = None
     lost = False
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         sent = list(messages)
-        replies = super().send_and_receive(sent, timeout=timeout)
         rounds = {m.content.get("config", {}).get("server-round") for m in sent}
-        if self.dies in rounds:
+        dies = self.dies in rounds
+        replies = [] if dies and self.early else super().send_and_receive(sent, timeout=timeout)
+        if dies:
             raise KeyboardInterrupt
         liars = [reply for reply in replies if 2 in rounds and reply.metadata.src_node_id == 1004]
         for reply in liars:

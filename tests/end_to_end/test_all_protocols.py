@@ -20,7 +20,8 @@ from flwr.serverapp import ServerApp
 from tests.end_to_end.test_all_protocols import learn
 from tests.strategies.protocols import Everyone
 
-client, server = Everyone(), ServerApp()
+client = Everyone()
+server = ServerApp()
 
 
 @server.main()
