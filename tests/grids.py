@@ -88,6 +88,29 @@ class Tapped(InProcessGrid):
         return found
 
 
+class Dying(Tapped):
+    """A grid whose server dies when a round's replies are in, or before; node 4 lies in round 2."""
+
+    dies, early = 0, False
+    spoil: Callable[[RecordDict], object] | None = None
+    lost = False
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        rounds = {m.content.get("config", {}).get("server-round") for m in sent}
+        dies = self.dies in rounds
+        replies = [] if dies and self.early else super().send_and_receive(sent, timeout=timeout)
+        if dies:
+            raise KeyboardInterrupt
+        liars = [reply for reply in replies if 2 in rounds and reply.metadata.src_node_id == 1004]
+        for reply in liars:
+            if self.lost:
+                replies.remove(reply)
+            elif self.spoil:
+                self.spoil(reply.content)
+        return replies
+
+
 class Forgetting(Tapped):
     """A grid whose node 0 loses what is in its memory before a round's training."""
 

@@ -155,6 +155,11 @@ def answer_noised(
     be ``masked``.
     """
     arrays, config = read_request(message)
+    if own is not None and PROMISE not in config:
+        raise ValueError(
+            "privacy must be the strategy's option too, got a request to send an update without "
+            "noise."
+        )
     promise = Promise.read(config)
     _check_own(promise, None if own is None else own.noise)
     release, distributed = promise.release, promise.trust == "distributed"

@@ -229,9 +229,10 @@ def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matri
 def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
     """Return the state that a checkpoint holds."""
     both = ((_MODEL, model), (_MEMORY, memory))
-    return {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
+    arrays = {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
+    return {**arrays, **{kind: np.array(len(some)) for kind, some in both}}
 
 
 def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
     """Return the model in a state, or the optimizer's memory."""
-    return [state[name] for name in sorted(state) if name.startswith(f"{kind}/")]
+    return [state[f"{kind}/{i:06d}"] for i in range(int(state[kind]))]

@@ -566,16 +566,6 @@ def test_what_a_sum_cannot_give_is_refused(options: dict[str, Any], reason: str)
         PerMA("auto", secure=True)
 
 
-def test_a_client_may_insist_on_masks() -> None:
-    """After the matching round, which is in the clear with any strategy."""
-    parts, _ = digits()
-    app = {"secure": True}
-    with pytest.raises(TooFewReplies, match="secure=True"):
-        learn(make_grid(parts, app=app))
-    _, strategy = learn(make_grid(parts, app=app), 2, secure=True)
-    assert len(strategy.history[-1].metrics) == CLIENTS
-
-
 def test_learners_of_two_kinds_are_not_summed() -> None:
     parts, _ = digits()
     with pytest.raises(TooFewReplies):

@@ -203,7 +203,7 @@ def test_a_resumed_run_does_not_spend_twice(trust: str, tmp_path: Path) -> None:
         ({"delta": 1e-7}, {}, "delta"),
         ({"level": "client"}, {}, "level"),
         ({}, {"trust": "central"}, "trust"),
-        ({}, None, "perdl.promise"),
+        ({}, None, "privacy"),
     ],
 )
 def test_a_client_rejects_weaker_promises(

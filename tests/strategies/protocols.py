@@ -1,14 +1,20 @@
-"""A small run of every protocol, with clients whose data the tests know nothing of."""
+"""A small run of every protocol, with clients whose data the tests know nothing of.
+
+What every protocol owes, or refuses, is in ``test_every_protocol.py``: a new one is a line here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import (
     DictionaryClient,
@@ -19,40 +25,55 @@ from flwr_perdl.clients import (
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Averaging, Topology
 from flwr_perdl.network import Faults
-from flwr_perdl.regression import MomentDescent
+from flwr_perdl.privacy import Noise
+from flwr_perdl.regression import MomentDescent, Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Adam,
     ClusteredFedAvg,
+    DiffusionAveraging,
+    Ditto,
     FedMD,
     FedX,
+    Momentum,
     NeighborRelay,
     OneShotClustering,
     PerMA,
+    PersonalizedFedAvg,
     ProtocolStrategy,
+    Yogi,
 )
-from tests.grids import partition_of
+from tests.grids import Dying, partition_of
 
 N = 6
 SLOPES = np.array([[2.0, 0.0], [-2.0, 1.0]])
 X = np.random.default_rng(0).standard_normal((N, 12, 2))
 ATOMS = np.random.default_rng(1).standard_normal((N, 30, 5))
 VALUES = {node: np.array([float(node)]) for node in range(N)}
-ZEROS = np.zeros(12)
 RING = Topology.ring(N)
+#: A model of two arrays, whose names are not in the alphabet's order.
+START = {"head": np.zeros(2), "body": np.zeros(12)}
+NOISE = Noise(epsilon=1000.0, rng=lambda: np.random.default_rng(0))
+NOISED: dict[str, Any] = {"privacy": NOISE, "min_clients": 3}
+HIDDEN: dict[str, Any] = {**NOISED, "privacy": replace(NOISE, level="client")}
 
 
-class Mean(NumPyClient):
-    """A model of one vector, for `ClusteredFedAvg`."""
+class Model(NumPyClient):
+    """Goes half of the way to its own model, of which the head is in the thousands.
+
+    All else that leaves it is small.
+    """
 
     def __init__(self, partition: int) -> None:
-        self.own = X[partition] @ SLOPES[partition % 2]
+        own = X[partition] @ SLOPES[partition % 2]
+        self.own = [np.full(2, 1000.0 * (1 + partition % 2)), own]
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        return [(parameters[0] + self.own) / 2], 1, {}
+        return [(a + b) / 2 for a, b in zip(parameters, self.own, strict=True)], 1, {}
 
     def evaluate(self, parameters: Any, config: Any) -> Any:
-        return float(np.sum((parameters[0] - self.own) ** 2)), 1, {}
+        head, body = (a - b for a, b in zip(parameters, self.own, strict=True))
+        return float(np.sum(body**2) + np.sum((head / 1000) ** 2)), 1, {}
 
 
 class Case(NamedTuple):
@@ -61,21 +82,52 @@ class Case(NamedTuple):
     strategy: Callable[..., ProtocolStrategy]
     client: Callable[[Context, int], Any]
     cut: int
-    initial: Any = None
+    initial: Mapping[str, Any] | None = None
+    #: Options with which it has secure rounds, or noise; None: it has none, and refuses them.
+    secure: Mapping[str, Any] | None = None
+    privacy: Mapping[str, Any] | None = None
+    #: Whether its clients may keep a part of the model private.
+    private: bool = False
 
-    def run(self, grid: InProcessGrid, rounds: int, **options: Any) -> list[np.ndarray]:
-        strategy = self.strategy(fraction_evaluate=0.0, **options)
-        start = None if self.initial is None else ArrayRecord([self.initial])
-        arrays = strategy.start(grid, start, num_rounds=rounds).arrays.to_numpy_ndarrays()
+    def start(self, grid: Any, rounds: int, **options: Any) -> tuple[ProtocolStrategy, list[Any]]:
+        """Return the strategy after so many rounds, and what it has learned."""
+        initial = options.pop("initial", self.initial)
+        config = ConfigRecord({"case": options.pop("case", "")})
+        strategy = self.strategy(**{"fraction_evaluate": 0.0, **options})
+        given = initial and ArrayRecord({k: Array(a) for k, a in initial.items()})
+        rounds -= isinstance(strategy, DiffusionAveraging)  # it counts its own
+        result = strategy.start(grid, given, num_rounds=rounds, train_config=config)
+        if isinstance(strategy, DiffusionAveraging):
+            return strategy, [*strategy.result.curves.values()]
         if isinstance(strategy, NeighborRelay) and rounds >= strategy.exchanges:
-            return [*strategy.outcome.observed.values(), strategy.outcome.traffic.toarray()]
-        return arrays
+            outcome = strategy.outcome
+            return strategy, [*outcome.observed.values(), outcome.traffic.toarray()]
+        return strategy, result.arrays.to_numpy_ndarrays()
+
+    def run(self, grid: Any, rounds: int, **options: Any) -> list[np.ndarray]:
+        return self.start(grid, rounds, **options)[1]
+
+    def die(self, grid: Dying, **options: Any) -> None:
+        """Let the server die with all replies to the round after the cut in."""
+        grid.dies = self.cut + 1
+        with suppress(KeyboardInterrupt):
+            self.run(grid, self.cut + 2, **options)
+            raise AssertionError("the server lives")
+        grid.dies = 0
 
     def make_client(self, context: Context) -> Any:
         return self.client(context, partition_of(context))
 
-    def grid(self, state_dir: Path | None = None) -> InProcessGrid:
-        return InProcessGrid(client_app(self.make_client), N, state_dir=state_dir)
+    def grid(
+        self,
+        state_dir: Path | None = None,
+        kind: type[InProcessGrid] = Dying,
+        n: int = N,
+        faults: Any = None,
+        **guards: Any,
+    ) -> Any:
+        app = client_app(self.make_client, **guards)
+        return kind(app, n, state_dir=state_dir, faults=faults)
 
 
 def dictionaries(context: Context, i: int) -> Any:
@@ -86,22 +138,60 @@ def regressions(context: Context, i: int) -> Any:
     return RegressionClient(X[i], X[i] @ SLOPES[i % 2], context)
 
 
-def means(context: Context, i: int) -> Any:
-    return Mean(i)
+def models(context: Context, i: int) -> Any:
+    return Model(i)
 
 
 def nodes(context: Context, i: int) -> Any:
     return DiffusionClient(Averaging(VALUES), context, max_delay=3)
 
 
+def relay(topology: Topology = RING, **options: Any) -> NeighborRelay:
+    return NeighborRelay(topology, 4, **options)
+
+
+def averaging(topology: Topology = RING, **options: Any) -> DiffusionAveraging:
+    return DiffusionAveraging(topology, **options)
+
+
 CASES = {
-    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries, 2),
-    "clusters": Case(lambda **o: ClusteredFedAvg(2, choose_every=2, **o), means, 2, ZEROS),
-    "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), means, 1, ZEROS),
+    "perma": Case(
+        lambda **o: PerMA(2, **o),
+        dictionaries,
+        2,
+        secure={"secure": True, "min_clients": 3},
+        privacy={**NOISED, "initial": {"atoms": np.eye(2, 5)}},
+    ),
+    "clusters": Case(
+        lambda k=2, **o: ClusteredFedAvg(k, choose_every=2, **o),
+        models,
+        2,
+        START,
+        privacy={
+            **HIDDEN,
+            "k": 1,
+            "start": "given",
+            "initial": {k: a[None] for k, a in START.items()},
+        },
+        private=True,
+    ),
+    "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), models, 1, START, private=True),
+    "personal": Case(lambda **o: PersonalizedFedAvg(["head"], **o), models, 1, START, private=True),
+    "ditto": Case(lambda **o: Ditto(0.3, **o), models, 1, START),
     "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
-    "fedx": Case(lambda **o: FedX(2, robust=True, **o), regressions, 6),
+    "fedx": Case(
+        lambda k=2, robust=True, **o: FedX(k, robust=robust, **o),
+        regressions,
+        6,
+        privacy={
+            **HIDDEN,
+            **{"k": 1, "robust": False, "phase_2": Refinement(step_size=0.1)},
+            "initial": {"models": np.zeros((1, 2))},
+        },
+    ),
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
-    "relay": Case(lambda **o: NeighborRelay(RING, 4, **o), nodes, 3),
+    "relay": Case(relay, nodes, 3),
+    "averaging": Case(averaging, models, 3, START, private=True),
 }
 SOME: dict[str, Any] = {"fraction_train": 0.8}
 PERTURBED = MomentDescent(n_products=2, n_iterations=2, perturbation=0.1)
@@ -111,6 +201,7 @@ VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
         strategy=lambda **o: PerMA(2, aggregation="mean", **SOME, **o)
     ),
+    "perma, remember": CASES["perma"]._replace(strategy=lambda **o: PerMA(2, remember=2, **o)),
     "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries, 10),
     "clusters, adam": CASES["clusters"]._replace(
         strategy=lambda **o: ClusteredFedAvg(2, optimizer=Adam(), choose_every=2, **SOME, **o)
@@ -118,7 +209,27 @@ VARIANTS = {
     "fedx, auto": Case(lambda **o: FedX(**SOME, **o), regressions, 6),
     "fedx, random": Case(lambda **o: FedX(2, start="random", **SOME, **o), regressions, 3),
     "fedx, perturbed": Case(lambda **o: FedX(2, phase_1=PERTURBED, **SOME, **o), regressions, 6),
+    "personal, momentum": CASES["personal"]._replace(
+        strategy=lambda **o: PersonalizedFedAvg(["head"], optimizer=Momentum(), **SOME, **o)
+    ),
+    "personal, yogi": CASES["personal"]._replace(
+        strategy=lambda **o: PersonalizedFedAvg(["head"], optimizer=Yogi(), **SOME, **o)
+    ),
+    "ditto, adam": CASES["ditto"]._replace(
+        strategy=lambda **o: Ditto(0.3, optimizer=Adam(), **SOME, **o)
+    ),
+    "averaging, sealed": CASES["averaging"]._replace(
+        strategy=lambda **o: averaging(sealed=True, **o)
+    ),
     "relay, sealed": Case(
         lambda **o: NeighborRelay(RING, 4, faults=FAULTS, sealed=True, staleness=1, **o), nodes, 4
     ),
 }
+
+
+class Everyone(ClientApp):
+    """One app for a federation of all protocols: it reads in a request which client is asked."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        case = str(message.content.get("config", {}).get("case", "clusters"))
+        return client_app(CASES[case].make_client)(message, context)

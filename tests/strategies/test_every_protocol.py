@@ -1,14 +1,22 @@
-"""What every protocol owes: a resumed run has the same bits."""
+"""What every protocol owes, or refuses: a resumed run has the same bits, bad replies count as none.
+
+On Ray and on SuperNodes: ``tests/end_to_end/test_all_protocols.py``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
-from flwr_perdl.strategies import ServerSettings
-from tests.strategies.protocols import CASES, VARIANTS
+from flwr_perdl.simulations.grid import FAULTS
+from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
+from tests.grids import arrays_in, failing
+from tests.strategies.protocols import CASES, NOISED, START, VARIANTS
 
 RESUME = ServerSettings(resume=True)
 ALL = CASES | VARIANTS
@@ -19,9 +27,139 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     """The server died with all replies to a round in, before it saved them; nodes restarted."""
     case, nodes, folder = ALL[name], tmp_path / "nodes", tmp_path / "run"
     whole = case.run(case.grid(), case.cut + 2)
-    case.run(case.grid(nodes), case.cut + 1, checkpoint_dir=folder)
-    (folder / f"round-{case.cut + 1:06d}.npz").unlink()
+    case.die(case.grid(nodes), checkpoint_dir=folder)
     for _ in range(2):  # and a run that is over stays over
         found = case.run(case.grid(nodes), case.cut + 2, checkpoint_dir=folder, server=RESUME)
         for array, same in zip(found, whole, strict=True):
             np.testing.assert_array_equal(array, same)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_sampled_clients_as_many_take_part_and_others_in_other_rounds(name: str) -> None:
+    case = CASES[name]
+    strategy, _ = case.start(case.grid(), case.cut + 2, fraction_train=0.5)
+    asked = [tuple(report.metrics) for report in strategy.history]
+    assert {len(clients) for clients in asked} == {3}
+    assert len(set(asked)) > 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_start_on_a_grid_has_the_bits_of_the_first(name: str) -> None:
+    case = CASES[name]
+    grid = case.grid()
+    first, second = (case.run(grid, case.cut + 2) for _ in range(2))
+    for array, same in zip(first, second, strict=True):
+        np.testing.assert_array_equal(array, same)
+
+
+def named(strategy: Any, round_: int) -> set[str]:
+    """Return of whom nothing counted in a round, by the server or by who received it."""
+    reports = [report for report in strategy.history if report.round == round_]
+    found = {client for report in reports for client in report.dropped}
+    if isinstance(strategy, NeighborRelay):
+        found |= {f"client {node}" for node in strategy.outcome.unheard}
+    return found
+
+
+def spoil(key: str, value: Any) -> Callable[[RecordDict], None]:
+    """Return what puts a value in place of a metric, or something else in place of the arrays."""
+
+    def change(content: RecordDict) -> None:
+        if key == "num-examples":
+            content["metrics"]["num-examples"] = value
+            return
+        old = content["arrays"]
+        content["arrays"] = ArrayRecord({name: value(array) for name, array in old.items()})
+
+    return change
+
+
+HOSTILE: dict[str, Any] = {
+    "huge": spoil("arrays", lambda array: Array(np.full_like(array.numpy(), 1e101))),
+    "text": spoil("arrays", lambda array: Array(np.full(array.shape, "x"))),
+    "longer": spoil("arrays", lambda array: Array(np.ones((7, *array.shape)))),
+    "garbage": spoil("arrays", lambda array: Array("float64", (3, 6), "numpy.ndarray", b"!")),
+    "more": lambda content: content["arrays"].update({"more": Array(np.ones(2))}),
+    "count": spoil("num-examples", -1),
+    "no count": spoil("num-examples", [1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fault", [*FAULTS, *HOSTILE])
+def test_a_hostile_reply_counts_as_none_and_is_named(name: str, fault: str) -> None:
+    """And who was absent is there again in the next round."""
+    case = CASES[name]
+
+    def run(fault: str) -> tuple[Any, list[np.ndarray]]:
+        grid = case.grid(faults=failing(fault, [4], [2]) if fault in FAULTS else None)
+        grid.spoil, grid.lost = HOSTILE.get(fault), fault == "lost"
+        return case.start(grid, case.cut + 2)
+
+    strategy, found = run(fault)
+    assert named(strategy, 2) == {"client 4"}
+    assert 4 in strategy.history[-1].metrics
+    if isinstance(strategy, NeighborRelay):  # neighbors leave it out, each by what it has itself
+        return
+    none = "silence" if fault in ("silence", "error") else "lost"  # where the client has trained
+    for array, same in zip(found, run(none)[1], strict=True):
+        np.testing.assert_array_equal(array, same)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].initial])
+def test_an_apps_arrays_have_their_names_in_every_request_and_in_the_result(name: str) -> None:
+    seen: list[list[str]] = []
+
+    def note(message: Message, context: Context, call_next: Any) -> Message:
+        seen.append(list(message.content["arrays"]))
+        return call_next(message, context)
+
+    case = CASES[name]
+    grid = case.grid(train_mods=[note], evaluate_mods=[note])
+    start = ArrayRecord({name: Array(array) for name, array in START.items()})
+    result = case.strategy().start(grid, start, num_rounds=3)
+    assert all(names in (list(START), ["body"]) for names in seen)  # mods see the shared part
+    assert list(result.arrays) in ([], list(START))  # of DiffusionAveraging there are none
+    assert len(seen) > 30
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_client_keeps_private_stays_there_or_the_run_is_refused(name: str) -> None:
+    case = CASES[name]
+    grid = case.grid(private=["head"])
+    if not case.private:
+        with pytest.raises((ValueError, TooFewReplies), match=r"private|patterns"):
+            case.run(grid, case.cut + 2)
+        return
+    case.run(grid, case.cut + 2)
+    shared = case.grid()
+    if name != "personal":  # whose server leaves it out by itself
+        case.run(shared, case.cut + 2)
+        assert largest(shared) > 400
+    assert largest(grid) < 200
+
+
+def largest(grid: Any) -> float:
+    return max(np.abs(array).max(initial=0) for _, array in arrays_in(grid.replies))
+
+
+@pytest.mark.parametrize("guard", ["secure", "privacy"])
+@pytest.mark.parametrize("name", CASES)
+def test_sums_are_secure_or_noised_or_the_option_is_refused(name: str, guard: str) -> None:
+    """Clients that insist on it show nothing of their data in the clear, and say why."""
+    case = CASES[name]
+    options = getattr(case, guard)
+    wanted = True if guard == "secure" else (options or NOISED)["privacy"]
+    grid = case.grid(**{guard: wanted})
+    with pytest.raises(TooFewReplies, match=f"{guard}.* must be the strategy's option"):
+        case.run(grid, case.cut + 2)
+    if options is None:
+        with pytest.raises((ValueError, TypeError), match=guard):
+            case.strategy(**{guard: wanted})
+        return
+    grid = case.grid(**{guard: wanted})
+    found = case.run(grid, case.cut + 2, **options)
+    assert all(np.isfinite(array).all() for array in found)
+    assert not grid.errors
+    shown = {step for step, _, reply in grid.exchanges() if reply.get("arrays")}
+    assert shown <= {"start"}  # of PerMA in secure rounds: the dictionaries that are matched

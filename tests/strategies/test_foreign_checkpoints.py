@@ -17,7 +17,7 @@ from flwr_perdl.strategies import (
     Request,
     ServerSettings,
 )
-from tests.strategies.protocols import CASES, Case, means
+from tests.strategies.protocols import CASES, Case, models
 
 RESUME = ServerSettings(resume=True)
 
@@ -31,7 +31,8 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
     case, folder = CASES[name], tmp_path / "damaged"
     whole = case.run(case.grid(), case.cut + 2)
     grid = case.grid()
-    case.run(grid, case.cut, checkpoint_dir=tmp_path / "whole")
+    grid.early = True
+    case.die(grid, checkpoint_dir=tmp_path / "whole")
     path = max((tmp_path / "whole").glob("round-*.npz"))
     states = {node: deepcopy(context.state) for node, context in grid.contexts.items()}
     saved = files.load(path)
@@ -85,21 +86,21 @@ class Older(ProtocolStrategy):
         while True:
             model = state["new"] if self._when == "at once" else np.zeros(12)
             own = partial(self._own, state) if self._when == "for a client" else None
-            replies = yield Request("go", [model], state=state, own=own)
+            replies = yield Request("go", [np.zeros(2), model], state=state, own=own)
             if self._when == "after a round":
-                state = {self._adds: state["new"] + replies[0].arrays[0]}
+                state = {self._adds: state["new"] + replies[0].arrays[1]}
 
     @staticmethod
     def _own(state: Any, partition: int) -> list[np.ndarray]:
-        return [state["new"]]
+        return [np.zeros(2), state["new"]]
 
 
 @pytest.mark.parametrize("when", ["at once", "for a client", "after a round"])
 def test_a_state_that_a_protocol_cannot_go_on_from_names_the_file(
     when: str, tmp_path: Path
 ) -> None:
-    case = Case(lambda **o: Older("later", "old", **o), means, 1)
+    case = Case(lambda **o: Older("later", "old", **o), models, 1)
     case.run(case.grid(), 1, checkpoint_dir=tmp_path)
-    now = Case(lambda **o: Older(when, **o), means, 1)
+    now = Case(lambda **o: Older(when, **o), models, 1)
     with pytest.raises(ValueError, match=r"round-000001\.npz"):
         now.run(now.grid(), 2, checkpoint_dir=tmp_path, server=RESUME)

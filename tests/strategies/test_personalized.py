@@ -158,41 +158,6 @@ def test_with_a_folder_the_same_client_goes_on(tmp_path: Path) -> None:
     assert grid.measured("head") == {0: 3, 1: 6, 2: 9}
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [
-        (PersonalizedFedAvg, Momentum()),
-        (PersonalizedFedAvg, Yogi()),
-        (Ditto, None),
-        (Ditto, Adam()),
-    ],
-)
-def test_a_resumed_run_has_the_same_bits(kind: Any, optimizer: Any, tmp_path: Path) -> None:
-    def run(rounds: int, name: str, **options: Any) -> tuple[Any, Any]:
-        app = personal() if kind is PersonalizedFedAvg else client_app(make_app())
-        grid = Tapped(app, 4, state_dir=tmp_path / f"{name}-clients")
-        args = {"private": HEAD} if kind is PersonalizedFedAvg else {"pull": 0.3}
-        strategy = kind(
-            **args,
-            optimizer=optimizer,
-            fraction_train=0.75,
-            checkpoint_dir=tmp_path / name,
-            **options,
-        )
-        given = None if options else model()
-        return strategy.start(grid, given, num_rounds=rounds), strategy
-
-    whole, first = run(4, "whole")
-    run(2, "parts")
-    resumed, second = run(4, "parts", server=RESUME)
-    assert list(resumed.arrays) == list(NAMES)
-    np.testing.assert_array_equal(
-        whole.arrays.to_numpy_ndarrays(), resumed.arrays.to_numpy_ndarrays()
-    )
-    assert [r.metrics for r in first.history[1::2]] == [r.metrics for r in second.history[1::2]]
-    assert (resumed.arrays["body.bias"].numpy() != 0).all()
-
-
 def by_hand(optimizer: Any, changes: list[float]) -> float:
     """Return where Reddi et al.'s Algorithm 2, in numbers of Python's, goes from 0."""
     x = m = 0.0

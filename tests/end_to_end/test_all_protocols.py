@@ -1,0 +1,64 @@
+"""All protocols in one federation, on Flower's engines: the same bits as in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl.diffusion import Topology
+from perdl_experiments.deployment import Deployment
+from tests.engines import on_ray
+from tests.strategies.protocols import CASES, Everyone
+
+APP = """\
+import numpy as np
+from flwr.serverapp import ServerApp
+
+from tests.end_to_end.test_all_protocols import learn
+from tests.strategies.protocols import Everyone
+
+client = Everyone()
+server = ServerApp()
+
+
+@server.main()
+def main(grid, context):
+    np.savez(context.run_config["out"], **learn(grid))
+"""
+
+
+def learn(grid: Any = None) -> dict[str, np.ndarray]:
+    """Return what two clients learn by every protocol."""
+    found = {}
+    for name, case in CASES.items():
+        options = {"topology": Topology.complete(2)} if name in ("relay", "averaging") else {}
+        here = case.grid(n=2) if grid is None else grid
+        for i, array in enumerate(case.run(here, case.cut + 2, case=name, **options)):
+            found[f"{name} {i}"] = array
+    return found
+
+
+def check(found: Any) -> None:
+    here = learn()
+    assert {*found} == {*here}
+    for name, array in here.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_on_ray() -> None:
+    check(on_ray(Everyone(), learn, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.deployment
+def test_on_two_supernodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    with Deployment(tmp_path / "deployment", 2, app=APP) as deployment:
+        deployment.run({"out": str(tmp_path / "found.npz")}, timeout=900)
+    with np.load(tmp_path / "found.npz") as found:
+        check(found)
