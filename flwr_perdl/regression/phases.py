@@ -145,8 +145,7 @@ class Refinement:
     momentum : bool, default True
         Whether the server accelerates: Anderson acceleration over the last eleven rounds while a
         model's clients stay the same (at most 2 % of its points come or go) and robust="mean";
-        otherwise Nesterov's momentum with gradient restart. Replies with noise (``privacy``) want
-        False.
+        otherwise Nesterov's momentum with gradient restart. With ``privacy`` `FedX` never does.
     check_every : int, default 60
         Rounds between checks of the models; 0: never. Needs the squared loss.
 
