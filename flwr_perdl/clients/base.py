@@ -216,7 +216,9 @@ class PrivateState:
     """
 
     def __init__(self, context: Context, run: str, shelf: Shelf | None = None) -> None:
-        if len(run) > _TOKEN:
+        check_kind("context", context, Context, "a Context")
+        check_kind("shelf", shelf, (Shelf, type(None)), "a Shelf or None")
+        if len(check_kind("run", run, str, "a text")) > _TOKEN:
             raise ValueError(f"run must have at most {_TOKEN} characters, got {len(run)}.")
         self._records = context.state
         self._run = run

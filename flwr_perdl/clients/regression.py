@@ -43,13 +43,13 @@ class RegressionClient(LimitedClient):
     """A client whose data come from one of k unknown regression models.
 
     It rejects a request that a protocol does not send before it touches its data, answers only so
-    many (`flwr_perdl.clients._requests`), and keeps nothing but their number. What leaves it: first its curvature and its features' mean squares; in Phase 1 its part of
-    the residual moment, a d x w matrix that sums over its pairs of points, and, where it has enough
-    points, its own estimate; in Phase 2 its cluster, its loss and its update of its own cluster's
-    model. Of a client with one point these are the point and its response: with fewer than
-    ``min_support`` points nothing leaves. What it receives: the models of all clusters, the step
-    size, the basis of the clients' moments and, with ``n_iterations`` above 1, every anchor's
-    estimate without its name.
+    many (`flwr_perdl.clients._requests`), and keeps nothing but their number. What leaves it: first
+    its curvature and its features' mean squares; in Phase 1 its part of the residual moment, a d x
+    w matrix that sums over its pairs of points, and, where it has enough points, its own estimate;
+    in Phase 2 its cluster, its loss and its update of its own cluster's model. Of a client with one
+    point these are the point and its response: with fewer than ``min_support`` points nothing
+    leaves. What it receives: the models of all clusters, the step size, the basis of the clients'
+    moments and, with ``n_iterations`` above 1, every anchor's estimate without its name.
 
     Parameters
     ----------

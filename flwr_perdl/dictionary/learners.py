@@ -121,6 +121,9 @@ class CodeSums(NamedTuple):
     @classmethod
     def of(cls, X: Matrix, C: Matrix) -> CodeSums:
         """Return the sums of one batch."""
+        X, C = check_array("X", X), check_array("C", C)
+        if len(C) != len(X):
+            raise ValueError(f"C must have {len(X)} rows, as X has, got {len(C)}.")
         found = C.T @ C, C.T @ X, np.abs(C).sum(axis=0)
         return cls(*(part.astype(np.float64, copy=False) for part in found))
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
+from flwr_perdl.core.checks import FLOATS, brief_repr, check_list, check_members, check_real
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.diffusion.schedule import Schedule, schedule_of
 from flwr_perdl.diffusion.topology import CombinationMatrix, Csr, Topology, metropolis_weights
@@ -496,7 +496,7 @@ class Averaging:
     def __init__(
         self, values: Array | Sequence[Array] | Mapping[int, Array], step: float | None = None
     ) -> None:
-        self.values = values
+        self.values = values if isinstance(values, Mapping) else check_list("values", values)
         self.step = step if step is None else check_real("step", step, 0, 1, open_low=True)
 
     def start(self, nodes: NDArray[np.intp]) -> MeanState:

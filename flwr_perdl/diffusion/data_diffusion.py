@@ -41,6 +41,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
+    check_flag,
     check_magnitude,
     check_real,
     own_numbers,
@@ -241,6 +242,7 @@ class DataDiffusion:
         check_choice("update", self.update, UPDATES)
         if self.step is not None:
             check_real("step", self.step, 0, LARGE, open_low=True)
+        check_flag("nonnegative", self.nonnegative)
         check_choice("alignment", self.alignment, ALIGNMENTS)
         if self.replacement is not None:
             check_choice("replacement", self.replacement, REPLACEMENTS)

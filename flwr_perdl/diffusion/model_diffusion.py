@@ -45,6 +45,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
+    check_kind,
     check_real,
     own_numbers,
 )
@@ -158,6 +159,7 @@ class ModelDiffusion:
     def __post_init__(self) -> None:
         """Check the arguments."""
         own_numbers(self)
+        check_kind("objective", self.objective, Objective, "an Objective")
         check_each(self, "n_atoms_per_agent", partial(check_count, "n_atoms_per_agent", low=1))
         check_real("step", self.step, 0, LARGE)
         check_real("decay", self.decay, 0, LARGE)

@@ -71,8 +71,8 @@ def apply_features(X: Matrix, features: FeatureMap | None = None) -> Matrix:
     X = check_array("X", X)
     if features is None:
         return X
-    if not callable(features):
-        raise TypeError(f"features must be callable, got {brief_repr(features)}.")
+    if isinstance(features, type) or not callable(features):
+        raise TypeError(f"features must be a function, not a class, got {brief_repr(features)}.")
     mapped = check_array("features(X)", features(X))
     if len(mapped) != len(X):
         raise ValueError(f"features(X) must have {len(X)} rows, got shape {mapped.shape}.")
