@@ -28,7 +28,14 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import FLOATS, brief_repr, check_list, check_members, check_real
+from flwr_perdl.core.checks import (
+    FLOATS,
+    brief_repr,
+    check_function,
+    check_list,
+    check_members,
+    check_real,
+)
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.diffusion.schedule import Schedule, schedule_of
 from flwr_perdl.diffusion.topology import CombinationMatrix, Csr, Topology, metropolis_weights
@@ -338,6 +345,7 @@ def run_program(
     n_rounds, callback, on_report
         As in the networks' ``run``.
     """
+    check_function("callback", callback)
     network = weighted(network)
     schedule = None if hasattr(network, "run") else schedule_of(network)
     if schedule is None:

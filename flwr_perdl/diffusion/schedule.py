@@ -83,6 +83,7 @@ class Schedule:
         check_count("n_nodes", self.n_nodes, 1, MOST_NODES)
         check_count("window", self.window, 1)
         check_flag("repeats", self.repeats)
+        check_kind("name", self.name, str, "a text")
         check_function("present", self.present)
         if not callable(self.at):
             raise TypeError(f"at must be a function of the round, got {self.at!r}.")

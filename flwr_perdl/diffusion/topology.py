@@ -31,6 +31,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import (
     as_array,
+    as_float,
     brief_repr,
     check_count,
     check_flag,
@@ -194,7 +195,7 @@ class Topology:
                 upper.append(np.stack([np.full_like(others, k), others], axis=1))
             return cls.from_edges(n_nodes, np.vstack(upper) if upper else [])
 
-        return _until_connected(draw, f"erdos_renyi({n_nodes}, {p:g})", seed)
+        return _until_connected(draw, f"erdos_renyi({n_nodes}, p={p:g})", seed)
 
     @classmethod
     def small_world(cls, n_nodes: int, degree: int, p: float, *, seed: int = 0) -> Topology:
@@ -262,6 +263,7 @@ class Topology:
 
     def neighbours(self, node: int) -> NDArray[np.intp]:
         """Return the ids of the nodes that ``node`` hears, ascending."""
+        check_count("node", node, 0, self.n_nodes - 1)
         row = slice(self.adjacency.indptr[node], self.adjacency.indptr[node + 1])
         ids: NDArray[np.intp] = self.adjacency.indices[row].astype(np.intp)
         return ids
@@ -297,7 +299,8 @@ def _matrix(name: str, values: Any) -> Csr:
         raise ValueError(
             f"{name} must be a matrix of numbers, got shape {values.shape} and {values.dtype}."
         )
-    return sparse.csr_array(values, copy=True)
+    # SciPy knows no half floats.
+    return sparse.csr_array(values if sparse.issparse(values) else as_float(values), copy=True)
 
 
 def _check_size(n_nodes: int, least: int, degree: float = 1) -> None:

@@ -17,7 +17,14 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, brief_repr, check_array, check_count, own_numbers
+from flwr_perdl.core.checks import (
+    Matrix,
+    brief_repr,
+    check_array,
+    check_count,
+    check_flag,
+    own_numbers,
+)
 
 #: Takes inputs (n, p) to features (n, d), row by row.
 FeatureMap = Callable[[Matrix], Matrix]
@@ -49,6 +56,7 @@ class Polynomial:
         """Check the degree."""
         own_numbers(self)
         check_count("degree", self.degree, 1)
+        check_flag("intercept", self.intercept)
 
     def __call__(self, X: Matrix) -> Matrix:
         """Return the monomials, by degree and then in the order of the inputs."""

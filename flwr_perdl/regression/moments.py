@@ -38,6 +38,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
+    check_flag,
 )
 from flwr_perdl.regression.losses import check_points
 
@@ -113,7 +114,7 @@ def residual_moment(
     half, weight = (1, 1) if estimate == "pair" else (n // 2, n)
     a = first[..., :half] @ X[..., :half, :] / half
     b = second[..., half : 2 * half] @ X[..., half : 2 * half, :] / half
-    if transpose:
+    if check_flag("transpose", transpose):
         a, b = b, a
     product: Matrix = weight * a[..., None] * (b[..., None, :] @ Q)
     return product
