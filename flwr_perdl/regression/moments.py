@@ -105,6 +105,7 @@ def residual_moment(
     if n < 2:
         return np.zeros((*X.shape[:-2], *Q.shape), Q.dtype)
     # Remark 2: two copies with noise of their own, so that the noise has no mean in a product.
+    check_flag("transpose", transpose)
     first: Matrix = y[..., None, :] - thetas[0] @ across
     second: Matrix = y[..., None, :] - thetas[-1] @ across
     if estimate == "u-statistic":
@@ -114,7 +115,7 @@ def residual_moment(
     half, weight = (1, 1) if estimate == "pair" else (n // 2, n)
     a = first[..., :half] @ X[..., :half, :] / half
     b = second[..., half : 2 * half] @ X[..., half : 2 * half, :] / half
-    if check_flag("transpose", transpose):
+    if transpose:
         a, b = b, a
     product: Matrix = weight * a[..., None] * (b[..., None, :] @ Q)
     return product
