@@ -457,7 +457,7 @@ def finding(
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     else:
-        if type(arguments[key]) is object:
+        if type(arguments.get(key)) is object:
             return "taken"
         if any(a.dtype.kind in "fc" and np.isnan(a).any() for a in _numbers(result)):
             return "NaN in the result"
