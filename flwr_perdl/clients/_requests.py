@@ -4,7 +4,7 @@ A server that sends what it likes learns more than one that follows its protocol
 length move samples over a learner's threshold one at a time, and a second request that differs a
 little from the first isolates one sample in the difference of the replies. So requests must be what
 a protocol can send (`check_atoms`, `check_products`), and a client answers only so many of them
-(`admit`).
+(`LimitedClient`).
 
 The rules of `admit`, within one run of Flower (an engine binds ``context.state`` to
 ``context.run_id``, whatever the server's messages say):
@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
 
-from flwr_perdl.clients.steps import StepRequest
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.clients.steps import ProtocolClient, StepRequest
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.records import ANSWERED, ROUND, Scalar
 
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
@@ -138,6 +139,28 @@ def admit(
         )
     noted[kind], noted[f"{token}/{kind}"] = count, f"{round_} {asked}"
     context.state[ANSWERED] = noted
+
+
+class LimitedClient(ProtocolClient):
+    """A client that answers only so many requests: see `admit`."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        max_runs: int,
+        max_requests: int,
+        algorithm: str | None = None,
+        state_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__(context, algorithm=algorithm, state_dir=state_dir)
+        self.max_runs = check_count("max_runs", max_runs, 1)
+        self.max_requests = check_count("max_requests", max_requests, 1)
+
+    def admit(self, kind: str, request: StepRequest) -> None:
+        """Note the request, or refuse it: one too many, or not after the last one."""
+        limits = {"max_runs": self.max_runs, "max_requests": self.max_requests}
+        admit(self.context, kind, request, **limits)
 
 
 def rounded(value: float) -> float:

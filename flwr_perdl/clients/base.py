@@ -33,7 +33,7 @@ from flwr.app import Array, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl.core import files
-from flwr_perdl.core.checks import check_count, check_kind
+from flwr_perdl.core.checks import as_array, check_count, check_flag, check_kind
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import NumPyClient, log
 from flwr_perdl.protocol.records import (
@@ -223,7 +223,9 @@ class PrivateState:
     """
 
     def __init__(self, context: Context, run: str, shelf: Shelf | None = None) -> None:
-        if len(run) > _TOKEN:
+        check_kind("context", context, Context, "a Context")
+        check_kind("shelf", shelf, (Shelf, type(None)), "a Shelf or None")
+        if len(check_kind("run", run, str, "a text")) > _TOKEN:
             raise ValueError(f"run must have at most {_TOKEN} characters, got {len(run)}.")
         self._records = context.state
         self._run = run
@@ -237,14 +239,14 @@ class PrivateState:
         What ``context.state`` has is preferred; a restarted SuperNode has lost that, and reads its
         files.
         """
-        found = self._newest(round_ - 1)
+        found = self._newest(check_count("round_", round_) - 1)
         if found is None and round_ > 1 and self._held:
             log(WARNING, "No state from before round %d is kept: this client starts anew.", round_)
         return found
 
     def after(self, round_: int) -> PrivateArrays | None:
         """Return the newest arrays saved in ``round_`` or before it, None if there are none."""
-        return self._newest(round_)
+        return self._newest(check_count("round_", round_))
 
     def newest(self) -> PrivateArrays | None:
         """Return the arrays of the last round that any were saved in, None if there are none."""
@@ -274,7 +276,11 @@ class PrivateState:
         alone : bool, default False
             Whether to delete all earlier states, in memory and on disk.
         """
-        check_count("round", round_, 0, files.LAST_ROUND)
+        check_count("round_", round_, 0, files.LAST_ROUND)
+        for name, array in check_kind("arrays", arrays, Mapping, "a mapping").items():
+            if not isinstance(name, str) or as_array("arrays", array).dtype.hasobject:
+                raise ValueError(f"arrays must be arrays of numbers by name, got {name!r}.")
+        alone = check_flag("alone", alone)
         if self._shelf is not None:
             self._write(self._shelf, round_, arrays, kept=1 if alone else 2)
         before = [] if alone else sorted(r for r in self._held if r < round_)[-1:]

@@ -15,8 +15,8 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, Batches, reader
-from flwr_perdl.clients._requests import admit, check_atoms, rounded
-from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.clients._requests import LimitedClient, check_atoms, rounded
+from flwr_perdl.clients.steps import StepRequest, StepResult, step
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,
@@ -67,7 +67,7 @@ class LearnerOptions(TypedDict, total=False):
     extra_metrics: ExtraMetrics | None
 
 
-class LearnerClient(ProtocolClient):
+class LearnerClient(LimitedClient):
     """A client with samples and a learner; the protocols' own clients say what leaves it.
 
     It refuses a request that its protocol does not send before it touches the samples, and answers
@@ -134,7 +134,13 @@ class LearnerClient(ProtocolClient):
         extra_metrics: ExtraMetrics | None = None,
     ) -> None:
         algorithm = f"dictionary, {type(learner).__name__}"
-        super().__init__(context, algorithm=algorithm, state_dir=state_dir)
+        super().__init__(
+            context,
+            max_runs=max_runs,
+            max_requests=max_requests,
+            algorithm=algorithm,
+            state_dir=state_dir,
+        )
         check_members("learner", learner, "Learner", "code", "update")
         check_members("learner", learner, "Learner", "n_atoms", "orthogonal")
         self.learner = learner
@@ -160,8 +166,6 @@ class LearnerClient(ProtocolClient):
         long = not learner.orthogonal or self.X.size >= _LARGE
         self.allows_threads = ours and extra_metrics is None and long
         self.min_support = check_count("min_support", min_support)
-        self.max_runs = check_count("max_runs", max_runs, 1)
-        self.max_requests = check_count("max_requests", max_requests, 1)
 
     def _samples(self, name: str, value: object, **rules: Any) -> Matrix:
         """Return checked samples; NaN is a missing entry."""
@@ -175,11 +179,6 @@ class LearnerClient(ProtocolClient):
         return X
 
     # What every step needs --------------------------------------------------------------------
-
-    def admit(self, kind: str, request: StepRequest) -> None:
-        """Note the request, or refuse it: one too many, or not after the last one."""
-        limits = {"max_runs": self.max_runs, "max_requests": self.max_requests}
-        admit(self.context, kind, request, **limits)
 
     def global_atoms(self, request: StepRequest) -> Matrix:
         """Return the atoms of a request, which have norm 1 and fit the client."""

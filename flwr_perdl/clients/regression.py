@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import nan
 from typing import Any
 
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.clients._requests import rounded
-from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.clients._requests import LimitedClient, rounded
+from flwr_perdl.clients.steps import StepRequest, StepResult, step
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
@@ -18,8 +17,7 @@ from flwr_perdl.core.checks import (
     check_kind,
     check_real,
 )
-from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.protocol.records import Scalar
+from flwr_perdl.protocol.records import EVALUATE, Scalar
 from flwr_perdl.regression import SQUARED, Ask, FeatureMap, Loss, SquaredLoss
 from flwr_perdl.regression.features import apply_features
 from flwr_perdl.regression.losses import check_labels, check_loss, check_points
@@ -41,17 +39,17 @@ ONLY_LINEAR = (
 _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
 
 
-class RegressionClient(ProtocolClient):
+class RegressionClient(LimitedClient):
     """A client whose data come from one of k unknown regression models.
 
-    It keeps no state, and rejects a request that a protocol does not send before it touches its
-    data. What leaves it: first its curvature and its features' mean squares; in Phase 1 its part of
-    the residual moment, a d x w matrix that sums over its pairs of points, and, where it has enough
-    points, its own estimate; in Phase 2 its cluster, its loss and its update of its own cluster's
-    model. Of a client with one point these are the point and its response: with fewer than
-    ``min_support`` points nothing leaves. What it receives: the models of all clusters, the step
-    size, the basis of the clients' moments and, with ``n_iterations`` above 1, every anchor's
-    estimate without its name.
+    It rejects a request that a protocol does not send before it touches its data, answers only so
+    many (`flwr_perdl.clients._requests`), and keeps nothing but their number. What leaves it: first
+    its curvature and its features' mean squares; in Phase 1 its part of the residual moment, a d x
+    w matrix that sums over its pairs of points, and, where it has enough points, its own estimate;
+    in Phase 2 its cluster, its loss and its update of its own cluster's model. Of a client with one
+    point these are the point and its response: with fewer than ``min_support`` points nothing
+    leaves. What it receives: the models of all clusters, the step size, the basis of the clients'
+    moments and, with ``n_iterations`` above 1, every anchor's estimate without its name.
 
     Parameters
     ----------
@@ -74,6 +72,8 @@ class RegressionClient(ProtocolClient):
         Largest norm of a model in a request. By default 1e9 with the squared loss, and 5 with
         every other loss: of such a loss the gradient at a large model is a sum over a few points
         that the server chooses. Scale features to about 1.
+    max_runs, max_requests : int, default 8 and 1000
+        As in `DictionaryClient`.
 
     Raises
     ------
@@ -111,8 +111,10 @@ class RegressionClient(ProtocolClient):
         evaluation: tuple[Matrix, Matrix] | None = None,
         min_support: int = 3,
         max_norm: float | None = None,
+        max_runs: int = 8,
+        max_requests: int = 1000,
     ) -> None:
-        super().__init__(context)
+        super().__init__(context, max_runs=max_runs, max_requests=max_requests)
         if evaluation is not None:
             check_kind("evaluation", evaluation, tuple, "(X, y) or None")
             if len(evaluation) != 2:
@@ -170,43 +172,27 @@ class RegressionClient(ProtocolClient):
             ) from error
         return StepResult([sent], n)
 
-    @one_blas_thread()
-    def evaluate(
-        self, parameters: list[Matrix], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    @step("evaluate", kind=EVALUATE)
+    def measure(self, request: StepRequest) -> StepResult:
         """Find the cluster by the client's own data, and measure its model on the held-out data.
 
-        Parameters
-        ----------
-        parameters : list of ndarray
-            ``[models (k, d)]``.
-        config : dict
-            Not used.
-
-        Returns
-        -------
-        loss : float
-            Mean loss of the cluster's model on the held-out data, with six significant digits; NaN,
-            which `client_app` leaves out, where there are fewer than ``min_support`` points, held
-            out or not.
-        num_examples : int
-            Number of held-out samples.
-        metrics : dict
-            ``"cluster"`` and, with the squared loss, ``"mse"``; nothing where the loss is NaN.
+        The metrics are the ``"loss"``, the model's mean loss with six significant digits, the
+        ``"cluster"`` and, with the squared loss, ``"mse"``; there are none where there are fewer
+        than ``min_support`` points, held out or not.
         """
-        if len(parameters) != 1:
-            raise ValueError(f"parameters must be [models], got {len(parameters)} arrays.")
-        centers = check_array("parameters", parameters[0], min_rows=1, columns=self.X.shape[1])
+        if len(request.arrays) != 1:
+            raise ValueError(f"parameters must be [models], got {len(request.arrays)} arrays.")
+        centers = check_array("parameters", request.arrays[0], min_rows=1, columns=self.X.shape[1])
         _check_norms("parameters", centers, self.max_norm)
-        if min(len(self.y), len(self.held_out[1])) < self.min_support:
-            return nan, len(self.held_out[1]), {}
-        cluster = self.cluster(centers)
         X, y = self.held_out
+        if min(len(self.y), len(y)) < self.min_support:
+            return StepResult([], len(y))
+        cluster = self.cluster(centers)
         loss = rounded(float(self.loss.values(X, y, centers[cluster : cluster + 1])[0]))
-        metrics: dict[str, Scalar] = {"cluster": cluster}
+        metrics: dict[str, Scalar] = {"loss": loss, "cluster": cluster}
         if isinstance(self.loss, SquaredLoss):
             metrics["mse"] = 2 * loss
-        return loss, len(y), metrics
+        return StepResult([], len(y), metrics)
 
     def cluster(self, centers: Matrix) -> int:
         """Return the cluster whose model fits this client's data best, the first of equals."""

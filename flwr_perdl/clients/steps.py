@@ -115,6 +115,7 @@ def step(name: str, *, kind: str = TRAIN) -> Callable[[Step], Step]:
     >>> MeanClient.steps
     {('train', 'mean'): 'mean'}
     """
+    check_kind("name", name, str, "a text")
     check_choice("kind", kind, (TRAIN, EVALUATE))
 
     def register(method: Step) -> Step:

@@ -29,6 +29,8 @@ FLOATS = (np.dtype(np.float64), np.dtype(np.float32))
 LARGE = 1e30
 #: The most clusters that are looked for: work and memory grow with them before there is an answer.
 MOST_CLUSTERS = 10_000
+#: The most iterations, and repetitions, of what ends only when all are done.
+MOST_ITERATIONS = 10**6
 
 
 def check_array(

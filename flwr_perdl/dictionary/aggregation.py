@@ -119,13 +119,14 @@ def aggregate_atoms(
     r, d = current.shape
     stack = check_array("stack", stack, ndim=3, rows=r, columns=d)
     stack = unit_atoms(stack.reshape(len(stack) * r, d))[0].reshape(stack.shape)
-    if method != "weighted":
-        weights = np.ones(len(stack))
-    elif weights is None:
+    if weights is None and method == "weighted":
         raise ValueError('weights must be given for method="weighted", got None.')
+    weights = np.ones(len(stack)) if weights is None else weights
     weights = check_array("weights", weights, ndim=1, columns=len(stack))
     if weights.min(initial=np.inf) <= 0:
         raise ValueError(f"weights must be positive, got {weights.min()}.")
+    if method != "weighted":
+        weights = np.ones(len(stack))
     sent = np.any(stack != 0, axis=2)
     # Atom by atom, since every client may withhold others.
     average, odd = np.zeros_like(current), np.zeros(len(stack))

@@ -28,6 +28,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
+    check_magnitude,
     check_real,
 )
 from flwr_perdl.core.threads import in_threads, n_kernel_threads
@@ -498,7 +499,8 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
            [0.1, 0. ]])
     """
     X = check_array("X", X, missing=True)
-    fitted = check_array("fitted", fitted, rows=len(X), columns=X.shape[1])
+    fitted = check_array("fitted", fitted, rows=len(X), columns=X.shape[1], floor=np.inf)
+    check_magnitude("X", observed(X), floor=np.inf)
     rest, limits = X - fitted, np.finfo(X.dtype)
     rounding = min(X.shape[1] * float(limits.eps), _FEW)
     rest[row_norms(observed(rest)) <= rounding * row_norms(observed(X))] = 0

@@ -45,6 +45,7 @@ from flwr_perdl.core.checks import (
     check_count,
     check_members,
     check_real,
+    check_rng,
     is_auto,
     own_numbers,
 )
@@ -120,6 +121,9 @@ class CodeSums(NamedTuple):
     @classmethod
     def of(cls, X: Matrix, C: Matrix) -> CodeSums:
         """Return the sums of one batch."""
+        X, C = (check_array(name, own, floor=np.inf) for name, own in (("X", X), ("C", C)))
+        if len(C) != len(X):
+            raise ValueError(f"C must have {len(X)} rows, as X has, got {len(C)}.")
         found = C.T @ C, C.T @ X, np.abs(C).sum(axis=0)
         return cls(*(part.astype(np.float64, copy=False) for part in found))
 
@@ -258,6 +262,7 @@ class AlternatingLearner(ABC):
         It is completed by random directions where the data has too few, and, beyond ``n_features``
         orthonormal atoms, by random unit vectors. Where no sample has a feature atoms are zero.
         """
+        check_rng(rng)
         X = check_samples("X", X, self, min_rows=1)
         seen, X, d = ~np.isnan(X).all(axis=0), observed(X), X.shape[1]
         check_count("n_atoms", self.n_atoms, 1, d if self.orthogonal else None)

@@ -17,7 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, check_array, check_count, check_members
+from flwr_perdl.core.checks import (
+    MOST_ITERATIONS,
+    Matrix,
+    check_array,
+    check_count,
+    check_members,
+)
 from flwr_perdl.dictionary.atoms import unit_atoms
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner, check_samples
@@ -58,7 +64,7 @@ def refine_local(
     X = check_samples("X", X, learner)
     D, _ = unit_atoms(check_array("D", D, columns=X.shape[1]))
     check_count("n_global", n_global, 0, len(D))
-    check_count("n_iter", n_iter)
+    check_count("n_iter", n_iter, 0, MOST_ITERATIONS)
     shared, local = D[:n_global], D[n_global:]
     C = X @ shared.T if learner.orthogonal else learner.code(X, D)[:, :n_global]
     rest = remainder(X, C @ shared)

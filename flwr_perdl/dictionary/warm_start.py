@@ -23,6 +23,7 @@ import numpy as np
 
 from flwr_perdl.core.arrays import has_missing
 from flwr_perdl.core.checks import (
+    MOST_ITERATIONS,
     Matrix,
     check_array,
     check_count,
@@ -105,8 +106,8 @@ def warm_start(
     check_members("learner", learner, "Learner", "start", "code", "update", "loss")
     check_rng(rng)
     X = check_samples("X", X, learner, min_rows=1)
-    check_count("n_iter", n_iter)
-    check_count("restarts", restarts, 1)
+    check_count("n_iter", n_iter, 0, MOST_ITERATIONS)
+    check_count("restarts", restarts, 1, MOST_ITERATIONS)
     check_real("boost", boost, 1)
     check_real("decay", decay, 0, 1)
     # A high threshold first: few and large codes find the strong atoms, as annealing does.

@@ -61,7 +61,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind, check_real
+from flwr_perdl.core.checks import (
+    brief_repr,
+    check_choice,
+    check_count,
+    check_function,
+    check_kind,
+    check_list,
+    check_real,
+)
 from flwr_perdl.core.models import (
     as_dtype,
     check_dtypes,
@@ -321,6 +329,7 @@ class DiffusionAveraging:
             On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
+        check_function("callback", callback)
         network = weights_of(network) if isinstance(network, Topology) else weighted(network)
         learner = self.suited_to(network, n_rounds)
         if clients is None and not getattr(network, "nodes_have_programs", False):
@@ -370,6 +379,7 @@ class DiffusionAveraging:
         ValueError
             If an option does not suit the network, which is as in `fit`.
         """
+        check_count("n_rounds", n_rounds)
         schedule = schedule_of(network)
         if schedule is None:
             return self._with(self.method or _FIXED)
@@ -495,7 +505,7 @@ class AveragingProgram:
                 f"initial must be a list of arrays, got one array, of shape {initial.shape}: write "
                 "[array]."
             )
-        for array in initial or ():
+        for array in () if initial is None else check_list("initial", initial):
             if isinstance(array, int):  # an array of integers is a counter, and is rounded
                 raise ValueError(
                     f"initial must be arrays, got the integer {array}: write {array}.0."

@@ -28,7 +28,14 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
+from flwr_perdl.core.checks import (
+    FLOATS,
+    brief_repr,
+    check_function,
+    check_list,
+    check_members,
+    check_real,
+)
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.diffusion.schedule import Schedule, schedule_of
@@ -371,6 +378,7 @@ def run_program(
     n_rounds, callback, on_report
         As in the networks' ``run``.
     """
+    check_function("callback", callback)
     network = weighted(network)
     schedule = None if hasattr(network, "run") else schedule_of(network)
     if schedule is None:
@@ -532,7 +540,7 @@ class Averaging:
     def __init__(
         self, values: Array | Sequence[Array] | Mapping[int, Array], step: float | None = None
     ) -> None:
-        self.values = values
+        self.values = values if isinstance(values, Mapping) else check_list("values", values)
         self.step = step if step is None else check_real("step", step, 0, 1, open_low=True)
 
     def start(self, nodes: NDArray[np.intp]) -> MeanState:

@@ -38,9 +38,12 @@ from scipy.optimize import linear_sum_assignment
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
+    as_array,
     check_array,
     check_choice,
     check_count,
+    check_flag,
+    check_list,
     check_magnitude,
     check_real,
     own_numbers,
@@ -241,6 +244,7 @@ class DataDiffusion:
         check_choice("update", self.update, UPDATES)
         if self.step is not None:
             check_real("step", self.step, 0, LARGE, open_low=True)
+        check_flag("nonnegative", self.nonnegative)
         check_choice("alignment", self.alignment, ALIGNMENTS)
         if self.replacement is not None:
             check_choice("replacement", self.replacement, REPLACEMENTS)
@@ -293,7 +297,7 @@ class DataDiffusion:
             if not matrix.row_stochastic:
                 raise ValueError(f"network must have row-stochastic weights, got {matrix}.")
         agreement, n_nodes = rounds_to_all(network), network.topology.n_nodes
-        if len(data) != n_nodes:
+        if len(check_list("data", data)) != n_nodes:
             raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
         program = self.program(dict(enumerate(data)), agreement=agreement, start=start, seed=seed)
         run = run_program(program, network, n_rounds, callback)
@@ -355,6 +359,10 @@ class DictionaryProgram:
     ) -> None:
         if isinstance(start, str):
             check_choice("start", start, STARTS)
+        elif not (callable(start) or isinstance(start, Mapping)):
+            start = as_array("start", start)
+            if start.ndim not in (2, 3):
+                raise ValueError(f"start must have two or three axes, got shape {start.shape}.")
         self.learner = learner
         self.data = {
             node: own if callable(own) else self._checked(node, own) for node, own in data.items()
@@ -514,6 +522,8 @@ class DictionaryProgram:
         if callable(given):
             D = given(X, spawn(self.seed, node))
         elif isinstance(given, Mapping):
+            if node not in given:
+                raise ValueError(f"start must have an array for node {node}, got none.")
             D = given[node]
         elif not isinstance(given, str):
             D = given if np.ndim(given) == 2 else given[node]

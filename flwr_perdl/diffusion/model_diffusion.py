@@ -42,9 +42,13 @@ from flwr_perdl.core.checks import (
     FLOATS,
     LARGE,
     Matrix,
+    brief_repr,
     check_array,
     check_choice,
     check_count,
+    check_flag,
+    check_kind,
+    check_list,
     check_real,
     own_numbers,
 )
@@ -60,13 +64,15 @@ from flwr_perdl.diffusion.inference import (
     infer,
 )
 from flwr_perdl.diffusion.objectives import Objective, check_agents, check_each, check_positive
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
+from flwr_perdl.diffusion.topology import MOST_NODES, CombinationMatrix, Topology
 from flwr_perdl.random import spawn
 
 #: The method that needs all atoms in one place.
 EXACT = "exact"
 #: Relative error of the dual variables that the default number of iterations aims at: 40 dB.
 _ACCURACY = 1e-2
+#: The most numbers of an atom, over all agents, that are drawn.
+_MOST_NUMBERS = 2**31
 
 
 class Model(NamedTuple):
@@ -158,6 +164,7 @@ class ModelDiffusion:
     def __post_init__(self) -> None:
         """Check the arguments."""
         own_numbers(self)
+        check_kind("objective", self.objective, Objective, "an Objective")
         check_each(self, "n_atoms_per_agent", partial(check_count, "n_atoms_per_agent", low=1))
         check_real("step", self.step, 0, LARGE)
         check_real("decay", self.decay, 0, LARGE)
@@ -166,13 +173,19 @@ class ModelDiffusion:
         if self.n_iterations is not None:
             check_count("n_iterations", self.n_iterations, 1)
         check_real("tolerance", self.tolerance, 0)
+        if self.informed is not None:
+            check_list("informed", self.informed)
+        if self.compress is not None:
+            check_flag("compress", self.compress)
+        check_kind("options", self.options, Mapping, "a mapping")
         check_count("seed", self.seed)
 
     def start(self, n_agents: int, n_features: int, dtype: Any = np.float64) -> Model:
         """Return random atoms of norm 1, float64 or float32: what agents draw on their own."""
-        agents = range(check_count("n_agents", n_agents, 1))
-        check_count("n_features", n_features, 1)
-        return Model(self._first_atoms(agents, n_features, n_agents).astype(_float("dtype", dtype)))
+        agents = range(check_count("n_agents", n_agents, 1, MOST_NODES))
+        check_count("n_features", n_features, 1, _MOST_NUMBERS // n_agents)
+        kind = _float("dtype", dtype)
+        return Model(self._first_atoms(agents, n_features, n_agents).astype(kind))
 
     def grow(self, model: Model, n_agents: int) -> Model:
         """Return the model with ``n_agents`` more agents, whose atoms are random.
@@ -181,7 +194,7 @@ class ModelDiffusion:
         agents' own must have those of the new agents as well.
         """
         have, n_atoms, n_features = _atoms(model).shape
-        total = have + check_count("n_agents", n_agents, 1)
+        total = have + check_count("n_agents", n_agents, 1, MOST_NODES)
         most = max(self._counts(total)[:have])
         if n_atoms != most:
             raise ValueError(f"model must have {most} atoms per agent, got {n_atoms}.")
@@ -338,13 +351,17 @@ class ModelDiffusion:
 
 def _atoms(model: Model) -> Matrix:
     """Return a model's dictionaries, checked."""
+    check_kind("model", model, Model, "a Model")
     return check_array("model.dictionaries", model.dictionaries, ndim=3, min_rows=1)
 
 
 def _float(name: str, dtype: Any) -> np.dtype[Any]:
-    kind: np.dtype[Any] = np.dtype(dtype)
-    if kind not in FLOATS:
-        raise ValueError(f"{name} must be float64 or float32, got {kind}.")
+    try:
+        kind: np.dtype[Any] | None = np.dtype(dtype)
+    except (TypeError, ValueError):
+        kind = None
+    if kind is None or kind not in FLOATS:
+        raise ValueError(f"{name} must be float64 or float32, got {brief_repr(dtype)}.")
     return kind
 
 

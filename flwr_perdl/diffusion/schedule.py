@@ -24,8 +24,14 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse.csgraph import connected_components
 
-from flwr_perdl.core.checks import check_count, check_kind
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, check_topology, weights_of
+from flwr_perdl.core.checks import check_count, check_flag, check_function, check_kind
+from flwr_perdl.diffusion.topology import (
+    MOST_NODES,
+    CombinationMatrix,
+    Topology,
+    check_topology,
+    weights_of,
+)
 from flwr_perdl.random import PAIRS, spawn
 
 #: How many rounds' matrices are kept, where they do not repeat.
@@ -74,8 +80,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        check_count("n_nodes", self.n_nodes, 1)
+        check_count("n_nodes", self.n_nodes, 1, MOST_NODES)
         check_count("window", self.window, 1)
+        check_flag("repeats", self.repeats)
+        check_kind("name", self.name, str, "a text")
+        check_function("present", self.present)
         if not callable(self.at):
             raise TypeError(f"at must be a function of the round, got {self.at!r}.")
 
@@ -97,7 +106,7 @@ class Schedule:
         >>> Schedule.random_pairs(4, seed=1).matrix(7).topology.degrees
         array([1, 1, 1, 1])
         """
-        check_count("n_nodes", n_nodes, 2)
+        check_count("n_nodes", n_nodes, 2, MOST_NODES)
         check_count("seed", seed)
 
         def pairs(round_: int) -> list[list[int]]:
@@ -115,7 +124,7 @@ class Schedule:
         Each has weight 1/2. Where the number of nodes is a power of two, the mean of all is found
         in ``log2(n_nodes)`` rounds.
         """
-        check_count("n_nodes", n_nodes, 2)
+        check_count("n_nodes", n_nodes, 2, MOST_NODES)
         window = (n_nodes - 1).bit_length()
 
         def peers(round_: int) -> Topology:
@@ -151,7 +160,9 @@ class Schedule:
         n_nodes = topology.n_nodes
         first, last = np.zeros(n_nodes), np.full(n_nodes, np.inf)
         for name, given, rounds in (("joins", joins, first), ("leaves", leaves, last)):
-            for node, round_ in node_rounds(name, given or {}, n_nodes - 1).items():
+            for node, round_ in node_rounds(
+                name, {} if given is None else given, n_nodes - 1
+            ).items():
                 rounds[node] = round_
 
         def present(round_: int) -> NDArray[np.bool_]:

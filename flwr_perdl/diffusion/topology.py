@@ -29,11 +29,23 @@ from scipy.sparse.csgraph import connected_components, shortest_path
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import check_count, check_kind, check_numbers, check_real
+from flwr_perdl.core.checks import (
+    as_array,
+    brief_repr,
+    check_count,
+    check_flag,
+    check_kind,
+    check_members,
+    check_numbers,
+    check_real,
+)
 from flwr_perdl.random import spawn
 
 #: Up to this many nodes spectra come from dense LAPACK routines, beyond it from Lanczos iterations.
 DENSE = 600
+#: The most nodes, and links, of a graph that is made here: memory and time grow with them. A sparse
+#: matrix of one's own may have more.
+MOST_NODES, MOST_LINKS = 100_000, 10**7
 #: How often a random graph is drawn again until it is connected.
 DRAWS = 1000
 
@@ -80,14 +92,18 @@ class Topology:
         cls, n_nodes: int, edges: Iterable[tuple[int, int]], *, directed: bool = False
     ) -> Topology:
         """Return the graph of the given edges; a directed edge ``(k, l)`` says that k hears l."""
-        check_count("n_nodes", n_nodes, 1)
-        given = [tuple(edge) for edge in edges]
+        check_count("n_nodes", n_nodes, 1, MOST_NODES)
+        check_flag("directed", directed)
+        try:
+            given = [tuple(edge) for edge in edges]
+        except TypeError:
+            raise TypeError(f"edges must be pairs of nodes, got {brief_repr(edges)}.") from None
         odd = next((edge for edge in given if len(edge) != 2), None)
         if odd is not None:
             raise ValueError(f"edges must be pairs of nodes, got {odd}.")
-        pairs = np.array(given).reshape(-1, 2)
-        if given and pairs.dtype.kind not in "iu":
-            raise ValueError(f"edges must be pairs of integers, got {given[0]} of {pairs.dtype}.")
+        pairs = as_array("edges", given if given else np.zeros((0, 2), int))
+        if pairs.ndim != 2 or pairs.dtype.kind not in "iu":
+            raise ValueError(f"edges must be pairs of integers, got {brief_repr(given[0])}.")
         pairs = pairs.astype(np.intp)
         outside = (pairs < 0) | (pairs >= n_nodes)
         if outside.any():
@@ -104,6 +120,7 @@ class Topology:
 
         An edge ``u -> v`` of a directed graph lets v hear u.
         """
+        check_members("graph", graph, "graph of networkx", "nodes", "edges", "is_directed")
         index = {node: i for i, node in enumerate(graph.nodes())}
         links = [(index[v], index[u]) for u, v in graph.edges() if u != v]
         return cls.from_edges(len(index), links, directed=bool(graph.is_directed()))
@@ -136,13 +153,13 @@ class Topology:
         About ``2 * log2(n_nodes)`` neighbors for each, and a spectral gap that shrinks only as
         ``1 / log2(n_nodes)``.
         """
-        check_count("n_nodes", n_nodes, 1)
+        _check_size(n_nodes, 1)
         return cls._in_steps(n_nodes, [2**power for power in range(n_nodes.bit_length())])
 
     @classmethod
     def _in_steps(cls, n_nodes: int, steps: list[int]) -> Topology:
         """Return the graph in which a node hears those so many places before and after."""
-        check_count("n_nodes", n_nodes, 1)
+        _check_size(n_nodes, 1)
         nodes = range(n_nodes)
         return cls.from_edges(
             n_nodes, [(k, (k + step) % n_nodes) for step in steps if step < n_nodes for k in nodes]
@@ -155,8 +172,9 @@ class Topology:
         Drawn by pairing half-edges at random and swapping the ends of loops and of double edges
         with those of random edges until none is left; drawn again until connected.
         """
-        check_count("n_nodes", n_nodes, 2)
+        _check_size(n_nodes, 2)
         check_count("degree", degree, 1, n_nodes - 1)
+        _check_size(n_nodes, 2, degree)
         if n_nodes * degree % 2:
             raise ValueError(f"n_nodes * degree must be even, got {n_nodes} * {degree}.")
         draw = partial(_pair_half_edges, n_nodes, degree)
@@ -165,8 +183,9 @@ class Topology:
     @classmethod
     def erdos_renyi(cls, n_nodes: int, p: float, *, seed: int = 0) -> Topology:
         """Return a connected random graph that has every edge with probability ``p``."""
-        check_count("n_nodes", n_nodes, 1)
+        _check_size(n_nodes, 1)
         check_real("p", p, 0.0, 1.0)
+        _check_size(n_nodes, 1, p * n_nodes)
 
         def draw(rng: np.random.Generator) -> Topology:
             upper = []
@@ -175,7 +194,7 @@ class Topology:
                 upper.append(np.stack([np.full_like(others, k), others], axis=1))
             return cls.from_edges(n_nodes, np.vstack(upper) if upper else [])
 
-        return _until_connected(draw, f"erdos_renyi({n_nodes}, {p:g})", seed)
+        return _until_connected(draw, f"erdos_renyi({n_nodes}, p={p:g})", seed)
 
     @classmethod
     def small_world(cls, n_nodes: int, degree: int, p: float, *, seed: int = 0) -> Topology:
@@ -184,8 +203,9 @@ class Topology:
         Every node starts with ``degree`` (even) nearest neighbors; one end of each edge moves
         with probability ``p`` to a random node. Redrawn until connected.
         """
-        check_count("n_nodes", n_nodes, 3)
+        _check_size(n_nodes, 3)
         check_count("degree", degree, 2, n_nodes - 1)
+        _check_size(n_nodes, 3, degree)
         if degree % 2:
             raise ValueError(f"degree must be even, got {degree}.")
         check_real("p", p, 0.0, 1.0)
@@ -209,13 +229,14 @@ class Topology:
     @classmethod
     def star(cls, n_nodes: int) -> Topology:
         """Return a star: node 0 hears all, and all hear node 0."""
-        check_count("n_nodes", n_nodes, 1)
+        _check_size(n_nodes, 1)
         return cls.from_edges(n_nodes, [(0, k) for k in range(1, n_nodes)])
 
     @classmethod
     def complete(cls, n_nodes: int) -> Topology:
         """Return the graph in which everyone hears everyone."""
-        check_count("n_nodes", n_nodes, 1)
+        _check_size(n_nodes, 1)
+        _check_size(n_nodes, 1, n_nodes)
         return cls(np.ones((n_nodes, n_nodes)) - np.eye(n_nodes))
 
     @property
@@ -241,6 +262,7 @@ class Topology:
 
     def neighbours(self, node: int) -> NDArray[np.intp]:
         """Return the ids of the nodes that ``node`` hears, ascending."""
+        check_count("node", node, 0, self.n_nodes - 1)
         row = slice(self.adjacency.indptr[node], self.adjacency.indptr[node + 1])
         ids: NDArray[np.intp] = self.adjacency.indices[row].astype(np.intp)
         return ids
@@ -271,17 +293,29 @@ class Topology:
 def _matrix(name: str, values: Any) -> Csr:
     """Return a sparse copy of a matrix, checked."""
     if not sparse.issparse(values):
-        values = np.asarray(values)
+        values = as_array(name, values)
     if values.ndim != 2 or values.dtype.kind not in "biuf":
         raise ValueError(
             f"{name} must be a matrix of numbers, got shape {values.shape} and {values.dtype}."
         )
+    if values.dtype == np.float16:  # SciPy knows no half floats
+        values = values.astype(np.float32)
     return sparse.csr_array(values, copy=True)
 
 
+def _check_size(n_nodes: int, least: int, degree: float = 1) -> None:
+    """Raise a ValueError unless a graph of so many nodes, and links of each, can be made."""
+    check_count("n_nodes", n_nodes, least, MOST_NODES)
+    if n_nodes * degree > MOST_LINKS:
+        raise ValueError(
+            f"n_nodes must be at most {int(MOST_LINKS / degree)} where each hears {degree:g}, got "
+            f"{n_nodes}: a graph has at most {MOST_LINKS} links."
+        )
+
+
 def _lattice(rows: int, columns: int) -> NDArray[np.intp]:
-    check_count("rows", rows, 1)
-    check_count("columns", columns, 1)
+    check_count("rows", rows, 1, MOST_NODES)
+    check_count("columns", columns, 1, MOST_NODES // rows)
     return np.arange(rows * columns).reshape(rows, columns)
 
 

@@ -11,10 +11,12 @@ from math import prod
 import numpy as np
 from scipy.fft import idctn
 
-from flwr_perdl.core.checks import Matrix, check_array, check_count, check_list
+from flwr_perdl.core.checks import Matrix, brief_repr, check_array, check_count, check_list
 
 #: How far from orthonormal rows may be: float32's rounding.
 _ODD = 1e-4
+#: The most axes and numbers of a sample: NumPy's, and what a basis is computed of in memory.
+_AXES, _NUMBERS = 32, 10**8
 
 
 class PublicBasis:
@@ -74,6 +76,11 @@ class PublicBasis:
         """
         sizes = [check_count("sizes of shape", size, 1) for size in check_list("shape", shape)]
         n_features = prod(sizes)
+        if not 0 < len(sizes) <= _AXES or n_features > _NUMBERS:
+            raise ValueError(
+                f"shape must have 1 to {_AXES} sizes of at most {_NUMBERS} numbers in all, got "
+                f"{brief_repr(shape)}."
+            )
         check_count("n", n, 1, n_features)
         where = np.indices(sizes).reshape(len(sizes), -1)
         height = ((where / np.array(sizes)[:, None]) ** 2).sum(axis=0)

@@ -655,7 +655,8 @@ def await_nodes(grid: Grid, options: Options) -> int:
     >>> await_nodes(grid, PerMA(num_clients=3).options)
     3
     """
-    allowed = options.clients_by_node
+    check_kind("grid", grid, Grid, "a Grid")
+    allowed = check_kind("options", options, Options, "a strategy's options").clients_by_node
 
     def count() -> int:
         return sum(allowed is None or node in allowed for node in grid.get_node_ids())

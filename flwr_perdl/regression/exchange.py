@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.random import spawn
 
 #: The steps that a client takes: not in the paper; Phase 1, line 9; lines 10-15; Phase 2.
@@ -49,6 +49,12 @@ class State:
     #: models so far, cluster and change, (m, 3 + d); and the models that they are of, (k, d).
     received: Matrix = field(default_factory=lambda: np.zeros((0, 3)))
     sent: Matrix = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def __post_init__(self) -> None:
+        """Check that each field is an array or a number."""
+        for own in fields(self):
+            kinds = (np.ndarray, np.generic, int, float)
+            check_kind(own.name, getattr(self, own.name), kinds, "an array or a number")
 
     def to(self, kind: type[K], **more: Any) -> K:
         """Return the state of another step: what every state knows, and what is given."""

@@ -17,7 +17,14 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, brief_repr, check_array, check_count, own_numbers
+from flwr_perdl.core.checks import (
+    Matrix,
+    brief_repr,
+    check_array,
+    check_count,
+    check_flag,
+    own_numbers,
+)
 
 #: Takes inputs (n, p) to features (n, d), row by row.
 FeatureMap = Callable[[Matrix], Matrix]
@@ -49,6 +56,7 @@ class Polynomial:
         """Check the degree."""
         own_numbers(self)
         check_count("degree", self.degree, 1)
+        check_flag("intercept", self.intercept)
 
     def __call__(self, X: Matrix) -> Matrix:
         """Return the monomials, by degree and then in the order of the inputs."""
@@ -71,8 +79,8 @@ def apply_features(X: Matrix, features: FeatureMap | None = None) -> Matrix:
     X = check_array("X", X)
     if features is None:
         return X
-    if not callable(features):
-        raise TypeError(f"features must be callable, got {brief_repr(features)}.")
+    if isinstance(features, type) or not callable(features):
+        raise TypeError(f"features must be a function, not a class, got {brief_repr(features)}.")
     mapped = check_array("features(X)", features(X))
     if len(mapped) != len(X):
         raise ValueError(f"features(X) must have {len(X)} rows, got shape {mapped.shape}.")

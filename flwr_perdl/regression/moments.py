@@ -38,6 +38,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
+    check_flag,
 )
 from flwr_perdl.regression.losses import check_points
 
@@ -104,6 +105,7 @@ def residual_moment(
     if n < 2:
         return np.zeros((*X.shape[:-2], *Q.shape), Q.dtype)
     # Remark 2: two copies with noise of their own, so that the noise has no mean in a product.
+    check_flag("transpose", transpose)
     first: Matrix = y[..., None, :] - thetas[0] @ across
     second: Matrix = y[..., None, :] - thetas[-1] @ across
     if estimate == "u-statistic":

@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from flwr_perdl.core import checks
-from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, check_kind, check_real
+from flwr_perdl.core.checks import (
+    LARGE,
+    MOST_CLUSTERS,
+    Matrix,
+    check_choice,
+    check_count,
+    check_kind,
+    check_real,
+)
 from flwr_perdl.regression.clustering import LOCALS, ROBUST
 from flwr_perdl.regression.exchange import Refining, State
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
@@ -145,8 +153,7 @@ class Refinement:
     momentum : bool, default True
         Whether the server accelerates: Anderson acceleration over the last eleven rounds while a
         model's clients stay the same (at most 2 % of its points come or go) and robust="mean";
-        otherwise Nesterov's momentum with gradient restart. Replies with noise (``privacy``) want
-        False.
+        otherwise Nesterov's momentum with gradient restart. With ``privacy`` `FedX` never does.
     check_every : int, default 60
         Rounds between checks of the models; 0: never. Needs the squared loss.
 
@@ -243,7 +250,7 @@ class TwoPhase:
         check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
         auto = checks.is_auto("n_clusters", self.n_clusters)
         if not auto:
-            check_count("n_clusters", self.n_clusters, 1)
+            check_count("n_clusters", self.n_clusters, 1, MOST_CLUSTERS)
         if auto and (self.phase_1.estimate != "u-statistic" or self.start != "fedmd"):
             raise ValueError(
                 'n_clusters must be given unless estimate="u-statistic" and start="fedmd", got '
@@ -269,7 +276,7 @@ class TwoPhase:
         separation : float, optional
             Delta; without it anchors are joined until k groups are left.
         """
-        check_count("n_clusters", n_clusters, 1)
+        check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
         descent = MomentDescent(
             estimate="halves",
             anchor_step="paper",

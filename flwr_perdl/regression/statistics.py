@@ -30,6 +30,7 @@ from scipy.special import logsumexp, softmax
 from flwr_perdl.core.checks import (
     LARGE,
     MOST_CLUSTERS,
+    MOST_ITERATIONS,
     Matrix,
     as_array,
     check_array,
@@ -138,7 +139,7 @@ def _checked(statistics: Matrix, ndim: int) -> Matrix:
 def _starts(n_clients: int, n_clusters: int, restarts: int, rng: np.random.Generator) -> Matrix:
     """Draw the weights to start from, (restarts, n_clients, n_clusters)."""
     check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
-    check_count("restarts", restarts, 1)
+    check_count("restarts", restarts, 1, MOST_ITERATIONS)
     check_rng(rng)
     size = (restarts if n_clusters > 1 else 1, n_clients)
     return rng.dirichlet(np.full(n_clusters, 0.3), size=size)

@@ -24,7 +24,7 @@ What each party receives:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from logging import WARNING
 from math import prod
@@ -230,7 +230,7 @@ class FedX(_MixedRegression):
         "mean"; other rules: see `flwr_perdl.regression.TwoPhase`. `PerMA` has the same argument.
     privacy : Noise, optional
         As in `PerMA`, with ``level="client"``, of a single model (FedAvg, FedProx) that is given as
-        initial array, with a ``step_size``; all clients then count alike.
+        initial array, with a ``step_size``; all clients then count alike, and there is no momentum.
     **options
         See `ServerOptions`.
 
@@ -276,9 +276,12 @@ class FedX(_MixedRegression):
         **options: Unpack[ServerOptions],
     ) -> None:
         check_choice("start", start, ("fedmd", "random"))
-        rule = check_robust(robust)
-        super().__init__(TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule, start), options)
-        self.privacy, self._secure = privacy, check_privacy(privacy)
+        rule, secure = check_robust(robust), check_privacy(privacy)
+        how = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule, start)
+        if privacy is not None:  # an extrapolation would multiply the noise of earlier rounds
+            how = replace(how, phase_2=replace(phase_2, momentum=False))
+        super().__init__(how, options)
+        self.privacy, self._secure = privacy, secure
         asked = n_clusters, phase_2.step_size is not None, bool(robust)
         if privacy is not None and asked != (1, True, False):
             raise ValueError(

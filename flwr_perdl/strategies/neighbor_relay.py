@@ -404,6 +404,8 @@ class FlowerNetwork:
         timeout: float = 3600.0,
         **options: Unpack[ServerOptions],
     ) -> None:
+        check_kind("grid", grid, Grid, "a Grid")
+        check_real("timeout", timeout, 0)
         self.topology = topology
         self._grid, self._timeout, self._options = grid, timeout, options
         self._relay = partial(

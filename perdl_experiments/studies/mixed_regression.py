@@ -189,7 +189,8 @@ def client(context: Context, config: Config) -> RegressionClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
     data, i = _data(config.setting[0], config.seed), int(context.node_config[PARTITION_ID])
     # drawn data need no protection, and the batched runs withhold nothing
-    return RegressionClient(data.X[i], data.y[i], context, min_support=0)
+    most = max(config.rounds, 1)
+    return RegressionClient(data.X[i], data.y[i], context, min_support=0, max_requests=most)
 
 
 def strategy(config: Config, **options: Any) -> FedX:

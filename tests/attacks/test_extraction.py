@@ -218,6 +218,27 @@ def test_rounds_only_increase_and_the_last_one_may_be_asked_again(kind: str) -> 
         ask(np.eye(2, D), 6)
 
 
+@pytest.mark.parametrize("kind", ["fit", "evaluate"])
+def test_linear_models_are_answered_so_often_alone(kind: str) -> None:
+    node = context_of()
+
+    def ask(model: np.ndarray, round_: int, run: str = "") -> Any:
+        client = RegressionClient(X, LABELS, node, max_requests=3, max_runs=2)
+        config = {**for_models("update" if kind == "fit" else "evaluate"), "perdl.run": run}
+        return getattr(client, kind)([model], {**config, "server-round": round_})
+
+    ask(np.eye(1, D), 1)
+    once, again = (ask(np.eye(2, D), 2) for _ in range(2))
+    np.testing.assert_equal(once, again)
+    with pytest.raises(ValueError, match=r"^server-round"):
+        ask(np.eye(1, D), 2)
+    ask(np.eye(1, D), 1, "another")
+    with pytest.raises(ValueError, match=r"^max_runs"):
+        ask(np.eye(1, D), 1, "a third")
+    with pytest.raises(ValueError, match=r"^max_requests"):
+        ask(np.eye(1, D), 3)
+
+
 # Whole dictionaries ------------------------------------------------------------------------------
 
 
@@ -278,7 +299,9 @@ def test_metrics_have_six_digits() -> None:
     client = DictionaryClient(X, LEARNER, context_of())
     _, _, trained = client.fit([np.eye(2, D)], asks("update"))
     loss, _, measured = client.evaluate([np.eye(2, D)], asks("evaluate", n_nonzero="1,2"))
-    regression = RegressionClient(X, LABELS, context_of()).evaluate([np.eye(2, D)], {})
+    regression = RegressionClient(X, LABELS, context_of()).evaluate(
+        [np.eye(2, D)], asks("evaluate")
+    )
     for value in (trained["mse"], loss, *measured.values(), regression[0]):
         assert float(f"{value:.6g}") == value
 
@@ -301,7 +324,8 @@ def test_large_models_are_refused(size: float, loss: Any, largest: float) -> Non
     client = RegressionClient(X, LABELS, context_of(), loss=loss)
     with pytest.raises(ValueError, match="array 0"):
         client.fit([size * direction(np.random.default_rng(1))], for_models("update"))
-    client.fit([0.99 * largest * direction(np.random.default_rng(1))], for_models("update"))
+    within = 0.99 * largest * direction(np.random.default_rng(1))
+    client.fit([within], {**for_models("update"), "server-round": 2})
 
 
 def test_a_pair_of_points_is_not_sent() -> None:

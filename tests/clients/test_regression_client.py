@@ -17,9 +17,9 @@ THETA = RNG.standard_normal((3, 4))
 Y = X @ THETA[1] + 0.1 * RNG.standard_normal(15)
 
 
-def asks(step: str, **options: Any) -> dict[str, Any]:
+def asks(step: str, round_: int = 1, **options: Any) -> dict[str, Any]:
     given = {OPTION + name: value for name, value in options.items()}
-    return {"perdl.step": step, "server-round": 1, "perdl.seed": 0, **given}
+    return {"perdl.step": step, "server-round": round_, "perdl.seed": 0, **given}
 
 
 UPDATE: dict[str, Any] = {"local": "fedavg", "n_steps": 1, "step_size": 0.1}
@@ -44,21 +44,21 @@ def test_an_update_is_its_cluster_its_loss_and_one_gradient_step() -> None:
     assert (sent.shape, n) == ((1, 6), 15)
 
 
-def test_it_keeps_nothing_and_changes_nothing() -> None:
+def test_it_keeps_no_arrays_and_changes_nothing() -> None:
     node, arrays = context_of(3), [THETA.copy(), np.zeros((0, 4))]
     before = X.copy(), Y.copy()
     replies = [
         RegressionClient(X, Y, node).fit(arrays, asks("update", **UPDATE))[0][0] for _ in range(2)
     ]
     np.testing.assert_array_equal(*replies)
-    assert not node.state
+    assert not node.state.array_records
     for now, then in zip((X, Y, arrays[0]), (*before, THETA), strict=True):
         np.testing.assert_array_equal(now, then)
 
 
 def test_it_evaluates_its_clusters_model_on_held_out_data() -> None:
     held_out = X[:5], Y[:5] + 1
-    loss, n, metrics = client(evaluation=held_out).evaluate([THETA], {})
+    loss, n, metrics = client(evaluation=held_out).evaluate([THETA], asks("evaluate"))
     mse = np.mean((Y[:5] + 1 - X[:5] @ THETA[1]) ** 2)
     assert (n, metrics["cluster"]) == (5, 1)
     assert metrics["mse"] == pytest.approx(mse)
@@ -78,13 +78,14 @@ def test_a_feature_map_comes_first() -> None:
     models = RNG.standard_normal((2, mapped.shape[1]))
     asked = [models, np.zeros((0, mapped.shape[1]))], asks("update", **UPDATE)
     np.testing.assert_array_equal(with_map.fit(*asked)[0][0], plain.fit(*asked)[0][0])
-    assert with_map.evaluate([models], {}) == plain.evaluate([models], {})
+    measured = [one.evaluate([models], asks("evaluate")) for one in (with_map, plain)]
+    assert measured[0] == measured[1]
     np.testing.assert_array_equal(with_map.predict(models, X), plain.predict(models, mapped))
 
 
 def test_another_loss_has_no_mean_squared_error() -> None:
     signs = np.where(Y > 0, 1.0, -1.0)
     logistic = RegressionClient(X, signs, context_of(3), loss=LogisticLoss())
-    loss, _, metrics = logistic.evaluate([THETA[1:2]], {})
+    loss, _, metrics = logistic.evaluate([THETA[1:2]], asks("evaluate"))
     assert loss == float(f"{np.mean(np.log1p(np.exp(-signs * (X @ THETA[1])))):.6g}")
     assert set(metrics) == {"cluster"}

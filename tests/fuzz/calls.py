@@ -1,9 +1,10 @@
 """Malformed calls of public functions and methods: each is right, or an error names what is wrong.
 
 ``python tests/fuzz/calls.py SECONDS`` (`make fuzz-calls`) draws new calls until the time is over. A
-call is a valid one in which one argument is malformed. It may find that right; otherwise it raises
-a ValueError or TypeError of the library's own that names the argument, within ``LIMIT`` seconds,
-and leaves the other arguments as they are. NaN in a result is no result.
+call is a valid one in which one argument is malformed. It may find that right, but for an object of
+no kind; otherwise it raises a ValueError or TypeError of the library's own that names the argument,
+within ``LIMIT`` seconds, and leaves the other arguments as they are. NaN in a result is no result.
+At its end it lists what it does not reach.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 from flwr.app import Context, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl import (
@@ -40,19 +43,16 @@ ROOMS = (dictionary, regression, diffusion, network, privacy, strategies, client
 LIMIT = 2.0
 #: Amounts of work: a large one takes long, as it should.
 WORK = {
-    "n_iter",
     "max_iter",
     "n_rounds",
-    "restarts",
     "n_steps",
     "n_iterations",
     "n_products",
 }
-#: What the library makes itself, and would only be slower to check: results and states.
-RECORDS = {"Ask", "CombinationMatrix", "Descent", "Inbox", "State", "Topology"}
 #: Other names of an argument, anywhere or in one method, as an error may call it.
 ALSO = {
     "learner": "Learner",
+    "matrix": "weights",
     "objective": "Objective",
     "ModelDiffusion(SparseSVD).fit.X": "n_features",
     "ModelDiffusion(HuberNMF).fit.X": "n_features",
@@ -60,7 +60,10 @@ ALSO = {
 }
 
 N, D, K = 12, 4, 3
+OPTIONS = strategies.FedX(2).options
 RING = diffusion.Topology.ring(3)
+APP = clients.client_app(lambda context: None)
+MODEL = diffusion.ModelDiffusion(diffusion.SparseSVD(0.1, 0.1), n_iterations=3)
 
 
 def _rng() -> np.random.Generator:
@@ -96,11 +99,33 @@ VALID: dict[str, Callable[[], Any]] = {
     "U": lambda: np.eye(D)[:, :2],
     "X": lambda: _normal(N, D),
     "y": lambda: _normal(N),
+    "adjacency": lambda: np.ones((3, 3)) - np.eye(3),
     "alpha": lambda: 0.1,
+    "arrays": lambda: {"a": _atoms()},
     "app": ClientApp,
     "at": lambda: lambda round_: [(0, 1)],
     "n_nodes": lambda: 2,
     "beta": lambda: 1.0,
+    "columns": lambda: 3,
+    "clients": lambda: lambda node: _Untrained(),
+    "data": lambda: [_normal(N, D) for _ in range(3)],
+    "degree": lambda: 2,
+    "edges": lambda: [(0, 1)],
+    "graph": lambda: _Graph(),
+    "grid": lambda: simulations.InProcessGrid(APP, 3),
+    "matrix": lambda: np.full((3, 3), 1 / 3),
+    "model": lambda: MODEL.start(3, D),
+    "n": lambda: 2,
+    "n_agents": lambda: 3,
+    "n_features": lambda: D,
+    "node": lambda: 1,
+    "options": lambda: OPTIONS,
+    "p": lambda: 0.5,
+    "round_": lambda: 1,
+    "rows": lambda: 3,
+    "run": lambda: "run",
+    "vector": lambda: _normal(D),
+    "atoms": lambda: np.eye(K, 2),
     "bits": lambda: 4,
     "centers": lambda: _normal(2, D),
     "context": _context,
@@ -147,6 +172,10 @@ VALID: dict[str, Callable[[], Any]] = {
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "Combine": {"start": lambda: [_normal(D)]},
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
+    "Topology.k_regular": {"n_nodes": lambda: 5},
+    "Topology.small_world": {"n_nodes": lambda: 5},
+    "DiffusionAveraging.fit": {"initial": lambda: [np.ones(2)]},
+    "FlowerNetwork": {"fraction_evaluate": lambda: 0.0},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
     "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
@@ -165,14 +194,14 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
     "sparse_code": {"n_nonzero": lambda: 1},
 }
-#: What needs Flower's grid, Ray, a folder, a round of a run, is Flower's own, or has *arguments.
+#: What needs Ray, a folder, a round of a run, is Flower's own, has *arguments, or is made in every
+#: step by the library alone.
 LEFT_OUT = {
-    "FlowerNetwork",
+    "Descent",
+    "Inbox",
     "Member",
-    "PrivateState",
     "RayNetwork",
     "answer",
-    "await_nodes",
     "keep_private",
     "kept_local_atoms",
     "local_atoms",
@@ -184,10 +213,10 @@ LEFT_OUT = {
 PATHS = {"checkpoint_dir", "events", "state_dir"}
 #: What is right: functions may be classes, and a path any text.
 RIGHT = {
-    *((key, label) for key in WORK for label in ("10**6", "10**30")),
+    *((key, "10**6") for key in (*WORK, "restarts", "n_iter", "num_nodes")),
+    *((key, "10**30") for key in WORK),
     *((key, label) for key in PATHS for label in ("'no'", "''")),
-    *((key, "type") for key in ("features", "node_config")),
-    ("num_nodes", "10**6"),
+    *((key, "type") for key in ("callback", "node_config", "start")),
 }
 
 MALFORMED: dict[str, Callable[[], Any]] = {
@@ -252,27 +281,106 @@ def _is_record(called: Any) -> bool:
     )
 
 
+class _Graph:
+    """What `Topology.from_networkx` reads of a graph."""
+
+    def nodes(self) -> list[str]:
+        return ["a", "b"]
+
+    def edges(self) -> list[tuple[str, str]]:
+        return [("a", "b")]
+
+    def is_directed(self) -> bool:
+        return False
+
+
+class _Untrained(NumPyClient):
+    """Returns the model as it is."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return parameters, 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return 0.0, 1, {}
+
+
+#: Of which classes methods are called, each of an instance; class methods are of all classes.
+MADE: dict[str, Callable[[], Any]] = {
+    **{
+        name: partial(getattr(dictionary, name), K)
+        for name in dictionary.__all__
+        if name.endswith("Learner") and name != "Learner"
+    },
+    "DataDiffusion": lambda: diffusion.DataDiffusion(K, n_nonzero=1),
+    "DiffusionAveraging": lambda: diffusion.DiffusionAveraging(),
+    "LogisticLoss": regression.LogisticLoss,
+    "PrivateState": lambda: clients.PrivateState(_context(), "run"),
+    "PublicBasis": lambda: privacy.PublicBasis(np.eye(2, D)),
+    "RandomQuantization": lambda: diffusion.RandomQuantization(4),
+    "RegressionClient": lambda: clients.RegressionClient(_normal(N, D), _normal(N), _context()),
+    "SquaredLoss": regression.SquaredLoss,
+    "TopK": lambda: diffusion.TopK(0.5),
+    "Topology": lambda: RING,
+    "TwoPhase": regression.TwoPhase,
+}
+#: What only the library calls: methods with these arguments, which come in messages, and others.
+MESSAGES = {"config", "parameters", "request", "sent", "sums"}
+INNER = {
+    *("level", "steps", "weights", "values", "gradient", "curvature", "encode"),
+    *(
+        "DiffusionAveraging.suited_to",
+        "DataDiffusion.adapted",
+        "DataDiffusion.program",
+        "DiffusionAveraging.program",
+    ),
+    *("TwoPhase.adapts", "State.unpack", "Descent.unpack", "Options.of", "Schedule.of"),
+}
+
+
 def _methods() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yield methods that take a user's arrays, of which these alone are malformed."""
-    for kind in dictionary.__all__:
-        if kind.endswith("Learner") and kind != "Learner":
-            for name in ("start", "step", "code", "update", "loss"):
-                yield "dictionary", f"{kind}.{name}", getattr(getattr(dictionary, kind)(K), name)
+    """Yield the methods that users call, by room and name."""
+    for room in ROOMS:
+        for kind in room.__all__:
+            owner = getattr(room, kind)
+            for name in dir(owner) if isinstance(owner, type) else ():
+                called = getattr(MADE.get(kind, lambda owner=owner: owner)(), name, None)
+                if name[0] == "_" or not inspect.ismethod(called):
+                    continue
+                keys = inspect.signature(called).parameters.keys()
+                if keys and not (keys & MESSAGES or {name, f"{kind}.{name}"} & INNER):
+                    yield room.__name__.split(".")[-1], f"{kind}.{name}", called
     for objective in (diffusion.SparseSVD(0.1, 0.1), diffusion.HuberNMF(0.1, 0.1, 0.5)):
         name = f"ModelDiffusion({type(objective).__name__}).fit"
         yield "diffusion", name, diffusion.ModelDiffusion(objective, n_iterations=3).fit
+    for name in ("start", "grow", "partial_fit", "infer"):
+        yield "diffusion", f"ModelDiffusion.{name}", getattr(MODEL, name)
 
 
 def callables() -> dict[str, tuple[str, Callable[..., Any]]]:
     """Return all public callables by name, each with its room."""
     found = {name: (room, method) for room, name, method in _methods()}
     for room in ROOMS:
-        for name in sorted(set(room.__all__) - RECORDS - LEFT_OUT):
+        for name in sorted(set(room.__all__) - LEFT_OUT):
             called = getattr(room, name)
             function = inspect.isroutine(called) or isinstance(called, type)
             if function and not _is_record(called) and inspect.signature(called).parameters:
                 found[name] = room.__name__.split(".")[-1], called
     return found
+
+
+def unreached() -> list[str]:
+    """Return the public functions, classes and methods that are not called."""
+    reached, found = callables(), set[str]()
+    for room in ROOMS:
+        for name in room.__all__:
+            owner = getattr(room, name)
+            if not callable(owner) or getattr(owner, "_is_protocol", False):
+                continue
+            found.add(name)
+            if isinstance(owner, type):
+                own = [key for key in vars(owner) if key[0] != "_"]
+                found |= {f"{name}.{key}" for key in own if inspect.isroutine(vars(owner)[key])}
+    return sorted(found - reached.keys())
 
 
 def _options(kind: str) -> dict[str, Any]:
@@ -349,6 +457,8 @@ def finding(
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     else:
+        if type(arguments.get(key)) is object:
+            return "taken"
         if any(a.dtype.kind in "fc" and np.isnan(a).any() for a in _numbers(result)):
             return "NaN in the result"
     finally:
@@ -366,7 +476,7 @@ def draws(seed: int) -> Iterator[tuple[str, str, str, str, str | None]]:
             room, called = all_of[name]
             arguments = valid(name, called)
             arrays = [key for key, value in arguments.items() if isinstance(value, np.ndarray)]
-            key = str(rng.choice(arrays if "." in name else list(arguments)))
+            key = str(rng.choice(list(arguments)))
             value = arguments[key]
             label = str(rng.choice([*MALFORMED, *(CHANGED if key in arrays else ())]))
             if (key, label) in RIGHT:
@@ -390,6 +500,7 @@ def main(seconds: float) -> int:
             print(f"{room}.{name}({key}={label}): {wrong}", flush=True)
         if time.monotonic() > end:
             break
+    print(f"Not reached: {', '.join(unreached())}.")
     print(f"{count} calls (seed {seed}), {len(found)} findings")
     return len(found)
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import pytest
 
+from flwr_perdl.clients import PrivateState, RegressionClient
+from flwr_perdl.dictionary import CodeSums, GradientLearner, refine_local, warm_start
+from flwr_perdl.diffusion import (
+    Averaging,
+    CombinationMatrix,
+    DataDiffusion,
+    ModelDiffusion,
+    Schedule,
+    Topology,
+)
+from flwr_perdl.regression import TwoPhase
+from flwr_perdl.strategies import FedX, FlowerNetwork, await_nodes
 from tests.fuzz import calls
+from tests.grids import context_of
 
 
 @pytest.mark.parametrize("name", calls.callables())
@@ -19,3 +36,61 @@ def test_a_valid_call_succeeds(name: str) -> None:
 def test_malformed_calls_are_right_or_name_the_argument() -> None:
     drawn = islice(calls.draws(seed=0), 3000)
     assert [call for call in drawn if call[-1] is not None] == []
+
+
+HUGE, RAGGED = 10**30, [[1.0], [1.0, 2.0]]
+ATOMS, RNG, LEARNER = np.eye(3, 4), np.random.default_rng(0), GradientLearner(3)
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    **{
+        name: ("n_nodes", partial(getattr(Topology, name), HUGE, *more))
+        for name, more in {
+            "ring": (),
+            "exponential": (),
+            "star": (),
+            "complete": (),
+            "small_world": (2, 0.5),
+            "k_regular": (2,),
+            "erdos_renyi": (0.5,),
+        }.items()
+    },
+    "complete, many links": ("n_nodes", lambda: Topology.complete(100_000)),
+    "grid": ("rows", lambda: Topology.grid(HUGE, 2)),
+    "gossip": ("n_nodes", lambda: Schedule.random_pairs(HUGE)),
+    "refine_local": ("n_iter", lambda: refine_local(ATOMS, ATOMS, 1, LEARNER, n_iter=HUGE)),
+    "iterations": ("n_iter", lambda: warm_start(ATOMS, LEARNER, rng=RNG, n_iter=HUGE)),
+    "restarts": ("restarts", lambda: warm_start(ATOMS, LEARNER, rng=RNG, restarts=HUGE)),
+    "paper": ("n_clusters", lambda: TwoPhase.paper(HUGE)),
+    "networkx": ("graph", lambda: Topology.from_networkx("x")),
+    "edges": ("edges", lambda: Topology.from_edges(3, 5)),
+    "an edge": ("edges", lambda: Topology.from_edges(3, [((0,), (1, 2))])),
+    "directed": ("directed", lambda: Topology.from_edges(3, [(0, 1)], directed="x")),
+    "topology": ("adjacency", lambda: Topology(RAGGED)),
+    "weights": ("weights", lambda: CombinationMatrix(RAGGED, Topology.ring(2))),
+    "members": ("joins", lambda: Schedule.members(Topology.ring(3), joins=())),
+    "state, run": ("run", lambda: PrivateState(context_of(), 5)),
+    "state, round": ("round_", lambda: PrivateState(context_of(), "run").before(None)),
+    "await_nodes": ("grid", lambda: await_nodes("x", FedX(1).options)),
+    "sums": ("C", lambda: CodeSums.of(ATOMS, ATOMS[:2])),
+    "features": (
+        "features",
+        lambda: RegressionClient(ATOMS, ATOMS[0], context_of(), features=float),
+    ),
+    "network": ("grid", lambda: FlowerNetwork("x", Topology.ring(3))),
+    "objective": ("objective", lambda: ModelDiffusion("x")),
+    "nonnegative": ("nonnegative", lambda: DataDiffusion(3, nonnegative="x")),
+    "values": ("values", lambda: Averaging("x")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_work_is_done_for_is_refused_by_name(name: str) -> None:
+    argument, called = REFUSED[name]
+    with pytest.raises((ValueError, TypeError), match=rf"^{argument} must"):
+        called()
+
+
+def test_an_object_of_no_kind_is_not_taken() -> None:
+    def takes(anything: Any) -> None:
+        pass
+
+    assert calls.finding(takes, {"anything": object()}, "anything") == "taken"
