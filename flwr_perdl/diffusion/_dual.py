@@ -27,7 +27,7 @@ Nodes = NDArray[np.intp]
 Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
 
 #: Residuals are measured in every tenth round (and in few before): a measurement costs as much as
-#: two compiled rounds.
+#: half a round.
 _EVERY = 10
 #: Communication rounds, at most, where their number is not given.
 MOST_ROUNDS = 100_000
