@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -343,25 +344,25 @@ class NumPyClientApp(AnsweringApp):
         self.evaluate(mods=list(evaluate_mods))(self._evaluate)
         self.query()(self._query)
 
-    def allows_threads(self, context: Context) -> bool:
-        """Whether clients like that of this context may be called in threads (`InProcessGrid`)."""
+    @contextmanager
+    def answering_by(self, client: Any) -> Iterator[None]:
+        """Have this client, from `made`, answer what this thread asks."""
+        token = _MADE.set(client)
         try:
-            return bool(getattr(self._made(context), "allows_threads", False))
-        except Exception:  # who asks it for a reply will hear of it
-            return False
+            yield
+        finally:
+            _MADE.reset(token)
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
     def _answer_in_parts(self, answer: Parts, message: Message, context: Context) -> Message:
-        token = _MADE.set(self._made(context))  # many models, one client: its data are read once
-        try:
+        with self.answering_by(self.made(context)):  # many models, one client: it reads data once
             return super()._answer_in_parts(answer, message, context)
-        finally:
-            _MADE.reset(token)
 
-    def _made(self, context: Context) -> Any:
+    def made(self, context: Context) -> Any:
         """Return the client that answers this message."""
-        return _MADE.get() or _numpy_client(self._make_client(context))
+        client = _MADE.get()
+        return _numpy_client(self._make_client(context)) if client is None else client
 
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
@@ -370,19 +371,19 @@ class NumPyClientApp(AnsweringApp):
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        client = self._made(context)
+        client = self.made(context)
         if not isinstance(client, DiffusionClient if says(message, SEALED) else Member):
             _check_answerable(message)
         return reply_to(message, *client.fit(arrays, config))
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        evaluate = evaluation_of(self._made(context))
+        evaluate = evaluation_of(self.made(context))
         return evaluation_reply(message, *evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
         if self._privacy is None:
-            properties = _properties(self._made(context), context)
+            properties = _properties(self.made(context), context)
         else:  # what a client says of itself may be of its data
             properties = self._who(context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)

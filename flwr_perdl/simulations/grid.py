@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from copy import copy
+from itertools import chain
 from logging import DEBUG, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,14 +212,34 @@ class InProcessGrid(ShownAsCalled, Grid):
         return [message.metadata.message_id for message in pushed]
 
     def _call_each(self, asked: list[tuple[Message, str | None]]) -> Iterator[Message | None]:
-        """Yield the nodes' replies; where the app allows it, several are called at a time."""
+        """Yield the nodes' replies; clients that allow it are called several at a time."""
         # Two messages to one node share its state: they are answered one after the other.
         nodes = {message.metadata.dst_node_id for message, _ in asked}
-        allows = getattr(self.app, "allows_threads", None)
-        alone = len(nodes) < max(2, len(asked))
-        if alone or allows is None or not allows(self._context(asked[0][0])):
-            return (self._call(*one) for one in asked)
-        return in_threads(lambda one: self._call(*one), asked)
+        if len(nodes) < max(2, len(asked)) or not hasattr(self.app, "answering_by"):
+            yield from (self._call(*one) for one in asked)
+            return
+        calls = (self._made(*one) for one in asked)
+        for call, in_thread in calls:
+            if in_thread:
+                yield from in_threads(_answer, map(_here, chain([(call, True)], calls)))
+            else:
+                yield call()
+
+    def _made(
+        self, message: Message, fault: str | None
+    ) -> tuple[Callable[[], Message | None], bool]:
+        """Make a node's client in this thread; return what calls it, and if another thread may."""
+        app: Any = self.app
+        try:
+            client = None if fault else app.made(self._context(message))
+        except Exception:  # its own call says why
+            client = None
+
+        def call() -> Message | None:
+            with nullcontext() if client is None else app.answering_by(client):
+                return self._call(message, fault)
+
+        return call, getattr(client, "allows_threads", False)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages, each once."""
@@ -271,6 +293,19 @@ class InProcessGrid(ShownAsCalled, Grid):
             reason = f"{type(error).__name__}: {error}"
             reply = Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         return reply
+
+
+def _here(item: tuple[Callable[[], Message | None], bool]) -> Callable[[], Message | None]:
+    """Return a call for another thread, or the reply of one that must be made in this one."""
+    call, in_thread = item
+    if in_thread:
+        return call
+    reply = call()
+    return lambda: reply
+
+
+def _answer(call: Callable[[], Message | None]) -> Message | None:
+    return call()
 
 
 def _copies(content: RecordDict) -> dict[str, Any]:

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 
+from flwr_perdl.clients import client_app
+from flwr_perdl.core.threads import n_threads
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 
@@ -132,3 +137,25 @@ def test_many_strategies_start_on_one_grid(federation) -> None:
     ]
     for other in others:
         np.testing.assert_array_equal(other, first)
+
+
+def test_each_client_says_whether_threads_may_call_it_and_is_made_in_the_callers() -> None:
+    here, made, called = threading.get_ident(), [], {}
+
+    class Client(NumPyClient):
+        def __init__(self, partition: int) -> None:
+            made.append(threading.get_ident())
+            self.partition, self.allows_threads = partition, partition != 2
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            called[self.partition] = threading.get_ident()
+            return parameters, 1, {}
+
+    app = client_app(lambda context: Client(int(context.node_config["partition-id"])))
+    FedAvg(fraction_evaluate=0.0).start(
+        InProcessGrid(app, 4), ArrayRecord([np.zeros(1)]), num_rounds=1
+    )
+    assert set(made) == {here}
+    assert called[2] == here
+    elsewhere = {called[0], called[1], called[3]} - {here}
+    assert bool(elsewhere) == (n_threads() > 1)
