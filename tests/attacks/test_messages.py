@@ -20,8 +20,9 @@ from flwr.client import NumPyClient
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.diffusion import DataDiffusion, Topology
 from flwr_perdl.privacy.sealed import Keys, make_key
+from flwr_perdl.protocol import driver
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DiffusionAveraging
+from flwr_perdl.strategies import ClusteredFedAvg, DiffusionAveraging
 from tests.grids import Tapped, context_of
 
 N_ATOMS, N_FEATURES = 3, 8
@@ -196,3 +197,30 @@ def test_a_size_that_a_request_announces_takes_no_memory() -> None:
     tracemalloc.stop()
     assert "arrays" in reply.error.reason
     assert peak < 10**7
+
+
+def test_a_client_cannot_fill_the_history_with_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Talking(NumPyClient):
+        def __init__(self, context: Any) -> None:
+            self.partition = context.node_config["partition-id"]
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            fresh = {f"{config['server-round']} {i}": 1.0 for i in range(600)}
+            return parameters, 1, {"loss": 2.0, **(fresh if self.partition == 0 else {})}
+
+    def run() -> ClusteredFedAvg:
+        strategy = ClusteredFedAvg(1, fraction_evaluate=0.0)
+        grid = InProcessGrid(client_app(Talking), 3)
+        strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=4)
+        return strategy
+
+    def names(strategy: ClusteredFedAvg) -> int:
+        return len(set().union(*(report.metrics[0] for report in strategy.history)))
+
+    strategy = run()
+    assert names(strategy) == 1001  # and the number of examples
+    assert all("loss" in report.metrics[0] for report in strategy.history)
+    assert strategy.history[-1].metrics[1]["loss"] == 2.0
+    assert [sorted(report.anomalies) for report in strategy.history] == [[], [0], [0], [0]]
+    monkeypatch.setattr(driver, "_MOST_METRICS", 10**6)
+    assert names(run()) > 2400

@@ -215,23 +215,6 @@ def test_a_run_is_resumed_with_its_own_settings_to_the_last_number(tmp_path: Pat
     Projecting(PublicBasis(bases[0]), server=RESUME).start(grid(), num_rounds=2)
 
 
-def test_a_client_cannot_fill_the_history_with_metrics() -> None:
-    class Talking(Adder):
-        def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
-            arrays, n, _ = super().fit(parameters, config)
-            fresh = {f"{config[ROUND]} {i}": 1.0 for i in range(600 * (self.partition == 0))}
-            return arrays, n, {"loss": 2.0, **fresh}
-
-    strategy = Sum(fraction_evaluate=0.0)
-    app = client_app(Talking)
-    strategy.start(InProcessGrid(app, 3), num_rounds=4)
-    names = [set(report.metrics[0]) for report in strategy.history]
-    assert len(set.union(*names)) == 1001  # and the number of examples
-    assert all("loss" in each for each in names)
-    assert strategy.history[-1].metrics[1]["loss"] == 2.0
-    assert [sorted(report.anomalies) for report in strategy.history] == [[], [0], [0], [0]]
-
-
 def test_the_fewest_good_replies_are_counted_after_unlike_ones_are_left_out(
     tmp_path: Path,
 ) -> None:
