@@ -38,6 +38,8 @@ from flwr_perdl.protocol.records import (
 MAX_WEIGHT = "perdl.max-weight"
 #: And the largest norm of the arrays that it sends.
 NORM = "perdl.norm"
+#: The bits of the masks, and of the sum under them.
+MASK_BITS = 32
 #: The fewest clients whose sum a client takes part in, by default.
 MIN_CLIENTS = 3
 
@@ -105,6 +107,12 @@ def _check_step(asked: Mapping[str, Any], own: Mapping[str, Any], min_clients: i
     Key, Stage = secagg_client().Key, secagg_client().Stage
     stage = asked.get(Key.STAGE)
     n_clients = min_clients
+    if stage == Stage.SETUP and asked.get(Key.MOD_RANGE) != 2**MASK_BITS:
+        # Masks below a small one say much of what they hide: below 2 they all are zero.
+        raise ValueError(
+            f"{Key.MOD_RANGE} in the secure round must be {2**MASK_BITS}, got "
+            f"{brief_repr(asked.get(Key.MOD_RANGE))}."
+        )
     if stage == Stage.SHARE_KEYS:
         n_clients = len({tuple(keys) for keys in asked.values() if isinstance(keys, list)})
         # Else each of two parts of the clients would be enough to unmask another sum.

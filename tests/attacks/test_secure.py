@@ -264,6 +264,8 @@ class Lies(NamedTuple):
     dead: tuple[int, ...] = ()
     #: The range of a promise of noise for three clients; None: there is no promise.
     limit: int | None = None
+    #: The range of the masks.
+    modulus: int = 2**32
 
 
 PROMISE = Promise(
@@ -298,7 +300,7 @@ def play(lies: Lies, **options: Any) -> None:
         return reply.config_records[RECORD_KEY_CONFIGS]
 
     setup = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: lies.shares, Key.THRESHOLD: lies.threshold}
-    setup |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32}
+    setup |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: lies.modulus}
     setup |= {Key.CLIPPING_RANGE: 1.0, Key.MAX_WEIGHT: 1.0}
     made = {k: ask(k, Stage.SETUP, lies.kind, **setup) for k in lies.clients}
     keys = {str(k): [own[Key.PUBLIC_KEY_1], own[Key.PUBLIC_KEY_2]] for k, own in made.items()}
@@ -311,6 +313,12 @@ def play(lies: Lies, **options: Any) -> None:
     assert ask(0, Stage.COLLECT_MASKED_VECTORS, **given)[Key.MASKED_PARAMETERS]
     nodes = {Key.ACTIVE_NODE_ID_LIST: list(lies.active), Key.DEAD_NODE_ID_LIST: list(lies.dead)}
     assert ask(0, Stage.UNMASK, **nodes)[Key.SHARE_LIST]
+
+
+def test_masks_below_two_are_none() -> None:
+    """So that a client must choose their range: with this one its parity would be in the clear."""
+    (mask,) = pseudo_rand_gen(bytes(range(32)), 2, [(100,)])
+    assert not mask.any()
 
 
 def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
@@ -330,6 +338,7 @@ def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
         (Lies(active=(0, 1)), "min_clients"),
         (Lies(active=(0, 1, 1)), "active_nids"),
         (Lies(dead=(0,)), "clients"),
+        (Lies(modulus=2), "mod_range"),
         (Lies(limit=2**20), "must be one for noise"),
     ],
 )
