@@ -76,7 +76,8 @@ def masked(
     def summand(request: Message, context: Context) -> Message:
         if own is None and not required:
             return _summand(request, call_next(request, context))
-        _check_grid(Promise.read(request.content.config_records[CONFIG]), state)
+        config = request.content.config_records[CONFIG]
+        _check_grid(Promise.read(config), {**state, NORM: config.get(NORM)})
         reply = answer_noised(request, context, call_next, own, masked=True)
         return _summand(request, reply, exact=True)
 
@@ -148,6 +149,7 @@ def _nodes(asked: Mapping[str, Any], name: str) -> set[int]:
 def _check_grid(promise: Promise, state: Mapping[str, Any]) -> None:
     """Reject a secure round whose rounding, or clipping, would change a reply on a grid."""
     wanted = {"target_range": 2 * promise.limit, "clipping_range": 1.0, "max_weight": 1.0}
+    wanted[NORM] = promise.limit  # a smaller one would have the mod cut each share, noise and all
     given = {name: state.get(name) for name in wanted}
     if given != wanted:
         raise ValueError(f"the secure round must be one for noise, {wanted}, got {given}.")

@@ -264,6 +264,8 @@ class Lies(NamedTuple):
     dead: tuple[int, ...] = ()
     #: The range of a promise of noise for three clients; None: there is no promise.
     limit: int | None = None
+    #: The norm that becomes the largest number under the masks, where there is a promise.
+    norm: float = 2.0**21
     #: The range of the masks.
     modulus: int = 2**32
 
@@ -288,7 +290,7 @@ def play(lies: Lies, **options: Any) -> None:
         summand: dict[str, Any] = {"perdl.max-weight": 1, "perdl.norm": 1.0}
         if lies.limit is not None:
             promise = replace(PROMISE, limit=lies.limit)
-            summand |= {"perdl.promise": promise.text, "perdl.norm": 2.0**21, "server-round": 1}
+            summand |= {"perdl.promise": promise.text, "perdl.norm": lies.norm, "server-round": 1}
         records = {"arrays": ArrayRecord([START]), "config": ConfigRecord(summand)}
         content = RecordDict(
             {**records, RECORD_KEY_CONFIGS: ConfigRecord({"stage": step, **config})}
@@ -340,6 +342,7 @@ def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
         (Lies(dead=(0,)), "clients"),
         (Lies(modulus=2), "mod_range"),
         (Lies(limit=2**20), "must be one for noise"),
+        (Lies(limit=2**21, norm=1.0), "must be one for noise"),
     ],
 )
 def test_a_server_cannot_have_one_update_unmasked(lies: Lies, named: str) -> None:
