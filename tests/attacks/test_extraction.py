@@ -218,6 +218,14 @@ def test_rounds_only_increase_and_the_last_one_may_be_asked_again(kind: str) -> 
         ask(np.eye(2, D), 6)
 
 
+def test_a_choice_is_among_numbers_of_atoms() -> None:
+    """Else one request would have as many answers as a server likes."""
+    client = DictionaryClient(X, LEARNER, context_of())
+    assert len(client.fit([np.eye(2, D), np.eye(3, D)], asks("choose"))[0]) == 2
+    with pytest.raises(ValueError, match=r"^parameters"):
+        client.fit([np.eye(2, D), np.eye(2, D)[::-1].copy()], asks("choose", 2))
+
+
 # Whole dictionaries ------------------------------------------------------------------------------
 
 
