@@ -588,6 +588,23 @@ def test_a_client_may_insist_on_masks() -> None:
     assert len(strategy.history[-1].metrics) == CLIENTS
 
 
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_client_that_insists_sends_no_update_for_no_arrays(secure: bool) -> None:
+    class Vector(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [np.arange(3)], 1, {}
+
+    app = client_app(lambda context: Vector(), secure=secure)
+    become_server(1)
+    content = RecordDict({"arrays": ArrayRecord([]), "config": ConfigRecord({})})
+    message = Message(content, dst_node_id=1, message_type="train")
+    if not secure:
+        assert app(message, context_of(0)).content["arrays"]
+        return
+    with pytest.raises(ValueError, match="secure=True"):
+        app(message, context_of(0))
+
+
 def test_learners_of_two_kinds_are_not_summed() -> None:
     parts, _ = digits()
     with pytest.raises(TooFewReplies):
