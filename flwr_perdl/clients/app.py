@@ -92,8 +92,8 @@ def client_app(
         `ClusteredFedAvg`'s requests they see one model at a time.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
-        for a `Member`'s reply to a request without arrays, as PerMA's first. With False the client takes part in secure
-        rounds and in others.
+        for a `Member`'s reply to a request without arrays, as PerMA's first. With False the client
+        takes part in secure rounds and in others.
     min_clients : int, default 3
         The fewest clients in a secure round that the client takes part in, at least 2. It counts
         different public keys: in a round with fewer it sends no update, and it does not help to
