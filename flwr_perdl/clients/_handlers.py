@@ -149,6 +149,18 @@ def state_of(context: Context, training: str) -> Iterator[None]:
             context.state[name] = record
 
 
+@contextmanager
+def unsaid(name: str) -> Iterator[None]:
+    """Let an error about a private array name the array, and none of its values: errors leave."""
+    try:
+        yield
+    except ValueError:
+        raise ValueError(
+            f"array {name!r} must keep its dtype in training, and be finite and not too large but "
+            "for entries that stay as they were sent; it is private, and its values are not shown."
+        ) from None
+
+
 def within(
     mods: Sequence[Any], call: Callable[[Message, Context], Message]
 ) -> Callable[[Message, Context], Message]:

@@ -93,8 +93,8 @@ def client_app(
         `ClusteredFedAvg`'s requests they see one model at a time.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
-        for a request without arrays, as PerMA's first. With False the client takes part in secure
-        rounds and in others.
+        for a `Member`'s reply to a request without arrays, as PerMA's first. With False the client
+        takes part in secure rounds and in others.
     min_clients : int, default 3
         The fewest clients in a secure round that the client takes part in, at least 2. It counts
         different public keys: in a round with fewer it sends no update, and it does not help to
@@ -366,12 +366,13 @@ class NumPyClientApp(AnsweringApp):
 
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        if self._secure and arrays and not in_secure_round(message):
+        client = self.made(context)
+        first = isinstance(client, Member) and not arrays  # any other client would train
+        if self._secure and not first and not in_secure_round(message):
             raise ValueError(
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        client = self.made(context)
         if not isinstance(client, DiffusionClient if says(message, SEALED) else Member):
             _check_answerable(message)
         return reply_to(message, *client.fit(arrays, config))

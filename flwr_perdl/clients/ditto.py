@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import Context, Message, MessageType
 
-from flwr_perdl.clients._handlers import Handlers, as_given, evaluation_reply, state_of
+from flwr_perdl.clients._handlers import Handlers, as_given, evaluation_reply, state_of, unsaid
 from flwr_perdl.clients.base import PrivateState, private_shelf
 from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
@@ -53,18 +53,20 @@ def answer_ditto(
         return evaluation_reply(message, *app.evaluate(own, own_config))
     pull = check_real(PULL, config.get(PULL), 0, 1)
     with state_of(context, "shared"):  # evaluations see the state of the client's own model
-        sent, n, metrics = app.fit(given, own_config)
+        fitted, n, metrics = app.fit(given, own_config)
+    sent = as_given(fitted, given)
     trained, _, _ = app.fit(own, own_config)
-    arrays = zip(names, as_given(trained, given), given, strict=True)
-    pulled = [_pulled(name, own, shared, pull) for name, own, shared in arrays]
+    pulled = [_pulled(*arrays, pull) for arrays in zip(names, trained, given, strict=True)]
     state.save(round_, {f"{i:06d}": array for i, array in enumerate(pulled)})
-    return reply_to(message, as_given(sent, given), n, {**metrics, ANEW: int(kept is None)})
+    return reply_to(message, sent, n, {**metrics, ANEW: int(kept is None)})
 
 
 def _pulled(name: str, own: Matrix, shared: Matrix, pull: float) -> Matrix:
     """Return the client's trained array on its way to the server's; counters stay as they are."""
     fixed = fixed_entries(shared)
-    check_trained(name, own, shared, fixed)
+    with unsaid(name):
+        (own,) = as_given([own], [shared])
+        check_trained(name, own, shared, fixed)
     if not is_float(own):
         return own
     with np.errstate(invalid="ignore"):  # of infinite entries, which are fixed

@@ -36,7 +36,7 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients._handlers import says, sendable, state_of, within
+from flwr_perdl.clients._handlers import says, sendable, state_of, unsaid, within
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
@@ -404,8 +404,9 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
         shape, wanted = tuple(found[name].shape), tuple(model[name].shape)
         if shape != wanted:
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
-        before, after = decode(model[name]), decode(sendable(found[name], model[name]))
-        check_trained(name, after, before, fixed_entries(before))
+        with unsaid(name):
+            before, after = decode(model[name]), decode(sendable(found[name], model[name]))
+            check_trained(name, after, before, fixed_entries(before))
         for other in found.keys() - set(private):
             if _equal(found[other], found[name]) and not _equal(found[other], model[other]):
                 raise ValueError(

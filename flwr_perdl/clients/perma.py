@@ -212,6 +212,10 @@ class DictionaryClient(LearnerClient):
     def choose(self, request: StepRequest) -> StepResult:
         """Update each of several numbers of global atoms, and measure them on samples held out."""
         candidates = [self.global_atoms(request._replace(arrays=[G])) for G in request.arrays]
+        if len({*map(len, candidates)}) < len(candidates):  # each is an answer, of `max_requests`
+            raise ValueError(
+                f"parameters must be of different numbers of atoms, got {[*map(len, candidates)]}."
+            )
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         held, anew = self._held_out(request), request.kept is None
         if anew or DICTIONARY in (request.kept or {}):  # the start has seen the samples held out

@@ -98,7 +98,9 @@ class Promise:
             raise ValueError(f"{PROMISE} must be a promise, got {brief_repr(given)}.") from None
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
-        check_choice(f"of in {PROMISE}", promise.of, (SUMS, CHANGES, ATOMS, UPDATES))
+        # A record is bounded in the sums themselves: it moves more where a row is a change or none.
+        kinds = (SUMS,) if promise.level == "record" else (SUMS, CHANGES, ATOMS, UPDATES)
+        check_choice(f"of in {PROMISE}", promise.of, kinds)
         return promise
 
     @property

@@ -38,6 +38,8 @@ from flwr_perdl.protocol.records import (
 MAX_WEIGHT = "perdl.max-weight"
 #: And the largest norm of the arrays that it sends.
 NORM = "perdl.norm"
+#: The bits of the masks, and of the sum under them.
+MASK_BITS = 32
 #: The fewest clients whose sum a client takes part in, by default.
 MIN_CLIENTS = 3
 
@@ -74,7 +76,8 @@ def masked(
     def summand(request: Message, context: Context) -> Message:
         if own is None and not required:
             return _summand(request, call_next(request, context))
-        _check_grid(Promise.read(request.content.config_records[CONFIG]), state)
+        config = request.content.config_records[CONFIG]
+        _check_grid(Promise.read(config), {**state, NORM: config.get(NORM)})
         reply = answer_noised(request, context, call_next, own, masked=True)
         return _summand(request, reply, exact=True)
 
@@ -105,6 +108,12 @@ def _check_step(asked: Mapping[str, Any], own: Mapping[str, Any], min_clients: i
     Key, Stage = secagg_client().Key, secagg_client().Stage
     stage = asked.get(Key.STAGE)
     n_clients = min_clients
+    if stage == Stage.SETUP and asked.get(Key.MOD_RANGE) != 2**MASK_BITS:
+        # Masks below a small one say much of what they hide: below 2 they all are zero.
+        raise ValueError(
+            f"{Key.MOD_RANGE} in the secure round must be {2**MASK_BITS}, got "
+            f"{brief_repr(asked.get(Key.MOD_RANGE))}."
+        )
     if stage == Stage.SHARE_KEYS:
         n_clients = len({tuple(keys) for keys in asked.values() if isinstance(keys, list)})
         # Else each of two parts of the clients would be enough to unmask another sum.
@@ -140,6 +149,7 @@ def _nodes(asked: Mapping[str, Any], name: str) -> set[int]:
 def _check_grid(promise: Promise, state: Mapping[str, Any]) -> None:
     """Reject a secure round whose rounding, or clipping, would change a reply on a grid."""
     wanted = {"target_range": 2 * promise.limit, "clipping_range": 1.0, "max_weight": 1.0}
+    wanted[NORM] = promise.limit  # a smaller one would have the mod cut each share, noise and all
     given = {name: state.get(name) for name in wanted}
     if given != wanted:
         raise ValueError(f"the secure round must be one for noise, {wanted}, got {given}.")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import LARGE, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.core.npy import view_file
-from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
+from flwr_perdl.privacy.secure_client import MASK_BITS, MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.protocol.compat import SECAGG, log, secagg_server
 from flwr_perdl.protocol.options import refuse_unknown
 from flwr_perdl.protocol.records import (
@@ -41,9 +41,9 @@ _THRESHOLD = 2 / 3
 #: A client's keys are shared among at most so many clients: all pairs of a thousand clients would
 #: be a million messages' worth of shares.
 _MOST_SHARES = 51
-#: Bits of a masked sum, and the most of them that one client's number takes (Flower's 32 have a
-#: sign). A few clients count in far smaller steps than with Flower's own 22 bits for each.
-_BITS, _MOST_BITS = 32, 30
+#: The most bits of a masked sum that one client's number takes (Flower's 32 have a sign). A few
+#: clients count in far smaller steps than with Flower's own 22 bits for each.
+_MOST_BITS = 30
 #: How often a sum is asked for where too many clients fail on the way.
 _ATTEMPTS = 2
 _MASKED = 2  # the exchange in which the masked replies come
@@ -178,7 +178,7 @@ class SecureMean:
             max_weight=float(self.max_weight),
             clipping_range=1.0,
             quantization_range=largest_range(n_clients),
-            modulus_range=2**_BITS,
+            modulus_range=2**MASK_BITS,
             timeout=timeout,
         )
         # Flower's workflow knows nodes, and reports speak of partitions.
@@ -219,7 +219,7 @@ class SecureMean:
 
 def largest_range(n_clients: int) -> int:
     """Return in how many steps a client's number is counted where so many are added up."""
-    return int(2 ** min(_MOST_BITS, _BITS - n_clients.bit_length()))
+    return int(2 ** min(_MOST_BITS, MASK_BITS - n_clients.bit_length()))
 
 
 def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from scipy.stats import binom
 
 from benchmarks.active import SAMPLES, read
@@ -21,8 +21,11 @@ from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noise import noise_multiplier, spent
+from flwr_perdl.privacy.noised_client import Promise
+from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
+from tests.grids import context_of
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -84,3 +87,29 @@ def test_an_audit_of_a_run_keeps_below_its_epsilon_and_finds_noise_that_is_too_s
     multiplier = noise_multiplier(epsilon, DELTA, ROUNDS)
     assert not broken(right_guesses(epsilon), epsilon)
     assert broken(right_guesses(spent(multiplier / 4, DELTA, ROUNDS)), epsilon)
+
+
+@pytest.mark.parametrize("of", ["sums", "atoms"])
+def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
+    """As changes of atoms, rows that no sample has are zero, and others an atom away from that."""
+    noise = Noise(epsilon=2, trust="central")
+    atoms, found = np.eye(2, 4), []
+    for record in ([0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]):
+        X = np.vstack([np.tile(np.eye(4)[3], (9, 1)), record])
+        learner = OrthogonalLearner(2, n_nonzero=1)
+        app = client_app(lambda c, X=X, a=learner: DictionaryClient(X, a, c), privacy=noise)
+        promise = Promise(
+            **{"epsilon": 2.0, "delta": noise.delta, "trust": "central", "level": "record"},
+            **{"clip": 1e-3, "rounds": 1, "clients": 1, "limit": 2**40, "size": 8, "of": of},
+        )
+        config = {"perdl.step": "update", "perdl.run": "r", "perdl.seed": 0, "server-round": 1}
+        config |= {"perdl.sends": "statistics", "perdl.promise": promise.text}
+        content = RecordDict({"arrays": ArrayRecord([atoms]), "config": ConfigRecord(config)})
+        become_server(1)
+        message = Message(content, dst_node_id=1, message_type="train")
+        if of == "atoms":
+            with pytest.raises(ValueError, match=r"^of in perdl\.promise"):
+                app(message, context_of())
+            continue
+        found.append(app(message, context_of()).content["arrays"]["0"].numpy())
+    assert of == "atoms" or 0 < np.linalg.norm(found[1] - found[0]) <= 1e-3 + 1e-9

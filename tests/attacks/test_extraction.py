@@ -239,6 +239,14 @@ def test_linear_models_are_answered_so_often_alone(kind: str) -> None:
         ask(np.eye(1, D), 3)
 
 
+def test_a_choice_is_among_numbers_of_atoms() -> None:
+    """Else one request would have as many answers as a server likes."""
+    client = DictionaryClient(X, LEARNER, context_of())
+    assert len(client.fit([np.eye(2, D), np.eye(3, D)], asks("choose"))[0]) == 2
+    with pytest.raises(ValueError, match=r"^parameters"):
+        client.fit([np.eye(2, D), np.eye(2, D)[::-1].copy()], asks("choose", 2))
+
+
 # Whole dictionaries ------------------------------------------------------------------------------
 
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app, keep_private
+from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.strategies import PersonalizedFedAvg, TooFewReplies
-from tests.grids import Tapped, arrays_in, partition_of
+from tests.grids import Tapped, arrays_in, context_of, partition_of
 
 SECRET = 1234.5
 
@@ -64,6 +65,41 @@ def test_tied_weights_do_not_leave_by_their_other_name(
     assert seen(grid) == (not patterns)
     refused = [error for error in grid.errors if "'embed.w'" in error and "'head.w'" in error]
     assert len(refused) == len(grid.errors) == (2 if patterns == ("head.*",) else 0)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+class Solved(NumPyClient):
+    """Its head is a mean, whatever it begins with."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [parameters[0] + 1, np.full(3, SECRET)], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return 0.0, 1, {}
+
+
+@pytest.mark.parametrize(
+    ("kept", "start"),
+    [("private", np.inf), ("private", 0), ("ditto", np.inf), ("nothing", np.inf), ("nothing", 0.0)],
+)
+def test_no_error_says_a_private_value(kept: str, start: float) -> None:
+    """What cannot be kept is refused without its values; where nothing is private, they leave."""
+    app = client_app(lambda _: Solved(), private=["head"] if kept == "private" else ())
+    arrays = ArrayRecord({"body": Array(np.zeros(3)), "head": Array(np.full(3, start))})
+    config: dict[str, Any] = {"server-round": 1, "perdl.run": "r"}
+    if kept == "ditto":
+        config |= {"perdl.ditto": 1, "perdl.pull": 0.5}
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
+    become_server(1)
+    message = Message(content, dst_node_id=2, message_type="train")
+    if kept == "nothing":
+        assert app(message, context_of()).content["arrays"]["head"].numpy()[0] == SECRET
+        return
+    with pytest.raises(ValueError, match="'head'") as refused:
+        app(message, context_of())
+    assert str(SECRET) not in str(refused.value)
 
 
 # Names -------------------------------------------------------------------------------------------

@@ -264,6 +264,10 @@ class Lies(NamedTuple):
     dead: tuple[int, ...] = ()
     #: The range of a promise of noise for three clients; None: there is no promise.
     limit: int | None = None
+    #: The norm that becomes the largest number under the masks, where there is a promise.
+    norm: float = 2.0**21
+    #: The range of the masks.
+    modulus: int = 2**32
 
 
 PROMISE = Promise(
@@ -286,7 +290,7 @@ def play(lies: Lies, **options: Any) -> None:
         summand: dict[str, Any] = {"perdl.max-weight": 1, "perdl.norm": 1.0}
         if lies.limit is not None:
             promise = replace(PROMISE, limit=lies.limit)
-            summand |= {"perdl.promise": promise.text, "perdl.norm": 2.0**21, "server-round": 1}
+            summand |= {"perdl.promise": promise.text, "perdl.norm": lies.norm, "server-round": 1}
         records = {"arrays": ArrayRecord([START]), "config": ConfigRecord(summand)}
         content = RecordDict(
             {**records, RECORD_KEY_CONFIGS: ConfigRecord({"stage": step, **config})}
@@ -298,7 +302,7 @@ def play(lies: Lies, **options: Any) -> None:
         return reply.config_records[RECORD_KEY_CONFIGS]
 
     setup = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: lies.shares, Key.THRESHOLD: lies.threshold}
-    setup |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32}
+    setup |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: lies.modulus}
     setup |= {Key.CLIPPING_RANGE: 1.0, Key.MAX_WEIGHT: 1.0}
     made = {k: ask(k, Stage.SETUP, lies.kind, **setup) for k in lies.clients}
     keys = {str(k): [own[Key.PUBLIC_KEY_1], own[Key.PUBLIC_KEY_2]] for k, own in made.items()}
@@ -311,6 +315,12 @@ def play(lies: Lies, **options: Any) -> None:
     assert ask(0, Stage.COLLECT_MASKED_VECTORS, **given)[Key.MASKED_PARAMETERS]
     nodes = {Key.ACTIVE_NODE_ID_LIST: list(lies.active), Key.DEAD_NODE_ID_LIST: list(lies.dead)}
     assert ask(0, Stage.UNMASK, **nodes)[Key.SHARE_LIST]
+
+
+def test_masks_below_two_are_none() -> None:
+    """So that a client must choose their range: with this one its parity would be in the clear."""
+    (mask,) = pseudo_rand_gen(bytes(range(32)), 2, [(100,)])
+    assert not mask.any()
 
 
 def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
@@ -330,7 +340,9 @@ def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
         (Lies(active=(0, 1)), "min_clients"),
         (Lies(active=(0, 1, 1)), "active_nids"),
         (Lies(dead=(0,)), "clients"),
+        (Lies(modulus=2), "mod_range"),
         (Lies(limit=2**20), "must be one for noise"),
+        (Lies(limit=2**21, norm=1.0), "must be one for noise"),
     ],
 )
 def test_a_server_cannot_have_one_update_unmasked(lies: Lies, named: str) -> None:
@@ -564,6 +576,23 @@ def test_what_a_sum_cannot_give_is_refused(options: dict[str, Any], reason: str)
         PerMA(GLOBAL, **{"secure": True, **options})
     with pytest.raises(ValueError, match=r"^n_global"):  # errors of single clients
         PerMA("auto", secure=True)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_client_that_insists_sends_no_update_for_no_arrays(secure: bool) -> None:
+    class Vector(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [np.arange(3)], 1, {}
+
+    app = client_app(lambda context: Vector(), secure=secure)
+    become_server(1)
+    content = RecordDict({"arrays": ArrayRecord([]), "config": ConfigRecord({})})
+    message = Message(content, dst_node_id=1, message_type="train")
+    if not secure:
+        assert app(message, context_of(0)).content["arrays"]
+        return
+    with pytest.raises(ValueError, match="secure=True"):
+        app(message, context_of(0))
 
 
 def test_learners_of_two_kinds_are_not_summed() -> None:
