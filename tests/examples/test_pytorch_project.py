@@ -99,9 +99,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_trains_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_strategy_trains_it(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     strategy, rounds = STRATEGIES[name](), 10 if name == "momentum" else ROUNDS
-    grid, result = run(strategy, rounds=rounds)
+    grid, result = run(strategy, rounds=rounds, verbose=1)
     assert grid.errors == []
     assert not any(report.dropped for report in strategy.history)
     APP["loaded"](result.arrays)
@@ -112,10 +112,10 @@ def test_every_strategy_trains_it(name: str, capsys: pytest.CaptureFixture[str])
     assert [*evaluated] == [*range(1, rounds + 1)]
     for round_, metrics in evaluated.items():
         assert "no-finite-loss" not in metrics
-        assert metrics["batches"] == (8 if name == "fedrep" else 4) * round_ or name != "ditto"
-    trained = result.train_metrics_clientapp[rounds]["trainings"]
-    assert trained == rounds + name.startswith(("clusters", "auto"))  # alone, once
-    said = capsys.readouterr().err
+        assert metrics["batches"] == 4 * round_ or name == "auto"
+    if name in ("ditto", "fedrep"):  # two trainings a round, each with an optimizer of its own
+        assert result.train_metrics_clientapp[rounds]["trainings"] == rounds
+    said = capfd.readouterr().err
     assert f"round {rounds} of {rounds}: " in said
     assert "loss" in said
     assert ("groups: " in said) == (name == "clusters")
@@ -137,30 +137,29 @@ def test_noise_inside_sees_the_shared_arrays_alone() -> None:
     private = ["head.*", *FIXED]
     noise = LocalDpMod(1.0, 1.0, 1.0, 1e-3)
     start = ArrayRecord(NET().state_dict())
-    strategy = PersonalizedFedAvg(private)
-    app = with_mods(keep_private(*private, inside=[noise]))
-    _, result = run(strategy, app, arrays=start, rounds=1, train_config={"lr": 0.0})
-    before, after = (APP["loaded"](one) for one in (start, result.arrays))
-    assert not torch.allclose(before["conv.weight"], after["conv.weight"])
-    heads = [metrics["head"] for metrics in strategy.history[-1].metrics.values()]
-    assert heads == [before["head.weight"].abs().sum().item()] * N
+    heads, shared = [], []
+    for mods in ((), (noise,)):
+        strategy = PersonalizedFedAvg(private)
+        app = with_mods(keep_private(*private, inside=mods))
+        _, result = run(strategy, app, arrays=start, rounds=1)
+        heads.append([metrics["head"] for metrics in strategy.history[-1].metrics.values()])
+        shared.append(APP["loaded"](result.arrays)["conv.weight"])
+    assert heads[0] == heads[1]
+    assert (shared[1] - shared[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("app", [with_mods(keep_private("head.*")), "private"])
-def test_ditto_refuses_a_private_part_before_the_first_round(app: Any) -> None:
-    if app == "private":
-        app = client_app(with_mods(), private="head.*")
-    with pytest.raises(ValueError, match="keep_private"):
-        run(Ditto(), app)
-
-
-@pytest.mark.parametrize("make", [STRATEGIES["clusters"], STRATEGIES["bn"], STRATEGIES["ditto"]])
-def test_flowers_noise_around_a_strategy_is_refused_before_training(make: Any) -> None:
-    wrapped = DifferentialPrivacyClientSideFixedClipping(make(), 1.0, 1.0, N)
-    grid = Tapped(APP["client"], N)
-    with pytest.raises(ValueError, match="DifferentialPrivacy"):
-        BEGIN(wrapped, grid)
-    assert grid.shown == 0
+def test_what_cannot_be_together_is_refused_before_the_first_round() -> None:
+    keeping = client_app(project(SOURCE)["app"], private="head.*")
+    wrapped = DifferentialPrivacyClientSideFixedClipping(STRATEGIES["bn"](), 1.0, 1.0, N)
+    for strategy, app, named in (
+        (Ditto(), keeping, "keep_private"),
+        (Ditto(), with_mods(keep_private("head.*")), "keep_private"),
+        (wrapped, APP["client"], "DifferentialPrivacy"),
+    ):
+        grid = Tapped(app, N)
+        with pytest.raises(ValueError, match=named):
+            BEGIN(strategy, grid)
+        assert grid.shown == 0
 
 
 def test_names_of_private_arrays(warned: pytest.LogCaptureFixture) -> None:
@@ -185,17 +184,13 @@ def test_without_shows_models_the_nodes_keep_theirs() -> None:
         run(strategy, evaluate_fn=lambda *_: MetricRecord())
 
 
-def test_other_arrays_are_not_resumed(tmp_path: Path) -> None:
-    run(STRATEGIES["ditto"](), rounds=1)
-
-
 def test_diagnose_compares_before_it_draws(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "pytorch_app.py").write_text(SOURCE)
     (tmp_path / "pyproject.toml").write_text(
         '[tool.flwr.app.components]\nclientapp = "pytorch_app:client"\n'
     )
     given = ["diagnose", str(tmp_path), "--initial", "pytorch_app:Net", "--train-config", "lr=0.1"]
-    given += ["--clients", "4", "--rounds", "2", "--out", str(tmp_path / "found.png")]
+    given += ["--clients", "4", "--rounds", "3", "--out", str(tmp_path / "found.png")]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
         result = CliRunner().invoke(commands, given)
