@@ -88,7 +88,8 @@ def evaluate(msg: Message, context: Context) -> Message:
     return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=msg)
 
 
-client, server = client_app(app), ServerApp()
+client = client_app(app)
+server = ServerApp()
 
 
 def loaded(arrays: ArrayRecord) -> dict[str, torch.Tensor]:

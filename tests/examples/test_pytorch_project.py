@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_trains_it(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_strategy_trains_it(
+    name: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "flwr")
     strategy, rounds = STRATEGIES[name](), 10 if name == "momentum" else ROUNDS
     grid, result = run(strategy, rounds=rounds, verbose=1)
     assert grid.errors == []
