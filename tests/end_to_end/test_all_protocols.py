@@ -59,6 +59,6 @@ def test_on_ray() -> None:
 def test_on_two_supernodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     with Deployment(tmp_path / "deployment", 2, app=APP) as deployment:
-        deployment.run({"out": str(tmp_path / "found.npz")}, timeout=900)
+        deployment.run({"out": str(tmp_path / "found.npz")}, timeout=1800)
     with np.load(tmp_path / "found.npz") as found:
         check(found)
