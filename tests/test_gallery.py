@@ -258,7 +258,10 @@ def shown(entry: Any) -> set[str]:
 def test_figures_have_not_drifted(name: str) -> None:
     entry = ENTRIES[name]
     run, options = next(iter(entry.runs.items()))
-    stored = STORED[name][run]["metrics"]
+    one = STORED[name][run]
+    if one.get("code") != gallery.fingerprint(entry, run):
+        pytest.skip("the stored run is stale: it is run again with the whole gallery")
+    stored = one["metrics"]
     found = run_experiment(entry.experiment, seed=entry.seeds(run)[0], options=options)["metrics"]
     assert found.keys() == {metric for metric in stored if "[" not in metric}
     judged = {metric: value for metric, value in found.items() if metric in shown(entry)}
