@@ -59,6 +59,12 @@ def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Any:
     return gallery.Found(ENTRIES[name], results)
 
 
+def is_stale(name: str, run: str) -> bool:
+    """Whether a study has changed since a run, as far as the run says with which code it was."""
+    now = gallery.fingerprint(ENTRIES[name], run)
+    return bool(STORED[name][run].get("code", now) != now)
+
+
 def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
     shown = [figure for entry in ENTRIES.values() for figure in entry.shows]
     assert sorted(shown) == sorted(PAPERS)
@@ -76,7 +82,7 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
         assert re.fullmatch("[0-9a-f]{64}", measured["sha256"])
         # Studies have changed since some were run: those are listed (pytest -rP), until all are
         # run again. Older results do not say with which code.
-        if one.get("code", now := gallery.fingerprint(entry, run)) != now:
+        if is_stale(name, run):
             assert re.fullmatch("[0-9a-f]{64}", one["code"])
             print(f"stale: {name}, {run}")
         assert one["versions"].keys() >= {"flwr", "numpy", "scipy"}
@@ -258,10 +264,9 @@ def shown(entry: Any) -> set[str]:
 def test_figures_have_not_drifted(name: str) -> None:
     entry = ENTRIES[name]
     run, options = next(iter(entry.runs.items()))
-    one = STORED[name][run]
-    if one.get("code") != gallery.fingerprint(entry, run):
+    if is_stale(name, run):
         pytest.skip("the stored run is stale: it is run again with the whole gallery")
-    stored = one["metrics"]
+    stored = STORED[name][run]["metrics"]
     found = run_experiment(entry.experiment, seed=entry.seeds(run)[0], options=options)["metrics"]
     assert found.keys() == {metric for metric in stored if "[" not in metric}
     judged = {metric: value for metric, value in found.items() if metric in shown(entry)}
