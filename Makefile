@@ -52,8 +52,8 @@ coverage:  # test-all, and the lines that no test runs
 # The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
 KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
     tests/regression/test_answers.py tests/regression/test_clustering.py \
-    tests/regression/test_moments.py tests/diffusion/test_local_costs.py \
-    tests/diffusion/test_topology.py $(addprefix tests/experiments/test_, averaging.py perpca.py) \
+    tests/regression/test_moments.py tests/network/test_local_costs.py \
+    tests/network/test_topology.py $(addprefix tests/experiments/test_, averaging.py perpca.py) \
     $(addprefix tests/dictionary/test_, rounding.py aggregation.py atoms.py coding.py learners.py \
     matching.py missing.py)
 test-kernels: $(venv)/.installed  # the maths under other kernels of OpenBLAS

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from _measure import CORES, cell, in_turn, main, on, timed, wall
 
-from flwr_perdl.diffusion import Topology, metropolis_weights
-from flwr_perdl.diffusion.inference import ConsensusADMM, Inference, infer
-from flwr_perdl.diffusion.objectives import SparseSVD
+from flwr_perdl.network import Topology, metropolis_weights
+from flwr_perdl.network.inference import ConsensusADMM, Inference, infer
+from flwr_perdl.network.objectives import SparseSVD
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.render import markdown_table
 from perdl_experiments.studies.inference import FOUND, METHODS, draw, trace

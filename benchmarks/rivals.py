@@ -35,7 +35,7 @@ from joblib import Parallel, delayed
 from scipy import stats
 
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.diffusion import DiffusionAveraging, Schedule, Topology, metropolis_weights
+from flwr_perdl.network import DiffusionAveraging, Schedule, Topology, metropolis_weights
 from flwr_perdl.protocol.records import ROUND
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.strategies import ClusteredFedAvg, ServerSettings

@@ -30,7 +30,7 @@ from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, normalize_atoms, warm_start
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     DataDiffusion,
     DiffusionAveraging,
     SparseSVD,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flwr_perdl.diffusion import Topology, metropolis_weights
+from flwr_perdl.network import Topology, metropolis_weights
 from perdl_experiments import run_experiment
 from perdl_experiments.pictures import networks
 from perdl_experiments.render import markdown_table

@@ -23,8 +23,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion import Topology
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from flwr_perdl.network import Topology
 from perdl_experiments.plots import COLORS
 
 DOCS = Path(__file__).resolve().parent

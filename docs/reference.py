@@ -34,7 +34,6 @@ PACKAGES = {
     "flwr_perdl.network": "Networks",
     "flwr_perdl.dictionary": "Dictionary learning",
     "flwr_perdl.regression": "Mixed regression",
-    "flwr_perdl.diffusion": "Diffusion",
     "flwr_perdl.privacy": "Privacy",
     "flwr_perdl.core.checks": "Argument checks",
     "flwr_perdl.core.files": "Files",

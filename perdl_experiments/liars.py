@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion import DiffusionAveraging
-from flwr_perdl.diffusion.averaging import AveragingProgram
+from flwr_perdl.network import DiffusionAveraging
+from flwr_perdl.network.averaging import AveragingProgram
 from flwr_perdl.protocol.records import STEP, Scalar
 from flwr_perdl.regression import Answers, Ask, TwoPhase
 from perdl_experiments.batched_regression import Clients, simulate

@@ -31,7 +31,7 @@ from __future__ import annotations
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     Averaging,
     CombinationMatrix,
     Objective,
@@ -39,7 +39,7 @@ from flwr_perdl.diffusion import (
     local_costs,
     metropolis_weights,
 )
-from flwr_perdl.diffusion.combine import run_program, shown
+from flwr_perdl.network.combine import run_program, shown
 
 #: To what part of its start the error falls.
 _ACCURACY = 1e-6

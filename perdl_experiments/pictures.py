@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion import CombinationMatrix, Topology
+from flwr_perdl.network import CombinationMatrix, Topology
 from perdl_experiments.plots import (
     COLORS,
     SMALL,

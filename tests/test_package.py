@@ -29,15 +29,14 @@ APPS = [file.parent for file in (ROOT / "pyproject.toml", *ROOT.glob("examples/*
 
 # An import only ever points down: what each package may import of the others.
 ROOMS = [
-    *("core", "dictionary", "regression", "diffusion", "network", "protocol", "privacy"),
+    *("core", "dictionary", "regression", "network", "protocol", "privacy"),
     *("clients", "strategies", "simulations", "estimators", "trackers", "export", "pytorch"),
 ]
 FLOORS = {
     **{room: set(ROOMS[:position]) for position, room in enumerate(ROOMS)},
     "dictionary": {"core"},
     "regression": {"core"},
-    "diffusion": {"core", "dictionary"},
-    "network": {"core", "diffusion", "strategies"},  # FlowerNetwork, when it is asked for
+    "network": {"core", "dictionary"},
     "protocol": {"core", "regression"},  # the rules of `average_updates`
     "export": {"core", "protocol"},
     "pytorch": {"core"},
@@ -168,7 +167,7 @@ def test_the_library_imports_none_of_its_modules_by_a_string() -> None:
 
 def test_the_maths_needs_neither_flower_nor_files() -> None:
     allowed = {"numpy", "scipy", "flwr_perdl"} | set(sys.stdlib_module_names) - {"os", "pathlib"}
-    for maths in ("dictionary", "diffusion", "regression"):
+    for maths in ("dictionary", "network", "regression"):
         for file in sorted((ROOT / "flwr_perdl" / maths).rglob("*.py")):
             for module in imported_modules(file):
                 assert module.split(".")[0] in allowed, f"{file.name} imports {module}"

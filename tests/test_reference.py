@@ -16,7 +16,7 @@ import pytest
 #: As docs/reference.py lists them.
 PACKAGES = (
     *("estimators", "strategies", "clients", "simulations", "network", "dictionary"),
-    *("regression", "diffusion", "privacy", "core.checks", "core.files", "random"),
+    *("regression", "privacy", "core.checks", "core.files", "random"),
     *("protocol.events", "protocol.records", "core.threads", "trackers", "export"),
     "pytorch",
 )

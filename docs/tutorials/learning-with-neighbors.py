@@ -62,7 +62,7 @@ class Softmax(NumPyClient):
 # The spectral gap says how fast news spreads.
 
 # %%
-from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
+from flwr_perdl.network import DiffusionAveraging, Topology, metropolis_weights
 
 networks = {"ring": Topology.ring(N_NODES), "exponential": Topology.exponential(N_NODES)}
 for name, topology in networks.items():

@@ -25,7 +25,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.packing import pack_arrays, text_array, texts_of
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.diffusion.combine import (
+from flwr_perdl.network.combine import (
     Array,
     Program,
     check_message,
@@ -127,9 +127,9 @@ class DiffusionClient(Member):
     --------
     >>> import numpy as np
     >>> from flwr_perdl.clients import DiffusionClient, client_app
-    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.simulations import InProcessGrid
-    >>> from flwr_perdl.network import FlowerNetwork
+    >>> from flwr_perdl.strategies import FlowerNetwork
     >>> values = {node: np.array([float(node)]) for node in range(4)}
     >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
     >>> run = FlowerNetwork(InProcessGrid(app, 4), Topology.ring(4)).run(None, 30)

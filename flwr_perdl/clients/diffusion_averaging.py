@@ -22,8 +22,8 @@ from flwr_perdl.clients.base import INNER
 from flwr_perdl.clients.diffusion import SEALED, DiffusionClient
 from flwr_perdl.clients.keep_private import LEFT_OUT, KeepPrivate, matched
 from flwr_perdl.core.checks import Matrix, check_kind
-from flwr_perdl.diffusion.averaging import DiffusionAveraging
-from flwr_perdl.diffusion.compression import RandomQuantization, TopK
+from flwr_perdl.network.averaging import DiffusionAveraging
+from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import RUN, SEED, Scalar, encode, read_request, reply_to
 

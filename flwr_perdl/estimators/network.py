@@ -1,7 +1,7 @@
 """One dictionary from nodes that only talk to their neighbors: diffusion over data behind ``fit``.
 
 Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014:
-`flwr_perdl.diffusion.DataDiffusion` has its symbols, and what a neighbor receives.
+`flwr_perdl.network.DataDiffusion` has its symbols, and what a neighbor receives.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology
 from flwr_perdl.estimators._base import SiteTransformer, explained, rebuilt
+from flwr_perdl.network import CombinationMatrix, DataDiffusion, Topology
 
 
 class NetworkDictionaryLearning(SiteTransformer):
@@ -71,12 +71,12 @@ class NetworkDictionaryLearning(SiteTransformer):
 
     See Also
     --------
-    flwr_perdl.diffusion.DataDiffusion : with streams, other networks, and every option.
+    flwr_perdl.network.DataDiffusion : with streams, other networks, and every option.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.network import Topology
     >>> from flwr_perdl.estimators import NetworkDictionaryLearning
     >>> rng = np.random.default_rng(0)
     >>> atoms = rng.standard_normal((12, 8))

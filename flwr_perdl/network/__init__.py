@@ -1,25 +1,61 @@
-"""Where nodes that talk to neighbors run: in memory, in Ray actors, on a Flower federation.
+"""Learning by talking to neighbors only: topologies, learners, and where their nodes run.
 
-An algorithm of `flwr_perdl.diffusion` gives the same numbers on all three.
+A learner gives the same numbers in memory, on Ray actors and, by
+`flwr_perdl.strategies.FlowerNetwork`, on a Flower federation.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from flwr_perdl.diffusion.combine import Run
+from flwr_perdl.network.averaging import DiffusionAveraging
+from flwr_perdl.network.combine import Averaging, Inbox, Program, Run
+from flwr_perdl.network.compression import RandomQuantization, TopK
+from flwr_perdl.network.data_diffusion import DataDiffusion
 from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.inference import exact_dual, infer, local_costs
 from flwr_perdl.network.memory import InMemoryNetwork
+from flwr_perdl.network.model_diffusion import ModelDiffusion
+from flwr_perdl.network.objectives import (
+    Biclustering,
+    HuberNMF,
+    NonnegativeMF,
+    Objective,
+    SparseSVD,
+)
 from flwr_perdl.network.ray import RayNetwork
+from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.topology import (
+    CombinationMatrix,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+    push_weights,
+    relative_degree_variance_weights,
+)
 
-if TYPE_CHECKING:
-    from flwr_perdl.strategies.neighbor_relay import FlowerNetwork
-
-__all__ = ["Faults", "FlowerNetwork", "InMemoryNetwork", "RayNetwork", "Run"]
-
-
-def __getattr__(name: str) -> Any:
-    """Return `FlowerNetwork`, which stands beside its strategy, above this room."""
-    if name != "FlowerNetwork":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flwr_perdl.strategies import neighbor_relay
-
-    return neighbor_relay.FlowerNetwork
+__all__ = [
+    "Averaging",
+    "Biclustering",
+    "CombinationMatrix",
+    "DataDiffusion",
+    "DiffusionAveraging",
+    "Faults",
+    "HuberNMF",
+    "InMemoryNetwork",
+    "Inbox",
+    "ModelDiffusion",
+    "NonnegativeMF",
+    "Objective",
+    "Program",
+    "RandomQuantization",
+    "RayNetwork",
+    "Run",
+    "Schedule",
+    "SparseSVD",
+    "TopK",
+    "Topology",
+    "averaging_weights",
+    "exact_dual",
+    "infer",
+    "local_costs",
+    "metropolis_weights",
+    "push_weights",
+    "relative_degree_variance_weights",
+]

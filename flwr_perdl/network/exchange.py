@@ -16,7 +16,7 @@ from scipy import sparse
 from flwr_perdl.core.checks import check_count, check_kind, check_list
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.repr import ShownAsCalled
-from flwr_perdl.diffusion.combine import (
+from flwr_perdl.network.combine import (
     Array,
     Inbox,
     LeftOut,
@@ -26,8 +26,10 @@ from flwr_perdl.diffusion.combine import (
     curves,
     tally,
 )
-from flwr_perdl.diffusion.schedule import Schedule
-from flwr_perdl.diffusion.topology import (
+from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
+from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.topology import (
     CombinationMatrix,
     Csr,
     Topology,
@@ -35,8 +37,6 @@ from flwr_perdl.diffusion.topology import (
     kept_totals,
     metropolis_weights,
 )
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
 
 
 class Links(NamedTuple):

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import check_count, check_real
-from flwr_perdl.diffusion.schedule import node_rounds
-from flwr_perdl.diffusion.topology import Csr, Topology
+from flwr_perdl.network.schedule import node_rounds
+from flwr_perdl.network.topology import Csr, Topology
 from flwr_perdl.random import spawn
 
 
@@ -37,7 +37,7 @@ class Faults:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.network import Faults, InMemoryNetwork
     >>> faults = Faults(dead={3: 5})  # node 3 dies in round 5
     >>> network = InMemoryNetwork(Topology.ring(4), faults=faults)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.diffusion.combine import (
+from flwr_perdl.network.combine import (
     Array,
     Program,
     State,
@@ -30,7 +30,7 @@ class InMemoryNetwork(Network):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.network import InMemoryNetwork
     >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
     >>> run.state.estimate.ravel().round(6)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix, check_array
-from flwr_perdl.diffusion.combine import Array, Inbox
-from flwr_perdl.diffusion.topology import Csr
+from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.network.topology import Csr
 
 #: Up to here every whole number is a float.
 _LARGEST = 2**53

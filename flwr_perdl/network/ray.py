@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import check_count
 from flwr_perdl.core.extras import load_extra
-from flwr_perdl.diffusion.combine import Array, Program, State
+from flwr_perdl.network.combine import Array, Program, State
 from flwr_perdl.network.exchange import Ended, Network, Plan, joined
 from flwr_perdl.network.memory import Host
 
@@ -60,7 +60,7 @@ class RayNetwork(Network):
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.network import Topology
     >>> from flwr_perdl.network import RayNetwork
     >>> network = RayNetwork(Topology.ring(4), agents_per_actor=2)
     """

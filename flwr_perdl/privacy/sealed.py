@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.npy import read_files, write_files
 from flwr_perdl.core.packing import pack, unpack
-from flwr_perdl.diffusion.combine import Array
+from flwr_perdl.network.combine import Array
 from flwr_perdl.network.messages import Rejected
 
 _KEY, _NONCE = 32, 12

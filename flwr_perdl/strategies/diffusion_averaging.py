@@ -1,6 +1,6 @@
 """DiffusionAveraging: nodes train any model and average with their neighbors.
 
-The algorithms, with their sources, are in `flwr_perdl.diffusion.averaging`, whose program runs at
+The algorithms, with their sources, are in `flwr_perdl.network.averaging`, whose program runs at
 the nodes (`flwr_perdl.clients.diffusion_averaging`). The server delivers messages as
 `NeighborRelay` does; it sends the initial arrays to a node that has no model yet, and takes no
 part in the averaging.
@@ -20,13 +20,13 @@ from flwr.serverapp.strategy import Result
 from flwr_perdl.clients._clusters import for_evaluations
 from flwr_perdl.clients.diffusion_averaging import averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
-from flwr_perdl.diffusion.averaging import Averaged
-from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
-from flwr_perdl.diffusion.combine import Run
-from flwr_perdl.diffusion.compression import RandomQuantization, TopK
-from flwr_perdl.diffusion.schedule import Schedule
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.network.averaging import Averaged
+from flwr_perdl.network.averaging import DiffusionAveraging as Learner
+from flwr_perdl.network.combine import Run
+from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.topology import Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
@@ -45,7 +45,7 @@ class DiffusionAveraging(NeighborRelay):
     trains its own model and replaces it by the weighted mean of its own and its neighbors'. Arrays
     that a node keeps private (`keep_private`) stay there; all nodes must keep the same ones.
 
-    What each party receives: see `flwr_perdl.diffusion.DiffusionAveraging`. The server sends the
+    What each party receives: see `flwr_perdl.network.DiffusionAveraging`. The server sends the
     initial arrays, and has no model afterwards but with ``shows_models``; what it delivers it can
     read unless ``sealed``.
 
@@ -54,7 +54,7 @@ class DiffusionAveraging(NeighborRelay):
     topology : Topology or Schedule
         Who hears whom, connected; node k is the client with ``partition-id`` k.
     method : {"atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum"}, optional
-        See `flwr_perdl.diffusion.DiffusionAveraging`; by default what suits the network.
+        See `flwr_perdl.network.DiffusionAveraging`; by default what suits the network.
     robust, n_liars
         Where neighbors may lie, as there.
     compression, consensus_step
@@ -91,7 +91,7 @@ class DiffusionAveraging(NeighborRelay):
     >>> from flwr.app import ArrayRecord
     >>> from flwr.client import NumPyClient
     >>> from flwr_perdl.clients import client_app
-    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.network import Topology
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import DiffusionAveraging
     >>> class Client(NumPyClient):

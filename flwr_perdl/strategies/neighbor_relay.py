@@ -1,7 +1,7 @@
 """Messages between neighbors through the server: a distributed algorithm on a Flower federation.
 
 Flower's nodes can reach the server only. The server delivers what one neighbor addresses to
-another, and never combines: the algorithm, a `flwr_perdl.diffusion.Program`, runs at the nodes
+another, and never combines: the algorithm, a `flwr_perdl.network.Program`, runs at the nodes
 (`flwr_perdl.clients.DiffusionClient`), each with its own data only.
 
 =====================================  =========================================================
@@ -76,14 +76,14 @@ from flwr_perdl.core.packing import (
     unpack,
     unpack_arrays,
 )
-from flwr_perdl.diffusion.averaging import BYTES
-from flwr_perdl.diffusion.averaging import FLOATS as RECEIVED
-from flwr_perdl.diffusion.combine import Run, curves
-from flwr_perdl.diffusion.schedule import Schedule
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
+from flwr_perdl.network.averaging import BYTES
+from flwr_perdl.network.averaging import FLOATS as RECEIVED
+from flwr_perdl.network.combine import Run, curves
 from flwr_perdl.network.exchange import Plan, spread
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
+from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.progress import observers
@@ -142,7 +142,7 @@ class NeighborRelay(ProtocolStrategy):
     --------
     >>> import numpy as np
     >>> from flwr_perdl.clients import DiffusionClient, client_app
-    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import NeighborRelay
     >>> values = {node: np.array([float(node)]) for node in range(4)}
@@ -379,7 +379,7 @@ class FlowerNetwork:
     --------
     >>> import numpy as np
     >>> from flwr_perdl.clients import DiffusionClient, client_app
-    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import FlowerNetwork
     >>> values = {node: np.array([float(node)]) for node in range(4)}

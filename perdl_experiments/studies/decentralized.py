@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     DiffusionAveraging,
+    InMemoryNetwork,
     RandomQuantization,
     Schedule,
     TopK,
     Topology,
     metropolis_weights,
 )
-from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
 from perdl_experiments.liars import LyingAveraging

@@ -34,8 +34,8 @@ import numpy as np
 from scipy.optimize import minimize
 
 from flwr_perdl.core.checks import Matrix, check_choice
-from flwr_perdl.diffusion import Topology
-from flwr_perdl.diffusion.inference import (
+from flwr_perdl.network import InMemoryNetwork, Topology
+from flwr_perdl.network.inference import (
     ATC,
     ConsensusADMM,
     DualInference,
@@ -44,8 +44,7 @@ from flwr_perdl.diffusion.inference import (
     JacobianADMM,
     exact_dual,
 )
-from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
-from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome

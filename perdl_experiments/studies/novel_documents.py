@@ -50,9 +50,9 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix, check_count
-from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion, update_dictionary
-from flwr_perdl.diffusion.objectives import HuberNMF, NonnegativeMF
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.network.model_diffusion import Model, ModelDiffusion, update_dictionary
+from flwr_perdl.network.objectives import HuberNMF, NonnegativeMF
+from flwr_perdl.network.topology import Topology
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.data import cached_by_file
 from perdl_experiments.documents import Csr, load_documents

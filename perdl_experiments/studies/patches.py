@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
     Topology,
     metropolis_weights,
     relative_degree_variance_weights,
 )
-from flwr_perdl.diffusion.data_diffusion import REPLACEMENTS, DataDiffusion, DictionaryState
+from flwr_perdl.network.data_diffusion import REPLACEMENTS, DataDiffusion, DictionaryState
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record

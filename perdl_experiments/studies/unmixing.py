@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
 from flwr_perdl.core.checks import Matrix, check_array, check_count
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.network import Topology
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.data import cached_by_file, check_kind, read_arrays, read_npz
 from perdl_experiments.outcome import Outcome

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.diffusion import DataDiffusion, Topology
+from flwr_perdl.network import DataDiffusion, Topology
 from flwr_perdl.privacy.sealed import Keys, make_key
 from flwr_perdl.protocol import driver
 from flwr_perdl.simulations import InProcessGrid

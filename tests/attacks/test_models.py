@@ -16,13 +16,13 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.core.packing import pack_arrays, unpack_arrays
-from flwr_perdl.diffusion import Averaging, DiffusionAveraging, Topology
-from flwr_perdl.diffusion.averaging import AveragingProgram
-from flwr_perdl.network import FlowerNetwork, InMemoryNetwork
+from flwr_perdl.network import Averaging, DiffusionAveraging, InMemoryNetwork, Topology
+from flwr_perdl.network.averaging import AveragingProgram
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     Ditto,
+    FlowerNetwork,
     PersonalizedFedAvg,
     ServerSettings,
 )

@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import Member, client_app, keep_private
 from flwr_perdl.clients.diffusion_averaging import averaging_config
-from flwr_perdl.diffusion import DiffusionAveraging
+from flwr_perdl.network import DiffusionAveraging
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.network import Topology
 from perdl_experiments.deployment import Deployment
 from tests.engines import on_ray
 from tests.strategies.protocols import CASES, Everyone

@@ -115,8 +115,8 @@ from flwr.common import log
 from flwr.serverapp import ServerApp
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.diffusion import DiffusionAveraging, Topology
-from flwr_perdl.network import FlowerNetwork
+from flwr_perdl.network import DiffusionAveraging, Topology
+from flwr_perdl.strategies import FlowerNetwork
 
 learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=2)
 pair = Topology.complete(2)

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.packing import pack, unpack, unpack_arrays
-from flwr_perdl.diffusion import Inbox, Topology, metropolis_weights
-from flwr_perdl.network import FlowerNetwork, InMemoryNetwork
+from flwr_perdl.network import Inbox, InMemoryNetwork, Topology, metropolis_weights
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from flwr_perdl.random import spawn
-from flwr_perdl.strategies import NeighborRelay
+from flwr_perdl.strategies import FlowerNetwork, NeighborRelay
 from tests.grids import Tapped, grid_of
 
 Array = NDArray[Any]

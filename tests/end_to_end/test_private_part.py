@@ -25,7 +25,7 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app, keep_private
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.network import Topology
 from flwr_perdl.strategies import DiffusionAveraging, PersonalizedFedAvg, ServerSettings
 
 app = ClientApp(mods=[keep_private("head.*")])

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flwr_perdl.diffusion import Topology
-from flwr_perdl.network import InMemoryNetwork, RayNetwork
+from flwr_perdl.network import InMemoryNetwork, RayNetwork, Topology
 from flwr_perdl.strategies import RoundReport
 from perdl_experiments.engine import federate
 from perdl_experiments.studies import configure, find, images

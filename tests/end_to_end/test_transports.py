@@ -12,14 +12,21 @@ from flwr.serverapp import Grid
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.diffusion import DiffusionAveraging, Topology
-from flwr_perdl.diffusion.data_diffusion import DataDiffusion
-from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
-from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
-from flwr_perdl.diffusion.objectives import HuberNMF, SparseSVD
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork, Run
+from flwr_perdl.network import (
+    DiffusionAveraging,
+    Faults,
+    InMemoryNetwork,
+    RayNetwork,
+    Run,
+    Topology,
+)
+from flwr_perdl.network.data_diffusion import DataDiffusion
+from flwr_perdl.network.inference import METHODS, exact_dual, infer
+from flwr_perdl.network.model_diffusion import ModelDiffusion
+from flwr_perdl.network.objectives import HuberNMF, SparseSVD
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import FlowerNetwork
 from tests.engines import on_ray
 from tests.network.programs import assert_same
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.diffusion import DataDiffusion, Topology, metropolis_weights
 from flwr_perdl.estimators import NetworkDictionaryLearning
+from flwr_perdl.network import DataDiffusion, Topology, metropolis_weights
 
 
 def planted() -> tuple[np.ndarray, list[np.ndarray]]:

@@ -16,13 +16,13 @@ from sklearn.model_selection import cross_val_score
 from sklearn.utils.estimator_checks import check_estimator
 from sklearn.utils.validation import check_is_fitted
 
-from flwr_perdl.diffusion import Topology
 from flwr_perdl.estimators import (
     MixedRegression,
     NetworkDictionaryLearning,
     NotFittedError,
     PersonalizedDictionaryLearning,
 )
+from flwr_perdl.network import Topology
 
 # scikit-learn's checks hand over one table. Each estimator sees it as that of its only site.
 

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.network import Topology
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     DiffusionAveraging,

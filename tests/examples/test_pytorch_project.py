@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping  
 from typer.testing import CliRunner  # noqa: E402
 
 from flwr_perdl.clients import client_app, keep_private  # noqa: E402
-from flwr_perdl.diffusion import Topology  # noqa: E402
+from flwr_perdl.network import Topology  # noqa: E402
 from flwr_perdl.pytorch import norm_layers  # noqa: E402
 from flwr_perdl.simulations import InProcessGrid  # noqa: E402
 from flwr_perdl.strategies import (  # noqa: E402

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.network.topology import Topology
 from perdl_experiments.patches import cut, join
 from perdl_experiments.studies import denoise
 from tests.studies import Ran, config_of, run_study, save

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     HuberNMF,
     NonnegativeMF,
     Topology,

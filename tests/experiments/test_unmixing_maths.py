@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from flwr_perdl.diffusion import Topology
-from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.network import Faults, InMemoryNetwork, Topology
 from perdl_experiments.unmixing import (
     SharedCandidates,
     abundances,

@@ -31,7 +31,6 @@ from flwr.clientapp import ClientApp
 from flwr_perdl import (
     clients,
     dictionary,
-    diffusion,
     network,
     privacy,
     regression,
@@ -39,7 +38,7 @@ from flwr_perdl import (
     strategies,
 )
 
-ROOMS = (dictionary, regression, diffusion, network, privacy, strategies, clients, simulations)
+ROOMS = (dictionary, regression, network, privacy, strategies, clients, simulations)
 LIMIT = 2.0
 #: Amounts of work: a large one takes long, as it should.
 WORK = {
@@ -61,9 +60,9 @@ ALSO = {
 
 N, D, K = 12, 4, 3
 OPTIONS = strategies.FedX(2).options
-RING = diffusion.Topology.ring(3)
+RING = network.Topology.ring(3)
 APP = clients.client_app(lambda context: None)
-MODEL = diffusion.ModelDiffusion(diffusion.SparseSVD(0.1, 0.1), n_iterations=3)
+MODEL = network.ModelDiffusion(network.SparseSVD(0.1, 0.1), n_iterations=3)
 
 
 def _rng() -> np.random.Generator:
@@ -143,7 +142,7 @@ VALID: dict[str, Callable[[], Any]] = {
     "k": lambda: 2,
     "learner": lambda: dictionary.GradientLearner(K),
     "make_client": lambda: _context,
-    "network": lambda: diffusion.Topology.ring(3),
+    "network": lambda: network.Topology.ring(3),
     "n_atoms": lambda: K,
     "n_clusters": lambda: 2,
     "n_components": lambda: 1,
@@ -153,7 +152,7 @@ VALID: dict[str, Callable[[], Any]] = {
     "n_samples": lambda: np.full(N, 7.0),
     "name": lambda: "count",
     "num_nodes": lambda: 2,
-    "objective": lambda: diffusion.SparseSVD(gamma=0.1, delta=0.1),
+    "objective": lambda: network.SparseSVD(gamma=0.1, delta=0.1),
     "orthogonal": lambda: True,
     "packed": lambda: np.stack([[[i % 2, 1.0, i]] for i in range(N)]).astype(float),
     "rng": _rng,
@@ -162,10 +161,10 @@ VALID: dict[str, Callable[[], Any]] = {
     "shared": lambda: np.array([True, False]),
     "shape": lambda: (2, 3),
     "stack": lambda: np.stack([_atoms(), _atoms()]),
-    "program": lambda: diffusion.Averaging(np.array([0.0, 1.0, 5.0])),
+    "program": lambda: network.Averaging(np.array([0.0, 1.0, 5.0])),
     "theta": lambda: _normal(D),
     "threshold": lambda: 0.5,
-    "topology": lambda: diffusion.Topology.ring(3),
+    "topology": lambda: network.Topology.ring(3),
     "variances": lambda: np.array([1.0, 1.0, 8.0]),
     "values": lambda: np.array([0.0, 1.0, 5.0]),
 }
@@ -311,15 +310,15 @@ MADE: dict[str, Callable[[], Any]] = {
         for name in dictionary.__all__
         if name.endswith("Learner") and name != "Learner"
     },
-    "DataDiffusion": lambda: diffusion.DataDiffusion(K, n_nonzero=1),
-    "DiffusionAveraging": lambda: diffusion.DiffusionAveraging(),
+    "DataDiffusion": lambda: network.DataDiffusion(K, n_nonzero=1),
+    "DiffusionAveraging": lambda: network.DiffusionAveraging(),
     "LogisticLoss": regression.LogisticLoss,
     "PrivateState": lambda: clients.PrivateState(_context(), "run"),
     "PublicBasis": lambda: privacy.PublicBasis(np.eye(2, D)),
-    "RandomQuantization": lambda: diffusion.RandomQuantization(4),
+    "RandomQuantization": lambda: network.RandomQuantization(4),
     "RegressionClient": lambda: clients.RegressionClient(_normal(N, D), _normal(N), _context()),
     "SquaredLoss": regression.SquaredLoss,
-    "TopK": lambda: diffusion.TopK(0.5),
+    "TopK": lambda: network.TopK(0.5),
     "Topology": lambda: RING,
     "TwoPhase": regression.TwoPhase,
 }
@@ -349,11 +348,11 @@ def _methods() -> Iterator[tuple[str, str, Callable[..., Any]]]:
                 keys = inspect.signature(called).parameters.keys()
                 if keys and not (keys & MESSAGES or {name, f"{kind}.{name}"} & INNER):
                     yield room.__name__.split(".")[-1], f"{kind}.{name}", called
-    for objective in (diffusion.SparseSVD(0.1, 0.1), diffusion.HuberNMF(0.1, 0.1, 0.5)):
+    for objective in (network.SparseSVD(0.1, 0.1), network.HuberNMF(0.1, 0.1, 0.5)):
         name = f"ModelDiffusion({type(objective).__name__}).fit"
-        yield "diffusion", name, diffusion.ModelDiffusion(objective, n_iterations=3).fit
+        yield "network", name, network.ModelDiffusion(objective, n_iterations=3).fit
     for name in ("start", "grow", "partial_fit", "infer"):
-        yield "diffusion", f"ModelDiffusion.{name}", getattr(MODEL, name)
+        yield "network", f"ModelDiffusion.{name}", getattr(MODEL, name)
 
 
 def callables() -> dict[str, tuple[str, Callable[..., Any]]]:

@@ -12,7 +12,7 @@ import pytest
 
 from flwr_perdl.clients import PrivateState, RegressionClient
 from flwr_perdl.dictionary import CodeSums, GradientLearner, refine_local, warm_start
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     Averaging,
     CombinationMatrix,
     DataDiffusion,

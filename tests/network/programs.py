@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.diffusion import Inbox
-from flwr_perdl.network import Run
+from flwr_perdl.network import Inbox, Run
 
 
 class Held(NamedTuple):

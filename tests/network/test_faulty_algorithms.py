@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.diffusion import Topology
-from flwr_perdl.diffusion.data_diffusion import DataDiffusion, Diffused
-from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
-from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
-from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
-from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.network import Faults, InMemoryNetwork, Topology
+from flwr_perdl.network.data_diffusion import DataDiffusion, Diffused
+from flwr_perdl.network.inference import METHODS, exact_dual, infer
+from flwr_perdl.network.model_diffusion import ModelDiffusion
+from flwr_perdl.network.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.random import spawn
 
 N, BAD = 12, 4

@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flwr_perdl.diffusion import CombinationMatrix, Topology, averaging_weights, metropolis_weights
-from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.network import (
+    CombinationMatrix,
+    Faults,
+    InMemoryNetwork,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+)
 from tests.network import programs
 
 

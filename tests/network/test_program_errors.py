@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.diffusion import Topology
-from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network import InMemoryNetwork, Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, TooFewReplies
 from tests.network.programs import Consensus

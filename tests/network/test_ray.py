@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flwr_perdl.diffusion import Inbox, Topology, averaging_weights, metropolis_weights
-from flwr_perdl.network import Faults, InMemoryNetwork, RayNetwork
+from flwr_perdl.network import (
+    Faults,
+    Inbox,
+    InMemoryNetwork,
+    RayNetwork,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+)
 from flwr_perdl.random import spawn
 from tests.network import programs
 from tests.network.programs import assert_same

@@ -23,8 +23,7 @@ from flwr_perdl.clients import (
     client_app,
 )
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.diffusion import Averaging, Topology
-from flwr_perdl.network import Faults
+from flwr_perdl.network import Averaging, Faults, Topology
 from flwr_perdl.privacy import Noise
 from flwr_perdl.regression import MomentDescent, Refinement
 from flwr_perdl.simulations import InProcessGrid

@@ -20,17 +20,18 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.clients.diffusion import SEALED
 from flwr_perdl.clients.diffusion_averaging import AVERAGING
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
+    Faults,
+    InMemoryNetwork,
     RandomQuantization,
     TopK,
     Topology,
     metropolis_weights,
     push_weights,
 )
-from flwr_perdl.diffusion import DiffusionAveraging as Learner
-from flwr_perdl.diffusion.averaging import METHODS
-from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.network import DiffusionAveraging as Learner
+from flwr_perdl.network.averaging import METHODS
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies

@@ -12,8 +12,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.diffusion import TopK, Topology, push_weights
-from flwr_perdl.diffusion.averaging import METHODS
+from flwr_perdl.network import TopK, Topology, push_weights
+from flwr_perdl.network.averaging import METHODS
 from flwr_perdl.privacy import Noise
 from flwr_perdl.protocol.records import Reply
 from flwr_perdl.simulations import InProcessGrid

@@ -12,17 +12,18 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.npy import write_files
 from flwr_perdl.core.packing import pack, pack_arrays, text_array
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
+    Faults,
     Inbox,
+    InMemoryNetwork,
     Topology,
     averaging_weights,
     metropolis_weights,
 )
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
+from flwr_perdl.strategies import FlowerNetwork, NeighborRelay, ServerSettings, TooFewReplies
 from tests.grids import Tapped, failing, grid_of
 from tests.network.programs import assert_same
 from tests.network.test_ray import Drift, Held

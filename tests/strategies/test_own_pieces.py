@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.network import Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,

@@ -16,8 +16,8 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from flwr_perdl.network import Topology, metropolis_weights
 from flwr_perdl.protocol.report import History
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (

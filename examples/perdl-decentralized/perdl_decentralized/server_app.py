@@ -4,7 +4,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.network import Topology
 from flwr_perdl.strategies import DiffusionAveraging
 
 app = ServerApp()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_perdl.diffusion import DataDiffusion, HuberNMF, SparseSVD, Topology, infer
+from flwr_perdl.network import DataDiffusion, HuberNMF, SparseSVD, Topology, infer
 
 RNG = np.random.default_rng(3)
 EDGES = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (0, 2)]

@@ -1,7 +1,7 @@
 """ADMM: every agent minimizes its own cost and a penalty for differing from its neighbors.
 
 :class:`JacobianADMM` is the paper's (P1, Section III-C), :class:`ConsensusADMM`, the default, is
-not: see `flwr_perdl.diffusion.inference`.
+not: see `flwr_perdl.network.inference`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_real
-from flwr_perdl.diffusion._dual import (
+from flwr_perdl.network._dual import (
     DualInference,
     DualState,
     Nodes,
@@ -23,10 +23,10 @@ from flwr_perdl.diffusion._dual import (
     due,
     norms,
 )
-from flwr_perdl.diffusion._minimize import minimize
-from flwr_perdl.diffusion.combine import Inbox, is_long, product
-from flwr_perdl.diffusion.objectives import check_closed_forms
-from flwr_perdl.diffusion.topology import Csr, Topology, greatest_but, least
+from flwr_perdl.network._minimize import minimize
+from flwr_perdl.network.combine import Inbox, is_long, product
+from flwr_perdl.network.objectives import check_closed_forms
+from flwr_perdl.network.topology import Csr, Topology, greatest_but, least
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +201,7 @@ class ConsensusADMM(ADMM):
             # A missing message counts as the own estimate, at both ends: the sum of q stays 0.
             around += nu * column(whole - received, nu)
         if is_long(nu):
-            from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where needed
+            from flwr_perdl.network import _kernels  # compiled: Numba is imported where needed
 
             linear, memory = around, np.empty_like(nu)
             given = state.linear, state.memory, nu, whole.astype(nu.dtype), nu.dtype.type(r)

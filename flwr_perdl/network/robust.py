@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from flwr_perdl.core.arrays import row_norms
-from flwr_perdl.diffusion.combine import Array, Inbox
+from flwr_perdl.network.combine import Array, Inbox
 
 
 def clipped(

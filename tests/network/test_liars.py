@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
-from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network import DiffusionAveraging, InMemoryNetwork, Topology, metropolis_weights
 from perdl_experiments.studies.decentralized import among_liars
 from tests.studies import config_of
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
-from flwr_perdl.diffusion._minimize import minimize
-from flwr_perdl.diffusion.combine import LONG
-from flwr_perdl.diffusion.inference import (
+from flwr_perdl.network import CombinationMatrix, InMemoryNetwork, Topology, metropolis_weights
+from flwr_perdl.network._minimize import minimize
+from flwr_perdl.network.combine import LONG
+from flwr_perdl.network.inference import (
     ATC,
     METHODS,
     ConsensusADMM,
@@ -22,15 +22,14 @@ from flwr_perdl.diffusion.inference import (
     exact_dual,
     infer,
 )
-from flwr_perdl.diffusion.objectives import (
+from flwr_perdl.network.objectives import (
     HuberNMF,
     Objective,
     SparseSVD,
 )
-from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.studies.inference import FOUND, draw, trace
-from tests.diffusion.objectives import each_of, four
+from tests.network.objectives import each_of, four
 
 OBJECTIVES = four(0.2, 0.5, beta=0.1)
 #: Biclustering infers as SparseSVD does.

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import huber
 
-from flwr_perdl.diffusion.objectives import (
+from flwr_perdl.network.objectives import (
     Biclustering,
     HuberNMF,
     NonnegativeMF,
     Objective,
     SparseSVD,
 )
-from tests.diffusion.objectives import each_of, four
+from tests.network.objectives import each_of, four
 
 every = each_of(four(0.3, 0.5, beta=0.2, eta=0.7))
 rows = arrays(np.float64, (3, 4), elements=st.floats(-4, 4, allow_subnormal=False))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flwr_perdl.diffusion import Biclustering, HuberNMF, NonnegativeMF, Objective, SparseSVD
+from flwr_perdl.network import Biclustering, HuberNMF, NonnegativeMF, Objective, SparseSVD
 
 
 def four(gamma: float, delta: float, *, beta: float = 0.01, eta: float = 0.3) -> list[Objective]:

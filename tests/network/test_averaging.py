@@ -11,18 +11,19 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
     DiffusionAveraging,
+    Faults,
+    InMemoryNetwork,
     Schedule,
     Topology,
     metropolis_weights,
 )
-from flwr_perdl.diffusion.averaging import METHODS, Averaged, AveragingProgram
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
+from flwr_perdl.network.averaging import METHODS, Averaged, AveragingProgram
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ServerSettings
+from flwr_perdl.strategies import FlowerNetwork, ServerSettings
 from tests.grids import Tapped, arrays_in
 
 Array = NDArray[Any]

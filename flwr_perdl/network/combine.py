@@ -38,8 +38,8 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.diffusion.schedule import Schedule, schedule_of
-from flwr_perdl.diffusion.topology import CombinationMatrix, Csr, Topology, metropolis_weights
+from flwr_perdl.network.schedule import Schedule, schedule_of
+from flwr_perdl.network.topology import CombinationMatrix, Csr, Topology, metropolis_weights
 
 Array = NDArray[Any]
 
@@ -66,7 +66,7 @@ class Program(Protocol[State]):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Averaging, Program, Topology
+    >>> from flwr_perdl.network import Averaging, Program, Topology
     >>> from flwr_perdl.network import InMemoryNetwork
     >>> program: Program = Averaging(np.arange(4.0)[:, None])
     >>> InMemoryNetwork(Topology.ring(4)).run(program, 30).state.estimate.ravel().round(6)
@@ -121,7 +121,7 @@ class Inbox:
     --------
     >>> import numpy as np
     >>> from scipy.sparse import csr_array
-    >>> from flwr_perdl.diffusion import Inbox
+    >>> from flwr_perdl.network import Inbox
     >>> own, links = np.array([0]), csr_array([[0.0, 1.0]])
     >>> weights, received = csr_array([[0.5, 0.5]]), np.array([[1.0], [3.0]])
     >>> inbox = Inbox(1, own, np.array([0, 1]), (received,), weights, links, own)
@@ -205,7 +205,7 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
     if dense and not is_sparse(weights):
         combined = weights.astype(array.dtype, copy=False).toarray() @ flat
     elif is_long(flat):
-        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+        from flwr_perdl.network import _kernels  # compiled: Numba is imported where it is needed
 
         combined = np.empty((weights.shape[0], flat.shape[1]), dtype=array.dtype)
         first, senders = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
@@ -323,7 +323,7 @@ class Run(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.network import InMemoryNetwork
     >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
     >>> run.rounds, run.floats_sent
@@ -530,7 +530,7 @@ class Averaging:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.network import InMemoryNetwork
     >>> run = InMemoryNetwork(Topology.ring(3)).run(Averaging(np.array([0.0, 1.0, 5.0])), 30)
     >>> run.observed["estimate"].round(6)

@@ -2,7 +2,7 @@
 
 :class:`ATC` is the paper's (P1, Section III-C), with Table III's step, and so are the consensus
 strategies and the penalty for V_f of :class:`PenalizedConsensus`, which it names without equations.
-:class:`ExactDiffusion` is not in it: see `flwr_perdl.diffusion.inference`.
+:class:`ExactDiffusion` is not in it: see `flwr_perdl.network.inference`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from math import sqrt
 import numpy as np
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_real
-from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, due, norms
-from flwr_perdl.diffusion._minimize import correlate, reconstruct
-from flwr_perdl.diffusion.combine import Inbox
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.network._dual import DualInference, DualState, Nodes, due, norms
+from flwr_perdl.network._minimize import correlate, reconstruct
+from flwr_perdl.network.combine import Inbox
+from flwr_perdl.network.topology import CombinationMatrix, Topology, metropolis_weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,9 +60,9 @@ from flwr_perdl.core.checks import (
     check_real,
 )
 from flwr_perdl.core.threads import in_threads, one_blas_thread
-from flwr_perdl.diffusion._admm import ADMM, ConsensusADMM, JacobianADMM
-from flwr_perdl.diffusion._atc import ATC, ExactDiffusion, PenalizedConsensus, contraction_bound
-from flwr_perdl.diffusion._dual import (
+from flwr_perdl.network._admm import ADMM, ConsensusADMM, JacobianADMM
+from flwr_perdl.network._atc import ATC, ExactDiffusion, PenalizedConsensus, contraction_bound
+from flwr_perdl.network._dual import (
     MOST_ROUNDS,
     DualInference,
     DualState,
@@ -70,11 +70,11 @@ from flwr_perdl.diffusion._dual import (
     due,
     informed_agents,
 )
-from flwr_perdl.diffusion._minimize import costs, descend, minimize
-from flwr_perdl.diffusion._span import Found, in_span
-from flwr_perdl.diffusion.combine import exchanged, run_program, shown, weighted
-from flwr_perdl.diffusion.objectives import Objective, check_closed_forms, check_objective
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, matrices_of
+from flwr_perdl.network._minimize import costs, descend, minimize
+from flwr_perdl.network._span import Found, in_span
+from flwr_perdl.network.combine import exchanged, run_program, shown, weighted
+from flwr_perdl.network.objectives import Objective, check_closed_forms, check_objective
+from flwr_perdl.network.topology import CombinationMatrix, Topology, matrices_of
 
 __all__ = [
     "ATC",
@@ -128,7 +128,7 @@ def local_costs(
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import SparseSVD, Topology, infer, local_costs
+    >>> from flwr_perdl.network import SparseSVD, Topology, infer, local_costs
     >>> objective, D = SparseSVD(gamma=0.1, delta=0.1), np.eye(4)[:3, None]  # three agents' atoms
     >>> X = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # the second has no atom
     >>> nu = infer(objective, X, list(D), Topology.ring(3)).nu
@@ -212,7 +212,7 @@ def exact_dual(
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import SparseSVD, exact_dual
+    >>> from flwr_perdl.network import SparseSVD, exact_dual
     >>> X = np.array([[2.0, 0.0]])
     >>> found = exact_dual(SparseSVD(gamma=0.1, delta=0.1), X, [np.eye(2)])
     >>> np.concatenate(found.codes, axis=1).round(3) + 0.0
@@ -327,7 +327,7 @@ def infer(
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import SparseSVD, Topology, infer
+    >>> from flwr_perdl.network import SparseSVD, Topology, infer
     >>> D = np.eye(4)[:, None]  # four agents with one atom each
     >>> X = np.array([[2.0, 0.0, 0.0, -1.0]])
     >>> found = infer(SparseSVD(gamma=0.1, delta=0.1), X, list(D), Topology.ring(4), tolerance=1e-6)

@@ -55,7 +55,7 @@ class TopK:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import TopK
+    >>> from flwr_perdl.network import TopK
     >>> compression, rng = TopK(0.4), np.random.default_rng(0)
     >>> sent = compression.encode(np.array([1.0, -5.0, 0.0, 2.0, 3.0]), rng)
     >>> compression.decode(sent, 5)
@@ -123,7 +123,7 @@ class RandomQuantization:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import RandomQuantization
+    >>> from flwr_perdl.network import RandomQuantization
     >>> compression, rng = RandomQuantization(4), np.random.default_rng(0)
     >>> scales, codes = compression.encode(np.array([7.0, -5.0, 0.0, 2.0]), rng)
     >>> scales, codes.nbytes, compression.decode((scales, codes), 4)

@@ -41,8 +41,8 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.models import cleared, fixed_entries
 from flwr_perdl.core.packing import pack, unpack
-from flwr_perdl.diffusion.averaging import AveragingProgram, arrays_of, state_type
-from flwr_perdl.diffusion.combine import Array, Inbox
+from flwr_perdl.network.averaging import AveragingProgram, arrays_of, state_type
+from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.random import spawn
 
 

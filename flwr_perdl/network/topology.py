@@ -64,7 +64,7 @@ class Topology:
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.network import Topology
     >>> topology = Topology.grid(2, 3)
     >>> topology.n_edges, topology.diameter, topology.neighbours(0).tolist()
     (7, 3, [1, 3])
@@ -359,7 +359,7 @@ class CombinationMatrix:
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Topology, metropolis_weights
+    >>> from flwr_perdl.network import Topology, metropolis_weights
     >>> weights = metropolis_weights(Topology.ring(4))
     >>> weights.doubly_stochastic, round(weights.spectral_gap, 3)
     (True, 0.667)
@@ -507,7 +507,7 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Topology, metropolis_weights
+    >>> from flwr_perdl.network import Topology, metropolis_weights
     >>> metropolis_weights(Topology.star(3)).matrix.toarray().round(3)
     array([[0.333, 0.333, 0.333],
            [0.333, 0.667, 0.   ],
@@ -532,7 +532,7 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Topology, averaging_weights
+    >>> from flwr_perdl.network import Topology, averaging_weights
     >>> averaging_weights(Topology.star(3)).matrix.toarray().round(3)
     array([[0.333, 0.333, 0.333],
            [0.5  , 0.5  , 0.   ],
@@ -551,7 +551,7 @@ def push_weights(topology: Topology) -> CombinationMatrix:
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Topology, push_weights
+    >>> from flwr_perdl.network import Topology, push_weights
     >>> topology = Topology.from_edges(3, [(1, 0), (2, 0), (0, 2), (2, 1)], directed=True)
     >>> push_weights(topology).matrix.toarray().round(3)  # two nodes hear node 0
     array([[0.333, 0.   , 0.5  ],
@@ -594,7 +594,7 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Topology, relative_degree_variance_weights
+    >>> from flwr_perdl.network import Topology, relative_degree_variance_weights
     >>> weights = relative_degree_variance_weights(Topology.complete(3), [1.0, 1.0, 8.0])
     >>> weights.matrix.toarray()[0].round(3)  # the noisy node counts least
     array([0.471, 0.471, 0.059])

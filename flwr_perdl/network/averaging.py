@@ -23,7 +23,7 @@ gradient tracking                          ``method="gradient_tracking"``
 ``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker_i``; 0 at
 + g_k(t) - g_k(t-1)``                      the start
 ``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
-clipping, trimmed mean                     ``robust``: `flwr_perdl.diffusion.robust`
+clipping, trimmed mean                     ``robust``: `flwr_perdl.network.robust`
 push-sum, stochastic gradient push         ``method="push_sum"``; ``a_kl = 1 / (out-degree of l
                                            + 1)`` by `push_weights`, columns sum to one
 ``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z``: ``state.model_i``
@@ -43,7 +43,7 @@ Deviation: the papers take one gradient step of a known length where this takes 
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
 to zero; for one full gradient step that is the minimum of the sum of the nodes' losses.
 
-Compressed messages: `flwr_perdl.diffusion._compressed`.
+Compressed messages: `flwr_perdl.network._compressed`.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ from flwr_perdl.core.models import (
     settled,
 )
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
-from flwr_perdl.diffusion.compression import Compression, check_compression
-from flwr_perdl.diffusion.robust import RULES, robust_means
-from flwr_perdl.diffusion.schedule import schedule_of
-from flwr_perdl.diffusion.topology import Topology, weights_of
+from flwr_perdl.network.combine import Array, Inbox, run_program, weighted
+from flwr_perdl.network.compression import Compression, check_compression
+from flwr_perdl.network.robust import RULES, robust_means
+from flwr_perdl.network.schedule import schedule_of
+from flwr_perdl.network.topology import Topology, weights_of
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]
@@ -210,7 +210,7 @@ class DiffusionAveraging:
     config : mapping, optional
         Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
     robust : {"clip", "trimmed"}, optional
-        What replaces the mean where neighbors may lie (`flwr_perdl.diffusion.robust`), for "atc"
+        What replaces the mean where neighbors may lie (`flwr_perdl.network.robust`), for "atc"
         and "cta". "clip": a node moves toward no neighbor by more than toward the farthest but
         ``n_liars``. "trimmed": in every coordinate it leaves out the ``n_liars`` largest and
         smallest values of its neighbors. Both cost accuracy where the nodes' data differ.
@@ -229,7 +229,7 @@ class DiffusionAveraging:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import DiffusionAveraging, Topology
+    >>> from flwr_perdl.network import DiffusionAveraging, Topology
     >>> class Client:  # any flwr.client.NumPyClient
     ...     def __init__(self, node):
     ...         self.target = float(node)
@@ -441,7 +441,7 @@ class DiffusionAveraging:
         arrays, by default those of an ArrayRecord, or "0", "1", ….
         """
         if self.compression is not None:
-            from flwr_perdl.diffusion._compressed import CompressedProgram  # which builds on this
+            from flwr_perdl.network._compressed import CompressedProgram  # which builds on this
 
             return CompressedProgram(self, clients, initial, array_names)
         return AveragingProgram(self, clients, initial, array_names)

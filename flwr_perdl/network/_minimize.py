@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion.objectives import Objective, spread
+from flwr_perdl.network.objectives import Objective, spread
 
 Rows = NDArray[np.intp]
 

@@ -1,6 +1,6 @@
 """What all methods of dual inference have in common: the state of the agents, and `DualInference`.
 
-See `flwr_perdl.diffusion.inference` for the problem, the methods, and what each party receives.
+See `flwr_perdl.network.inference` for the problem, the methods, and what each party receives.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_list, own_numbers
-from flwr_perdl.diffusion._minimize import correlate
-from flwr_perdl.diffusion.combine import Inbox
-from flwr_perdl.diffusion.objectives import WEIGHTS, Objective, check_agents
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.network._minimize import correlate
+from flwr_perdl.network.combine import Inbox
+from flwr_perdl.network.objectives import WEIGHTS, Objective, check_agents
+from flwr_perdl.network.topology import Topology
 
 Nodes = NDArray[np.intp]
 Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]

@@ -119,7 +119,7 @@ class Objective(ABC):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Objective, SparseSVD
+    >>> from flwr_perdl.network import Objective, SparseSVD
     >>> objective: Objective = SparseSVD(gamma=1.0, delta=1.0)
     >>> objective.loss(np.array([3.0, 4.0])), objective.regulariser(np.array([2.0]))
     (np.float64(12.5), np.float64(4.0))
@@ -269,7 +269,7 @@ class SparseSVD(Objective):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import SparseSVD
+    >>> from flwr_perdl.network import SparseSVD
     >>> SparseSVD(gamma=0.5, delta=1.0).code(np.array([2.0, -0.1]))
     array([1.5, 0. ])
     """
@@ -296,7 +296,7 @@ class Biclustering(SparseSVD):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Biclustering
+    >>> from flwr_perdl.network import Biclustering
     >>> Biclustering(gamma=0.5, delta=1.0, beta=1.0).prox_dictionary(np.array([[0.5, 0.05]]), 0.1)
     array([[0.4, 0. ]])
     """
@@ -320,7 +320,7 @@ class NonnegativeMF(SparseSVD):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import NonnegativeMF
+    >>> from flwr_perdl.network import NonnegativeMF
     >>> NonnegativeMF(gamma=0.5, delta=1.0).code(np.array([2.0, -3.0]))
     array([1.5, 0. ])
     """
@@ -342,7 +342,7 @@ class HuberNMF(Objective):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import HuberNMF
+    >>> from flwr_perdl.network import HuberNMF
     >>> HuberNMF(gamma=0.5, delta=1.0, eta=0.5).loss(np.array([[0.1], [10.0]])).round(3)
     array([0.01, 9.75])
     """

@@ -12,16 +12,18 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
     DiffusionAveraging,
+    Faults,
+    InMemoryNetwork,
     Schedule,
     Topology,
     averaging_weights,
     push_weights,
 )
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import FlowerNetwork
 
 Array = NDArray[Any]
 N = 6

@@ -25,7 +25,7 @@ from scipy import sparse
 from scipy.sparse.csgraph import connected_components
 
 from flwr_perdl.core.checks import check_count, check_flag, check_function, check_kind
-from flwr_perdl.diffusion.topology import (
+from flwr_perdl.network.topology import (
     MOST_NODES,
     CombinationMatrix,
     Topology,
@@ -64,7 +64,7 @@ class Schedule:
 
     Examples
     --------
-    >>> from flwr_perdl.diffusion import Schedule
+    >>> from flwr_perdl.network import Schedule
     >>> turns = Schedule(4, lambda round_: [(round_ % 4, (round_ + 1) % 4)], window=4)
     >>> turns.matrix(1).topology.neighbours(1).tolist()
     [2]
@@ -102,7 +102,7 @@ class Schedule:
 
         Examples
         --------
-        >>> from flwr_perdl.diffusion import Schedule
+        >>> from flwr_perdl.network import Schedule
         >>> Schedule.random_pairs(4, seed=1).matrix(7).topology.degrees
         array([1, 1, 1, 1])
         """
@@ -152,7 +152,7 @@ class Schedule:
 
         Examples
         --------
-        >>> from flwr_perdl.diffusion import Schedule, Topology
+        >>> from flwr_perdl.network import Schedule, Topology
         >>> Schedule.members(Topology.ring(4), joins={1: 5}).matrix(4).topology.n_edges
         2
         """

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion._dual import norms
-from flwr_perdl.diffusion.objectives import Objective
+from flwr_perdl.network._dual import norms
+from flwr_perdl.network.objectives import Objective
 
 #: Rounds, and what all agents show: codes, estimates and residuals.
 Found = tuple[int, dict[str, Matrix]]

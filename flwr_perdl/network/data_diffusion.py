@@ -58,7 +58,7 @@ from flwr_perdl.dictionary import (
     omp,
 )
 from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
-from flwr_perdl.diffusion._replacement import (
+from flwr_perdl.network._replacement import (
     SLOTS,
     TIE,
     is_double,
@@ -69,9 +69,9 @@ from flwr_perdl.diffusion._replacement import (
     unit_rows,
     value_of,
 )
-from flwr_perdl.diffusion.combine import Inbox, run_program, shown, weighted
-from flwr_perdl.diffusion.objectives import check_positive
-from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
+from flwr_perdl.network.combine import Inbox, run_program, shown, weighted
+from flwr_perdl.network.objectives import check_positive
+from flwr_perdl.network.topology import matrices_of, rounds_to_all
 from flwr_perdl.random import spawn
 
 #: A node's data: all of it, or a function of the round that returns a batch.
@@ -214,7 +214,7 @@ class DataDiffusion:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import DataDiffusion, Topology
+    >>> from flwr_perdl.network import DataDiffusion, Topology
     >>> rng = np.random.default_rng(0)
     >>> data = [rng.standard_normal((30, 5)) for node in range(4)]
     >>> learned = DataDiffusion(n_atoms=3, n_nonzero=1).fit(data, Topology.ring(4), n_rounds=5)
@@ -347,7 +347,7 @@ class DataDiffusion:
 
 
 class DictionaryProgram:
-    """`DataDiffusion` as a `flwr_perdl.diffusion.Program`: see :meth:`DataDiffusion.program`."""
+    """`DataDiffusion` as a `flwr_perdl.network.Program`: see :meth:`DataDiffusion.program`."""
 
     def __init__(
         self,

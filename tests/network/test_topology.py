@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
     Topology,
     averaging_weights,

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from flwr_perdl.diffusion.inference import exact_dual, infer, local_costs
-from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion, update_dictionary
-from flwr_perdl.diffusion.objectives import (
+from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network.inference import exact_dual, infer, local_costs
+from flwr_perdl.network.model_diffusion import Model, ModelDiffusion, update_dictionary
+from flwr_perdl.network.objectives import (
     HuberNMF,
     NonnegativeMF,
     Objective,
     SparseSVD,
 )
-from flwr_perdl.diffusion.topology import Topology
-from flwr_perdl.network import InMemoryNetwork
-from tests.diffusion.objectives import each_of, four
+from flwr_perdl.network.topology import Topology
+from tests.network.objectives import each_of, four
 
 OBJECTIVES = four(0.05, 0.1, eta=0.1)
 METHODS = ("admm", "jacobian_admm", "exact_diffusion", "atc")

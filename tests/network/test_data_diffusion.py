@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from flwr_perdl.dictionary import KSVDLearner, MODLearner, dictionary_distance, normalize_atoms, omp
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
     DataDiffusion,
+    Faults,
+    InMemoryNetwork,
     Topology,
     averaging_weights,
     metropolis_weights,
     relative_degree_variance_weights,
 )
-from flwr_perdl.network import Faults, InMemoryNetwork
 from flwr_perdl.random import spawn
 
 

@@ -11,17 +11,19 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.core.packing import pack
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     CombinationMatrix,
     DiffusionAveraging,
+    Faults,
+    InMemoryNetwork,
     RandomQuantization,
     TopK,
     Topology,
     metropolis_weights,
 )
-from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import FlowerNetwork
 from perdl_experiments.studies.decentralized import Nodes
 from tests.grids import grid_of
 from tests.studies import config_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flwr_perdl.diffusion import (
+from flwr_perdl.network import (
     Averaging,
     HuberNMF,
+    InMemoryNetwork,
     NonnegativeMF,
     Objective,
     Topology,
@@ -16,8 +17,7 @@ from flwr_perdl.diffusion import (
     local_costs,
     metropolis_weights,
 )
-from flwr_perdl.network import InMemoryNetwork
-from tests.diffusion.objectives import each_of, four
+from tests.network.objectives import each_of, four
 
 NETWORK = Topology.erdos_renyi(7, 0.4, seed=3)
 

@@ -2,7 +2,7 @@ r"""Learning over distributed models: Sections III-F, III-G and Algorithm 1.
 
 P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Every agent
 keeps some atoms of one large dictionary. For each sample of a stream the agents find its dual
-variables together (`flwr_perdl.diffusion.inference`); these are the gradient of the loss at the
+variables together (`flwr_perdl.network.inference`); these are the gradient of the loss at the
 residual (55), and all that an agent needs to update its own atoms.
 
 ============================================ =====================================================
@@ -23,7 +23,7 @@ Deviations. The duals of a batch travel together; a batch of B samples takes one
 of the samples' steps, where the paper takes B steps. The default inference is the consensus ADMM
 (the paper's is ``method="atc"``).
 
-**What each party receives.** What `flwr_perdl.diffusion.inference` says; in the beginning, when
+**What each party receives.** What `flwr_perdl.network.inference` says; in the beginning, when
 the atoms explain nothing, an agent's neighbors see the sample itself. Who runs the network sees
 estimates of the duals' errors, and the dictionary only with ``show``.
 """
@@ -52,9 +52,9 @@ from flwr_perdl.core.checks import (
     check_real,
     own_numbers,
 )
-from flwr_perdl.diffusion._minimize import correlate
-from flwr_perdl.diffusion.combine import Array, Inbox, run_program, shown, step_back, weighted
-from flwr_perdl.diffusion.inference import (
+from flwr_perdl.network._minimize import correlate
+from flwr_perdl.network.combine import Array, Inbox, run_program, shown, step_back, weighted
+from flwr_perdl.network.inference import (
     METHODS,
     DualInference,
     DualState,
@@ -63,8 +63,8 @@ from flwr_perdl.diffusion.inference import (
     exact_dual,
     infer,
 )
-from flwr_perdl.diffusion.objectives import Objective, check_agents, check_each, check_positive
-from flwr_perdl.diffusion.topology import MOST_NODES, CombinationMatrix, Topology
+from flwr_perdl.network.objectives import Objective, check_agents, check_each, check_positive
+from flwr_perdl.network.topology import MOST_NODES, CombinationMatrix, Topology
 from flwr_perdl.random import spawn
 
 #: The method that needs all atoms in one place.
@@ -139,7 +139,7 @@ class ModelDiffusion:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import ModelDiffusion, SparseSVD, Topology
+    >>> from flwr_perdl.network import ModelDiffusion, SparseSVD, Topology
     >>> X = np.random.default_rng(0).standard_normal((20, 5))
     >>> objective = SparseSVD(gamma=0.1, delta=0.1)
     >>> learner = ModelDiffusion(objective, n_atoms_per_agent=2, n_iterations=20)
