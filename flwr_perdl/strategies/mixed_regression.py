@@ -46,8 +46,14 @@ from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
-from flwr_perdl.regression.exchange import Answers, Ask, State
-from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
+from flwr_perdl.regression.phases import (
+    DESCENT,
+    REFINEMENT,
+    Answers,
+    Ask,
+    State,
+    reject_unused,
+)
 from flwr_perdl.strategies._dictionaries import alike
 from flwr_perdl.strategies._models import check_robust
 from flwr_perdl.strategies.clustered import check_cluster
@@ -98,7 +104,7 @@ class _MixedRegression(ProtocolStrategy):
         # FedX stays in this loop: the driver ends it, and the next request's model is the result.
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
-            request = _request(ask.drawn(rng), count)
+            request = _request(ask.draw_seed(rng), count)
             if ask.step == "update":  # of which the server may get no more than the sum
                 summed = sum_channel(self._secure, self.privacy, [before.centers], of="updates")
                 request = request._replace(secure=summed)
@@ -109,7 +115,9 @@ class _MixedRegression(ProtocolStrategy):
                 answered = replies if settings.start == "one-shot" else self._running().roster.names
                 self._check_clusters(len(answered), f"{len(answered)} clients")
             ask = run.send((answers, rng))
-            replies.note(EFFECTS[settings.robust], {int(p): odd for p, odd in ask.state.odd})
+            replies.note(
+                EFFECTS[settings.robust], {int(p): share for p, share in ask.state.outliers}
+            )
             if before.step == "describe":
                 self._note_steep(replies, ask.state)
         return [ask.state.centers]
@@ -131,7 +139,7 @@ class _MixedRegression(ProtocolStrategy):
         if not initial:
             return None
         if not self.two_phase.phase_2.check_every:
-            reject_idle(self.two_phase, "from given models with check_every=0", phase_1=DESCENT)
+            reject_unused(self.two_phase, "from given models with check_every=0", "phase_1")
         if len(initial) > self._takes_models:
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
@@ -334,7 +342,7 @@ class OneShotClustering(_MixedRegression):
 
 def _request(ask: Ask, count: int) -> Request:
     """Return what is asked as a message."""
-    named = bool(ask.own or ask.noise)  # what clients receive is not the same for all
+    named = bool(ask.per_client or ask.noise)  # what clients receive is not the same for all
     models = ask.state.centers
     return Request(
         ask.step,
