@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import dropwhile, takewhile
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,6 +173,13 @@ class Reply(NamedTuple):
     def name(self, position: int) -> str:
         """Return an array's name, by default its position."""
         return self.names[position] if self.names else str(position)
+
+
+def check_group(name: str, reply: Reply, n_groups: int) -> None:
+    """Accept the number of one of the groups."""
+    group = reply.metrics.get(name, nan)
+    if group not in range(n_groups):
+        raise ValueError(f"{name} must be one of {n_groups}, from 0, got {group:g}")
 
 
 #: How Flower writes the dtypes of models; NumPy takes long to find a dtype's name.

@@ -19,6 +19,7 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 from __future__ import annotations
 
 import typing
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
@@ -38,7 +39,6 @@ from flwr_perdl.core.checks import (
     check_real,
     plain,
 )
-from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.records import Limits, Reply, Scalar
 
@@ -47,8 +47,8 @@ State = Mapping[str, NDArray[Any]]
 
 #: Kinds of anomaly that the driver itself notes: an error or no reply; a reply that broke a rule.
 FAILED, REFUSED = "failed", "refused"
-#: The weight was brought down to the request's bound; the reply does not fit the others'.
-CAPPED, LEFT_OUT = "capped", EFFECTS["filtered"]
+#: The weight was brought down to the request's bound.
+CAPPED = "capped"
 #: The client has no good reply, and its last one counts.
 REMEMBERED = "remembered"
 
@@ -100,6 +100,29 @@ class Replies(dict[int, Reply]):
         """
         self.unlike.update(reasons)
         return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
+
+    def keep_majority(
+        self, trait: Callable[[Reply], Any], describe: Callable[[Any], str]
+    ) -> Replies:
+        """Return the replies that have the trait that most have; the others are left out.
+
+        Parameters
+        ----------
+        trait : callable
+            ``reply -> anything`` that can be compared.
+        describe : callable
+            ``trait -> str``: in words, for log and report.
+        """
+        found = {partition: trait(reply) for partition, reply in self.items()}
+        most = Counter(found.values()).most_common(1)[0][0]
+        others = {partition: own for partition, own in found.items() if own != most}
+        why = f"it has {{}}, and most have {describe(most)}"
+        return self.leave_out({p: why.format(describe(own)) for p, own in others.items()})
+
+    @property
+    def sizes(self) -> Matrix:
+        """The replies' numbers of examples."""
+        return np.array([float(reply.num_examples) for reply in self.values()])
 
     def sharing(self, replies: Mapping[int, Reply]) -> Replies:
         """Return other replies whose notes are added to these."""

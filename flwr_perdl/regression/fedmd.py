@@ -32,10 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 
+from flwr_perdl.core.aggregate import clip_factors, keep_consistent, keep_supported
 from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_real
-from flwr_perdl.core.robust import supported
 from flwr_perdl.regression import moments
-from flwr_perdl.regression.clustering import factors_of
 from flwr_perdl.regression.losses import SQUARED
 from flwr_perdl.regression.phases import (
     Answers,
@@ -66,8 +65,7 @@ _RARE = 0.02
 
 def misfit_bound(n_samples: Matrix) -> Matrix:
     """Return above how many noise variances a mean of ``n_samples`` squares is no noise."""
-    bound: Matrix = 4 + 12 / n_samples  # beyond chi-squared's 99.9 % point, for any n
-    return bound
+    return 4 + 12 / n_samples  # beyond chi-squared's 99.9 % point, for any n
 
 
 def _misfits(X: Matrix, y: Matrix, ask: Ask) -> NDArray[np.bool_]:
@@ -152,7 +150,7 @@ def _add_products(
     # Parts are weighted by their points already, so that sums, not means, are added up.
     stack, outliers, how = answers.stack, state.outliers[:0], settings.phase_1
     if settings.robust != "mean":
-        factors = factors_of(stack, "filtered" if settings.robust == "filtered" else "clip")
+        factors = (keep_consistent if settings.robust == "filtered" else clip_factors)(stack)
         stack, outliers = stack * factors[:, None, None, None], answers.outliers(1 - factors)
     product = stack.sum(axis=0) / answers.n_samples.sum()
     state = replace(state, outliers=outliers, products=state.products + 1)
@@ -227,7 +225,7 @@ def _find_models(settings: TwoPhase, state: Descent) -> Refining:
     if not len(estimates):
         return Refining.start(state, state.centers)
     if settings.robust != "mean":
-        estimates = estimates[supported(estimates)]
+        estimates = estimates[keep_supported(estimates)]
     delta, most = settings.phase_1.separation, settings.max_clusters
     group = partial(cluster_anchors, estimates, separation=delta, max_clusters=most)
     k = None if settings.n_clusters == "auto" or len(state.centers) else int(settings.n_clusters)
@@ -352,14 +350,15 @@ def one_shot(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
         return nearest_group(own, kmeans(own, k, rng.spawn(1)[0]))  # leaves the draws of rng
 
     if settings.robust != "mean":
-        estimates = estimates[supported(estimates, k, group)]
+        estimates = estimates[keep_supported(estimates, k, group)]
     groups = kmeans(estimates, k, rng)
     return Refining.start(state, groups, groups)
 
 
 def nearest_group(points: Matrix, groups: Matrix) -> NDArray[np.intp]:
     """Return the group nearest to each point: (n, d), (k, d) -> (n,)."""
-    return np.linalg.norm(points[:, None] - groups, axis=2).argmin(axis=1)
+    nearest: NDArray[np.intp] = np.linalg.norm(points[:, None] - groups, axis=2).argmin(axis=1)
+    return nearest
 
 
 def kmeans(points: Matrix, n_clusters: int, rng: np.random.Generator) -> Matrix:

@@ -13,6 +13,8 @@ line 8: ``sum_i w_i theta_{i.,t}``      server: :func:`_average_changes`, :func:
 
 Not in the paper:
 
+- ``normalise="cluster"`` (the default) divides a cluster's sum by the cluster's number of points;
+  the paper's ``w_i = n_i / N`` (``"all"``) makes a cluster's step as small as its share of them;
 - the server accelerates (:func:`accelerate`), by Anderson's method (type II of H. F. Walker and
   P. Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal. 2011): where the
   clients of a cluster stay the same, the squared loss makes the changes linear in the model, and
@@ -29,14 +31,14 @@ Not in the paper:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import gammaincinv
 
+from flwr_perdl.core.aggregate import aggregate
 from flwr_perdl.core.checks import Matrix, check_array
-from flwr_perdl.regression.clustering import average_updates
 from flwr_perdl.regression.fedmd import misfit_bound, nearest_group, start_descent
 from flwr_perdl.regression.losses import Loss, SquaredLoss, check_points, of_stacks
 from flwr_perdl.regression.moments import moment_step
@@ -135,8 +137,7 @@ def local_changes(
     if n <= d:
         kernel = np.eye(n, dtype=X.dtype) + scale * (X @ across)
         residual = y[..., None] - X @ theta[..., None]
-        change: Matrix = (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
-        return change
+        return (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
     slope = -size * loss.gradient(X, y, theta)
     kernel = np.eye(d, dtype=X.dtype) + scale * (across @ X)
     return np.linalg.solve(kernel, slope[..., None])[..., 0]
@@ -227,9 +228,82 @@ def _average_changes(
     chosen = slice(None) if trusted.all() else trusted  # where all count, nothing is copied
     packed, n = answers.stack[chosen, :, 1:], answers.n_samples[chosen]
     shares = np.ones(len(trusted))
-    how = {"normalise": settings.phase_2.normalise, "robust": settings.robust}
+    how = {"normalise": settings.phase_2.normalise, "robust": str(settings.robust)}
     change, counts, shares[chosen] = average_updates(packed, n, len(ahead), **how)
     return change, counts, replace(state, outliers=answers.outliers(shares))
+
+
+class Average(NamedTuple):
+    """What the clients' updates come to."""
+
+    #: Change of every model, zero for one without clients, (k, d).
+    change: Matrix
+    #: Points in every cluster, (k,).
+    counts: Matrix
+    #: Share of each client's update to which the rule did what its effect says, (n_clients,).
+    outlyingness: Matrix
+
+
+def average_updates(
+    packed: Matrix,
+    n_samples: Matrix,
+    n_clusters: int,
+    *,
+    normalise: str = "cluster",
+    robust: str = "mean",
+) -> Average:
+    """Average the clients' updates, in the order given (Phase 2, line 8).
+
+    Parameters
+    ----------
+    packed : ndarray of shape (n_clients, 1, d + 1)
+        Each client's cluster and its change of that model.
+    n_samples : ndarray of shape (n_clients,)
+        Number of points of each client.
+    n_clusters : int
+        Number of models.
+    normalise : {"cluster", "all"}, default "cluster"
+        Divide by the cluster's points, or (the paper) by all points.
+    robust : str, default "mean"
+        A rule of `flwr_perdl.core.aggregate`. "filtered": the mean of the cluster's updates that
+        are consistent with the others, of clients that count for no more than three times the
+        median size. "clip": of all updates, those longer than three times the median length
+        shortened to it. "trimmed", "median" and "geometric-median" count clients alike; on clients
+        with fewer points than features they are biased.
+
+    Returns
+    -------
+    Average
+        ``change`` of every model (k, d), zero for one without clients; ``counts``, the clusters'
+        points; ``outlyingness``, to which share of each client's update the rule did something.
+
+    Raises
+    ------
+    ValueError
+        If an update names a cluster that there is not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression.fedx import average_updates
+    >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])  # per client: cluster, change
+    >>> found = average_updates(packed, np.array([1.0, 2.0, 7.0]), 2)
+    >>> found.change
+    array([[3.],
+           [5.]])
+    """
+    labels = packed[:, 0, 0]
+    if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
+        raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
+    change = np.zeros((n_clusters, packed.shape[2] - 1), packed.dtype)
+    counts, outlyingness = np.zeros(n_clusters), np.zeros(len(packed))
+    for j in np.unique(labels).astype(int):
+        own = labels == j
+        found = aggregate(robust, packed[own, 0, 1:], n_samples[own])
+        change[j], outlyingness[own], counts[j] = found
+    if normalise == "all":
+        change *= (counts / max(counts.sum(), 1e-300))[:, None]
+    return Average(change, counts, outlyingness)
 
 
 def _move_models(

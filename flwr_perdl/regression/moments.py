@@ -117,8 +117,7 @@ def residual_moment(
     b = second[..., half : 2 * half] @ X[..., half : 2 * half, :] / half
     if transpose:
         a, b = b, a
-    product: Matrix = weight * a[..., None] * (b[..., None, :] @ Q)
-    return product
+    return weight * a[..., None] * (b[..., None, :] @ Q)
 
 
 def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
@@ -228,8 +227,7 @@ def moment_step(
     projected = X @ U
     if step == "least-squares":
         coefficients: Matrix = np.linalg.lstsq(projected, residual, rcond=_VARIES)[0]
-        fitted: Matrix = theta + U @ coefficients
-        return fitted
+        return theta + U @ coefficients
     eps = projected * residual[:, None]
     half = max(len(X) // 2, 1)
     A = eps[:half].T @ eps[-half:] / half

@@ -25,30 +25,21 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core import checks
-from flwr_perdl.core.checks import (
-    LARGE,
-    MOST_CLUSTERS,
-    Matrix,
-    check_choice,
-    check_count,
-    check_kind,
-    check_real,
-)
+from flwr_perdl.core import aggregate, checks
+from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix, check_count, check_kind
 from flwr_perdl.random import spawn
-from flwr_perdl.regression.clustering import ROBUST
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
 
 #: The steps that a client takes: not in the paper; Phase 1, line 9; lines 10-15; Phase 2.
 Step = Literal["describe", "moment", "anchors", "update"]
-#: The check of a value, by its name: raises a ValueError or TypeError unless it is right.
+#: The check of a value, by its name: returns it, or raises a ValueError or TypeError.
 Rule = Callable[[str, Any], Any]
 
 T = TypeVar("T")
 K = TypeVar("K", bound="State")
 
 _COUNT = partial(check_count, low=1)
-_SIZE = partial(check_real, low=0, high=LARGE)
+_SIZE = partial(checks.check_real, low=0, high=LARGE)
 _POSITIVE = partial(_SIZE, open_low=True)
 
 
@@ -80,22 +71,27 @@ def option(
 
 
 def _choice(*choices: str) -> Rule:
-    return partial(check_choice, choices=choices)
+    return partial(checks.check_choice, choices=choices)
 
 
-def _check_clusters(name: str, value: Any) -> None:
-    if not checks.is_auto(name, value):
-        check_count(name, value, 1, MOST_CLUSTERS)
+def _check_clusters(name: str, value: Any) -> int | str:
+    return "auto" if checks.is_auto(name, value) else check_count(name, value, 1, MOST_CLUSTERS)
+
+
+def _check_robust(_: str, value: Any) -> str:
+    return checks.check_robust(value, aggregate.RULES)
 
 
 def _check_options(options: Any) -> None:
-    """Raise an error if an option breaks its rule, or is given where it does nothing."""
-    checks.own_numbers(options)
+    """Raise an error if an option breaks its rule, or is given where it does nothing.
+
+    Afterwards the options are what their rules return: Python's own numbers, a rule's name.
+    """
     declared = [own for own in fields(options) if own.metadata]
     for own in declared:
         value = getattr(options, own.name)
         if value is not None or own.default is not None:
-            own.metadata["rule"](own.name, value)
+            object.__setattr__(options, own.name, own.metadata["rule"](own.name, value))
     for own in declared:
         other, used = own.metadata["needs"] or (own.name, lambda _: True)
         if not used(value := getattr(options, other)):
@@ -233,7 +229,7 @@ class Refinement:
 DESCENT, REFINEMENT = MomentDescent(), Refinement()
 #: The rules of what a request carries: of the options that are sent, and of what the server finds.
 RULES: dict[str, Rule] = {
-    "variance": partial(check_real, low=0),
+    "variance": partial(checks.check_real, low=0),
     "min_points": check_count,
     "transpose": checks.check_flag,
     **{
@@ -258,13 +254,14 @@ class TwoPhase:
         How models are refined.
     max_clusters : int, default 8
         Most models, with "auto"; most groups of anchors that are looked for otherwise.
-    robust : str, default "mean"
-        Against clients that lie: "filtered", the one to take, withstands three in ten of them
-        (docs/faults.md). Both phases leave out answers that are not consistent with the others
-        (`core.robust.consistent`); Phase 1 looks for liars' groups too, and takes the largest k;
-        Phase 2 leaves out clients whose steps do not follow the models as those down a convex loss
-        do, for which the server, and its checkpoints, hold every client's last update. "clip",
-        "trimmed", "median" and "geometric-median": Phase 2's average (`average_updates`).
+    robust : bool or str, default False
+        Against clients that lie: True stands for "filtered", which withstands three in ten of them
+        (docs/faults.md), False for "mean". "filtered": both phases leave out answers that are not
+        consistent with the others (`flwr_perdl.core.aggregate`); Phase 1 looks for liars' groups
+        too, and takes the largest k; Phase 2 leaves out clients whose steps do not follow the
+        models as those down a convex loss do, for which the server, and its checkpoints, hold every
+        client's last update. "clip", "trimmed", "median" and "geometric-median": Phase 2's average
+        (`average_updates`).
     start : {"fedmd", "random", "one-shot"}, default "fedmd"
         Where the first models come from: Phase 1; draws of ``N(0, I) / sqrt(d)``, as in IFCA; or,
         for good, clusters of what the clients estimate alone: k-means of the least squares on their
@@ -294,7 +291,7 @@ class TwoPhase:
     phase_1: MomentDescent = DESCENT
     phase_2: Refinement = REFINEMENT
     max_clusters: int = option(8, _COUNT)
-    robust: str = option("mean", _choice(*ROBUST))
+    robust: bool | str = option(False, _check_robust)
     start: str = option("fedmd", _choice("fedmd", "random", "one-shot"))
 
     def __post_init__(self) -> None:
@@ -564,10 +561,9 @@ class Answers(NamedTuple):
     #: Their answers, (n_clients, ...).
     stack: Matrix
 
-    def outliers(self, shares: Matrix) -> Matrix:
+    def outliers(self, shares: NDArray[Any]) -> Matrix:
         """Return the partitions of outliers, and to which share of the answer they are, as rows."""
-        rows: Matrix = np.column_stack([self.partitions, shares])[shares > 0]
-        return rows
+        return np.column_stack([self.partitions, shares])[shares > 0]
 
 
 #: A protocol, or a part of one: it yields what to ask, receives the answers and the round's own

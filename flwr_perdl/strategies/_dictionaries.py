@@ -5,8 +5,7 @@ The clients' side of this is `flwr_perdl.clients.dictionary`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,11 @@ def check_dictionary(max_atoms: int | None, reply: Reply) -> None:
     if len(D) > most:
         raise ValueError(f"too many atoms: at most {most} are accepted (max_atoms), got {len(D)}")
     norms = np.linalg.norm(D, axis=1)
-    odd = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
-    if len(odd):
+    wrong = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
+    if len(wrong):
         raise ValueError(
             "atoms must have norm 1: the client's dictionary is asked for, one atom per row, "
-            f"and row {odd[0]} has norm {norms[odd[0]]:g}"
+            f"and row {wrong[0]} has norm {norms[wrong[0]]:g}"
         )
 
 
@@ -83,19 +82,6 @@ def are_orthonormal(atoms: Matrix) -> bool:
 def atoms_of(reply: Reply) -> int:
     """Return how many atoms a client has, whether it sends them or not."""
     return int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
-
-
-def alike(replies: Replies, trait: Callable[[Reply], Any], words: Callable[[Any], str]) -> Replies:
-    """Return the replies that have the trait that most have; the others are left out."""
-    most = Counter(trait(reply) for reply in replies.values()).most_common(1)[0][0]
-    found = {partition: trait(reply) for partition, reply in replies.items()}
-    return replies.leave_out(
-        {
-            partition: f"it has {words(own)}, and most have {words(most)}"
-            for partition, own in found.items()
-            if own != most
-        }
-    )
 
 
 def atoms_kind(orthogonal: bool) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from logging import WARNING
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
+from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
-    check_choice,
     check_kind,
     check_real,
+    check_robust,
     own_numbers,
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
@@ -23,7 +24,6 @@ from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
-from flwr_perdl.regression.clustering import ROBUST
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
@@ -167,7 +167,7 @@ class ModelStrategy(ProtocolStrategy):
         self.optimizer: Momentum | Adam | None = check_kind(
             "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
         )
-        self.robust = check_robust(robust)
+        self.robust = check_robust(robust, RULES)
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run, or take it up from its checkpoint."""
@@ -200,12 +200,6 @@ class ModelStrategy(ProtocolStrategy):
         for i, array, entries in zip(steps, moved, fixed, strict=True):
             found[i] = settled(array, model[i], entries)
         return found, [np.asarray(array) for array in memory]
-
-
-def check_robust(robust: Any) -> str:
-    """Return the name of the rule."""
-    rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
-    return check_choice("robust", rule, ROBUST)
 
 
 def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matrix]:

@@ -12,7 +12,7 @@ paper (P2, Phase 2)                     here
                                         returns
 local update (line 7)                   the client's own ``fit``
 ``theta_t = sum_i w_i theta_{i.,t}``    the mean of the cluster's models, by numbers of samples,
-                                        or `flwr_perdl.regression.aggregate`'s robust rules
+                                        or `flwr_perdl.core.aggregate`'s robust rules
 ======================================= ====================================================
 
 Deviations, and why: the client's loss may be one on held-out data, as ``evaluate`` mostly is, which
@@ -58,6 +58,7 @@ from flwr_perdl.clients._clusters import (
     for_evaluations,
 )
 from flwr_perdl.core import html
+from flwr_perdl.core.aggregate import LEFT_OUT, keep_supported
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
@@ -68,14 +69,13 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.core.robust import EFFECTS, supported
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import CHANGES
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import Combine, check_group, stacked
+from flwr_perdl.protocol.combine import Combine, stack_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import Reply, Scalar, scalars, to_record
+from flwr_perdl.protocol.records import Reply, Scalar, check_group, scalars, to_record
 from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
@@ -180,7 +180,7 @@ class ClusteredFedAvg(ModelStrategy):
         The model of a cluster that nobody has trained in a round stays as it is.
     robust : bool or str, default False
         Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`. With any but "mean", no model starts from a
+        rules: see `flwr_perdl.core.aggregate`. With any but "mean", no model starts from a
         change ten times as long as the median, nor, of k models, from a small group of clients
         for which larger groups would share a model; ``k="auto"`` is not one client's decision; and
         clusters that few choose are reported.
@@ -250,7 +250,7 @@ class ClusteredFedAvg(ModelStrategy):
         super().__init__(optimizer, robust, **options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.privacy, self._secure = privacy, check_privacy(privacy)
-        if privacy is not None and (self.k != 1 or robust):
+        if privacy is not None and (self.k != 1 or self.robust != "mean"):
             raise ValueError(
                 "k must be 1 and robust False with privacy, since which cluster a client chooses "
                 "depends on its data, and noise is on sums, got "
@@ -337,7 +337,8 @@ class ClusteredFedAvg(ModelStrategy):
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""
-        check_cluster(reply, len(model[0]))
+        if CLUSTER in reply.metrics:
+            check_group(CLUSTER, reply, len(model[0]))
 
     # The protocol ---------------------------------------------------------------------------
 
@@ -497,16 +498,16 @@ class ClusteredFedAvg(ModelStrategy):
         robust = self.robust != "mean"
         if robust:
             n = 1 if self.k == _AUTO else most
-            kept = supported(changes)
+            kept = keep_supported(changes)
             kept = kept[supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
-            replies.note(EFFECTS["filtered"], dict.fromkeys(alone, 1.0))
+            replies.note(LEFT_OUT, dict.fromkeys(alone, 1.0))
             changes, partitions = changes[kept], partitions[kept]
         most = min(most, len(changes))
         if self.start_from == "anchors":
             anchors = partitions[choose_anchors(changes, most, robust)].tolist()
-            return _state(stacked([replies[partition].arrays for partition in anchors]))
+            return _state(stack_models([replies[partition].arrays for partition in anchors]))
         groups = nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
@@ -514,7 +515,9 @@ class ClusteredFedAvg(ModelStrategy):
         if robust and self.k == _AUTO:
             combine = replace(combine, rule="clip")
         members = [partitions[groups.members[j]].tolist() for j in wanted]
-        stacks = stacked([combine(replies.sharing({p: replies[p] for p in m})) for m in members])
+        stacks = stack_models(
+            [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
+        )
         if self.k != _AUTO:
             return _state(stacks)
         table = np.column_stack([partitions, groups.of.T])
@@ -553,9 +556,3 @@ def _check_losses(n_models: int, reply: Reply) -> None:
     """Accept a loss for each model."""
     if [array.shape for array in reply.arrays] != [(n_models,)]:
         raise ValueError(f"wrong shape: {n_models} losses are asked for")
-
-
-def check_cluster(reply: Reply, k: int) -> None:
-    """Accept the number of one of k clusters, or none."""
-    if CLUSTER in reply.metrics:
-        check_group(CLUSTER, reply, k)

@@ -68,7 +68,7 @@ class Ditto(ModelStrategy):
         The server's step along the mean change. By default the mean is the next model.
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`.
+        rules: see `flwr_perdl.core.aggregate`.
     **options
         See `ServerOptions`.
 

@@ -65,8 +65,8 @@ from flwr_perdl.clients.perma import (
     STATISTICS,
     UPDATE,
 )
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
-from flwr_perdl.core.robust import CAP
+from flwr_perdl.core.aggregate import CAP, RULES
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
 from flwr_perdl.dictionary import (
     Aggregation,
     aggregate_atoms,
@@ -78,7 +78,6 @@ from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
@@ -86,7 +85,6 @@ from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, Sta
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
-    alike,
     are_orthonormal,
     atoms_kind,
     check_dictionary,
@@ -140,10 +138,10 @@ class PerMA(ProtocolStrategy):
         Update rounds for which a client that gives no good reply counts with its last one, so
         that its absence does not cost what its data say. The server, and its checkpoints, then
         hold a contribution per client; 0, the paper's, holds none.
-    robust : bool, default False
-        Whether to expect clients that lie: the aggregation is then "geometric-median". Four liars
-        in ten who agree on a small push cost it 2.3 times the error, and "statistics" 10 times
-        (docs/faults.md). `FedX` has the same argument.
+    robust : bool or str, default False
+        Whether to expect clients that lie: with True the aggregation is "geometric-median", with a
+        rule's name that rule. Four liars in ten who agree on a small push cost "geometric-median"
+        2.3 times the error, and "statistics" 10 times (docs/faults.md).
     secure : bool or mapping, default False
         Whether the server gets the clients' updates as a sum only, through Flower's SecAgg+
         (docs/security.md). ``{"reconstruction_threshold": 0.8}`` sets the share of clients that
@@ -204,7 +202,7 @@ class PerMA(ProtocolStrategy):
         local_steps: int = 1,
         refine_steps: int = 0,
         remember: int = 0,
-        robust: bool = False,
+        robust: bool | str = False,
         secure: bool | Mapping[str, float] = False,
         privacy: Noise | None = None,
         max_atoms: int | None = None,
@@ -216,13 +214,13 @@ class PerMA(ProtocolStrategy):
         self.n_global = n_global if named else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
-        if check_flag("robust", robust):
-            if aggregation not in ("statistics", ROBUST):
-                raise ValueError(
-                    f"robust=True must come with aggregation={ROBUST!r}, its own, got "
-                    f"aggregation={aggregation!r}."
-                )
-            self.aggregation = ROBUST
+        rules = [rule for rule in METHODS if rule in RULES]
+        self.aggregation = check_robust(robust, rules, ROBUST, plain=self.aggregation)
+        if robust and aggregation not in ("statistics", self.aggregation):
+            raise ValueError(
+                f"robust={robust!r} must come with aggregation={self.aggregation!r}, its own, got "
+                f"aggregation={aggregation!r}."
+            )
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
@@ -278,7 +276,7 @@ class PerMA(ProtocolStrategy):
                 remember=self.remember,
             )
             if not self._only_sums:  # what is summed is of the kind that was known before
-                replies = alike(replies, is_orthogonal, atoms_kind)
+                replies = replies.keep_majority(is_orthogonal, atoms_kind)
                 orthogonal = is_orthogonal(next(iter(replies.values())))
             state = {
                 **state,
@@ -307,8 +305,8 @@ class PerMA(ProtocolStrategy):
         config = self._config
         if self._evaluate_config is not None:
             config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
-        robust = self.aggregation in (ROBUST, "median", "trimmed")
-        return Update(config, self._check, self._aggregate, np.median if robust else np.mean)
+        mean = np.mean if self.aggregation in SUMS else np.median
+        return Update(config, self._check, self._aggregate, mean)
 
     @property
     def _only_sums(self) -> bool:
@@ -364,8 +362,8 @@ class PerMA(ProtocolStrategy):
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
-        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
-        replies = alike(replies, is_orthogonal, atoms_kind)
+        replies = replies.keep_majority(lambda r: r.arrays[0].shape[1], "{} features".format)
+        replies = replies.keep_majority(is_orthogonal, atoms_kind)
         if self.max_atoms is None:
             replies = within_bounds(replies)
         orthogonal = is_orthogonal(next(iter(replies.values())))
@@ -433,7 +431,7 @@ class PerMA(ProtocolStrategy):
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
-        weights, method = sizes_of(replies), self.aggregation
+        weights, method = replies.sizes, self.aggregation
         found = aggregate_atoms(
             stack, current, method=method, weights=weights, orthogonal=orthogonal
         )
@@ -442,11 +440,11 @@ class PerMA(ProtocolStrategy):
 
 def _noted(replies: Replies, found: Aggregation) -> Matrix:
     """Return the new atoms, and note what the aggregation did to the replies."""
-    for effect, shares in found.odd.items():
+    for effect, shares in found.outlyingness.items():
         replies.note(effect, dict(zip(replies, shares, strict=False)))
     return found.global_atoms
 
 
 def median_samples(replies: Replies) -> Matrix:
     """Return the median over clients of their numbers of samples."""
-    return np.array(np.median(sizes_of(replies)))
+    return np.array(np.median(replies.sizes))

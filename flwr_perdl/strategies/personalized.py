@@ -89,7 +89,7 @@ class PersonalizedFedAvg(ModelStrategy):
         FedAvg.
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`.
+        rules: see `flwr_perdl.core.aggregate`.
     **options
         See `ServerOptions`.
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from flwr_perdl.regression import SQUARED, LogisticLoss, model_error
-from flwr_perdl.regression.clustering import average_updates
-from flwr_perdl.regression.fedx import local_changes
+from flwr_perdl.regression.fedx import average_updates, local_changes
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
