@@ -155,7 +155,7 @@ def _add_products(
     product = stack.sum(axis=0) / answers.n_samples.sum()
     state = replace(state, outliers=outliers, products=state.products + 1)
     if state.products < how.n_products:
-        return replace(state, columns=moments.orthonormal(product))
+        return replace(state, columns=np.linalg.qr(product)[0])
     if how.estimate == "u-statistic":
         unknown = settings.n_clusters == "auto" or settings.robust == "filtered"
         k = None if unknown else int(settings.n_clusters)

@@ -118,23 +118,23 @@ class LogisticLoss:
         return float(SquaredLoss().curvature(X)) / 4
 
 
-def check_points(X: Matrix, y: Matrix, *, ndim: int = 2, name: str = "") -> tuple[Matrix, Matrix]:
+def check_points(X: Matrix, y: Matrix, *, ndim: int = 2) -> tuple[Matrix, Matrix]:
     """Return a client's features and responses, or raise a ValueError unless they are usable.
 
     At least one point, a response for each, and squares within the dtype's range, which is that of
-    ``X`` for both. ``name`` is what comes after ``X`` and ``y`` in the message.
+    ``X`` for both.
     """
-    X = check_array(f"X{name}", X, ndim=max(ndim, 2))
-    y = check_array(f"y{name}", y, ndim=X.ndim - 1)
+    X = check_array("X", X, ndim=max(ndim, 2))
+    y = check_array("y", y, ndim=X.ndim - 1)
     if y.shape != X.shape[:-1]:
         raise ValueError(
-            f"y{name} must have shape {X.shape[:-1]}, a response per row of X{name}, got {y.shape}."
+            f"y must have shape {X.shape[:-1]}, a response per row of X, got {y.shape}."
         )
     if not X.shape[-2]:
-        raise ValueError(f"X{name} must have at least 1 row, got shape {X.shape}.")
+        raise ValueError(f"X must have at least 1 row, got shape {X.shape}.")
     with np.errstate(over="ignore"):  # infinite in float32: rejected
         y = y.astype(X.dtype, copy=False)
-    return check_magnitude(f"X{name}", X), check_magnitude(f"y{name}", y)
+    return check_magnitude("X", X), check_magnitude("y", y)
 
 
 def check_loss(loss: Loss) -> None:
@@ -145,8 +145,8 @@ def check_loss(loss: Loss) -> None:
 def check_labels(name: str, y: Matrix, loss: Loss) -> None:
     """Raise a ValueError if the loss is of labels -1 and 1, and a response is neither."""
     if isinstance(loss, LogisticLoss) and not (np.abs(y) == 1).all():
-        odd = float(y[np.abs(y) != 1][0])
-        raise ValueError(f"{name} must be -1 or 1 for the logistic loss, got {odd:g}.")
+        other = float(y[np.abs(y) != 1][0])
+        raise ValueError(f"{name} must be -1 or 1 for the logistic loss, got {other:g}.")
 
 
 class EachClient:
