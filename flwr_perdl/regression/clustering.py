@@ -23,13 +23,11 @@ Deviations, and why:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
-from flwr_perdl.core.aggregate import aggregate
+from flwr_perdl.core.aggregate import Aggregate, aggregate
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
@@ -149,17 +147,6 @@ def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> M
     return change
 
 
-class Average(NamedTuple):
-    """What the clients' updates come to."""
-
-    #: Change of every model, zero for one without clients, (k, d).
-    change: Matrix
-    #: Points in every cluster, (k,).
-    counts: Matrix
-    #: Share of each client's update to which the rule did what its effect says, (n_clients,).
-    outlyingness: Matrix
-
-
 def average_updates(
     packed: Matrix,
     n_samples: Matrix,
@@ -167,7 +154,7 @@ def average_updates(
     *,
     normalise: str = "cluster",
     robust: str = "mean",
-) -> Average:
+) -> Aggregate:
     """Average the clients' updates, in the order given (Phase 2, line 8).
 
     Parameters
@@ -189,9 +176,10 @@ def average_updates(
 
     Returns
     -------
-    Average
-        ``change`` of every model (k, d), zero for one without clients; ``counts``, the clusters'
-        points; ``outlyingness``, to which share of each client's update the rule did something.
+    Aggregate
+        ``value``, the change of every model (k, d), zero for one without clients; ``weight``, the
+        clusters' points (k,); ``outlyingness``, to which share of each client's update the rule did
+        what its effect says.
 
     Raises
     ------
@@ -204,7 +192,7 @@ def average_updates(
     >>> from flwr_perdl.regression.clustering import average_updates
     >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])  # per client: cluster, change
     >>> found = average_updates(packed, np.array([1.0, 2.0, 7.0]), 2)
-    >>> found.change
+    >>> found.value
     array([[3.],
            [5.]])
     """
@@ -219,7 +207,7 @@ def average_updates(
         change[j], outlyingness[own], counts[j] = found
     if normalise == "all":
         change *= (counts / max(counts.sum(), 1e-300))[:, None]
-    return Average(change, counts, outlyingness)
+    return Aggregate(change, outlyingness, counts)
 
 
 def model_error(centers: Matrix, theta: Matrix) -> float:

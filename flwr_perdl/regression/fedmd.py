@@ -132,7 +132,8 @@ def _multiplied(
     # Parts are weighted by their points already, so that sums, not means, are added up.
     stack, odd, how = answers.stack, state.odd[:0], settings.phase_1
     if settings.robust != "mean":
-        factors = (keep_consistent if settings.robust == "filtered" else clip_factors)(stack)
+        find: Any = keep_consistent if settings.robust == "filtered" else clip_factors
+        factors = find(stack)
         stack, odd = stack * factors[:, None, None, None], answers.odd(1 - factors)
     product = stack.sum(axis=0) / answers.n_samples.sum()
     state = replace(state, odd=odd, products=state.products + 1)

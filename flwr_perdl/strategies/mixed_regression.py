@@ -107,7 +107,7 @@ class _MixedRegression(ProtocolStrategy):
                 self._check_clusters(len(answered), f"{len(answered)} clients")
             ask = run.send((answers, rng))
             replies.note(
-                RULES[settings.robust].effect, {int(p): share for p, share in ask.state.odd}
+                RULES[str(settings.robust)].effect, {int(p): share for p, share in ask.state.odd}
             )
             if before.step == "describe":
                 self._note_steep(replies, ask.state)
