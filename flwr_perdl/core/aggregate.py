@@ -1,8 +1,9 @@
 """Aggregation: what clients' arrays come to, by the mean or by a rule that few liars do not move.
 
 `aggregate` applies a rule of `RULES`, and says of each point how far the rule took it for an
-outlier: the atoms of PerMA, the models of FedX and the changes of any model (`aggregate_models`)
-are combined here. A rule is added to `RULES`, and every strategy takes its name.
+outlier: the atoms of PerMA, the models of FedX and the changes of any model
+(`flwr_perdl.core.models.aggregate_models`). A rule is added to `RULES`, and every strategy takes
+its name.
 
 A node of a network trusts its own array ``psi_k``. `NEIGHBOR_RULES` replace the weighted mean of
 its neighborhood: ``psi_l`` are the arrays that it received, ``a_kl`` their weights, which sum to
@@ -33,16 +34,15 @@ combine before the step, ours also after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.core.models import change, is_float, mean_like, settled
 
 #: Share of the points that the trimmed mean leaves out at either end: fewer than a fifth may lie.
 TRIM = 0.2
@@ -70,12 +70,12 @@ LEFT_OUT = "left out"
 class Aggregate(NamedTuple):
     """What points come to."""
 
-    #: Of the shape and dtype of a point.
+    #: Of the shape and dtype of a point; of several groups (k, d).
     value: Matrix
     #: To which share of each point the rule did what its effect says, (n,).
     outlyingness: Matrix
-    #: The weight of the points that count; where it is 0 the value is 0.
-    weight: float
+    #: The weight of the points that count; where it is 0 the value is 0. Of several groups (k,).
+    weight: Any
 
 
 class Rule(NamedTuple):
@@ -87,7 +87,7 @@ class Rule(NamedTuple):
     average: Callable[[Matrix], Matrix] | None = None
     #: By how much each point is multiplied before, (n,), at most 1; None: by 1. Weights are then
     #: capped.
-    factors: Callable[[Matrix], Matrix | NDArray[np.bool_]] | None = None
+    factors: Callable[[Matrix], NDArray[Any]] | None = None
 
 
 def aggregate(rule: str, points: Matrix, weights: Matrix) -> Aggregate:
@@ -113,57 +113,6 @@ def aggregate(rule: str, points: Matrix, weights: Matrix) -> Aggregate:
     value: Matrix = found.astype(points.dtype, copy=False)
     outlyingness = mark_far(points, value) if find_factors is None else 1 - factors
     return Aggregate(value, outlyingness, total)
-
-
-def aggregate_models(
-    rule: str,
-    start: Sequence[tuple[Matrix, NDArray[np.bool_] | None]],
-    models: Sequence[Sequence[Matrix]],
-    weights: Matrix,
-) -> tuple[list[Matrix], Matrix]:
-    """Return the model that models come to, and their outlyingness.
-
-    The rule sees the models' changes of all floats; integers are the weighted mean.
-
-    Parameters
-    ----------
-    rule : str
-        A name of `RULES`.
-    start : sequence of (ndarray, ndarray of bool or None)
-        The arrays of the model that all began from, with their `fixed_entries`.
-    models : sequence of sequence of ndarray
-        At least one.
-    weights : ndarray of shape (n_models,)
-        Positive.
-    """
-    step, outlyingness, at = np.zeros(0), np.zeros(len(models)), 0
-    if rule != "mean":
-        step, outlyingness, _ = aggregate(rule, stack_changes(start, models), weights)
-        if RULES[rule].effect == LEFT_OUT:  # whoever is left out has no part in integers either
-            weights = weights * (outlyingness < 1)
-    shares = (weights / weights.sum()).tolist()
-    found = []
-    for i, (array, fixed) in enumerate(start):
-        if rule != "mean" and is_float(array):
-            moved = array + step[at : at + array.size].reshape(array.shape)
-            found.append(settled(moved, array, fixed))
-            at += array.size
-        else:
-            terms = ((share, model[i]) for share, model in zip(shares, models, strict=True))
-            found.append(mean_like(array, fixed, (term for term in terms if term[0])))
-    return found, outlyingness
-
-
-def stack_changes(
-    start: Sequence[tuple[Matrix, NDArray[np.bool_] | None]], models: Sequence[Sequence[Matrix]]
-) -> Matrix:
-    """Return each model's changes of all floats, as a row (see `aggregate_models`)."""
-    rows = []
-    for model in models:
-        pairs = zip(model, start, strict=True)
-        parts = [change(array, *before).ravel() for array, before in pairs if is_float(array)]
-        rows.append(np.concatenate([np.zeros(0, np.float32), *parts]))
-    return np.stack(rows)
 
 
 # Rules --------------------------------------------------------------------------------------------
@@ -245,9 +194,9 @@ def _widest(centered: Matrix, n_iter: int = 30) -> Matrix:
     return direction
 
 
-def cap_sizes(sizes: Matrix, bound: float = CAP) -> Matrix:
-    """Return the sizes, those above ``bound`` times the median brought down to it."""
-    return np.minimum(sizes, bound * np.median(sizes)) if len(sizes) else sizes
+def cap_sizes(sizes: Matrix) -> Matrix:
+    """Return the sizes, those above ``CAP`` times the median brought down to it."""
+    return np.minimum(sizes, CAP * np.median(sizes)) if len(sizes) else sizes
 
 
 def mark_far(points: Matrix, average: Matrix) -> Matrix:

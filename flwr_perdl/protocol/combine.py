@@ -13,11 +13,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flwr_perdl.core.aggregate import RULES, aggregate_models, stack_changes
+from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_kind, check_list
-from flwr_perdl.core.models import DTYPES, check_trained, far_too_large, fixed_entries, is_float
+from flwr_perdl.core.models import (
+    DTYPES,
+    Start,
+    aggregate_models,
+    check_trained,
+    far_too_large,
+    fixed_entries,
+    is_float,
+    stack_changes,
+)
 from flwr_perdl.protocol.records import Reply, check_group
 
 if TYPE_CHECKING:
@@ -91,7 +99,7 @@ class Combine:
         return [array for array, _ in self._models[0]]
 
     @cached_property
-    def _models(self) -> list[list[tuple[Matrix, NDArray[np.bool_] | None]]]:
+    def _models(self) -> list[list[Start]]:
         """Each group's model: its arrays, and which of their entries stay."""
         stacks = [array[None] if self.group is None else array for array in self.start]
         each = (map(np.asarray, model) for model in zip(*stacks, strict=True))

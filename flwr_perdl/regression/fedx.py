@@ -31,13 +31,13 @@ Not in the paper:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import gammaincinv
 
-from flwr_perdl.core.aggregate import aggregate
+from flwr_perdl.core.aggregate import Aggregate, aggregate
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.regression.fedmd import misfit_bound, nearest_group, start_descent
 from flwr_perdl.regression.losses import Loss, SquaredLoss, check_points, of_stacks
@@ -229,19 +229,8 @@ def _average_changes(
     packed, n = answers.stack[chosen, :, 1:], answers.n_samples[chosen]
     shares = np.ones(len(trusted))
     how = {"normalise": settings.phase_2.normalise, "robust": str(settings.robust)}
-    change, counts, shares[chosen] = average_updates(packed, n, len(ahead), **how)
+    change, shares[chosen], counts = average_updates(packed, n, len(ahead), **how)
     return change, counts, replace(state, outliers=answers.outliers(shares))
-
-
-class Average(NamedTuple):
-    """What the clients' updates come to."""
-
-    #: Change of every model, zero for one without clients, (k, d).
-    change: Matrix
-    #: Points in every cluster, (k,).
-    counts: Matrix
-    #: Share of each client's update to which the rule did what its effect says, (n_clients,).
-    outlyingness: Matrix
 
 
 def average_updates(
@@ -251,7 +240,7 @@ def average_updates(
     *,
     normalise: str = "cluster",
     robust: str = "mean",
-) -> Average:
+) -> Aggregate:
     """Average the clients' updates, in the order given (Phase 2, line 8).
 
     Parameters
@@ -273,9 +262,10 @@ def average_updates(
 
     Returns
     -------
-    Average
-        ``change`` of every model (k, d), zero for one without clients; ``counts``, the clusters'
-        points; ``outlyingness``, to which share of each client's update the rule did something.
+    Aggregate
+        ``value``, the change of every model (k, d), zero for one without clients; ``weight``, the
+        clusters' points (k,); ``outlyingness``, to which share of each client's update the rule did
+        what its effect says.
 
     Raises
     ------
@@ -288,7 +278,7 @@ def average_updates(
     >>> from flwr_perdl.regression.fedx import average_updates
     >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])  # per client: cluster, change
     >>> found = average_updates(packed, np.array([1.0, 2.0, 7.0]), 2)
-    >>> found.change
+    >>> found.value
     array([[3.],
            [5.]])
     """
@@ -303,7 +293,7 @@ def average_updates(
         change[j], outlyingness[own], counts[j] = found
     if normalise == "all":
         change *= (counts / max(counts.sum(), 1e-300))[:, None]
-    return Average(change, counts, outlyingness)
+    return Aggregate(change, outlyingness, counts)
 
 
 def _move_models(

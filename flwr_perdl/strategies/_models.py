@@ -179,7 +179,7 @@ class ModelStrategy(ProtocolStrategy):
         run = self._running().run
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
 
-    def moved(
+    def take_step(
         self,
         model: Sequence[Matrix],
         means: Sequence[Matrix],
@@ -194,7 +194,7 @@ class ModelStrategy(ProtocolStrategy):
         own = [model[i].astype(np.result_type(model[i], np.float32), copy=False) for i in steps]
         fixed = [fixed_entries(model[i]) for i in steps]
         changes = [change(means[i], model[i], f) for i, f in zip(steps, fixed, strict=True)]
-        memory = unpacked(state, _MEMORY) or self.optimizer.begin(own)
+        memory = unpack_model(state, _MEMORY) or self.optimizer.begin(own)
         moved, memory = self.optimizer.step(own, changes, memory)
         found = list(means)
         for i, array, entries in zip(steps, moved, fixed, strict=True):
@@ -220,13 +220,13 @@ def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matri
     return list(initial)
 
 
-def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
+def pack_model(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
     """Return the state that a checkpoint holds."""
     both = ((_MODEL, model), (_MEMORY, memory))
     arrays = {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
     return {**arrays, **{kind: np.array(len(some)) for kind, some in both}}
 
 
-def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
+def unpack_model(state: State, kind: str = _MODEL) -> list[Matrix]:
     """Return the model in a state, or the optimizer's memory."""
     return [state[f"{kind}/{i:06d}"] for i in range(int(state[kind]))]

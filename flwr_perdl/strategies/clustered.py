@@ -81,18 +81,18 @@ from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.updates import (
     choose_anchors,
+    find_supported_groups,
     nested_groups,
-    perturbed,
+    perturb,
     smallest_as_good,
-    supported_groups,
 )
 from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
     Momentum,
     check_initial,
-    packed,
-    unpacked,
+    pack_model,
+    unpack_model,
 )
 
 STARTS = ("given", "random", "one-shot", "anchors")
@@ -347,7 +347,7 @@ class ClusteredFedAvg(ModelStrategy):
         if state is None:
             state = yield from self._start(check_initial(initial, self._names))
         if _GROUPS in state:
-            state = yield from self._measured(state)
+            state = yield from self._measure(state)
         while True:
             state = yield from self._round(state)
 
@@ -364,7 +364,7 @@ class ClusteredFedAvg(ModelStrategy):
         if self.k == 1:
             return _state([array[None] for array in model])
         if self.start_from == "random":
-            return _state(self._perturbed(model, int(self.k)))
+            return _state(self._perturb(model, int(self.k)))
         if self.k == _AUTO and self._num_rounds == 1:
             log(
                 WARNING,
@@ -377,23 +377,23 @@ class ClusteredFedAvg(ModelStrategy):
             model=[array[None] for array in model],
             expect=model,
         )
-        return self._grouped(model, replies)
+        return self._group(model, replies)
 
-    def _perturbed(self, model: list[Matrix], k: int) -> list[Matrix]:
+    def _perturb(self, model: list[Matrix], k: int) -> list[Matrix]:
         """Return random models around one, stacked; what is averaged plainly is the same in all."""
         stacks = [np.stack([array] * k) for array in model]
         names = zip(self._names, model, strict=True)
         moved = [i for i, (name, array) in enumerate(names) if not is_plain(name, array)]
         fixed = [fixed_entries(model[i]) for i in moved]
         own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
-        drawn = perturbed(own, k, spawn(self.options.seed, SERVER, 0))
+        drawn = perturb(own, k, spawn(self.options.seed, SERVER, 0))
         for i, stack, entries in zip(moved, drawn, fixed, strict=True):
             stacks[i] = settled(stack, stacks[i], entries)
         return stacks
 
-    def _measured(self, state: State) -> Generator[Request, Replies, State]:
+    def _measure(self, state: State) -> Generator[Request, Replies, State]:
         """Have the clients measure the groups' mean models, and keep as few as are needed."""
-        stacks = unpacked(state)
+        stacks = unpack_model(state)
         replies = yield Request(
             MEASURE,
             stacks,
@@ -419,7 +419,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _round(self, state: State) -> Generator[Request, Replies, State]:
         """Lines 5-8: clients choose in every `choose_every`th round, as in IFCA, and train."""
-        stacks, round_ = unpacked(state), int(state[_ROUND])
+        stacks, round_ = unpack_model(state), int(state[_ROUND])
         k, choice = len(stacks[0]), round_ - round_ % self.choose_every
         # An absent client keeps the cluster that it chose last, until the next choice.
         chosen = {int(p): (int(j), int(at)) for p, j, at in state[_CHOSEN]}
@@ -443,7 +443,7 @@ class ClusteredFedAvg(ModelStrategy):
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:
             self._report_few(k, replies, first=not round_)
-        moved, memory = self.moved(stacks, replies.combined, state)
+        moved, memory = self.take_step(stacks, replies.combined, state)
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained = {chosen[p][0] for p in replies}
         if not round_ and all(ALL_ALIKE in reply.metrics for reply in replies.values()):
@@ -484,7 +484,7 @@ class ClusteredFedAvg(ModelStrategy):
             config |= for_evaluations(scalars(self._evaluate_config))
         return config
 
-    def _grouped(self, model: list[Matrix], replies: Replies) -> State:
+    def _group(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from what the clients learned alone."""
         combine = Combine(start=model, rule=self.robust)
         changes = combine.changes(replies)
@@ -499,7 +499,7 @@ class ClusteredFedAvg(ModelStrategy):
         if robust:
             n = 1 if self.k == _AUTO else most
             kept = keep_supported(changes)
-            kept = kept[supported_groups(changes[kept], n)]
+            kept = kept[find_supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(LEFT_OUT, dict.fromkeys(alone, 1.0))
@@ -543,7 +543,7 @@ def _state(
     """Return the state: models, round, who chose which cluster when, and an optimizer's memory."""
     rows = [(partition, *what) for partition, what in sorted((chosen or {}).items())]
     return {
-        **packed(stacks, memory),
+        **pack_model(stacks, memory),
         _ROUND: np.array(round_),
         _CHOSEN: np.array(rows, dtype=np.int64).reshape(-1, 3),
     }

@@ -48,8 +48,8 @@ from flwr_perdl.strategies._models import (
     ModelStrategy,
     Momentum,
     check_initial,
-    packed,
-    unpacked,
+    pack_model,
+    unpack_model,
 )
 
 
@@ -127,9 +127,9 @@ class Ditto(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            state = packed(check_initial(initial, self._names))
+            state = pack_model(check_initial(initial, self._names))
         while True:
-            model = unpacked(state)
+            model = unpack_model(state)
             replies = yield Request(
                 TRAIN,
                 model,
@@ -138,7 +138,7 @@ class Ditto(ModelStrategy):
                 metrics=(ANEW,),
                 combine=Combine(start=model, rule=self.robust),
             )
-            state = packed(*self.moved(model, replies.combined, state))
+            state = pack_model(*self.take_step(model, replies.combined, state))
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients; who keeps a part private has no place for a whole model."""

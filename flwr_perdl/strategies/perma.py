@@ -379,7 +379,7 @@ class PerMA(ProtocolStrategy):
                 "smaller penalty or threshold."
             )
         state = {"orthogonal": np.array(orthogonal), "samples": median_samples(replies)}
-        matched = partial(self._matched, dictionaries, orthogonal=orthogonal)
+        matched = partial(self._match_atoms, dictionaries, orthogonal=orthogonal)
         found = matched(numbers[-1] if numbers else "auto")
         if self.n_global == AUTO and len(found) == numbers[-1]:
             others = [*map(matched, numbers[:-1])]
@@ -398,7 +398,7 @@ class PerMA(ProtocolStrategy):
             )
         return {**state, "global_atoms": found}
 
-    def _matched(
+    def _match_atoms(
         self, dictionaries: list[Matrix], n_global: int | Literal["auto"], *, orthogonal: bool
     ) -> Matrix:
         """Return the global atoms (line 6)."""
@@ -427,7 +427,7 @@ class PerMA(ProtocolStrategy):
         if self._only_sums:
             stack = stack[:1]  # every reply holds the same mean
         if self.aggregation == "statistics":
-            return _noted(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
+            return _note(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
@@ -435,10 +435,10 @@ class PerMA(ProtocolStrategy):
         found = aggregate_atoms(
             stack, current, method=method, weights=weights, orthogonal=orthogonal
         )
-        return _noted(replies, found)
+        return _note(replies, found)
 
 
-def _noted(replies: Replies, found: Aggregation) -> Matrix:
+def _note(replies: Replies, found: Aggregation) -> Matrix:
     """Return the new atoms, and note what the aggregation did to the replies."""
     for effect, shares in found.outlyingness.items():
         replies.note(effect, dict(zip(replies, shares, strict=False)))
