@@ -175,6 +175,13 @@ class Reply(NamedTuple):
         return self.names[position] if self.names else str(position)
 
 
+def check_shapes(shapes: Sequence[tuple[int, ...]], reply: Reply) -> None:
+    """Accept arrays of these shapes."""
+    given = [array.shape for array in reply.arrays]
+    if given != list(shapes):
+        raise ValueError(f"wrong shapes: {list(shapes)} are asked for, got {given}")
+
+
 def check_group(name: str, reply: Reply, n_groups: int) -> None:
     """Accept the number of one of the groups."""
     group = reply.metrics.get(name, nan)
