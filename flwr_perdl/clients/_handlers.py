@@ -1,11 +1,11 @@
-"""Any client, or any ClientApp, as the two functions that a protocol here needs of it."""
+"""Any client, or any ClientApp, as the two functions that a step of a protocol may call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import isnan, nan
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from math import nan
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import (
@@ -23,27 +23,32 @@ from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.models import as_dtype
 from flwr_perdl.protocol.compat import NumPyClient, like
 from flwr_perdl.protocol.records import (
+    ALTERNATE,
     ARRAYS,
     CONFIG,
+    LEFT_OUT,
     LOSSES,
+    MEASURING,
     METRICS,
     NUM_EXAMPLES,
+    RUN,
+    SEED,
     Scalar,
     decode,
     encode,
     error_of,
     in_order,
     named,
-    reply_to,
     scalars,
-    with_loss,
+    view,
 )
 
-Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
 
-#: How the library's records in ``context.state`` are called.
+#: How the library's records in ``context.state`` are called, and the keys of a config.
 _OURS = "perdl."
+#: Which of these keys an app's handlers receive: the run, its seed, and what `keep_private` reads.
+_FOR_HANDLERS = (RUN, SEED, LEFT_OUT, ALTERNATE)
 
 
 class NoEvaluateError(NotImplementedError):
@@ -56,10 +61,34 @@ class NoEvaluateError(NotImplementedError):
         )
 
 
-class Handlers:
-    """The train and evaluate handlers of an app, as ``fit`` and ``evaluate``.
+class Trained(NamedTuple):
+    """What the user's training returns.
 
-    The app receives the messages that FedAvg sends: mods around its handlers see those.
+    Attributes
+    ----------
+    sent : list of flwr.app.Array
+        The trained model, with the shapes and dtypes that it came with.
+    num_examples : int
+        Number of examples.
+    metrics : dict
+        The user's metrics.
+    """
+
+    sent: list[Array]
+    num_examples: int
+    metrics: dict[str, Scalar]
+
+    @property
+    def arrays(self) -> list[Matrix]:
+        """The trained model's arrays; not to be changed."""
+        return [view(array) for array in self.sent]
+
+
+class Handlers:
+    """The train and evaluate handlers of an app, as the two functions that a step may call.
+
+    The app receives the messages that FedAvg sends, with none of the protocol's keys: mods around
+    its handlers see those.
 
     Parameters
     ----------
@@ -69,48 +98,60 @@ class Handlers:
         The client's.
     call : callable
         Answers a message by the app's handlers.
-    names : collection of str
-        The names of a model's arrays, see `named`.
     """
 
     def __init__(
-        self,
-        message: Message,
-        context: Context,
-        call: Callable[[Message, Context], Message],
-        names: Collection[str],
+        self, message: Message, context: Context, call: Callable[[Message, Context], Message]
     ) -> None:
-        self._message, self._context, self._call, self._names = message, context, call, names
+        self._message, self._context, self._call = message, context, call
+        self._train: dict[str, Any] = {}
+        measure: dict[str, Any] = {}
+        for key, value in message.content.config_records[CONFIG].items():
+            if key.startswith(MEASURING):
+                measure[key.removeprefix(MEASURING)] = value
+            elif not key.startswith(_OURS) or key in _FOR_HANDLERS:
+                self._train[key] = value
+        self._measure = {**self._train, **measure}
 
-    def fit(self, model: list[Matrix], config: dict[str, Scalar]) -> Fitted:
-        """Train by the app's handler."""
-        content, arrays = self.train([*map(encode, model)], config)
-        numbers, n = numbers_of(content)
-        return [decode(array) for array in arrays], n, numbers
-
-    def evaluate(self, model: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
-        """Evaluate by the app's handler; NaN where its reply has no loss."""
-        numbers, n = numbers_of(self._ask(MessageType.EVALUATE, [*map(encode, model)], config))
-        loss = next((float(numbers[name]) for name in LOSSES if name in numbers), nan)
-        return loss, n, numbers
-
-    def train(
-        self, model: Sequence[Array], config: Mapping[str, Scalar]
-    ) -> tuple[RecordDict, list[Array]]:
-        """Return the content of a training reply, and its arrays in the order of the model's."""
-        content = self._ask(MessageType.TRAIN, model, config)
+    def fit(
+        self,
+        model: Sequence[Array],
+        names: Sequence[str],
+        config: Mapping[str, Scalar],
+        state: str = "",
+    ) -> Trained:
+        """Train by the app's handler, see `flwr_perdl.clients.Local.fit`."""
+        with state_of(self._context, state) if state else nullcontext():
+            content = self._ask(MessageType.TRAIN, model, names, {**self._train, **config})
         found = content.get(ARRAYS)
         if not isinstance(found, ArrayRecord):
             raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
-        return content, [*in_order(found, self._names).values()]
+        metrics, n = numbers_of(content)
+        return Trained(all_sendable([*in_order(found, names).values()], model), n, metrics)
 
-    def _ask(self, kind: str, model: Sequence[Array], config: Mapping[str, Scalar]) -> RecordDict:
-        arrays = named(model, self._names)
-        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config})})
+    def evaluate(
+        self, model: Sequence[Array], names: Sequence[str], config: Mapping[str, Scalar]
+    ) -> Evaluated:
+        """Evaluate by the app's handler; NaN where its reply has no loss."""
+        content = self._ask(MessageType.EVALUATE, model, names, {**self._measure, **config})
+        numbers, n = numbers_of(content)
+        loss = next((float(numbers[name]) for name in LOSSES if name in numbers), nan)
+        return loss, n, numbers
+
+    def _ask(
+        self, kind: str, model: Sequence[Array], names: Sequence[str], config: Mapping[str, Any]
+    ) -> RecordDict:
+        content = RecordDict({ARRAYS: named(model, names), CONFIG: ConfigRecord({**config})})
         reply = self._call(like(self._message, content, kind), self._context)
         if reply.has_error():
             raise ValueError(error_of(reply))
         return reply.content
+
+
+def trained_by(client: Any, model: Sequence[Array], config: Mapping[str, Scalar]) -> Trained:
+    """Train by a client's ``fit``."""
+    arrays, n, metrics = client.fit([decode(array) for array in model], {**config})
+    return Trained(all_sendable([encode(array) for array in arrays], model), n, metrics)
 
 
 def numbers_of(content: RecordDict) -> tuple[dict[str, Scalar], int]:
@@ -171,12 +212,6 @@ def within(
     return lambda message, context: mods[0](message, context, inner)
 
 
-def says(message: Message, *keys: str) -> bool:
-    """Whether a request's config has one of these keys."""
-    record = message.content.get(CONFIG)
-    return isinstance(record, ConfigRecord) and any(key in record for key in keys)
-
-
 def all_sendable(arrays: Sequence[Array], given: Sequence[Array]) -> list[Array]:
     """Return a trained model's arrays with the dtypes that they came with, see `sendable`."""
     _check_shapes(arrays, given)
@@ -188,13 +223,6 @@ def sendable(array: Array, given: Array) -> Array:
     if array.dtype == given.dtype:
         return array
     return encode(as_dtype(decode(array), np.dtype(given.dtype)))
-
-
-def as_given(model: Sequence[Any], given: Sequence[Matrix]) -> list[Matrix]:
-    """Return a trained model with the dtypes that it came with: training may have promoted them."""
-    arrays = [np.asarray(array) for array in model]
-    _check_shapes(arrays, given)
-    return [as_dtype(array, old.dtype) for array, old in zip(arrays, given, strict=True)]
 
 
 def _check_shapes(arrays: Sequence[Any], given: Sequence[Any]) -> None:
@@ -211,11 +239,3 @@ def evaluation_of(client: Any) -> Callable[[list[Matrix], dict[str, Scalar]], Ev
         raise NoEvaluateError
     found: Callable[[list[Matrix], dict[str, Scalar]], Evaluated] = evaluate
     return found
-
-
-def evaluation_reply(
-    message: Message, loss: float, num_examples: int, metrics: dict[str, Scalar]
-) -> Message:
-    """Return the reply to an evaluation."""
-    measured = metrics if isnan(loss) else with_loss(loss, metrics)  # NaN: too few samples to say
-    return reply_to(message, None, num_examples, measured)
