@@ -17,7 +17,7 @@ from flwr_perdl.clients._handlers import (
     evaluation_of,
     within,
 )
-from flwr_perdl.clients.base import Member, identify, private_shelf
+from flwr_perdl.clients.base import identify, private_shelf
 from flwr_perdl.clients.dispatch import (
     Local,
     ProtocolClient,
@@ -100,8 +100,8 @@ def client_app(
         `ClusteredFedAvg`'s requests they see one model at a time.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
-        for a `Member`'s reply to a request without arrays, as PerMA's first. With False the client
-        takes part in secure rounds and in others.
+        for the start of a client of the protocol, which has no arrays in its request, as PerMA's
+        first. With False the client takes part in secure rounds and in others.
     min_clients : int, default 3
         The fewest clients in a secure round that the client takes part in, at least 2. It counts
         different public keys: in a round with fewer it sends no update, and it does not help to
@@ -207,6 +207,8 @@ class AnsweringApp(ClientApp):
     in and taken out around its handlers, of which a step may call several, each with one model.
     """
 
+    #: Whether it trains in secure rounds alone.
+    _secure = False
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
     #: Mods around training, which see what is shared.
@@ -259,6 +261,11 @@ class AnsweringApp(ClientApp):
             call = partial(self._take, asked)
         if in_secure_round(message):
             return masked(message, context, call, self._min_clients, self._own(context))
+        if self._secure and kind == MessageType.TRAIN and not _is_start(message, asked):
+            raise ValueError(
+                "secure=True must be the strategy's option too, got a request to send an update in "
+                "the clear."
+            )
         if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
             call = partial(answer_noised, call_next=call, own=self._own(context))
         return in_plain_round(message, context, call)
@@ -310,6 +317,11 @@ class AnsweringApp(ClientApp):
 def _pins_keys(context: Context) -> bool:
     """Whether a node's config names the only keys that its messages may be sealed for."""
     return bool(context.node_config.get("neighbour-keys"))
+
+
+def _is_start(message: Message, asked: Step | None) -> bool:
+    """Whether a client of the protocol is asked for its start; any other client would train."""
+    return asked is not None and asked.client is not None and not message.content.get(ARRAYS)
 
 
 def _reply(message: Message, asked: Step, result: StepResult) -> Message:
@@ -400,12 +412,6 @@ class NumPyClientApp(AnsweringApp):
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
         client = self.made(context)
-        first = isinstance(client, Member) and not arrays  # any other client would train
-        if self._secure and not first and not in_secure_round(message):
-            raise ValueError(
-                "secure=True must be the strategy's option too, got a request to send an update in "
-                "the clear."
-            )
         asked = find_step(config, MessageType.TRAIN, self._steps)
         if asked is not None and self._dispatches(asked, client):
             return _reply(message, asked, take_by(client, context, asked, arrays, config))

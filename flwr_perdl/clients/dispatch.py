@@ -45,6 +45,7 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEED,
     STEP,
+    OtherClientError,
     Scalar,
     encode,
 )
@@ -332,7 +333,7 @@ def _steps_here(protocol: str) -> Steps:
     folder = str(Path(__file__).parent)
     if protocol not in {module.name for module in iter_modules([folder])}:
         return {}
-    functions = vars(import_module(f"flwr_perdl.clients.{protocol}")).values()
+    functions = vars(import_module(f".{protocol}", __package__)).values()
     steps = [one for f in functions for one in getattr(f, "__dict__", {}).get("_steps", ())]
     return {(s.protocol, s.kind, s.name): s for s in steps if s.protocol == protocol}
 
@@ -397,9 +398,7 @@ def take_by(
     config: Mapping[str, Scalar],
 ) -> StepResult:
     """Return what a step comes to at a client that is made for it."""
-    wanted = asked.client or object
-    if not isinstance(client, wanted):
-        raise ValueError(f"the client must be another one: {_only(wanted)}.")
+    reject_other_client(asked, client)
     request = read_step(config, arrays)
     if isinstance(client, ProtocolClient):
         client.admit(asked.kind, request)
@@ -407,14 +406,12 @@ def take_by(
 
 
 def reject_other_client(asked: Step | None, client: Any) -> None:
-    """Raise a ValueError if a step is for clients of another kind."""
-    if asked is not None and asked.client is not None and not isinstance(client, asked.client):
-        raise ValueError(f"the client must be another one: {_only(asked.client)}.")
-
-
-def _only(wanted: type[Any]) -> str:
-    """Return what a client of another kind is told."""
-    return str(getattr(wanted, "only", f"this protocol needs a {wanted.__name__} at every client"))
+    """Raise an OtherClientError if a step is for clients of another kind."""
+    if asked is None or asked.client is None or isinstance(client, asked.client):
+        return
+    name = asked.client.__name__
+    only = getattr(asked.client, "only", f"this protocol needs a {name} at every client")
+    raise OtherClientError(f"the client must be another one: {only}.")
 
 
 class ProtocolClient(Member):

@@ -135,6 +135,10 @@ _LONGEST_REASON = 300
 _READ_OF_REASON = 100_000
 
 
+class OtherClientError(ValueError):
+    """A step is for clients of another kind: of this client's data the error says nothing."""
+
+
 class Limits(NamedTuple):
     """The limits of a reply, checked before its arrays are read.
 

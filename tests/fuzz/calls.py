@@ -161,6 +161,8 @@ VALID: dict[str, Callable[[], Any]] = {
     "shared": lambda: np.array([True, False]),
     "shape": lambda: (2, 3),
     "stack": lambda: np.stack([_atoms(), _atoms()]),
+    "protocol": lambda: "own",
+    "request": lambda: clients.StepRequest("mean", [], {}, round=1, seed=0, run=""),
     "program": lambda: network.Averaging(np.array([0.0, 1.0, 5.0])),
     "theta": lambda: _normal(D),
     "threshold": lambda: 0.5,
@@ -332,6 +334,7 @@ INNER = {
         "DataDiffusion.program",
         "DiffusionAveraging.program",
     ),
+    *("Local.fit", "Local.evaluate"),
     *("TwoPhase.adapts", "State.unpack", "Descent.unpack", "Options.of", "Schedule.of"),
 }
 
