@@ -193,7 +193,7 @@ class Local:
         names: Sequence[str] = (),
         *,
         state: str = "",
-        **config: Scalar,
+        **config: Any,
     ) -> Trained:
         """Train by the user's own training; mods around it see this as one of FedAvg's requests.
 
@@ -221,7 +221,7 @@ class Local:
         return trained_by(self.client, model, asked)
 
     def evaluate(
-        self, arrays: Sequence[Any], names: Sequence[str] = (), **config: Scalar
+        self, arrays: Sequence[Any], names: Sequence[str] = (), **config: Any
     ) -> Evaluated:
         """Return loss, number of examples and metrics by the user's own evaluation.
 

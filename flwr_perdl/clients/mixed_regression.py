@@ -219,30 +219,23 @@ def _read(request: StepRequest, max_norm: float) -> Ask:
 
 
 @step(MIXED_REGRESSION, "describe", client=RegressionClient)
-def describe(local: Local, request: StepRequest) -> StepResult:
-    """Not in the paper: send the loss's curvature and the features' mean squares."""
-    return local.client.answer(request)
-
-
 @step(MIXED_REGRESSION, "moment", client=RegressionClient)
-def moment(local: Local, request: StepRequest) -> StepResult:
-    """Phase 1, line 9: send the part of the products with the residual moment."""
-    return local.client.answer(request)
-
-
 @step(MIXED_REGRESSION, "anchors", client=RegressionClient)
-def anchor(local: Local, request: StepRequest) -> StepResult:
-    """Phase 1, lines 10-15: send the estimate of the own model, of too few points zeros."""
-    return local.client.answer(request)
-
-
 @step(MIXED_REGRESSION, "update", client=RegressionClient)
-def update(local: Local, request: StepRequest) -> StepResult:
-    """Phase 2, lines 5-7: find the cluster, and send its number, its loss and its change."""
-    return local.client.answer(request)
+def answer_step(local: Local, request: StepRequest) -> StepResult:
+    """Send sums over the client's points.
+
+    "describe", not in the paper: the loss's curvature and the features' mean squares. "moment"
+    (Phase 1, line 9): the part of the products with the residual moment. "anchors" (lines 10-15):
+    the estimate of the client's model, of too few points zeros. "update" (Phase 2, lines 5-7): the
+    cluster's number, its loss, and its model's change.
+    """
+    client: RegressionClient = local.client
+    return client.answer(request)
 
 
 @step(MIXED_REGRESSION, EVALUATE, kind=EVALUATE, client=RegressionClient)
 def evaluate(local: Local, request: StepRequest) -> StepResult:
     """Measure the model of the client's cluster on its held-out data."""
-    return local.client.measure(request)
+    client: RegressionClient = local.client
+    return client.measure(request)

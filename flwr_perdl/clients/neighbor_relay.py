@@ -332,4 +332,5 @@ class _Kept(NamedTuple):
 @step(RELAY, SHOW, client=DiffusionClient, seals=True)
 def exchange(local: Local, request: StepRequest) -> StepResult:
     """Take a step of the network's algorithm."""
-    return local.client.exchange(request, local.kept)
+    node: DiffusionClient = local.client
+    return node.exchange(request, local.kept)

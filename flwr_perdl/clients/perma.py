@@ -348,25 +348,29 @@ class DictionaryClient(LearnerClient):
 @step(PERMA, START, client=LearnerClient)
 def start(local: Local, request: StepRequest) -> StepResult:
     """Algorithm 1, lines 2-5."""
-    return local.client.initialize(request)
+    client: DictionaryClient = local.client
+    return client.initialize(request)
 
 
 @step(PERMA, CHOOSE, client=LearnerClient)
 def choose(local: Local, request: StepRequest) -> StepResult:
     """Not in the paper: one update of each of several numbers of global atoms."""
-    return local.client.choose(request, local.kept.before(request.round))
+    client: DictionaryClient = local.client
+    return client.choose(request, local.kept.before(request.round))
 
 
 @step(PERMA, UPDATE, client=LearnerClient)
 def update(local: Local, request: StepRequest) -> StepResult:
     """Algorithm 1, line 8."""
-    return local.client.update(request, local.kept.before(request.round))
+    client: DictionaryClient = local.client
+    return client.update(request, local.kept.before(request.round))
 
 
 @step(PERMA, EVALUATE, kind=EVALUATE, client=LearnerClient)
 def evaluate(local: Local, request: StepRequest) -> StepResult:
     """Measure the dictionary on the client's samples."""
-    return local.client.measure(request, local.kept.after(request.round))
+    client: LearnerClient = local.client
+    return client.measure(request, local.kept.after(request.round))
 
 
 def held_out_errors(metrics: Mapping[str, Scalar]) -> dict[int, float]:
