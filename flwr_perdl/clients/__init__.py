@@ -3,8 +3,9 @@
 from flwr_perdl.clients.app import client_app
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import LearnerClient
-from flwr_perdl.clients.dispatch import Local, ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import ProtocolClient, step
 from flwr_perdl.clients.kept_atoms import kept_local_atoms, local_atoms
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.clients.mixed_regression import RegressionClient
 from flwr_perdl.clients.neighbor_relay import DiffusionClient
 from flwr_perdl.clients.perma import DictionaryClient

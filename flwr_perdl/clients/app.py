@@ -8,21 +8,13 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from flwr.app import Array, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients._handlers import (
-    Handlers,
-    NoEvaluateError,
-    evaluation_of,
-    within,
-)
 from flwr_perdl.clients.base import identify, private_shelf
 from flwr_perdl.clients.dispatch import (
-    Local,
     ProtocolClient,
     Step,
-    StepResult,
     Steps,
     find_step,
     read_step,
@@ -30,6 +22,14 @@ from flwr_perdl.clients.dispatch import (
     steps_of,
     take,
     take_by,
+)
+from flwr_perdl.clients.local import (
+    Local,
+    NoEvaluateError,
+    StepResult,
+    encoded,
+    evaluation_of,
+    within,
 )
 from flwr_perdl.clients.personalized import (
     KeepPrivate,
@@ -54,7 +54,6 @@ from flwr_perdl.protocol.records import (
     Scalar,
     config_of,
     directed,
-    encode,
     named,
     read_request,
     reply_to,
@@ -275,9 +274,9 @@ class AnsweringApp(ClientApp):
         record = message.content.array_records[ARRAYS]
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
-        handlers = Handlers(message, context, self._answer)
-        keeps = self._keep or self.own_keep
-        local = Local(context, request, asked.protocol, handlers=handlers, keeps=keeps)
+        shelf, keeps = private_shelf(context, asked.protocol), self._keep or self.own_keep
+        call = self._answer
+        local = Local(context, request, shelf, message=message, call=call, keeps=keeps)
         return _reply(message, asked, take(asked, local, request))
 
     def _own(self, context: Context) -> Own | None:
@@ -329,7 +328,7 @@ def _reply(message: Message, asked: Step, result: StepResult) -> Message:
     trains = asked.kind == MessageType.TRAIN
     reply = reply_to(message, None, result.num_examples, result.metrics)
     if trains:
-        arrays = [one if isinstance(one, Array) else encode(one) for one in result.arrays]
+        arrays = [*map(encoded, result.arrays)]
         reply.content[ARRAYS] = named(arrays, result.names, message.content.get(ARRAYS, ()))
     return reply
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flwr_perdl.clients._handlers import Evaluated
-from flwr_perdl.clients.dispatch import Local, StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Evaluated, Local, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.records import EVALUATE, Scalar, with_loss
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flwr_perdl.clients._batches import Batched, Batches, reader
 from flwr_perdl.clients._requests import LimitedClient, check_atoms, rounded
 from flwr_perdl.clients.base import PrivateArrays
-from flwr_perdl.clients.dispatch import StepRequest, StepResult
+from flwr_perdl.clients.local import StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,

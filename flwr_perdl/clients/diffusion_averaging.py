@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl.clients._handlers import Evaluated, NoEvaluateError
 from flwr_perdl.clients.base import INNER
-from flwr_perdl.clients.dispatch import Local, StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Evaluated, Local, NoEvaluateError, StepRequest, StepResult
 from flwr_perdl.clients.neighbor_relay import (
     ANNOUNCE,
     EXCHANGE,
@@ -105,7 +105,8 @@ class _App:
         self, parameters: list[Matrix], config: dict[str, Scalar]
     ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
         """Train; ``config`` has the algorithm's round."""
-        trained = self._local.fit(parameters, self._names, **{**self._inner, **config})
+        asked: dict[str, Any] = {**self._inner, **config}
+        trained = self._local.fit(parameters, self._names, **asked)
         return trained.arrays, trained.num_examples, trained.metrics
 
     def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:

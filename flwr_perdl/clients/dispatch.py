@@ -14,7 +14,7 @@ a step that fails leaves no trace, and can be asked for again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from math import nan
 from pathlib import Path
@@ -22,24 +22,15 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import numpy as np
 from flwr.app import Array, Context
-from numpy.typing import NDArray
 
-from flwr_perdl.clients._handlers import (
-    Evaluated,
-    Handlers,
-    Trained,
-    evaluation_of,
-    trained_by,
-)
-from flwr_perdl.clients.base import Member, PrivateState, identify, private_shelf
+from flwr_perdl.clients.base import Member, private_shelf
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_list
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import (
     EVALUATE,
     LARGEST_INT,
-    PARTITION_ID,
     PROTOCOL,
     ROUND,
     RUN,
@@ -47,190 +38,9 @@ from flwr_perdl.protocol.records import (
     STEP,
     OtherClientError,
     Scalar,
-    encode,
 )
-from flwr_perdl.random import spawn
 
 TRAIN = "train"
-
-
-class StepRequest(NamedTuple):
-    """What a request says, as a step receives it; nothing in it depends on the client's data.
-
-    Attributes
-    ----------
-    step : str
-        The step's name.
-    arrays : list of ndarray
-        The request's arrays; not to be changed.
-    config : mapping of str to scalar
-        The request's config.
-    round, seed : int
-        The communication round, from 1, and the run's one seed.
-    run : str
-        The run's token.
-    names : tuple of str
-        The arrays' names.
-    received : sequence of flwr.app.Array
-        The arrays as they came: what is handed on from here is not copied.
-
-    Examples
-    --------
-    >>> from flwr_perdl.clients import StepRequest
-    >>> StepRequest("mean", [], {}, round=1, seed=0, run="").step
-    'mean'
-    """
-
-    step: str
-    arrays: list[Matrix]
-    config: Mapping[str, Scalar]
-    round: int
-    seed: int
-    run: str
-    names: tuple[str, ...] = ()
-    received: Sequence[Array] = ()
-
-
-class StepResult(NamedTuple):
-    """What a step comes to.
-
-    Attributes
-    ----------
-    arrays : sequence of ndarray or flwr.app.Array
-        What leaves the client; nothing in an evaluation.
-    num_examples : int
-        For how many samples the reply counts.
-    metrics : mapping of str to float
-        What leaves the client besides; an evaluation's loss is ``"loss"``.
-    keep : mapping of str to ndarray, or None
-        What the client keeps for the next step; None leaves what it has. An evaluation keeps
-        nothing.
-    names : sequence of str
-        The arrays' names; by default the request's, if it has as many.
-    last : bool, default False
-        Whether ``keep`` replaces all that was kept before, so that no earlier round is repeated.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.clients import StepResult
-    >>> StepResult([np.zeros(2)], 10).metrics
-    {}
-    """
-
-    arrays: Sequence[Any]
-    num_examples: int
-    metrics: Mapping[str, Scalar] = {}
-    keep: Mapping[str, NDArray[Any]] | None = None
-    names: Sequence[str] = ()
-    last: bool = False
-
-
-class Local:
-    """What a step may use at a client.
-
-    Attributes
-    ----------
-    partition : int
-        Which client this is.
-    rng : numpy.random.Generator
-        The generator of (seed, partition, round).
-    kept : PrivateState
-        Private arrays: ``kept.before(round)`` in training, ``kept.after(round)`` in evaluation.
-        Save by ``StepResult(keep=...)``.
-    client : object
-        The client that the app has made; None around a ClientApp with handlers of its own.
-
-    Examples
-    --------
-    A step that trains the server's model twice as long as the app does:
-
-    >>> from flwr_perdl.clients import StepResult, step
-    >>> @step("twice", "train")
-    ... def train(local, request):
-    ...     once = local.fit(request.arrays)
-    ...     twice = local.fit(once.arrays)
-    ...     return StepResult(twice.arrays, twice.num_examples, twice.metrics)
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        request: StepRequest,
-        protocol: str,
-        *,
-        client: Any = None,
-        handlers: Handlers | None = None,
-        keeps: Any = None,
-    ) -> None:
-        self.context, self.client, self.keeps = context, client, keeps
-        self._request, self._protocol, self._handlers = request, protocol, handlers
-
-    @cached_property
-    def partition(self) -> int:
-        """Which client this is."""
-        if isinstance(self.client, Member):
-            return self.client.partition
-        return int(identify(self.context)[PARTITION_ID])
-
-    @cached_property
-    def rng(self) -> np.random.Generator:
-        """The generator of (seed, partition, round)."""
-        return spawn(self._request.seed, self.partition, self._request.round)
-
-    @cached_property
-    def kept(self) -> PrivateState:
-        """The client's private arrays in this run."""
-        if isinstance(self.client, ProtocolClient):
-            shelf = self.client.shelf
-        else:
-            shelf = private_shelf(self.context, self._protocol)
-        return PrivateState(self.context, self._request.run, shelf)
-
-    def fit(
-        self,
-        arrays: Sequence[Any],
-        names: Sequence[str] = (),
-        *,
-        state: str = "",
-        **config: Any,
-    ) -> Trained:
-        """Train by the user's own training; mods around it see this as one of FedAvg's requests.
-
-        Parameters
-        ----------
-        arrays : sequence of ndarray or flwr.app.Array
-            The model to start from.
-        names : sequence of str, optional
-            Its arrays' names, by default those of the request.
-        state : str, optional
-            Which of several models this is: what the app keeps in ``context.state`` is of one.
-        **config
-            What the user's training receives besides the request's config.
-
-        Returns
-        -------
-        Trained
-            ``arrays``, with the shapes and dtypes of the given ones; ``num_examples``;
-            ``metrics``; and ``sent``, the arrays as they came.
-        """
-        model = [one if isinstance(one, Array) else encode(one) for one in arrays]
-        if self._handlers is not None:
-            return self._handlers.fit(model, names or self._request.names, config, state)
-        asked = {**self._request.config, **config}
-        return trained_by(self.client, model, asked)
-
-    def evaluate(
-        self, arrays: Sequence[Any], names: Sequence[str] = (), **config: Any
-    ) -> Evaluated:
-        """Return loss, number of examples and metrics by the user's own evaluation.
-
-        The loss is NaN where the app has none.
-        """
-        if self._handlers is not None:
-            model = [one if isinstance(one, Array) else encode(one) for one in arrays]
-            return self._handlers.evaluate(model, names or self._request.names, config)
-        return evaluation_of(self.client)([*arrays], {**self._request.config, **config})
 
 
 Function = Callable[[Local, StepRequest], StepResult]
@@ -402,7 +212,10 @@ def take_by(
     request = read_step(config, arrays)
     if isinstance(client, ProtocolClient):
         client.admit(asked.kind, request)
-    return take(asked, Local(context, request, asked.protocol, client=client), request)
+        shelf = client.shelf
+    else:
+        shelf = private_shelf(context, asked.protocol)
+    return take(asked, Local(context, request, shelf, client=client), request)
 
 
 def reject_other_client(asked: Step | None, client: Any) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flwr_perdl.clients._handlers import unsaid
 from flwr_perdl.clients.base import PrivateArrays
-from flwr_perdl.clients.dispatch import Local, StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult, unsaid
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
 from flwr_perdl.protocol.records import ANEW, EVALUATE, with_loss

@@ -8,7 +8,8 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients._requests import LimitedClient, rounded
-from flwr_perdl.clients.dispatch import Local, StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,

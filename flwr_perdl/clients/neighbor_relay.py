@@ -14,7 +14,8 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients.base import PrivateState
-from flwr_perdl.clients.dispatch import Local, ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import ProtocolClient, step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import (
     Matrix,
     check_choice,

@@ -42,7 +42,8 @@ from flwr_perdl.clients.dictionary import (
     mean_square,
     read_local_steps,
 )
-from flwr_perdl.clients.dispatch import Local, StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,

@@ -36,8 +36,8 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients._handlers import sendable, state_of, unsaid, within
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
+from flwr_perdl.clients.local import sendable, state_of, unsaid, within
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_trained, fixed_entries

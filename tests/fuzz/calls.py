@@ -198,6 +198,7 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
 #: What needs Ray, a folder, a round of a run, is Flower's own, has *arguments, or is made in every
 #: step by the library alone.
 LEFT_OUT = {
+    "Local",  # made by the dispatcher alone
     "Descent",
     "Inbox",
     "Member",
@@ -334,7 +335,6 @@ INNER = {
         "DataDiffusion.program",
         "DiffusionAveraging.program",
     ),
-    *("Local.fit", "Local.evaluate"),
     *("TwoPhase.adapts", "State.unpack", "Descent.unpack", "Options.of", "Schedule.of"),
 }
 
