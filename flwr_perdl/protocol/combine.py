@@ -26,7 +26,7 @@ from flwr_perdl.core.models import (
     is_float,
     stack_changes,
 )
-from flwr_perdl.protocol.records import Reply, check_group
+from flwr_perdl.protocol.records import Reply, check_group, check_shapes
 
 if TYPE_CHECKING:
     from flwr_perdl.protocol.request import Replies
@@ -89,11 +89,6 @@ class Combine:
         check_choice("rule in combine", self.rule, RULES)
 
     @property
-    def n_groups(self) -> int:
-        """The number of groups."""
-        return 1 if self.group is None else len(self.start[0])
-
-    @property
     def expected(self) -> list[Matrix]:
         """Arrays of the shapes and dtypes of a reply's."""
         return [array for array, _ in self._models[0]]
@@ -109,7 +104,7 @@ class Combine:
         """Accept arrays of the shapes that are asked for, and the number of a group."""
         check_shapes([array.shape for array in self.expected], reply)
         if self.group is not None:
-            check_group(self.group, reply, self.n_groups)
+            check_group(self.group, reply, len(self._models))
 
     def magnitudes(self, reply: Reply) -> list[float]:
         """Return the largest value of each array, 0 if it is of no floats.
@@ -174,13 +169,6 @@ def check_models(
                 f"{table[position, i]:.3g}, more than {limits[position]:.3g}"
             )
     return wrong
-
-
-def check_shapes(shapes: Sequence[tuple[int, ...]], reply: Reply) -> None:
-    """Accept arrays of these shapes."""
-    given = [array.shape for array in reply.arrays]
-    if given != list(shapes):
-        raise ValueError(f"wrong shapes: {list(shapes)} are asked for, got {given}")
 
 
 def stack_models(models: Sequence[Sequence[Matrix]]) -> list[Matrix]:

@@ -98,10 +98,3 @@ def given_atoms(initial: list[Matrix]) -> Matrix:
     if len(zero):
         raise ValueError(f"initial_arrays must have no zero row, got one at {zero[0]}.")
     return normalize_atoms(atoms)
-
-
-def check_shape(shape: tuple[int, int], reply: Reply) -> None:
-    """Accept one matrix of this shape."""
-    shapes: list[Any] = [array.shape for array in reply.arrays]
-    if shapes != [shape]:
-        raise ValueError(f"wrong shape: {shape} is asked for, got {shapes}")

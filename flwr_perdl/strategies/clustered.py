@@ -40,12 +40,12 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_perdl.clients._clusters import (
+from flwr_perdl.clients.clustered import (
     ALL_ALIKE,
     ALONE,
     CHOOSE,
@@ -55,7 +55,6 @@ from flwr_perdl.clients._clusters import (
     MEASURE,
     MOST_FITS,
     N_FITS,
-    for_evaluations,
 )
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import LEFT_OUT, keep_supported
@@ -75,17 +74,19 @@ from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.combine import Combine, stack_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import Reply, Scalar, check_group, scalars, to_record
+from flwr_perdl.protocol.records import (
+    Reply,
+    Scalar,
+    check_group,
+    check_shapes,
+    for_evaluations,
+    scalars,
+    to_record,
+)
 from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression.updates import (
-    choose_anchors,
-    find_supported_groups,
-    nested_groups,
-    perturb,
-    smallest_as_good,
-)
+from flwr_perdl.regression import updates
 from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
@@ -228,7 +229,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
-    evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
+    protocol_name = CLUSTERED
     _before_model = (LABELS,)
 
     privacy: Noise | None
@@ -386,7 +387,7 @@ class ClusteredFedAvg(ModelStrategy):
         moved = [i for i, (name, array) in enumerate(names) if not is_plain(name, array)]
         fixed = [fixed_entries(model[i]) for i in moved]
         own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
-        drawn = perturb(own, k, spawn(self.options.seed, SERVER, 0))
+        drawn = updates.perturb(own, k, spawn(self.options.seed, SERVER, 0))
         for i, stack, entries in zip(moved, drawn, fixed, strict=True):
             stacks[i] = settled(stack, stacks[i], entries)
         return stacks
@@ -399,7 +400,7 @@ class ClusteredFedAvg(ModelStrategy):
             stacks,
             self._config(),
             state,
-            partial(_check_losses, len(stacks[0])),
+            partial(check_shapes, [(len(stacks[0]),)]),
             model=[stack[:1] for stack in stacks],  # the mean of all
             most=len(stacks[0]),
         )
@@ -411,7 +412,7 @@ class ClusteredFedAvg(ModelStrategy):
                 "clients only."
             )
         robust = self.robust != "mean"
-        k = smallest_as_good(np.stack(losses), robust)
+        k = updates.smallest_as_good(np.stack(losses), robust)
         groups, sizes = np.unique(state[_GROUPS][:, k], return_counts=True)
         if robust and sizes.max() > 1:
             groups = groups[sizes > 1]
@@ -465,19 +466,17 @@ class ClusteredFedAvg(ModelStrategy):
             if 2 * k * len(own) < len(replies):
                 replies.note(FEW, dict.fromkeys(own, 1.0))
                 if first:
+                    names = ", ".join(map(self._running().roster.label, own)) or "none"
                     log(
                         WARNING,
                         "Cluster %d is chosen by %d of %d clients (%s): a small group, or "
                         "malicious clients.",
-                        *(j, len(own), len(replies), ", ".join(map(self._label, own)) or "none"),
+                        *(j, len(own), len(replies), names),
                     )
-
-    def _label(self, partition: int) -> str:
-        return self._running().roster.label(partition)
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
-        config: dict[str, Scalar] = {CLUSTERED: True}
+        config: dict[str, Scalar] = {}
         if self.proximal_mu is not None:
             config |= {"proximal-mu": self.proximal_mu, "proximal_mu": self.proximal_mu}
         if self._evaluate_config is not None:
@@ -499,16 +498,16 @@ class ClusteredFedAvg(ModelStrategy):
         if robust:
             n = 1 if self.k == _AUTO else most
             kept = keep_supported(changes)
-            kept = kept[find_supported_groups(changes[kept], n)]
+            kept = kept[updates.find_supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(LEFT_OUT, dict.fromkeys(alone, 1.0))
             changes, partitions = changes[kept], partitions[kept]
         most = min(most, len(changes))
         if self.start_from == "anchors":
-            anchors = partitions[choose_anchors(changes, most, robust)].tolist()
+            anchors = partitions[updates.choose_anchors(changes, most, robust)].tolist()
             return _state(stack_models([replies[partition].arrays for partition in anchors]))
-        groups = nested_groups(changes, most)
+        groups = updates.nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
         # could not tell that it has several.
@@ -547,12 +546,3 @@ def _state(
         _ROUND: np.array(round_),
         _CHOSEN: np.array(rows, dtype=np.int64).reshape(-1, 3),
     }
-
-
-# Checks of replies ----------------------------------------------------------------------------
-
-
-def _check_losses(n_models: int, reply: Reply) -> None:
-    """Accept a loss for each model."""
-    if [array.shape for array in reply.arrays] != [(n_models,)]:
-        raise ValueError(f"wrong shape: {n_models} losses are asked for")

@@ -59,6 +59,7 @@ import numpy as np
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import (
     ATOMS,
+    PERMA,
     REFINE_STEPS,
     SENDS,
     START,
@@ -80,7 +81,7 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
+from flwr_perdl.protocol.records import ANEW, Reply, Scalar, check_shapes, scalars
 from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
@@ -88,7 +89,6 @@ from flwr_perdl.strategies._dictionaries import (
     are_orthonormal,
     atoms_kind,
     check_dictionary,
-    check_shape,
     given_atoms,
     is_orthogonal,
     with_enough,
@@ -190,6 +190,7 @@ class PerMA(ProtocolStrategy):
     (2, 6)
     """
 
+    protocol_name = PERMA
     flags = (ANEW, "orthogonal")
     privacy: Noise | None
 
@@ -344,7 +345,7 @@ class PerMA(ProtocolStrategy):
         """Accept an update of the shape that is asked for."""
         if not self._only_sums:
             orthogonal = is_orthogonal(reply)
-        check_shape(self._shape(atoms, orthogonal), reply)
+        check_shapes([self._shape(atoms, orthogonal)], reply)
 
     def _shape(self, atoms: Matrix, orthogonal: bool) -> tuple[int, int]:
         """Return the shape of an update's reply."""
