@@ -271,7 +271,7 @@ def read_local_steps(request: StepRequest) -> int:
     return check_count(LOCAL_STEPS, request.config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)
 
 
-def doubts(X: Matrix, n_atoms: int) -> list[str]:
+def data_warnings(X: Matrix, n_atoms: int) -> list[str]:
     """Return what is odd about the samples of a client with so many atoms, and what to do then."""
     n = int(np.count_nonzero(observed(X).any(axis=1)))
     zeros = "mostly samples of zeros: leave them out"

@@ -38,7 +38,7 @@ from flwr_perdl.clients.dictionary import (
     LearnerClient,
     LearnerOptions,
     atom_counts,
-    doubts,
+    data_warnings,
     mean_square,
     read_local_steps,
 )
@@ -195,7 +195,7 @@ class DictionaryClient(LearnerClient):
         D = self.first_dictionary(request)
         C = self.learner.code(X, D)
         error = mean_square(X - reconstruct(C, D))
-        if self.warns and (odd := doubts(self.X, len(D))):
+        if self.warns and (odd := data_warnings(self.X, len(D))):
             log(WARNING, "This client has %s.", "; and ".join(odd))
         allowed = self.may_send(C, observed(X))
         sent = D[allowed]

@@ -36,17 +36,7 @@ from flwr_perdl.core.aggregate import clip_factors, keep_consistent, keep_suppor
 from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_real
 from flwr_perdl.regression import moments
 from flwr_perdl.regression.losses import SQUARED
-from flwr_perdl.regression.phases import (
-    Answers,
-    Ask,
-    Descent,
-    Exchanges,
-    MomentDescent,
-    Refining,
-    State,
-    TwoPhase,
-    sent_options,
-)
+from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, State, TwoPhase
 
 # What was tuned on settings C.1-C.3. A sketch has so many columns beyond twice the number of
 # models, which makes two products as good as an eigendecomposition; an anchor has so many points
@@ -123,9 +113,9 @@ def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
     how = settings.phase_1
     while True:  # line 6
         while state.products < how.n_products:
-            answers, rng = yield _ask_products(how, state)  # line 8
+            answers, rng = yield _ask_products(settings, state)  # line 8
             state = _add_products(settings, state, answers, rng)  # line 9
-        answers, rng = yield _ask_estimates(how, state)  # line 10
+        answers, rng = yield _ask_estimates(settings, state)  # line 10
         state = _take_estimates(state, answers)  # lines 11-15
         if state.iteration == how.n_iterations or not len(state.thetas):
             return _find_models(settings, state)  # line 16
@@ -133,13 +123,13 @@ def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
         state = replace(state, products=0, columns=moments.sketch(h, d, width + _OVERSAMPLING, rng))
 
 
-def _ask_products(how: MomentDescent, state: Descent) -> Ask:
+def _ask_products(settings: TwoPhase, state: Descent) -> Ask:
     """Line 8: the anchors' estimates, without names, and the columns to multiply with."""
     arrays = state.thetas[None], state.columns, state.centers
     # By turns, for an estimate that is not symmetric: Algorithm 3 has the transpose first, we last.
     turn = {"variance": state.variance, "transpose": state.products % 2}
-    options = sent_options(how, "moment") | turn
-    noise = how.perturbation if len(state.anchors) else 0.0  # Remark 2
+    options = settings.sent_options("moment") | turn
+    noise = settings.phase_1.perturbation if len(state.anchors) else 0.0  # Remark 2
     return Ask("moment", arrays, options, noise=noise, shape=state.columns.shape, state=state)
 
 
@@ -162,11 +152,11 @@ def _add_products(
         U = moments.symmetric_subspace(state.columns, product, k)
     else:
         U = moments.left_subspace(state.columns, product, int(settings.n_clusters))
-    return _choose_anchors(how, replace(state, columns=U), answers, rng)
+    return _choose_anchors(settings, replace(state, columns=U), answers, rng)
 
 
 def _choose_anchors(
-    how: MomentDescent, state: Descent, answers: Answers, rng: np.random.Generator
+    settings: TwoPhase, state: Descent, answers: Answers, rng: np.random.Generator
 ) -> Descent:
     """Line 3: who has points enough for its subspace; drawn among these where asked for.
 
@@ -177,18 +167,19 @@ def _choose_anchors(
     dimensions = state.columns.shape[2]
     enough = points[min(_ANCHORS_PER_DIMENSION * dimensions, len(points)) - 1]
     state = replace(state, min_points=int(min(_POINTS_PER_DIMENSION * dimensions, enough)))
-    if how.n_anchors is None or state.iteration > 0:
+    wanted = settings.phase_1.n_anchors
+    if wanted is None or state.iteration > 0:
         return state
     able = answers.partitions[answers.n_samples >= state.min_points]
-    chosen = rng.choice(able, min(how.n_anchors, len(able)), replace=False)
+    chosen = rng.choice(able, min(wanted, len(able)), replace=False)
     return replace(state, anchors=chosen, moved=np.zeros(len(chosen), dtype=bool))
 
 
-def _ask_estimates(how: MomentDescent, state: Descent) -> Ask:
+def _ask_estimates(settings: TwoPhase, state: Descent) -> Ask:
     """Line 10: each anchor its subspace and last estimate, others nothing."""
     arrays = state.thetas, state.columns, state.centers
     who = {"variance": state.variance, "min_points": state.min_points}
-    options = sent_options(how, "anchors") | who
+    options = settings.sent_options("anchors") | who
     ask = Ask("anchors", arrays, options, shape=(state.thetas.shape[1] + 1,), state=state)
     if not len(state.anchors):  # all start from one point: anybody with points enough is an anchor
         return ask
@@ -343,7 +334,7 @@ def _largest_ratio(heights: Matrix, most: int) -> int:
 def one_shot(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
     """Instead of Phase 1: k-means of what all clients estimate alone (Ghosh et al., 2019)."""
     k = int(settings.n_clusters)
-    answers, rng = yield _ask_estimates(settings.phase_1, state)
+    answers, rng = yield _ask_estimates(settings, state)
     estimates = answers.stack[answers.stack[:, 0] > 0, 1:]
 
     def group(own: Matrix) -> NDArray[np.intp]:

@@ -42,15 +42,7 @@ from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.regression.fedmd import misfit_bound, nearest_group, start_descent
 from flwr_perdl.regression.losses import Loss, SquaredLoss, check_points, of_stacks
 from flwr_perdl.regression.moments import moment_step
-from flwr_perdl.regression.phases import (
-    Answers,
-    Ask,
-    Descent,
-    Exchanges,
-    Refining,
-    TwoPhase,
-    sent_options,
-)
+from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, TwoPhase
 
 # What was tuned on settings C.1-C.3, and for the acceleration on features with condition number
 # 1e4; for the checks of the models also with noise from 0 to 1, clusters of 5 %, and 10 points per
@@ -195,7 +187,7 @@ def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
 def fedx(settings: TwoPhase, state: Refining) -> Exchanges[Descent]:
     """Phase 2, until there are clients that no model fits, for which Phase 1 is to find models."""
     phase = settings.phase_2
-    work = sent_options(phase, "update") | {"step_size": state.step_size}
+    work = settings.sent_options("update") | {"step_size": state.step_size}
     while True:  # line 4
         ahead = state.centers
         if phase.momentum:  # Nesterov's point: the models, carried on along their last movement

@@ -111,12 +111,6 @@ def reject_unused(options: Any, where: str, *names: str, **harmless: Any) -> Non
             )
 
 
-def sent_options(options: Any, step: Step) -> dict[str, Any]:
-    """Return the options that the requests of a step carry."""
-    names = [own.name for own in fields(options) if own.metadata["sent"] == step]
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
 @dataclass(frozen=True, kw_only=True)
 class MomentDescent:
     """Phase 1: coarse models from any start.
@@ -227,16 +221,13 @@ class Refinement:
 
 #: The defaults.
 DESCENT, REFINEMENT = MomentDescent(), Refinement()
+_SENT = [own for own in (*fields(MomentDescent), *fields(Refinement)) if own.metadata["sent"]]
 #: The rules of what a request carries: of the options that are sent, and of what the server finds.
 RULES: dict[str, Rule] = {
     "variance": partial(checks.check_real, low=0),
     "min_points": check_count,
     "transpose": checks.check_flag,
-    **{
-        own.name: own.metadata["rule"]
-        for own in (*fields(MomentDescent), *fields(Refinement))
-        if own.metadata["sent"]
-    },
+    **{own.name: own.metadata["rule"] for own in _SENT},
 }
 
 
@@ -358,6 +349,12 @@ class TwoPhase:
         """Whether models may be dropped, merged and added."""
         alone = self.n_clusters != "auto" and n_clusters == 1
         return self.phase_2.check_every > 0 and not alone and self.start != "one-shot"
+
+    def sent_options(self, step: Step) -> dict[str, Any]:
+        """Return the options of the phases that the requests of a step carry."""
+        values = vars(self.phase_1) | vars(self.phase_2)
+        names = [own.name for own in _SENT if own.metadata["sent"] == step]
+        return {name: values[name] for name in names if values[name] is not None}
 
     @property
     def most_clusters(self) -> int:

@@ -22,16 +22,7 @@ from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_d
 from flwr_perdl.regression.fedx import fedx, update
 from flwr_perdl.regression.losses import SQUARED, Loss, of_stacks
 from flwr_perdl.regression.moments import random_models
-from flwr_perdl.regression.phases import (
-    Answers,
-    Ask,
-    Descent,
-    Exchanges,
-    Refinement,
-    Refining,
-    State,
-    TwoPhase,
-)
+from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, State, TwoPhase
 
 #: Clients whose curvature is above this many times the median do not count for the step size.
 _STEEP = 10
@@ -143,7 +134,7 @@ def _prepare(
         centers = random_models(int(settings.n_clusters), d, rng)
     known = State(
         centers=centers,
-        step_size=phase.step_size or _find_step_size(phase, curvature[likely], n[likely]),
+        step_size=phase.step_size or _find_step_size(settings, curvature[likely], n[likely]),
         power=max(power, 1e-300),
         steep=answers.partitions[~likely & ruins],
     )
@@ -154,13 +145,13 @@ def _prepare(
     return start_descent(settings, known, rng)
 
 
-def _find_step_size(phase: Refinement, curvature: Matrix, n_samples: Matrix) -> float:
+def _find_step_size(settings: TwoPhase, curvature: Matrix, n_samples: Matrix) -> float:
     """Return the step size of which all local steps together come to ``work`` over the curvature.
 
     It is that of any client but those that hold the last tenth of the points; gradient steps are
     stable at all clients.
     """
-    order = np.argsort(curvature, kind="stable")
+    phase, order = settings.phase_2, np.argsort(curvature, kind="stable")
     held = np.cumsum(n_samples[order]) / n_samples.sum()
     typical = float(curvature[order][np.argmax(held >= _TYPICAL)])
     if typical <= 0:

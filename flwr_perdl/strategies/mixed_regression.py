@@ -45,14 +45,7 @@ from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
-from flwr_perdl.regression.phases import (
-    DESCENT,
-    REFINEMENT,
-    Answers,
-    Ask,
-    State,
-    reject_unused,
-)
+from flwr_perdl.regression.phases import DESCENT, REFINEMENT, Answers, Ask, State, reject_unused
 
 _COUNT = "rounds"
 
