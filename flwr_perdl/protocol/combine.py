@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,10 +25,7 @@ from flwr_perdl.core.models import (
     is_float,
     stack_changes,
 )
-from flwr_perdl.protocol.records import Reply, check_group, check_shapes
-
-if TYPE_CHECKING:
-    from flwr_perdl.protocol.request import Replies
+from flwr_perdl.protocol.records import Replies, Reply, check_group, check_shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ import numpy as np
 from flwr_perdl.clients.perma import CHOOSE, HELD_OUT
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import Reply, Scalar
-from flwr_perdl.protocol.request import Replies, Request, State
+from flwr_perdl.protocol.records import Replies, Reply, Scalar
+from flwr_perdl.protocol.request import Request, State
 from flwr_perdl.strategies._dictionaries import atoms_kind, atoms_of, is_orthogonal
 
 #: Which shares of a client's atoms are tried, in how many rounds at most, and how the state calls

@@ -12,8 +12,7 @@ import numpy as np
 
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.request import Replies
+from flwr_perdl.protocol.records import Replies, Reply
 
 #: By default a client may send at most this many times the median number of atoms, and never more
 #: than `MOST_ATOMS`: the work of the matching round grows with the square of these numbers.

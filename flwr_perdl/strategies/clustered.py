@@ -75,6 +75,7 @@ from flwr_perdl.protocol.combine import Combine, stack_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import (
+    Replies,
     Reply,
     Scalar,
     check_group,
@@ -84,7 +85,7 @@ from flwr_perdl.protocol.records import (
     to_record,
 )
 from flwr_perdl.protocol.report import summarized
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import updates
 from flwr_perdl.strategies._models import (

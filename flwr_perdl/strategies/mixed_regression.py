@@ -39,8 +39,8 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, spelled
-from flwr_perdl.protocol.records import Reply, check_group
-from flwr_perdl.protocol.request import Protocol, Replies, Request
+from flwr_perdl.protocol.records import Replies, Reply, check_group
+from flwr_perdl.protocol.request import Protocol, Request
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn

@@ -81,8 +81,8 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Reply, Scalar, check_shapes, scalars
-from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
+from flwr_perdl.protocol.records import ANEW, Replies, Reply, Scalar, check_shapes, scalars
+from flwr_perdl.protocol.request import Channel, Protocol, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (

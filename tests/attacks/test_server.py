@@ -26,8 +26,7 @@ from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.network import Topology
 from flwr_perdl.protocol import compat, records
-from flwr_perdl.protocol.records import Reply, read_parts, read_reply
-from flwr_perdl.protocol.request import Replies
+from flwr_perdl.protocol.records import Replies, Reply, read_parts, read_reply
 from flwr_perdl.regression import Answers, TwoPhase, two_phases
 from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
