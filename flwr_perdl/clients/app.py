@@ -20,7 +20,7 @@ from flwr_perdl.clients._handlers import (
     within,
 )
 from flwr_perdl.clients.base import Member, identify, private_shelf
-from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED, DiffusionClient, pins_keys
+from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, DiffusionClient
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
 from flwr_perdl.clients.ditto import DITTO, answer_ditto
 from flwr_perdl.clients.keep_private import (
@@ -34,15 +34,17 @@ from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
-from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
-from flwr_perdl.protocol.compat import has_handler, is_legacy, like, mods_of
+from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
+from flwr_perdl.protocol.compat import SECAGG, has_handler, is_legacy, like, mods_of
 from flwr_perdl.protocol.records import (
     CONFIG,
     DEFAULT,
     NO_EVALUATE,
     PARTITION_ID,
+    PINNED_KEYS,
     PRIVATE,
+    PROMISE,
+    SEALED,
     UNCOUNTED,
     Scalar,
     directed,
@@ -207,7 +209,7 @@ class AnsweringApp(ClientApp):
         kind, action = route_of(message)
         try:
             if action != DEFAULT:  # nothing here knows what an app's own actions send
-                if self._privacy or self._keep or pins_keys(context):
+                if self._privacy or self._keep or context.node_config.get(PINNED_KEYS):
                     raise ValueError(
                         f"the message's type must be {kind} alone for a client with privacy, "
                         f"private or pinned keys, got the action {action!r}."
@@ -219,6 +221,10 @@ class AnsweringApp(ClientApp):
                 answered = self._guarded(kind, message, context)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
+        except KeyError as error:
+            if error.args == (SECAGG,) and SECAGG not in message.content:
+                raise ValueError(OTHER_MOD) from error
+            raise
         reply: Any = directed(answered, message)
         answer: Message = reply
         return answer
@@ -233,7 +239,8 @@ class AnsweringApp(ClientApp):
         if kind == MessageType.TRAIN and says(message, AVERAGING):
             parts = partial(answer_averaging, keep=self._keep or self.own_keep)
             call = partial(self._answer_in_parts, parts)
-        elif pins_keys(context):  # besides, a DiffusionClient answers: with sealed messages alone
+        elif context.node_config.get(PINNED_KEYS):
+            # Besides, a DiffusionClient answers: with sealed messages alone.
             if kind == MessageType.EVALUATE or not says(message, SEALED):
                 raise ValueError(
                     "neighbour-keys in the node config must be left out for such a request: a node "
@@ -243,11 +250,11 @@ class AnsweringApp(ClientApp):
             call = partial(self._answer_in_parts, answer_clustered)
         elif says(message, DITTO):
             call = partial(self._answer_in_parts, answer_ditto)
-        if in_secure_round(message):
-            return masked(message, context, call, self._min_clients, self._own(context))
-        if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
-            call = partial(answer_noised, call_next=call, own=self._own(context))
-        return in_plain_round(message, context, call)
+        if kind == MessageType.TRAIN and (
+            self._privacy or SECAGG in message.content or says(message, PROMISE)
+        ):
+            return answer_for_sum(message, context, call, self._min_clients, self._own(context))
+        return call(message, context)
 
     def _own(self, context: Context) -> Own | None:
         """Return what the client insists on, and where it counts what it spends."""
@@ -368,7 +375,7 @@ class NumPyClientApp(AnsweringApp):
         arrays, config = read_request(message)
         client = self.made(context)
         first = isinstance(client, Member) and not arrays  # any other client would train
-        if self._secure and not first and not in_secure_round(message):
+        if self._secure and not first and SECAGG not in message.content:
             raise ValueError(
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."

@@ -28,7 +28,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS, check_samples, check_summed
-from flwr_perdl.privacy.withholding import Terms
+from flwr_perdl.privacy.withholding import SupportRule
 from flwr_perdl.protocol.records import ANEW, EVALUATE, Scalar
 from flwr_perdl.random import spawn
 
@@ -200,7 +200,7 @@ class LearnerClient(LimitedClient):
 
     def may_send(self, weights: Matrix, X: Matrix) -> NDArray[np.bool_]:
         """Return which of the sums ``weights.T @ X`` may leave this client."""
-        return Terms.of(weights, X).enough(self.min_support)
+        return SupportRule.count_rows(weights, X).allows(self.min_support)
 
     def result(
         self,
@@ -265,8 +265,8 @@ def read_local_steps(request: StepRequest) -> int:
     return check_count(LOCAL_STEPS, request.config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)
 
 
-def doubts(X: Matrix, n_atoms: int) -> list[str]:
-    """Return what is odd about the samples of a client with so many atoms, and what to do then."""
+def data_warnings(X: Matrix, n_atoms: int) -> list[str]:
+    """Return what is unusual about a client's samples for so many atoms, and what to do then."""
     n = int(np.count_nonzero(observed(X).any(axis=1)))
     zeros = "mostly samples of zeros: leave them out"
     few = "fewer samples than atoms, which may become copies of these: lower n_atoms or add samples"

@@ -19,13 +19,13 @@ from flwr.app import Context, Message
 from flwr_perdl.clients._clusters import configs_of
 from flwr_perdl.clients._handlers import Evaluated, Fitted, Handlers, NoEvaluateError
 from flwr_perdl.clients.base import INNER
-from flwr_perdl.clients.diffusion import SEALED, DiffusionClient
+from flwr_perdl.clients.diffusion import DiffusionClient
 from flwr_perdl.clients.keep_private import LEFT_OUT, KeepPrivate, matched
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.network.averaging import DiffusionAveraging
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
-from flwr_perdl.protocol.records import RUN, SEED, Scalar, encode, read_request, reply_to
+from flwr_perdl.protocol.records import RUN, SEALED, SEED, Scalar, encode, read_request, reply_to
 
 #: Marks the requests, and says as JSON: the learner's options, how late a message may be, and name,
 #: shape and dtype of every array of the model.

@@ -46,10 +46,12 @@ from flwr_perdl.protocol.report import History, RoundReport, in_words
 from flwr_perdl.protocol.request import (
     FAILED,
     REFUSED,
+    Channel,
     Lost,
     Promised,
     Protocol,
     State,
+    Summed,
     TooFewReplies,
 )
 from flwr_perdl.protocol.roster import settle
@@ -109,6 +111,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _wrappable: ClassVar[bool] = True
     #: What a run promises of privacy, for all of its sums; None: nothing.
     privacy: Promised | None = None
+    #: How what requests declare is summed, where the server is to get no single reply.
+    _sums: Callable[[Summed], Channel] | None = None
     #: What is added to the config of all evaluations.
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
     #: The names of the arrays that a request has before the model's.

@@ -64,7 +64,6 @@ from flwr_perdl.clients.diffusion import (
     FLOATS,
     ONLY_DIFFUSION,
     REJECTED,
-    SEALED,
     SHOW,
     STATE,
 )
@@ -87,7 +86,15 @@ from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.progress import observers
-from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
+from flwr_perdl.protocol.records import (
+    ANEW,
+    NUM_EXAMPLES,
+    SEALED,
+    Reply,
+    Scalar,
+    brief,
+    check_names,
+)
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy

@@ -11,6 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from flwr.common.secure_aggregation.quantization import dequantize, quantize
 from scipy.stats import beta, chi2, chisquare, norm
 
+from flwr_perdl.dictionary.bounded import bounded_statistics
 from flwr_perdl.privacy import Noise, PublicBasis
 from flwr_perdl.privacy.noise import (
     Release,
@@ -18,7 +19,6 @@ from flwr_perdl.privacy.noise import (
     noise_multiplier,
     spent,
 )
-from flwr_perdl.privacy.noised_client import bounded_statistics
 
 N_TRIALS = 100_000
 

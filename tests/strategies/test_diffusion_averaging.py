@@ -18,7 +18,6 @@ from numpy.testing import assert_array_equal as assert_same_bits
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app, keep_private
-from flwr_perdl.clients.diffusion import SEALED
 from flwr_perdl.clients.diffusion_averaging import AVERAGING
 from flwr_perdl.network import (
     CombinationMatrix,
@@ -33,6 +32,7 @@ from flwr_perdl.network import (
 from flwr_perdl.network import DiffusionAveraging as Learner
 from flwr_perdl.network.averaging import METHODS
 from flwr_perdl.network.messages import Delivery
+from flwr_perdl.protocol.records import SEALED
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
