@@ -150,22 +150,16 @@ class SecureMean:
         return good, missing | lost
 
     def _gather(
-        self,
-        grid: Grid,
-        sent: Sent,
-        n_clients: int,
-        round_: int,
-        limits: Limits,
-        timeout: float | None,
+        self, grid: Grid, sent: Sent, n: int, round_: int, limits: Limits, timeout: float | None
     ) -> tuple[dict[int, Reply], dict[int, Lost], set[int]]:
-        """Return what `gather` does, and who made clients that were there lose their sum."""
+        """Return what `gather` does of ``n`` clients, and who made those that were there lose it."""
         if len(sent) < 2:
             alone = Lost(FAILED, "a sum over one client hides nothing")
             return {}, {partition: alone for partition, _ in sent}, set()
         # Flower's workflow knows nodes, and reports speak of partitions.
         asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
         state, exchanges = secagg_server().WorkflowState(), _Exchanges(grid, self.shape, limits)
-        workflow, reason = self._workflow(len(sent), n_clients, timeout), ""
+        workflow, reason = self._workflow(len(sent), n, timeout), ""
         try:
             results = _run(workflow, exchanges, state, asked, round_, self.min_clients)
         except Exception as error:  # a client's keys or shares that Flower's code cannot read

@@ -214,8 +214,9 @@ class Summed(NamedTuple):
     start : sequence of ndarray
         The arrays of a reply: their shapes and dtypes and, of changes, what they begin from.
     of : {"sums", "changes", "rows"}, default "sums"
-        The arrays themselves; their changes from ``start``, of floats alone; or changes of rows,
-        where a row of zeros stands for no change.
+        With noise: the arrays themselves; their changes from ``start``, of floats alone; or changes
+        of rows, where a row of zeros stands for no change. A secure sum without noise is of one
+        array, itself.
     skip : int, default 0
         So many first columns of each array are no part of the sum.
     norm : float, default 1.0
