@@ -97,8 +97,8 @@ class PublicBasis:
         projected: Matrix = X @ self.matrix.T.astype(X.dtype)
         return projected
 
-    def lift(self, rows: Matrix) -> Matrix:
+    def lift(self, atoms: Matrix) -> Matrix:
         """Return a model's rows, such as atoms, in the samples' own space; norms stay."""
-        rows = check_array("rows", rows, columns=len(self.matrix))
-        lifted: Matrix = rows @ self.matrix.astype(rows.dtype)
+        atoms = check_array("atoms", atoms, columns=len(self.matrix))
+        lifted: Matrix = atoms @ self.matrix.astype(atoms.dtype)
         return lifted

@@ -224,7 +224,7 @@ class Release(NamedTuple):
         """The standard deviation of the sum's noise if just ``n_required`` clients answer."""
         return self.step * self.share * sqrt(self.n_required)
 
-    def noised(self, values: Matrix, rng: np.random.Generator | None = None) -> Matrix:
+    def add_noise(self, values: Matrix, rng: np.random.Generator | None = None) -> Matrix:
         """Return a client's sum in steps of the grid, with the client's share of the noise.
 
         Parameters

@@ -163,7 +163,7 @@ def answer_noised(
     values = _summand(promise, arrays, message, lambda: call_next(message, context))
     context.state[_SPENT] = spent  # the client may have put another state in its place
     if distributed:
-        values = release.noised(values, _generator(own))
+        values = release.add_noise(values, _generator(own))
     return reply_to(message, [values], 1, {})
 
 

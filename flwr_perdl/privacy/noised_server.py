@@ -113,7 +113,7 @@ class NoisedSum:
         self, grid: Grid, sent: Sent, round_: int, *, limits: Limits, timeout: float | None
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Return the noised mean in place of each reply, and who is not in it."""
-        gather = self._masked if self._distributed else self._plain
+        gather = self._gather_masked if self._distributed else self._gather_plain
         # Written before a sum is opened: a crash may cost budget, and never gives some back.
         self._spend(1)
         total, there, lost = gather(grid, sent, round_, limits, timeout)
@@ -124,7 +124,7 @@ class NoisedSum:
         sigma = self._release(len(sent)).sigma
         if self._distributed:  # more shares than are needed
             sigma *= sqrt(len(there) / self.n_required)
-        arrays = self._finished(total, sigma, len(there))
+        arrays = self._finish_sum(total, sigma, len(there))
         noise, (rounds, done) = self.noise, (int(self.kept[name]) for name in (_ROUNDS, _SPENT))
         epsilon = spent(noise_multiplier(noise.epsilon, noise.delta, rounds), noise.delta, done)
         metrics = {"clip": noise.clip, "sigma": sigma, "epsilon": epsilon}
@@ -136,7 +136,7 @@ class NoisedSum:
         if self.save is not None:
             self.save()
 
-    def _masked(
+    def _gather_masked(
         self, grid: Grid, sent: Sent, round_: int, limits: Limits, timeout: float | None
     ) -> tuple[Matrix, list[int], dict[int, Lost]]:
         """Return the sum of the clients' noised replies, who is in it, and why others are not."""
@@ -146,7 +146,7 @@ class NoisedSum:
         means = [reply.arrays[0] for reply in good.values()]
         return release.read(len(good) * means[0]) if good else np.zeros(0), list(good), lost
 
-    def _plain(
+    def _gather_plain(
         self, grid: Grid, sent: Sent, round_: int, limits: Limits, timeout: float | None
     ) -> tuple[Matrix, list[int], dict[int, Lost]]:
         """Return the clients' sum with the server's noise, who is in it, and why others are not."""
@@ -156,7 +156,7 @@ class NoisedSum:
         total = np.zeros(self._size)
         for partition in sorted(good):
             total += good[partition].arrays[0]
-        noised = release.read(release.noised(total, None if rng is None else rng()))
+        noised = release.read(release.add_noise(total, None if rng is None else rng()))
         return noised, sorted(good), lost
 
     def _read(self, limits: Limits, reply: Message) -> Reply:
@@ -165,7 +165,7 @@ class NoisedSum:
         check_shapes([(self._size,)], read)
         return read
 
-    def _finished(self, total: Matrix, sigma: float, n_clients: int) -> list[Matrix]:
+    def _finish_sum(self, total: Matrix, sigma: float, n_clients: int) -> list[Matrix]:
         """Return what the protocol goes on with: all that is done here costs no privacy."""
         summed, earlier = self.summed, self.summed.earlier
         if earlier:
@@ -174,7 +174,7 @@ class NoisedSum:
         ends = np.cumsum([part.size for part in self._parts])[:-1]
         parts = iter(np.split(total / n_clients, ends))
         arrays = [
-            _finish(old, next(parts) if is_summed(summed.of, old) else None, summed)
+            _restore(old, next(parts) if is_summed(summed.of, old) else None, summed)
             for old in summed.start
         ]
         if summed.finish is not None:
@@ -200,7 +200,7 @@ class NoisedSum:
         return self._promise(n_clients).release
 
 
-def _finish(old: Matrix, mean: Matrix | None, summed: Summed) -> Matrix:
+def _restore(old: Matrix, mean: Matrix | None, summed: Summed) -> Matrix:
     """Return an array of the replies' mean, or as it was where it is not summed."""
     if mean is None:
         return old

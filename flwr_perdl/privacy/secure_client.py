@@ -44,11 +44,11 @@ def answer_for_sum(
     """Answer a request to train whose reply is a part of a sum, secure, with noise, or both."""
     # Of "train.default" Flower's mod masks nothing: an app of client_app makes it "train" before.
     if SECAGG in message.content:
-        return _masked(message, context, call_next, min_clients, own)
+        return _take_step(message, context, call_next, min_clients, own)
     return answer_noised(message, context, call_next, own)
 
 
-def _masked(
+def _take_step(
     message: Message, context: Context, call_next: Handler, min_clients: int, own: Own | None
 ) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked.

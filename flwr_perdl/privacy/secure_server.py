@@ -152,7 +152,7 @@ class SecureMean:
     def _gather(
         self, grid: Grid, sent: Sent, n: int, round_: int, limits: Limits, timeout: float | None
     ) -> tuple[dict[int, Reply], dict[int, Lost], set[int]]:
-        """Return what `gather` does of ``n`` clients, and who made those that were there lose it."""
+        """Return what `gather` does of ``n`` clients, and who made those there lose it."""
         if len(sent) < 2:
             alone = Lost(FAILED, "a sum over one client hides nothing")
             return {}, {partition: alone for partition, _ in sent}, set()
