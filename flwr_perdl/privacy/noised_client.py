@@ -41,6 +41,7 @@ from flwr_perdl.protocol.records import (
     ROUND,
     RUN,
     Limits,
+    OtherClientError,
     error_of,
     read_reply,
     read_request,
@@ -185,7 +186,7 @@ def _summand(
         found, bound = _read(promise, given, message, call())
         if found.shape == values.shape:
             values = found if by_sample else _clip(found, promise.clip)
-    except KeyboardInterrupt:  # the operator's, not the data's
+    except (KeyboardInterrupt, OtherClientError):  # not the data's
         raise
     # SystemExit and the panics of extension modules, which are no Exception, may depend on the
     # data as any error may.

@@ -57,7 +57,15 @@ from typing import Literal, Unpack
 import numpy as np
 
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
-from flwr_perdl.clients.perma import ATOMS, REFINE_STEPS, SENDS, START, STATISTICS, UPDATE
+from flwr_perdl.clients.perma import (
+    ATOMS,
+    PERMA,
+    REFINE_STEPS,
+    SENDS,
+    START,
+    STATISTICS,
+    UPDATE,
+)
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.core.robust import CAP
 from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
@@ -184,6 +192,7 @@ class PerMA(ProtocolStrategy):
     (2, 6)
     """
 
+    protocol_name = PERMA
     flags = (ANEW, "orthogonal")
     privacy: Noise | None
 
