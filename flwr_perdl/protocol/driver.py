@@ -462,7 +462,9 @@ class Conversation:
 
     def _ask(self, request: object) -> None:
         """Take up what the protocol asks next."""
-        asked = check_request(request)
+        asked, sums = check_request(request), self._strategy._sums
+        if asked.summed is not None and sums is not None:
+            asked = check_request(asked._replace(secure=sums(asked.summed)))
         if asked.secure is not None:
             least = self.options.min_clients
             channel = asked.secure.begin(
