@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled
+from flwr_perdl.core.support import Needs, check_support
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.options import (
@@ -110,6 +111,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     protocol_name: ClassVar[str] = ""
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
     labels: ClassVar[tuple[str, ...]] = ()
+    #: What it does not support, and why: options, and what docs/which-algorithm.md's table has.
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    #: What options need of others.
+    needs: ClassVar[tuple[Needs, ...]] = ()
     #: Whether another strategy's `start` may call this one's steps.
     _wrappable: ClassVar[bool] = True
     #: What a run promises of privacy, for all of its sums; None: nothing.
@@ -128,6 +133,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
         known = [*own, *ServerOptions.__annotations__]
         inside = {**spelled("server", ServerSettings), **self._inside}
+        check_support(type(self).__name__, options, self.unsupported)
         refuse_unknown(type(self).__name__, options, known, inside)
         self._options = Options.of(options)
         self._conversation: Conversation | None = None

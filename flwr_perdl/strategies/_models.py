@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import WARNING
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
+from flwr_perdl.core.support import OLD, SECURE
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
@@ -155,6 +156,13 @@ class Yogi(Adam):
 
 class ModelStrategy(ProtocolStrategy):
     """A strategy that averages models of any kind, and may take a step along the mean change."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "secure": SECURE,
+        "privacy": "no bound of a client's change is declared: use Flower's LocalDpMod",
+        "remember": OLD,
+        "clusters": "one model is for all: use ClusteredFedAvg",
+    }
 
     def __init__(
         self,

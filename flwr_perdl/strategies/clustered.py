@@ -40,7 +40,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from typing import Any, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -68,6 +68,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
+from flwr_perdl.core.support import JUDGED, OLD, SECURE, Needs, check_support
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.combine import Combine, stack_models
@@ -227,6 +228,11 @@ class ClusteredFedAvg(ModelStrategy):
     >>> strategy = ClusteredFedAvg("auto", max_clusters=6, choose_every=5)
     """
 
+    unsupported: ClassVar = {"secure": SECURE, "remember": OLD}
+    needs = (
+        Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
+        Needs(("privacy",), "robust", (False, "mean"), JUDGED),
+    )
     flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
     protocol_name = CLUSTERED
@@ -251,12 +257,8 @@ class ClusteredFedAvg(ModelStrategy):
         super().__init__(optimizer, robust, **options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
-        if privacy is not None and (self.k != 1 or self.robust != "mean"):
-            raise ValueError(
-                "k must be 1 and robust False with privacy, since which cluster a client chooses "
-                "depends on its data, and noise is on sums, got "
-                f"k={k!r} and robust={robust!r}."
-            )
+        given = {"k": k, "robust": robust, "privacy": privacy}
+        check_support("ClusteredFedAvg", given, needs=self.needs)
         self.start_from = check_choice("start", start, STARTS)
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
+from flwr_perdl.core.support import Needs, check_support
 from flwr_perdl.network.averaging import Averaged
 from flwr_perdl.network.averaging import DiffusionAveraging as Learner
 from flwr_perdl.network.combine import Run
@@ -110,6 +111,13 @@ class DiffusionAveraging(NeighborRelay):
     """
 
     protocol_name = AVERAGING
+    unsupported: ClassVar = {
+        "secure": "no server sums: sealed hides the messages from it",
+        "privacy": "neighbors receive a node's own model, not a sum",
+        "remember": "staleness says for how long a neighbor's message counts",
+        "clusters": "all nodes agree on one model",
+    }
+    needs = (Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),)
 
     def __init__(
         self,
@@ -142,11 +150,8 @@ class DiffusionAveraging(NeighborRelay):
             max_magnitude=self.options.max_magnitude,
         )
         self.shows_models = check_flag("shows_models", shows_models)
-        if shows_models and sealed:
-            raise ValueError(
-                "shows_models must be False with sealed=True, where the server learns no model, "
-                f"got {shows_models}."
-            )
+        given = {"shows_models": shows_models, "sealed": sealed}
+        check_support("DiffusionAveraging", given, needs=self.needs)
         self._names: list[str] = []
         self._initial: list[Matrix] = []
         self._learned: Averaged | None = None

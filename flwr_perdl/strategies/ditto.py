@@ -30,7 +30,7 @@ What each party receives:
 from __future__ import annotations
 
 from logging import WARNING
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from flwr.serverapp import Grid
 
@@ -111,6 +111,10 @@ class Ditto(ModelStrategy):
     """
 
     protocol_name = DITTO
+    unsupported: ClassVar = {
+        **ModelStrategy.unsupported,
+        "private": "each client has a whole model of its own: use PersonalizedFedAvg",
+    }
 
     def __init__(
         self,
@@ -147,10 +151,9 @@ class Ditto(ModelStrategy):
             return nodes
         who = keeping[0]
         sentence = (
-            f"clients of Ditto must keep nothing private, since each has a whole model of its own, "
-            f"got {roster.label(who)}, which keeps {roster.private[who]} "
-            f"({len(keeping)} of {len(nodes)} clients in all): take keep_private, or private= of "
-            "client_app, away, or use PersonalizedFedAvg."
+            f"clients of Ditto must keep nothing private, since {self.unsupported['private']}, got "
+            f"{roster.label(who)}, which keeps {roster.private[who]} ({len(keeping)} of "
+            f"{len(nodes)} clients in all)."
         )
         if len(nodes) - len(keeping) < self._options.min_clients:
             raise ValueError(sentence)

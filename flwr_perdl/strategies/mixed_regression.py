@@ -35,6 +35,7 @@ import numpy as np
 from flwr_perdl.clients.mixed_regression import MIXED_REGRESSION, OPTION, RegressionClient
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
+from flwr_perdl.core.support import JUDGED, OLD, SECURE, Needs, check_support
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
@@ -59,6 +60,14 @@ class _MixedRegression(ProtocolStrategy):
     """What the three strategies share: `two_phases` as a protocol."""
 
     protocol_name = MIXED_REGRESSION
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "secure": SECURE,
+        "privacy": "the models begin with estimates of single clients",
+        "remember": OLD,
+        "missing": "a linear model has no prediction without all features",
+        "batches": "clients are for few points each, held in memory",
+        "private": "a linear model is one array",
+    }
     labels = ("cluster",)
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
@@ -255,6 +264,14 @@ class FedX(_MixedRegression):
     """
 
     _takes_models = True
+    unsupported: ClassVar = {
+        k: v for k, v in _MixedRegression.unsupported.items() if k != "privacy"
+    }
+    needs = (
+        Needs(("privacy",), "n_clusters", (1,), "a client's cluster depends on its data"),
+        Needs(("privacy",), "step_size", (None,), "by default one client decides", never=True),
+        Needs(("privacy",), "robust", (False, "mean"), JUDGED),
+    )
 
     def __init__(
         self,
@@ -274,13 +291,8 @@ class FedX(_MixedRegression):
             how = replace(how, phase_2=replace(phase_2, momentum=False))
         super().__init__(how, options)
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
-        asked = n_clusters, phase_2.step_size is not None, how.robust
-        if privacy is not None and asked != (1, True, "mean"):
-            raise ValueError(
-                "n_clusters must be 1, the step_size of phase_2 given and robust False with "
-                "privacy, since all others depend on single clients' data, got "
-                f"n_clusters={n_clusters!r}, phase_2={phase_2!r} and robust={robust!r}."
-            )
+        given = {"n_clusters": n_clusters, "robust": robust, "privacy": privacy}
+        check_support("FedX", {**given, "step_size": phase_2.step_size}, needs=self.needs)
 
 
 class OneShotClustering(_MixedRegression):

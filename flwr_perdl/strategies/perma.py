@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from logging import WARNING
-from typing import Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import numpy as np
 
@@ -68,6 +68,7 @@ from flwr_perdl.clients.perma import (
 )
 from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
+from flwr_perdl.core.support import JUDGED, Needs, check_support
 from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
 from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
 from flwr_perdl.dictionary.atoms import merged_atoms
@@ -94,6 +95,8 @@ from flwr_perdl.strategies._dictionaries import (
 AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
 SUMS = ("statistics", "mean", "weighted")
+_SUMMED = "secure", "privacy"
+_NO_ERRORS = '"auto" compares errors of single clients, and 0 atoms have no sum'
 MATCHINGS = ("consensus", "paths")
 #: `PerMA.n_global` by name: the best on samples held out; on how many the clients agree.
 AUTO, AGREE = NAMED = "auto", "agree"
@@ -191,6 +194,15 @@ class PerMA(ProtocolStrategy):
 
     protocol_name = PERMA
     flags = (ANEW, "orthogonal")
+    unsupported: ClassVar = {"clusters": "its clients share one set of global atoms"}
+    needs = (
+        Needs(_SUMMED, "n_global", (AUTO, 0), _NO_ERRORS, never=True),
+        Needs(_SUMMED, "robust", (False,), JUDGED),
+        Needs(("secure",), "aggregation", SUMS, "others are of single updates"),
+        Needs(("privacy",), "aggregation", SUMS[:2], "noise does not cover numbers of samples"),
+        Needs(_SUMMED, "remember", (0,), "the server has no client's own contribution"),
+        Needs(("robust",), "aggregation", ("statistics",), "robust names the aggregation"),
+    )
     privacy: Noise | None
 
     def __init__(
@@ -216,37 +228,15 @@ class PerMA(ProtocolStrategy):
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
         rules = [rule for rule in METHODS if rule in RULES]
         self.aggregation = check_robust(robust, rules, ROBUST, plain=self.aggregation)
-        if robust and aggregation not in ("statistics", self.aggregation):
-            raise ValueError(
-                f"robust={robust!r} must come with aggregation={self.aggregation!r}, its own, got "
-                f"aggregation={aggregation!r}."
-            )
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
         self.privacy, self.secure = privacy, secure
         if privacy is not None or secure is not False:
             self._sums = sums_with(privacy, secure)
-        if self._only_sums:
-            name = "secure" if privacy is None else "privacy"
-            sums = SUMS if privacy is None else SUMS[:2]
-            if self.n_global == AUTO:
-                raise ValueError(
-                    f'n_global must be a number or "agree" with {name}, got "auto": its errors are '
-                    "single clients'."
-                )
-            if self.n_global == 0:
-                raise ValueError(f"n_global must be at least 1 with {name}, got 0: nothing to sum.")
-            if self.aggregation not in sums:
-                raise ValueError(
-                    f"{name} must come with an aggregation that needs a sum only ({', '.join(sums)}"
-                    f"), got aggregation={self.aggregation!r}."
-                )
-            if self.remember:
-                raise ValueError(
-                    f"{name} must come with remember=0, since the server has no client's own "
-                    f"contribution, got remember={self.remember}."
-                )
+        given = {"n_global": n_global, "robust": robust, "aggregation": aggregation}
+        given |= {"remember": remember, "secure": secure, "privacy": privacy}
+        check_support("PerMA", given, needs=self.needs)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
