@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.report import History, RoundReport
-from flwr_perdl.protocol.request import State
+from flwr_perdl.protocol.report import History, RoundReport, RunRecord
 
 #: Characters of a run's token in a checkpoint.
 _LONGEST_RUN = 64
@@ -29,60 +26,6 @@ _LONGEST_RUN = 64
 BY_PARTITION = ("metrics", "anomalies")
 #: What damaged content raises where it is read.
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
-
-
-@dataclass
-class Run:
-    """What a run has come to: all that a checkpoint holds.
-
-    Attributes
-    ----------
-    initial : list of str
-        Digests of the arrays that it began with.
-    array_names : list of str
-        The names of the model's arrays, where they have names.
-    model : list of ndarray
-        What evaluations and the result see.
-    state : mapping of str to ndarray, or None
-        From where the protocol goes on; None if it cannot.
-    finished : bool
-        Whether the protocol has returned the model.
-    token : str
-        What tells it from other runs.
-    done, evaluated : int
-        The last round that is finished, and the last that was evaluated.
-    history : list of RoundReport
-        A report per exchange.
-    names : dict of int to str
-        How reports call the clients.
-    server_metrics : dict of int to dict
-        The server's own evaluations, by round.
-    last : dict of int to (str, int, Reply)
-        The step, the round and the reply of each client's last good one (`Request.remember`).
-    kept : dict of str to ndarray
-        What the requests' channel keeps, such as what is spent of a budget.
-    """
-
-    initial: list[str]
-    array_names: list[str]
-    model: list[Matrix]
-    state: State | None = None
-    finished: bool = False
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    done: int = 0
-    evaluated: int = 0
-    history: History = field(default_factory=History)
-    names: dict[int, str] = field(default_factory=dict)
-    server_metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
-    last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
-    kept: dict[str, NDArray[Any]] = field(default_factory=dict)
-
-    @property
-    def named_model(self) -> dict[str, Matrix]:
-        """The model's arrays by name, or by number where they have no names."""
-        named = len(self.array_names) == len(self.model)
-        names = self.array_names if named else [f"{i:04d}" for i in range(len(self.model))]
-        return dict(zip(names, self.model, strict=True))
 
 
 class Checkpoints:
@@ -94,6 +37,8 @@ class Checkpoints:
         The folder, which is made when missing.
     identity : mapping
         What makes two runs the same run; a checkpoint of another one is refused.
+    initial : list of ndarray
+        What the run is begun with, possibly nothing; only their digests are saved.
     resume : bool
         Whether a run that is there goes on; otherwise there must be none.
 
@@ -103,8 +48,17 @@ class Checkpoints:
         If nothing can be written there, or it holds a run that is not to go on.
     """
 
-    def __init__(self, folder: str | Path, identity: Mapping[str, Any], *, resume: bool) -> None:
-        self.folder, self.identity, self.resume = Path(folder), identity, resume
+    def __init__(
+        self,
+        folder: str | Path,
+        identity: Mapping[str, Any],
+        initial: Sequence[Matrix],
+        *,
+        resume: bool,
+    ) -> None:
+        self.folder, self.resume = Path(folder), resume
+        self._identity = canonical_identity(identity)
+        self._initial: list[str] = canonical_identity({"": list(initial)})[""]
         self._journal: files.Journal | None = None
         self._noted = 0  # reports that are in the journal
         self._saves = False  # whether this process has saved a round
@@ -118,7 +72,7 @@ class Checkpoints:
                 "wants another folder."
             )
 
-    def save(self, run: Run) -> None:
+    def save(self, run: RunRecord) -> None:
         """Write a checkpoint of the state after the last finished round."""
         own = self.folder / f"history-{run.token}.jsonl"
         others = set(self.folder.glob("history-*.jsonl")) - {own}
@@ -143,13 +97,13 @@ class Checkpoints:
             arrays |= {f"last/{p}/{i:04d}": array for i, array in enumerate(reply.arrays)}
             last[p] = [step, when, reply.num_examples, reply.metrics]
         meta = {
-            "identity": self.identity,
+            "identity": self._identity,
             "run": run.token,
             "round": run.done,
             "evaluated": run.evaluated,
             "finished": run.finished,
             "resumable": run.state is not None,
-            "initial": run.initial,
+            "initial": self._initial,
             "array_names": run.array_names,
             "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
             "history": self._journal.mark,
@@ -163,7 +117,7 @@ class Checkpoints:
         for other in others:
             other.unlink(missing_ok=True)  # of a run that this one replaces
 
-    def load(self, run: Run) -> Path | None:
+    def load(self, run: RunRecord) -> Path | None:
         """Have ``run`` be what the newest readable checkpoint says; None if there is none.
 
         Raises
@@ -175,7 +129,8 @@ class Checkpoints:
             path = files.round_path(self.folder, round_)
             try:
                 saved = files.load(path)
-                found, mark = _run_from(saved), dict(saved.meta["history"])
+                found, mark = _read_run(saved), dict(saved.meta["history"])
+                initial = list(map(str, saved.meta["initial"]))
                 if found.done != round_:
                     raise ValueError(f"round must be {round_} in this file, got {found.done}")
             except files.OtherFormatError:
@@ -184,26 +139,27 @@ class Checkpoints:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
                 continue
-            difference = _difference(saved.meta["identity"], self.identity)
+            difference = _difference(saved.meta["identity"], self._identity)
             if difference:
                 raise ValueError(
                     "checkpoint_dir must hold a run with the same options, got one in which "
                     f"{difference}."
                 )
-            given, began = map(_described, (run, found))
-            if run.initial and given != began:
+            given = _describe(self._initial, run.array_names)
+            began = _describe(initial, found.array_names)
+            if given and given != began:
                 raise ValueError(
                     "initial_arrays must have the names, dtypes and shapes of those with which the "
                     f"run to resume began, or be left out, got {given} instead of {began}."
                 )
-            if run.initial and found.initial != run.initial:
+            if given and self._initial != initial:
                 log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
             if found.state is None:
                 raise ValueError(
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
                     "protocol yielded its Request without state=."
                 )
-            found.history = self._recall(mark)
+            self._initial, found.history = initial, self._recall(mark)
             vars(run).update(vars(found))
             log(INFO, "Resuming after round %d from %s.", run.done, self.folder)
             return path
@@ -213,7 +169,7 @@ class Checkpoints:
         """Return the history; one that is damaged does not stop the run."""
         try:
             self._journal, entries = files.Journal.read(self.folder, mark)
-            history = History(map(_report_from, entries))
+            history = History(map(_read_report, entries))
         except (*_DAMAGED, RecursionError) as error:
             log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
             self._journal, history = None, History()
@@ -221,13 +177,13 @@ class Checkpoints:
         return history
 
 
-def _described(run: Run) -> list[tuple[str, str]]:
-    """Return name, dtype and shape of the arrays that a run began with."""
-    names = run.array_names or map(str, range(len(run.initial)))
-    return [(n, digest.rpartition(" ")[0]) for n, digest in zip(names, run.initial, strict=False)]
+def _describe(initial: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return name, dtype and shape of the arrays that a run began with, of their digests."""
+    given = names or map(str, range(len(initial)))
+    return [(n, digest.rpartition(" ")[0]) for n, digest in zip(given, initial, strict=False)]
 
 
-def _run_from(saved: files.Saved) -> Run:
+def _read_run(saved: files.Saved) -> RunRecord:
     """Return the run that a checkpoint holds, but for its history."""
     meta, arrays = saved.meta, saved.arrays
     forms = _forms(arrays)
@@ -255,8 +211,7 @@ def _run_from(saved: files.Saved) -> Run:
         own = list(part(arrays, f"last/{p}").values())
         last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
     meta["identity"]  # a file without one is no checkpoint
-    return Run(
-        meta["initial"],
+    return RunRecord(
         array_names,
         list(part(arrays, "model").values()),
         state if meta["resumable"] else None,
@@ -271,7 +226,7 @@ def _run_from(saved: files.Saved) -> Run:
     )
 
 
-def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
     Tuples become lists, keys texts, arrays a digest, functions and classes their names, values such
@@ -352,7 +307,7 @@ def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
     return {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
 
 
-def _report_from(entry: Mapping[str, Any]) -> RoundReport:
+def _read_report(entry: Mapping[str, Any]) -> RoundReport:
     """Return a report as it was before it was saved (JSON's keys are strings)."""
     by_partition = {
         name: {int(partition): values for partition, values in entry[name].items()}

@@ -541,3 +541,11 @@ def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
 def scalars(record: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return what is no list in a record of a config or of metrics."""
     return {key: value for key, value in record.items() if not isinstance(value, list)}
+
+
+def read_properties(answer: Message) -> Mapping[str, Any]:
+    """Return what a node says of itself."""
+    record = answer.content.get(CONFIG)
+    if not isinstance(record, ConfigRecord):
+        raise ValueError(f"no ConfigRecord {CONFIG!r}")
+    return record

@@ -19,10 +19,11 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property
+from logging import WARNING
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Message
@@ -40,7 +41,10 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.protocol.combine import Combine
-from flwr_perdl.protocol.records import Limits, Reply, Scalar
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import Limits, Reply, Scalar, brief, error_of
+
+T = TypeVar("T")
 
 #: Named arrays from which a protocol continues.
 State = Mapping[str, NDArray[Any]]
@@ -146,6 +150,41 @@ class Lost(NamedTuple):
     kind: str
     reason: str
     code: int | None = None
+
+
+def read_replies(
+    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[Message], T]
+) -> tuple[dict[int, T], dict[int, Lost]]:
+    """Read the replies: return them by who was asked, and why others have no good reply.
+
+    The message that a reply answers identifies the sender: the source of an error may be the
+    server's own id.
+    """
+    asked = {message.metadata.message_id: who for who, message in sent}
+    answers: dict[int, Message] = {}
+    for reply in replies:
+        who = asked.get(reply.metadata.reply_to_message_id)
+        if who is None or who in answers:
+            what = "a second reply to one message" if who in answers else "a reply to no message"
+            why = error_of(reply)
+            node = reply.metadata.src_node_id
+            log(WARNING, "Left out %s, from node %d%s", what, node, f": {why}" if why else ".")
+            continue
+        answers[who] = reply
+    good: dict[int, T] = {}
+    lost: dict[int, Lost] = {}
+    for who, _ in sent:
+        if who not in answers:
+            lost[who] = Lost(FAILED, "no reply in time")
+            continue
+        if (why := error_of(answers[who])) is not None:
+            lost[who] = Lost(FAILED, why, answers[who].error.code)
+            continue
+        try:
+            good[who] = read(answers[who])
+        except Exception as error:
+            lost[who] = Lost(REFUSED, brief(str(error)))
+    return good, lost
 
 
 @typing.runtime_checkable

@@ -23,7 +23,6 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from flwr_perdl.core.checks import Matrix, check_count, check_kind
 from flwr_perdl.core.repr import ShownAsCalled
@@ -31,6 +30,7 @@ from flwr_perdl.core.threads import in_threads
 from flwr_perdl.protocol import compat
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, log
 from flwr_perdl.protocol.records import ANSWERED, PARTITION_ID, directed
+from flwr_perdl.protocol.roster import LocalGrid
 
 if TYPE_CHECKING:
     from flwr_perdl.clients._states import NodeStates
@@ -46,7 +46,7 @@ _CHANGEABLE = (Array, list)
 FAULTS = ("error", "silence", "nan", "shape", "empty")
 
 
-class InProcessGrid(ShownAsCalled, Grid):
+class InProcessGrid(ShownAsCalled, LocalGrid):
     """Virtual nodes that are called in this process.
 
     They are called one after the other; on several cores where their clients compute long, and by
@@ -92,9 +92,6 @@ class InProcessGrid(ShownAsCalled, Grid):
     6
     """
 
-    #: All nodes are there from the start: strategies need not wait for registrations.
-    nodes_are_fixed = True
-
     def __init__(
         self,
         app: ClientApp,
@@ -138,8 +135,7 @@ class InProcessGrid(ShownAsCalled, Grid):
         self._replies: dict[str, Message] = {}
         self._timeout = float("inf")
         self._count = 0
-        #: Called with the numbers of nodes that have replied to a push, and that are asked.
-        self.on_reply: Callable[[int, int], object] = lambda done, asked: None
+        self._on_reply: Callable[[int, int], object] = lambda done, asked: None
         compat.become_server(RUN_ID)
 
     def local_atoms(self) -> list[Matrix]:
@@ -155,13 +151,19 @@ class InProcessGrid(ShownAsCalled, Grid):
         """Set the run; ids and runs are both taken, as Flower's versions hand in either."""
         self._run = compat.empty_run(run) if isinstance(run, int) else run
 
-    def begin_run(self) -> None:
+    def begin_run(self, on_reply: Callable[[int, int], object]) -> None:
         """Begin a run of Flower: the clients answer as many requests as in their first one.
 
         A strategy's ``start`` calls it. The clients' data lie in the caller's process, from whom
         their limits on requests (`DictionaryClient`'s ``max_runs``) hide nothing; other grids are
         one run of Flower each. Everything else that the clients keep stays.
+
+        Parameters
+        ----------
+        on_reply : callable
+            Called with the numbers of nodes that have replied in an exchange, and that are asked.
         """
+        self._on_reply = on_reply
         for context in self.contexts.values():
             context.state.pop(ANSWERED, None)
 
@@ -205,7 +207,7 @@ class InProcessGrid(ShownAsCalled, Grid):
         ):
             if reply is not None:
                 self._replies[message.metadata.message_id] = reply
-            self.on_reply(done, len(asked))
+            self._on_reply(done, len(asked))
         trained = any(one.metadata.message_type == MessageType.TRAIN for one in pushed)
         if self._states is not None and trained:
             self._states.save(list(self.contexts.values()))

@@ -76,7 +76,7 @@ from flwr_perdl.protocol.combine import Combine, check_group, stacked
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import Reply, Scalar, scalars, to_record
-from flwr_perdl.protocol.report import summarized
+from flwr_perdl.protocol.report import summarize
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.updates import (
@@ -315,12 +315,12 @@ class ClusteredFedAvg(ModelStrategy):
 
     @property
     def _n_models(self) -> int:
-        stacks = [] if self._conversation is None else self._conversation.run.model
+        stacks = [] if self._run is None else self._run.record.model
         return len(stacks[0]) if stacks else 0
 
     def _model(self, j: int) -> ArrayRecord:
         """Return a cluster's model."""
-        run = self._running().run
+        run = self._running().record
         return to_record([stack[j] for stack in run.model], run.array_names)
 
     def _presented(self) -> ArrayRecord:
@@ -523,7 +523,7 @@ class ClusteredFedAvg(ModelStrategy):
 
 def _means(metrics: Mapping[int, Mapping[str, float]], cluster: int) -> dict[str, float]:
     """Return the means of the other metrics over the clients that name this cluster."""
-    means = summarized({p: own for p, own in metrics.items() if own[CLUSTER] == cluster})
+    means = summarize({p: own for p, own in metrics.items() if own[CLUSTER] == cluster})
     means.pop(CLUSTER, None)
     return means
 

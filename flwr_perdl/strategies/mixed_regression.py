@@ -39,7 +39,7 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import ServerOptions, spelled
+from flwr_perdl.protocol.options import ServerOptions, spell_fields
 from flwr_perdl.protocol.records import Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request
 from flwr_perdl.protocol.request import State as Saved
@@ -54,8 +54,8 @@ from flwr_perdl.strategies.clustered import check_cluster
 
 _COUNT = "rounds"
 
-_PHASE_1 = spelled("phase_1", MomentDescent)
-_PHASE_2 = spelled("phase_2", Refinement)
+_PHASE_1 = spell_fields("phase_1", MomentDescent)
+_PHASE_2 = spell_fields("phase_2", Refinement)
 
 
 class _MixedRegression(ProtocolStrategy):

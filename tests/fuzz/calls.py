@@ -332,7 +332,7 @@ INNER = {
         "DataDiffusion.program",
         "DiffusionAveraging.program",
     ),
-    *("TwoPhase.adapts", "State.unpack", "Descent.unpack", "Options.of", "Schedule.of"),
+    *("TwoPhase.adapts", "State.unpack", "Descent.unpack", "ServerSettings.of", "Schedule.of"),
 }
 
 
@@ -387,7 +387,9 @@ def _options(kind: str) -> dict[str, Any]:
     if "ServerOptions" in kind:
         own = set(strategies.ServerOptions.__annotations__) - {"server"}
         return {
-            field.name: field.default for field in fields(strategies.Options) if field.name in own
+            field.name: field.default
+            for field in fields(strategies.ServerSettings)
+            if field.name in own
         }
     return valid("LearnerClient", clients.LearnerClient) if "LearnerOptions" in kind else {}
 
