@@ -77,8 +77,11 @@ METRICS_DROPPED = "metrics dropped"
 class Plan(NamedTuple):
     """Who is asked what in one exchange: arrays by partition, ascending, and the config of all."""
 
+    round: int
+    step: str
     arrays: dict[int, list[Matrix]]
     config: dict[str, Scalar]
+    began: float
 
 
 class HasProtocol(typing.Protocol):
@@ -133,8 +136,8 @@ class ProtocolRun:
         self.roster = Roster(options)
         #: What the protocol asks next; None if it is over.
         self.request: Request | None = None
-        self._asked: dict[int, list[Matrix]] = {}
-        self._asked_at = 0.0
+        #: The exchange that is on.
+        self._plan = Plan(0, "", {}, {}, 0.0)
         self._clients_evaluate = self._privacy is None
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
         self._metrics: dict[int, set[str]] = {}  # the names of each client's metrics in this run
@@ -308,17 +311,13 @@ class ProtocolRun:
             with self._going_on():
                 arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
         secure = {} if request.secure is None else request.secure.config(len(chosen))
-        return self._plan(round_, arrays, request.step, {**request.config, **secure})
+        return self._begin_exchange(round_, request.step, arrays, {**request.config, **secure})
 
-    def conclude(
-        self, round_: int, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
-    ) -> RoundReport:
+    def conclude(self, replies: Mapping[int, Reply], lost: Mapping[int, Lost]) -> RoundReport:
         """Check the replies to the last plan, move the protocol on, and save the new state.
 
         Parameters
         ----------
-        round_ : int
-            The round they belong to.
         replies : mapping of int to Reply
             Readable replies by partition.
         lost : mapping of int to Lost
@@ -335,27 +334,24 @@ class ProtocolRun:
         good, bad = self._check_replies(request, replies)
         bad = {**lost, **bad}
         if request.max_weight is not None:
-            self._cap(good, request.max_weight, round_, request.step)
-        self._log_lost(round_, request.step, bad)
-        self._check_enough(round_, request.step, good, bad)
+            self._cap(good, request.max_weight)
+        self._log_lost(bad)
+        self._check_enough(good, bad)
         self._warn_of_lost_state(good)
         # One thread: sums in another order would give other bits on a machine with more cores.
         with one_blas_thread():
-            self._advance(self._with_absent(request, round_, good))
+            self._advance(self._with_absent(request, good))
         self._resumed = None
-        unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
-        self._log_lost(round_, request.step, unlike)
-        kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
-        self._check_enough(round_, request.step, kept, bad | unlike)
-        for partition in unlike:
+        outliers = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
+        self._log_lost(outliers)
+        kept = {partition: reply for partition, reply in good.items() if partition not in outliers}
+        self._check_enough(kept, bad | outliers)
+        for partition in outliers:
             self.record.last.pop(partition, None)
-        # A client that is back is named again when it is lost the next time.
-        for partition in kept:
-            self._logged.discard((self.roster.label(partition), False))
-        report = self._report(round_, request.step, kept, bad | unlike)
+        report = self._report(kept, bad | outliers)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
-        self.record.done = round_
+        self.record.done = report.round
         self._remember(report)
         return report
 
@@ -370,39 +366,38 @@ class ProtocolRun:
             good = good.sharing({p: reply for p, reply in good.items() if p not in wrong})
         return good, bad
 
-    def _check_enough(
-        self, round_: int, step: str, good: Mapping[int, Reply], bad: Mapping[int, Lost]
-    ) -> None:
+    def _check_enough(self, good: Mapping[int, Reply], bad: Mapping[int, Lost]) -> None:
         """Raise a TooFewReplies, before anything is saved, if too few good replies remain."""
         if len(good) >= self.options.min_clients:
             return
-        report = self._report(round_, step, good, bad)
+        report = self._report(good, bad)
         self._tell(report)
         raise TooFewReplies(
-            f"Round {round_} has {len(good)} good replies, fewer than "
+            f"Round {report.round} has {len(good)} good replies, fewer than "
             f"min_clients={self.options.min_clients}; {self._where_saved()}"
-            + first_reason(report.dropped, f", asked for step {step!r}")
+            + first_reason(report.dropped, f", asked for step {report.step!r}")
             + "."
         )
 
-    def _with_absent(self, request: Request, round_: int, good: Replies) -> Replies:
+    def _with_absent(self, request: Request, good: Replies) -> Replies:
         """Return the replies, with the last ones of clients that have none and are remembered."""
         if not request.remember:
             self.record.last = {}
             return good
+        step, round_ = request.step, self._plan.round
         absent = {
             p: reply
-            for p, (step, when, reply) in self.record.last.items()
-            if p not in good and step == request.step and when >= round_ - request.remember
+            for p, (of, when, reply) in self.record.last.items()
+            if p not in good and of == step and when >= round_ - request.remember
         }
         recalled, _ = _check_each(partial(_check, request), absent)
-        new = {p: (request.step, round_, reply) for p, reply in good.items()}
+        new = {p: (step, round_, reply) for p, reply in good.items()}
         self.record.last = {p: self.record.last[p] for p in recalled} | new
         replies = good.sharing(dict(sorted({**recalled, **good}.items())))
         replies.note(REMEMBERED, dict.fromkeys(recalled, 1.0))
         return replies
 
-    def _cap(self, good: Replies, most: float, round_: int, step: str) -> None:
+    def _cap(self, good: Replies, most: float) -> None:
         """Have no reply count for more than ``most`` times the median number of examples."""
         numbers = [reply.num_examples for reply in good.values()]
         bound = int(min(most * np.median(numbers), 2**53)) if numbers else 0
@@ -413,7 +408,7 @@ class ProtocolRun:
                 WARNING,
                 "Round %d (%s): %s counts for %d examples, as more than %g times the median is not "
                 "believed (Request.max_weight).",
-                *(round_, step, self.roster.label(partition), bound, most),
+                *(*self._plan[:2], self.roster.label(partition), bound, most),
             )
         good.note(CAPPED, {p: 1 - bound / reply.num_examples for p, reply in above.items()})
 
@@ -453,14 +448,15 @@ class ProtocolRun:
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
         config = {**config, **after, **self._strategy.evaluation_config}
-        return self._plan(round_, dict.fromkeys(chosen, self.record.model), EVALUATE, config)
+        arrays = dict.fromkeys(chosen, self.record.model)
+        return self._begin_exchange(round_, EVALUATE, arrays, config)
 
     def conclude_evaluation(
-        self, round_: int, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
+        self, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport | None:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
         if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
-            self._clients_evaluate, self.record.evaluated = False, round_
+            self._clients_evaluate, self.record.evaluated = False, self._plan.round
             log(
                 INFO,
                 "No client defines evaluate, so this run has no further evaluations; with "
@@ -471,21 +467,20 @@ class ProtocolRun:
         def check(reply: Reply) -> None:
             self._strategy.check_evaluation(reply, self.record.model)
 
-        replies, bad = _check_each(check, replies)
-        lost = {**lost, **bad}
-        self._warn_of_lost_state(replies)
-        self._log_lost(round_, EVALUATE, lost)
-        self._logged -= {(self.roster.label(partition), True) for partition in replies}
-        report = self._report(round_, EVALUATE, replies, lost)
+        good, bad = _check_each(check, replies)
+        self._warn_of_lost_state(good)
+        self._log_lost({**lost, **bad})
+        report = self._report(good, {**lost, **bad})
         self._count_losses(report)
-        self.record.evaluated = round_
+        self.record.evaluated = report.round
         self._remember(report)
         return report
 
     def _count_losses(self, report: RoundReport) -> None:
         """Warn, in log and result, if a third of the clients or more have no finite loss."""
         found = sum(not own.keys().isdisjoint(LOSSES) for own in report.metrics.values())
-        missing, asked = len(self._asked) - found, len(self._asked)
+        asked = len(self._plan.arrays)
+        missing = asked - found
         evaluations = [report, *(past for past in self.record.history if past.step == EVALUATE)]
         measured = any(not one.aggregate.keys().isdisjoint(LOSSES) for one in evaluations)
         if measured and missing and 3 * missing >= asked:  # else the app measures no loss
@@ -516,19 +511,19 @@ class ProtocolRun:
         rng = spawn(self.options.seed, draws, round_)
         return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
 
-    def _plan(
+    def _begin_exchange(
         self,
         round_: int,
-        arrays: dict[int, list[Matrix]],
         step: str,
+        arrays: dict[int, list[Matrix]],
         config: Mapping[str, Scalar],
     ) -> Plan:
         """Return the plan that asks these clients to take ``step``."""
-        seed = self.options.seed
-        common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self.record.token}
-        self._asked, self._asked_at = arrays, time.monotonic()
+        common = {STEP: step, ROUND: round_, SEED: self.options.seed, RUN: self.record.token}
+        plain_config = {name: plain(value) for name, value in {**config, **common}.items()}
+        self._plan = Plan(round_, step, arrays, plain_config, time.monotonic())
         self._note_event("ask", round=round_, step=step, asked=len(arrays))
-        return Plan(arrays, {**{key: plain(value) for key, value in config.items()}, **common})
+        return self._plan
 
     def _take_up(self, request: object) -> None:
         """Take up what the protocol asks next."""
@@ -575,9 +570,7 @@ class ProtocolRun:
         self.record.model = self._lift(check_arrays("what protocol returns", model))
         self.record.state, self.record.finished = {}, True
 
-    def _report(
-        self, round_: int, step: str, good: Mapping[int, Reply], lost: Mapping[int, Lost]
-    ) -> RoundReport:
+    def _report(self, good: Mapping[int, Reply], lost: Mapping[int, Lost]) -> RoundReport:
         """Return the report of an exchange."""
         self.record.names |= {p: self.roster.name_of(p) for p in self.roster.names}
         dropped = {self.roster.label(p): why.reason for p, why in sorted(lost.items())}
@@ -591,23 +584,20 @@ class ProtocolRun:
         if uncounted := self.roster.uncounted & good.keys():
             aggregate["uncounted-runs"] = float(len(uncounted))
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
-        downs = [sum(array.size for array in self._asked[partition]) for partition in good]
+        downs = [sum(array.size for array in self._plan.arrays[partition]) for partition in good]
+        anomalies = {partition: {why.kind: 1.0} for partition, why in sorted(lost.items())}
+        for partition, reply in good.items():
+            if len(metrics[partition]) <= len(reply.metrics):
+                left = len(metrics[partition]) / (1 + len(reply.metrics))
+                anomalies[partition] = {METRICS_DROPPED: 1 - left}
         return RoundReport(
-            round=round_,
-            step=step,
-            metrics=metrics,
-            aggregate=aggregate,
-            dropped=dropped,
+            *self._plan[:2],
+            metrics,
+            aggregate,
+            dropped,
             floats_down=float(np.mean(downs)) if downs else 0.0,
             floats_up=float(np.mean(ups)) if ups else 0.0,
-            anomalies={
-                **{partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
-                **{
-                    partition: {METRICS_DROPPED: 1 - len(metrics[partition]) / (1 + len(r.metrics))}
-                    for partition, r in good.items()
-                    if len(metrics[partition]) <= len(r.metrics)
-                },
-            },
+            anomalies=anomalies,
         )
 
     def _limit_metrics(self, partition: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -625,8 +615,9 @@ class ProtocolRun:
         )
         return {name: value for name, value in metrics.items() if name not in dropped}
 
-    def _log_lost(self, round_: int, step: str, lost: Mapping[int, Lost]) -> None:
+    def _log_lost(self, lost: Mapping[int, Lost]) -> None:
         """Log who was left out, once until it is back; those with one reason in one line."""
+        round_, step, *_ = self._plan
         new: dict[str, list[str]] = {}
         for partition, (_, reason, _) in sorted(lost.items()):
             label = self.roster.label(partition)
@@ -639,6 +630,8 @@ class ProtocolRun:
     def _remember(self, report: RoundReport) -> None:
         """Append ``report`` to the history, save, and tell who wants to know."""
         self.record.history.append(report)
+        # A client that is back is named again when it is lost the next time.
+        self._logged -= {(self.roster.label(p), report.step == EVALUATE) for p in report.metrics}
         self._tell(report)
         self.save()
         if self._observers is not None:
@@ -653,9 +646,9 @@ class ProtocolRun:
             fields[name] = {self.record.names.get(p, p): each for p, each in fields[name].items()}
         self._events.write(
             "round",
-            asked=len(self._asked),
+            asked=len(self._plan.arrays),
             good=len(report.metrics),
-            seconds=round(time.monotonic() - self._asked_at, 3),
+            seconds=round(time.monotonic() - self._plan.began, 3),
             clients=fields.pop("metrics"),
             metrics=fields.pop("aggregate"),
             failed=fields.pop("dropped"),

@@ -28,7 +28,6 @@ from flwr_perdl.protocol.records import (
     ANEW,
     ARRAYS,
     CONFIG,
-    STEP,
     Reply,
     Scalar,
     read_reply,
@@ -470,7 +469,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             phase = "aggregate_evaluate" if evaluation else "aggregate_train"
             log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
             conclude = run.conclude_evaluation if evaluation else run.conclude
-            report = conclude(round_, good, lost)
+            report = conclude(good, lost)
         if report is not None:
             self._tell(report)
         return report
@@ -503,7 +502,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
-        step = "" if phase == "configure_evaluate" else f" for step {plan.config[STEP]!r}"
+        step = "" if phase == "configure_evaluate" else f" for step {plan.step!r}"
         local = isinstance(grid, LocalGrid)
         wait = "" if local else f"; waiting for their replies, {within(self._timeout)}"
         sampled, all_of_them = len(plan.arrays), len(nodes)
