@@ -17,6 +17,7 @@ from scipy import sparse
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import Reply
 from flwr_perdl.protocol.report import History, RoundReport, RunRecord
 
@@ -33,14 +34,13 @@ class Checkpoints:
 
     Parameters
     ----------
-    folder : str or Path
-        The folder, which is made when missing.
+    options : ServerSettings
+        ``checkpoint_dir``, which is made when missing, and whether a run that is there goes on by
+        ``resume``; otherwise there must be none.
     identity : mapping
         What makes two runs the same run; a checkpoint of another one is refused.
     initial : list of ndarray
         What the run is begun with, possibly nothing; only their digests are saved.
-    resume : bool
-        Whether a run that is there goes on; otherwise there must be none.
 
     Raises
     ------
@@ -49,14 +49,9 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        identity: Mapping[str, Any],
-        initial: Sequence[Matrix],
-        *,
-        resume: bool,
+        self, options: ServerSettings, identity: Mapping[str, Any], initial: Sequence[Matrix]
     ) -> None:
-        self.folder, self.resume = Path(folder), resume
+        self.folder, self.resume = Path(options.checkpoint_dir or ""), options.resume
         self._identity = canonical_identity(identity)
         self._initial: list[str] = canonical_identity({"": list(initial)})[""]
         self._journal: files.Journal | None = None
@@ -65,10 +60,10 @@ class Checkpoints:
         self._resumable = True
         _check_writable(self.folder)
         rounds = files.rounds_in(self.folder)
-        if rounds and not resume:
+        if rounds and not self.resume:
             raise ValueError(
                 f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
-                f"{str(folder)!r}: with ServerSettings(resume=True) it goes on; another run "
+                f"{str(self.folder)!r}: with ServerSettings(resume=True) it goes on; another run "
                 "wants another folder."
             )
 
@@ -139,21 +134,7 @@ class Checkpoints:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
                 continue
-            difference = _difference(saved.meta["identity"], self._identity)
-            if difference:
-                raise ValueError(
-                    "checkpoint_dir must hold a run with the same options, got one in which "
-                    f"{difference}."
-                )
-            given = _describe(self._initial, run.array_names)
-            began = _describe(initial, found.array_names)
-            if given and given != began:
-                raise ValueError(
-                    "initial_arrays must have the names, dtypes and shapes of those with which the "
-                    f"run to resume began, or be left out, got {given} instead of {began}."
-                )
-            if given and self._initial != initial:
-                log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
+            self._check_same(saved.meta["identity"], initial, run.array_names, found.array_names)
             if found.state is None:
                 raise ValueError(
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
@@ -164,6 +145,24 @@ class Checkpoints:
             log(INFO, "Resuming after round %d from %s.", run.done, self.folder)
             return path
         return None
+
+    def _check_same(
+        self, identity: Any, initial: list[str], names: Sequence[str], saved_names: Sequence[str]
+    ) -> None:
+        """Raise a ValueError unless a saved run is the one at hand."""
+        difference = _difference(identity, self._identity)
+        if difference:
+            raise ValueError(
+                f"checkpoint_dir must hold a run with the same options, got one in which {difference}."
+            )
+        given, began = _describe(self._initial, names), _describe(initial, saved_names)
+        if given and given != began:
+            raise ValueError(
+                "initial_arrays must have the names, dtypes and shapes of those with which the "
+                f"run to resume began, or be left out, got {given} instead of {began}."
+            )
+        if given and self._initial != initial:
+            log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
 
     def _recall(self, mark: Mapping[str, Any]) -> History:
         """Return the history; one that is damaged does not stop the run."""

@@ -146,7 +146,7 @@ class ProtocolRun:
         self._checkpoints: Checkpoints | None = None
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
         if options.checkpoint_dir is not None:
-            self._load(options.checkpoint_dir)
+            self._load()
         if rounds is not None and rounds < self.record.done:
             raise ValueError(
                 f"num_rounds must be at least the {self.record.done} rounds that the run to resume "
@@ -156,7 +156,7 @@ class ProtocolRun:
         if not self.record.finished:
             self._begin_protocol(initial)
 
-    def _load(self, folder: str | Path) -> None:
+    def _load(self) -> None:
         """Open the folder of checkpoints, and take up the run that is there, if any."""
         options = self.options
         identity = {
@@ -165,8 +165,7 @@ class ProtocolRun:
             "seed": options.seed,
             "fraction_train": options.fraction_train,
         }
-        given = self.record.model
-        self._checkpoints = Checkpoints(folder, identity, given, resume=options.resume)
+        self._checkpoints = Checkpoints(options, identity, self.record.model)
         if options.resume:
             self._resumed = self._checkpoints.load(self.record)
         for report in self.record.history:
@@ -224,15 +223,9 @@ class ProtocolRun:
         self._warn_of_evaluations()
 
     def _tell_begin(self) -> None:
-        options, name = self.options, type(self._strategy).__name__
-        self._note_event(
-            "begin",
-            protocol=name,
-            seed=options.seed,
-            rounds=self._rounds,
-            done=self.record.done,
-            min_clients=options.min_clients,
-        )
+        name, options, rounds = type(self._strategy).__name__, vars(self.options), self._rounds
+        own = {key: options[key] for key in ("seed", "min_clients")}
+        self._note_event("begin", protocol=name, rounds=rounds, done=self.record.done, **own)
         if self._privacy is not None:
             log(
                 INFO,
@@ -240,10 +233,10 @@ class ProtocolRun:
                 "numbers of examples are switched off.",
             )
         if self._observers is not None:
-            own = canonical_identity(self._strategy.settings(), strict=False)
-            direct = ("seed", "min_clients", "num_clients", "fraction_train", "fraction_evaluate")
-            given = {each: vars(options)[each] for each in direct}
-            self._observers.begin({"strategy": name, **own, "num_rounds": self._rounds, **given})
+            settings = canonical_identity(self._strategy.settings(), strict=False)
+            for key in ("num_clients", "fraction_train", "fraction_evaluate"):
+                own[key] = options[key]
+            self._observers.begin({"strategy": name, **settings, "num_rounds": rounds, **own})
 
     def _tell_end(self, stopped: str | None) -> None:
         self._note_event("end", done=self.record.done, stopped=stopped)
@@ -464,10 +457,8 @@ class ProtocolRun:
             )
             return None
 
-        def check(reply: Reply) -> None:
-            self._strategy.check_evaluation(reply, self.record.model)
-
-        good, bad = _check_each(check, replies)
+        check, model = self._strategy.check_evaluation, self.record.model
+        good, bad = _check_each(lambda reply: check(reply, model), replies)
         self._warn_of_lost_state(good)
         self._log_lost({**lost, **bad})
         report = self._report(good, {**lost, **bad})
@@ -562,10 +553,7 @@ class ProtocolRun:
     def _finish(self, model: object) -> None:
         """Take up what the protocol returns."""
         if model is None:
-            raise ValueError(
-                "protocol must end with `return [arrays]`, its final model, got its end without "
-                "one."
-            )
+            raise ValueError("protocol must end with `return [arrays]`, its final model, got none.")
         self.request = None
         self.record.model = self._lift(check_arrays("what protocol returns", model))
         self.record.state, self.record.finished = {}, True
@@ -575,29 +563,25 @@ class ProtocolRun:
         self.record.names |= {p: self.roster.name_of(p) for p in self.roster.names}
         dropped = {self.roster.label(p): why.reason for p, why in sorted(lost.items())}
         dropped |= {f"node {node}": why for node, why in self.roster.unanswered.items()}
-        metrics = {
-            p: {NUM_EXAMPLES: r.num_examples, **self._limit_metrics(p, r.metrics)}
-            for p, r in good.items()
-        }
+        metrics, anomalies = {}, {p: {why.kind: 1.0} for p, why in sorted(lost.items())}
+        for p, (_, n, own, _) in good.items():
+            metrics[p] = {NUM_EXAMPLES: n, **self._limit_metrics(p, own)}
+            if len(metrics[p]) <= len(own):
+                anomalies[p] = {METRICS_DROPPED: 1 - len(metrics[p]) / (1 + len(own))}
         aggregate = summarize(metrics, self._strategy.flags, self._strategy.labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         if uncounted := self.roster.uncounted & good.keys():
             aggregate["uncounted-runs"] = float(len(uncounted))
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
         downs = [sum(array.size for array in self._plan.arrays[partition]) for partition in good]
-        anomalies = {partition: {why.kind: 1.0} for partition, why in sorted(lost.items())}
-        for partition, reply in good.items():
-            if len(metrics[partition]) <= len(reply.metrics):
-                left = len(metrics[partition]) / (1 + len(reply.metrics))
-                anomalies[partition] = {METRICS_DROPPED: 1 - left}
         return RoundReport(
             *self._plan[:2],
             metrics,
             aggregate,
             dropped,
-            floats_down=float(np.mean(downs)) if downs else 0.0,
-            floats_up=float(np.mean(ups)) if ups else 0.0,
-            anomalies=anomalies,
+            float(np.mean(downs)) if downs else 0.0,
+            float(np.mean(ups)) if ups else 0.0,
+            anomalies,
         )
 
     def _limit_metrics(self, partition: int, metrics: Mapping[str, float]) -> Mapping[str, float]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import dropwhile, takewhile
 from math import isfinite
@@ -266,23 +267,22 @@ def reply_to(
 
     As many arrays as the request has keep the request's names.
     """
-    numbers: dict[str, Any] = {}
-    for name, value in {NUM_EXAMPLES: num_examples, **metrics}.items():
-        if not isinstance(name, str) or isinstance(value, _TEXTS):
-            raise TypeError(f"metrics must be numbers with names, got {name!r}: {value!r}.")
-        try:
-            if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
-                numbers[name] = [float(one) for one in value]
-            else:
-                numbers[name] = int(value) if isinstance(value, int) else float(value)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}."
-            ) from None
+    given = {NUM_EXAMPLES: num_examples, **metrics}
+    numbers: dict[str, Any] = {name: _to_number(name, value) for name, value in given.items()}
     records: dict[str, Any] = {METRICS: MetricRecord(numbers)}
     if arrays is not None:
         records[ARRAYS] = to_record(arrays, message.content.get(ARRAYS, ()))
     return Message(RecordDict(records), reply_to=message)
+
+
+def _to_number(name: object, value: Any) -> Any:
+    """Return a metric as a record has it, or raise a TypeError."""
+    if isinstance(name, str) and not isinstance(value, _TEXTS):
+        with suppress(TypeError, ValueError):
+            if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
+                return [float(one) for one in value]
+            return int(value) if isinstance(value, int) else float(value)
+    raise TypeError(f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}.")
 
 
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -222,10 +222,7 @@ def in_words(
         same = name == "loss" and report.aggregate.get("eval_loss") == mean
         if not values or same or _is_flag(name, flags):
             continue
-        lower, worst = lower_is_better(name), ""
-        if lower is not None and len(values) > 1:
-            worst = f" (worst client {max(values) if lower else min(values):.4g})"
-        found.append(f"{name} {mean:.4g}{worst}")
+        found.append(f"{name} {mean:.4g}{_name_worst(name, values)}")
     for label in labels:
         sizes = Counter(own[label] for own in report.metrics.values() if label in own)
         if sizes:
@@ -234,6 +231,14 @@ def in_words(
     if report.dropped:
         found.append(f"{len(report.dropped)} left out")
     return found
+
+
+def _name_worst(name: str, values: Sequence[float]) -> str:
+    """Return the worst of some clients' values of a metric in words, if it is known which is."""
+    lower = lower_is_better(name)
+    if lower is None or len(values) < 2:
+        return ""
+    return f" (worst client {max(values) if lower else min(values):.4g})"
 
 
 def _is_flag(name: str, flags: Collection[str]) -> bool:

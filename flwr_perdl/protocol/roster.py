@@ -40,6 +40,7 @@ _REMEDY = (
 )
 #: What reasons say of a node that does not answer who it is.
 _NO_ANSWER = ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}")
+_FEWER = "with ServerSettings(allow_fewer=True) the run begins without the others"
 #: A name that could be taken for the number of another client.
 _NUMBERED = re.compile(r"\d+( \(.*\))?")
 #: Seconds between two looks at how many nodes there are; without ``num_clients``, so many looks
@@ -111,17 +112,16 @@ class Roster:
         self._ask(grid, self.duplicates(ids), "known", timeout)
         present, wanted = self.present(ids), options.num_clients or 0
         if first and self.uncounted:
-            log(
-                WARNING,
+            text = (
                 "Nothing limits further runs at %s: without a state-dir in its node config a "
-                "client counts what it spends of privacy within one run of Flower.",
-                ", ".join(map(self.label, sorted(self.uncounted))),
+                "client counts what it spends of privacy within one run of Flower."
             )
+            log(WARNING, text, ", ".join(map(self.label, sorted(self.uncounted))))
         if first and lost and len(present) < wanted and not options.allow_fewer:
-            begin = "; with ServerSettings(allow_fewer=True) the run begins without the others"
+            more = f"; {_FEWER}" if len(present) >= options.min_clients else ""
             raise TooFewReplies(
                 f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
-                f"{begin if len(present) >= options.min_clients else ''}{self.absence()}."
+                f"{more}{self.absence()}."
             )
         return present
 
@@ -193,11 +193,8 @@ class Roster:
         """Note why a node takes no part; one that was added loses its place until it answers."""
         self._silent.add(node)
         self.strangers[node] = brief(reason)
-        log(
-            WARNING,
-            "Left out node %s, whose client does not say who it is: %s",
-            *(node, self.strangers[node]),
-        )
+        text = "Left out node %s, whose client does not say who it is: %s"
+        log(WARNING, text, node, self.strangers[node])
 
     def duplicates(self, nodes: Collection[int]) -> list[int]:
         """Return the nodes whose place a newcomer claims: they are to say again who they are."""
@@ -206,14 +203,11 @@ class Roster:
         holders = self._holders(here)
         if len(holders) == len(here):
             return []
-        claims = {
-            (holders[self._partitions[node]], node)
-            for node in here
-            if holders[self._partitions[node]] != node
-        }
-        new = claims - self._doubles
+        claims = {(holders[self._partitions[node]], node) for node in here}
+        new = {(holder, node) for holder, node in claims - self._doubles if holder != node}
         self._doubles |= new
-        return [node for node in holders.values() if any(node == holder for holder, _ in new)]
+        claimed = {holder for holder, _ in new}
+        return [node for node in holders.values() if node in claimed]
 
     def present(self, nodes: Collection[int]) -> dict[int, int]:
         """Return the present clients' nodes by partition, ascending: of several the first added."""
@@ -225,18 +219,23 @@ class Roster:
             if node in self._silent and self._partitions.get(node) not in holders
         }
         for node in here:
-            holder = holders[self._partitions[node]]
-            if node == holder:
-                self._note_name(self._partitions[node], self._names[node])
-            elif (holder, node) not in self._logged:
-                self._logged.add((holder, node))
-                log(
-                    WARNING,
-                    "Nodes %s and %s both say that they are %s: only %s, the first, is asked. Each "
-                    "needs a partition-id of its own; clients_by_node says which node is which.",
-                    *(holder, node, self.label(self._partitions[node]), holder),
-                )
+            partition = self._partitions[node]
+            if node == holders[partition]:
+                self._note_name(partition, self._names[node])
+            else:
+                self._warn_of_double(holders[partition], node)
         return dict(sorted(holders.items()))
+
+    def _warn_of_double(self, first: int, second: int) -> None:
+        """Warn once of two nodes that say that they are the same client."""
+        if (first, second) not in self._logged:
+            self._logged.add((first, second))
+            log(
+                WARNING,
+                "Nodes %s and %s both say that they are %s: only %s, the first, is asked. Each "
+                "needs a partition-id of its own; clients_by_node says which node is which.",
+                *(first, second, self.label(self._partitions[second]), first),
+            )
 
     def absence(self) -> str:
         """Return the clause that says why nodes take no part, and what to do; empty if all do."""
@@ -319,16 +318,11 @@ def await_nodes(grid: Grid, options: ServerSettings) -> int:
     if seen >= wanted:
         return seen
     waited = f" within {0 if local else options.node_timeout:g} s"
-    if seen < options.min_clients:
-        raise TooFewReplies(
-            f"{seen} client(s) registered{waited}, fewer than the "
-            f"{options.min_clients} that a round needs (min_clients)."
-        )
-    if not options.allow_fewer:
-        raise TooFewReplies(
-            f"{seen} client(s) registered{waited}, fewer than num_clients={wanted}; with "
-            "ServerSettings(allow_fewer=True) the run begins without the others."
-        )
+    if seen < options.min_clients or not options.allow_fewer:
+        least, more = f"num_clients={wanted}", f"; {_FEWER}"
+        if seen < options.min_clients:
+            least, more = f"the {options.min_clients} that a round needs (min_clients)", ""
+        raise TooFewReplies(f"{seen} client(s) registered{waited}, fewer than {least}{more}.")
     log(WARNING, "Starting with %d of %d clients%s.", seen, wanted, waited)
     return seen
 

@@ -255,7 +255,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 rounds,
                 train_config or ConfigRecord(),
                 evaluate_config or ConfigRecord(),
-                None if evaluate_fn is None else self._remembering(evaluate_fn),
+                evaluate_fn,
                 should_stop,
             )
         done, least = run.record.done, self._least_rounds()
@@ -319,7 +319,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 metrics = self.aggregate_evaluate(round_, replies)
                 self._note("Evaluation", result.evaluate_metrics_clientapp, round_, metrics)
             if evaluate_fn is not None:
-                metrics = evaluate_fn(round_, arrays)
+                metrics = self._evaluate_at_server(evaluate_fn, round_, arrays, resumed)
                 if metrics is not None:
                     log(INFO, "\t└──> Server's evaluation: %s", metrics)
                     result.evaluate_metrics_serverapp[round_] = metrics
@@ -365,31 +365,25 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             log(INFO, "\t└──> %s: %s", what, ", ".join(said))
         found[round_], self._last = metrics, None
 
-    def _remembering(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
-        """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory.
+    def _evaluate_at_server(
+        self, evaluate_fn: EvaluateFn, round_: int, arrays: ArrayRecord, resumed: int
+    ) -> MetricRecord | None:
+        """Return ``evaluate_fn``'s metrics; of rounds before the resumed one, from memory.
 
         Where there is no model yet, it is not called; where there are several, once for each.
         """
         run = self._running()
-        record, resumed = run.record, run.record.done
-
-        def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
-            if not len(arrays):
-                return None
-            if round_ in record.server_metrics:
-                return MetricRecord(record.server_metrics[round_])
-            if round_ < resumed:  # the model at hand is a later one
-                return None
-            found: dict[str, Any] = {}
-            for ending, model in self._evaluated(arrays).items():
-                metrics = evaluate_fn(round_, model)
-                found |= {f"{name}{ending}": value for name, value in (metrics or {}).items()}
-            if not found:
-                return None
+        if len(arrays) and round_ in run.record.server_metrics:
+            return MetricRecord(run.record.server_metrics[round_])
+        if not len(arrays) or round_ < resumed:  # the model at hand is a later one
+            return None
+        found: dict[str, Any] = {}
+        for ending, model in self._evaluated(arrays).items():
+            metrics = evaluate_fn(round_, model) or {}
+            found |= {f"{name}{ending}": value for name, value in metrics.items()}
+        if found:
             run.measured(round_, found)
-            return MetricRecord(found)
-
-        return evaluate
+        return MetricRecord(found) if found else None
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result, where no initial arrays are given."""
