@@ -28,7 +28,7 @@ from flwr_perdl.core.npy import view_file
 
 __all__ = ["Saved", "load", "replacing", "save"]
 
-FORMAT = 3
+FORMAT = 4
 _META, _CHECKSUM = "meta", "checksum"
 _NAME = re.compile(r"round-(\d{6})\.npz")
 #: The largest round that a file can be of.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import files
-from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
+from flwr_perdl.core.checks import brief_repr, check_count, plain
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import Reply
@@ -25,6 +25,8 @@ from flwr_perdl.protocol.report import History, RoundReport, RunRecord
 _LONGEST_RUN = 64
 #: Fields of a report that have an entry per client.
 BY_PARTITION = ("metrics", "anomalies")
+#: What a checkpoint says of a run as the run's record has it.
+_AS_IT_IS = ("evaluated", "finished", "array_names", "initial", "names", "server_metrics")
 #: What damaged content raises where it is read.
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -39,8 +41,8 @@ class Checkpoints:
         ``resume``; otherwise there must be none.
     identity : mapping
         What makes two runs the same run; a checkpoint of another one is refused.
-    initial : list of ndarray
-        What the run is begun with, possibly nothing; only their digests are saved.
+    run : RunRecord
+        A run that has not begun: its model is what it is to begin with.
 
     Raises
     ------
@@ -49,11 +51,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, options: ServerSettings, identity: Mapping[str, Any], initial: Sequence[Matrix]
+        self, options: ServerSettings, identity: Mapping[str, Any], run: RunRecord
     ) -> None:
         self.folder, self.resume = Path(options.checkpoint_dir or ""), options.resume
         self._identity = canonical_identity(identity)
-        self._initial: list[str] = canonical_identity({"": list(initial)})[""]
+        run.initial = canonical_identity({"": run.model})[""]
         self._journal: files.Journal | None = None
         self._noted = 0  # reports that are in the journal
         self._saves = False  # whether this process has saved a round
@@ -84,6 +86,7 @@ class Checkpoints:
             self._resumable = False
             log(WARNING, "This run cannot be resumed: its protocol yields a Request without state.")
         state = run.state or {}
+        numbers = [name for name, a in state.items() if not isinstance(a, np.ndarray)]
         arrays = {f"state/{name}": np.asarray(a) for name, a in state.items()}
         arrays |= {f"model/{name}": array for name, array in run.named_model.items()}
         arrays |= {f"kept/{name}": array for name, array in run.kept.items()}
@@ -95,17 +98,11 @@ class Checkpoints:
             "identity": self._identity,
             "run": run.token,
             "round": run.done,
-            "evaluated": run.evaluated,
-            "finished": run.finished,
-            "resumable": run.state is not None,
-            "initial": self._initial,
-            "array_names": run.array_names,
-            "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
+            "numbers": None if run.state is None else numbers,
             "history": self._journal.mark,
-            "names": run.names,
-            "server_metrics": run.server_metrics,
             "arrays": _forms(arrays),
             "last": last,
+            **{name: vars(run)[name] for name in _AS_IT_IS},
         }
         files.save_round(self.folder, run.done, arrays, meta)
         self._saves = True
@@ -125,7 +122,7 @@ class Checkpoints:
             try:
                 saved = files.load(path)
                 found, mark = _read_run(saved), dict(saved.meta["history"])
-                initial = list(map(str, saved.meta["initial"]))
+                identity = dict(saved.meta["identity"])
                 if found.done != round_:
                     raise ValueError(f"round must be {round_} in this file, got {found.done}")
             except files.OtherFormatError:
@@ -134,34 +131,33 @@ class Checkpoints:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
                 continue
-            self._check_same(saved.meta["identity"], initial, run.array_names, found.array_names)
+            self._check_same(identity, run, found)
             if found.state is None:
                 raise ValueError(
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
                     "protocol yielded its Request without state=."
                 )
-            self._initial, found.history = initial, self._recall(mark)
+            found.history = self._recall(mark)
             vars(run).update(vars(found))
             log(INFO, "Resuming after round %d from %s.", run.done, self.folder)
             return path
         return None
 
-    def _check_same(
-        self, identity: Any, initial: list[str], names: Sequence[str], saved_names: Sequence[str]
-    ) -> None:
+    def _check_same(self, identity: Mapping[str, Any], run: RunRecord, found: RunRecord) -> None:
         """Raise a ValueError unless a saved run is the one at hand."""
         difference = _difference(identity, self._identity)
         if difference:
             raise ValueError(
-                f"checkpoint_dir must hold a run with the same options, got one in which {difference}."
+                "checkpoint_dir must hold a run with the same options, got one in which "
+                f"{difference}."
             )
-        given, began = _describe(self._initial, names), _describe(initial, saved_names)
+        given, began = map(_describe, (run, found))
         if given and given != began:
             raise ValueError(
                 "initial_arrays must have the names, dtypes and shapes of those with which the "
                 f"run to resume began, or be left out, got {given} instead of {began}."
             )
-        if given and self._initial != initial:
+        if given and run.initial != found.initial:
             log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
 
     def _recall(self, mark: Mapping[str, Any]) -> History:
@@ -176,20 +172,18 @@ class Checkpoints:
         return history
 
 
-def _describe(initial: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return name, dtype and shape of the arrays that a run began with, of their digests."""
-    given = names or map(str, range(len(initial)))
-    return [(n, digest.rpartition(" ")[0]) for n, digest in zip(given, initial, strict=False)]
+def _describe(run: RunRecord) -> list[tuple[str, str]]:
+    """Return name, dtype and shape of the arrays that a run began with."""
+    names = run.array_names or map(str, range(len(run.initial)))
+    return [(n, digest.rpartition(" ")[0]) for n, digest in zip(names, run.initial, strict=False)]
 
 
 def _read_run(saved: files.Saved) -> RunRecord:
     """Return the run that a checkpoint holds, but for its history."""
     meta, arrays = saved.meta, saved.arrays
-    forms = _forms(arrays)
-    named = meta["arrays"]
-    odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
-    if odd:
-        raise ValueError(f"arrays must be those of its record, got others at {odd}")
+    found, listed = _forms(arrays), meta["arrays"]
+    if other := [one for one in {**listed, **found} if listed.get(one) != found.get(one)]:
+        raise ValueError(f"arrays must be those of its record, got others at {other}")
     token = str(meta["run"])
     if not token.isalnum() or len(token) > _LONGEST_RUN:  # it is part of a file's name
         raise ValueError(
@@ -203,17 +197,18 @@ def _read_run(saved: files.Saved) -> RunRecord:
     array_names = list(map(str, meta["array_names"]))
     if len(set(array_names)) < len(array_names):
         raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
-    state: dict[str, Any] = part(arrays, "state")
-    state |= {name: state[name].item() for name in meta["numbers"]}
+    state: dict[str, Any] | None = None
+    if meta["numbers"] is not None:
+        state = part(arrays, "state")
+        state |= {name: state[name].item() for name in meta["numbers"]}
     last = {}
     for p, (step, when, num_examples, metrics) in meta["last"].items():
         own = list(part(arrays, f"last/{p}").values())
         last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
-    meta["identity"]  # a file without one is no checkpoint
     return RunRecord(
         array_names,
         list(part(arrays, "model").values()),
-        state if meta["resumable"] else None,
+        state,
         bool(meta["finished"]),
         token,
         done,
@@ -221,6 +216,7 @@ def _read_run(saved: files.Saved) -> RunRecord:
         names={int(partition): str(name) for partition, name in meta["names"].items()},
         server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
         last=last,
+        initial=list(map(str, meta["initial"])),
         kept=part(arrays, "kept"),
     )
 
@@ -264,19 +260,13 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> d
     return found
 
 
-def _difference(found: Any, wanted: Mapping[str, Any]) -> str:
+def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return in what two identities differ; an option that one lacks is None there."""
-    flat = []
-    for identity in (found, wanted):
-        own = dict(identity) if isinstance(identity, Mapping) else {"identity": identity}
-        settings = own.pop("settings", {})
-        flat.append({**own, **(settings if isinstance(settings, Mapping) else {"": settings})})
-    there, here = flat
     return "; ".join(
-        f"{name} is {brief_repr(there.get(name, 'missing'))} and here "
-        f"{brief_repr(here.get(name, 'missing'))}"
-        for name in {**there, **here}
-        if not _same(there.get(name), here.get(name))
+        f"{name} is {brief_repr(found.get(name, 'missing'))} and here "
+        f"{brief_repr(wanted.get(name, 'missing'))}"
+        for name in {**found, **wanted}
+        if not _same(found.get(name), wanted.get(name))
     )
 
 

@@ -160,12 +160,12 @@ class ProtocolRun:
         """Open the folder of checkpoints, and take up the run that is there, if any."""
         options = self.options
         identity = {
+            **self._strategy.settings(),
             "protocol": type(self._strategy).__name__,
-            "settings": self._strategy.settings(),
             "seed": options.seed,
             "fraction_train": options.fraction_train,
         }
-        self._checkpoints = Checkpoints(options, identity, self.record.model)
+        self._checkpoints = Checkpoints(options, identity, self.record)
         if options.resume:
             self._resumed = self._checkpoints.load(self.record)
         for report in self.record.history:
@@ -450,18 +450,16 @@ class ProtocolRun:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
         if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
             self._clients_evaluate, self.record.evaluated = False, self._plan.round
-            log(
-                INFO,
-                "No client defines evaluate, so this run has no further evaluations; with "
-                "fraction_evaluate=0 it asks for none.",
-            )
+            text = "No client defines evaluate, so this run has no further evaluations; with %s"
+            log(INFO, text, "fraction_evaluate=0 it asks for none.")
             return None
 
         check, model = self._strategy.check_evaluation, self.record.model
         good, bad = _check_each(lambda reply: check(reply, model), replies)
+        bad = {**lost, **bad}
         self._warn_of_lost_state(good)
-        self._log_lost({**lost, **bad})
-        report = self._report(good, {**lost, **bad})
+        self._log_lost(bad)
+        report = self._report(good, bad)
         self._count_losses(report)
         self.record.evaluated = report.round
         self._remember(report)

@@ -120,6 +120,8 @@ class RunRecord:
         The server's own evaluations, by round.
     last : dict of int to (str, int, Reply)
         The step, the round and the reply of each client's last good one (`Request.remember`).
+    initial : list of str
+        Digests of the arrays that it began with, once there is a checkpoint.
     kept : dict of str to ndarray
         What the requests' channel keeps, such as what is spent of a budget.
     """
@@ -135,6 +137,7 @@ class RunRecord:
     names: dict[int, str] = field(default_factory=dict)
     server_metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
+    initial: list[str] = field(default_factory=list)
     kept: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     @property

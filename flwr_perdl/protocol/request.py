@@ -160,31 +160,37 @@ def read_replies(
     The message that a reply answers identifies the sender: the source of an error may be the
     server's own id.
     """
-    asked = {message.metadata.message_id: who for who, message in sent}
-    answers: dict[int, Message] = {}
-    for reply in replies:
-        who = asked.get(reply.metadata.reply_to_message_id)
-        if who is None or who in answers:
-            what = "a second reply to one message" if who in answers else "a reply to no message"
-            why = error_of(reply)
-            node = reply.metadata.src_node_id
-            log(WARNING, "Left out %s, from node %d%s", what, node, f": {why}" if why else ".")
-            continue
-        answers[who] = reply
+    answers = _match_replies(sent, replies)
     good: dict[int, T] = {}
     lost: dict[int, Lost] = {}
     for who, _ in sent:
         if who not in answers:
             lost[who] = Lost(FAILED, "no reply in time")
-            continue
-        if (why := error_of(answers[who])) is not None:
+        elif (why := error_of(answers[who])) is not None:
             lost[who] = Lost(FAILED, why, answers[who].error.code)
-            continue
-        try:
-            good[who] = read(answers[who])
-        except Exception as error:
-            lost[who] = Lost(REFUSED, brief(str(error)))
+        else:
+            try:
+                good[who] = read(answers[who])
+            except Exception as error:
+                lost[who] = Lost(REFUSED, brief(str(error)))
     return good, lost
+
+
+def _match_replies(
+    sent: Sequence[tuple[int, Message]], replies: Iterable[Message]
+) -> dict[int, Message]:
+    """Return the first reply to each message, by who was asked."""
+    asked = {message.metadata.message_id: who for who, message in sent}
+    answers: dict[int, Message] = {}
+    for reply in replies:
+        who = asked.get(reply.metadata.reply_to_message_id)
+        if who is not None and who not in answers:
+            answers[who] = reply
+            continue
+        what = "a second reply to one message" if who in answers else "a reply to no message"
+        why, node = error_of(reply), reply.metadata.src_node_id
+        log(WARNING, "Left out %s, from node %d%s", what, node, f": {why}" if why else ".")
+    return answers
 
 
 @typing.runtime_checkable

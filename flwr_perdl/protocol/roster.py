@@ -38,6 +38,10 @@ _REMEDY = (
     "; an app of flwr_perdl.clients.client_app says who a client is, as does one that answers in "
     'its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
 )
+_UNCOUNTED = (
+    "Nothing limits further runs at %s: without a state-dir in its node config a client counts "
+    "what it spends of privacy within one run of Flower."
+)
 #: What reasons say of a node that does not answer who it is.
 _NO_ANSWER = ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}")
 _FEWER = "with ServerSettings(allow_fewer=True) the run begins without the others"
@@ -112,11 +116,7 @@ class Roster:
         self._ask(grid, self.duplicates(ids), "known", timeout)
         present, wanted = self.present(ids), options.num_clients or 0
         if first and self.uncounted:
-            text = (
-                "Nothing limits further runs at %s: without a state-dir in its node config a "
-                "client counts what it spends of privacy within one run of Flower."
-            )
-            log(WARNING, text, ", ".join(map(self.label, sorted(self.uncounted))))
+            log(WARNING, _UNCOUNTED, ", ".join(map(self.label, sorted(self.uncounted))))
         if first and lost and len(present) < wanted and not options.allow_fewer:
             more = f"; {_FEWER}" if len(present) >= options.min_clients else ""
             raise TooFewReplies(

@@ -308,16 +308,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             if round_:
                 log(INFO, "")
                 log(INFO, "[ROUND %s/%s]", round_, num_rounds)
-                asked = self.configure_train(round_, arrays, train_config, grid)
-                replies = grid.send_and_receive(messages=asked, timeout=self._timeout)
-                model, metrics = self.aggregate_train(round_, replies)
-                if model is not None:
-                    arrays = result.arrays = model
-                self._note("Training", result.train_metrics_clientapp, round_, metrics)
-                asked = self.configure_evaluate(round_, arrays, evaluate_config, grid)
-                replies = grid.send_and_receive(messages=asked, timeout=self._timeout)
-                metrics = self.aggregate_evaluate(round_, replies)
-                self._note("Evaluation", result.evaluate_metrics_clientapp, round_, metrics)
+                arrays = self._train(grid, round_, arrays, train_config, result)
+                self._evaluate(grid, round_, arrays, evaluate_config, result)
             if evaluate_fn is not None:
                 metrics = self._evaluate_at_server(evaluate_fn, round_, arrays, resumed)
                 if metrics is not None:
@@ -331,6 +323,27 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - began)
         log(INFO, "Final results:\n%s", result)
         return result
+
+    def _train(
+        self, grid: Grid, round_: int, arrays: ArrayRecord, config: ConfigRecord, result: Result
+    ) -> ArrayRecord:
+        """Take a round's training, and return the model after it."""
+        asked = self.configure_train(round_, arrays, config, grid)
+        replies = grid.send_and_receive(messages=asked, timeout=self._timeout)
+        model, metrics = self.aggregate_train(round_, replies)
+        if model is not None:
+            arrays = result.arrays = model
+        self._note("Training", result.train_metrics_clientapp, round_, metrics)
+        return arrays
+
+    def _evaluate(
+        self, grid: Grid, round_: int, arrays: ArrayRecord, config: ConfigRecord, result: Result
+    ) -> None:
+        """Have the clients evaluate the model after a round."""
+        asked = self.configure_evaluate(round_, arrays, config, grid)
+        replies = grid.send_and_receive(messages=asked, timeout=self._timeout)
+        metrics = self.aggregate_evaluate(round_, replies)
+        self._note("Evaluation", result.evaluate_metrics_clientapp, round_, metrics)
 
     def _tell(self, report: RoundReport) -> None:
         """Show what happened in an exchange."""
@@ -379,7 +392,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             return None
         found: dict[str, Any] = {}
         for ending, model in self._evaluated(arrays).items():
-            metrics = evaluate_fn(round_, model) or {}
+            metrics: Mapping[str, Any] = evaluate_fn(round_, model) or {}
             found |= {f"{name}{ending}": value for name, value in metrics.items()}
         if found:
             run.measured(round_, found)
