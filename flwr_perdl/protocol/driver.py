@@ -75,7 +75,19 @@ METRICS_DROPPED = "metrics dropped"
 
 
 class Plan(NamedTuple):
-    """Who is asked what in one exchange: arrays by partition, ascending, and the config of all."""
+    """Who is asked what in one exchange.
+
+    Attributes
+    ----------
+    round, step : int, str
+        What reports call the exchange.
+    arrays : dict of int to list of ndarray
+        What each client receives, by partition, ascending.
+    config : dict of str to scalar
+        What all receive.
+    began : float
+        When, by the monotonic clock.
+    """
 
     round: int
     step: str
