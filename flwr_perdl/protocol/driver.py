@@ -30,6 +30,7 @@ from flwr_perdl.protocol.records import (
     LOSSES,
     NO_EVALUATE,
     NUM_EXAMPLES,
+    PROTOCOL,
     ROUND,
     RUN,
     SEED,
@@ -99,9 +100,9 @@ class Plan(NamedTuple):
 class HasProtocol(typing.Protocol):
     """What a run asks of the strategy whose protocol it is (see `ProtocolStrategy`)."""
 
+    protocol_name: typing.ClassVar[str]
     flags: typing.ClassVar[tuple[str, ...]]
     labels: typing.ClassVar[tuple[str, ...]]
-    evaluation_config: typing.ClassVar[Mapping[str, Scalar]]
     privacy: Promised | None
 
     @property
@@ -452,7 +453,7 @@ class ProtocolRun:
         steps = (report.step for report in reversed(self.record.history) if report.step != EVALUATE)
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
-        config = {**config, **after, **self._strategy.evaluation_config}
+        config = {**config, **after}
         arrays = dict.fromkeys(chosen, self.record.model)
         return self._begin_exchange(round_, EVALUATE, arrays, config)
 
@@ -520,7 +521,10 @@ class ProtocolRun:
         config: Mapping[str, Scalar],
     ) -> Plan:
         """Return the plan that asks these clients to take ``step``."""
-        common = {STEP: step, ROUND: round_, SEED: self.options.seed, RUN: self.record.token}
+        seed, token = self.options.seed, self.record.token
+        common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: token}
+        if self._strategy.protocol_name:
+            common[PROTOCOL] = self._strategy.protocol_name
         plain_config = {name: plain(value) for name, value in {**config, **common}.items()}
         self._plan = Plan(round_, step, arrays, plain_config, time.monotonic())
         self._note_event("ask", round=round_, step=step, asked=len(arrays))
