@@ -40,13 +40,7 @@ from flwr_perdl.protocol.records import (
     Scalar,
     brief,
 )
-from flwr_perdl.protocol.report import (
-    Observers,
-    RoundReport,
-    RunRecord,
-    first_reason,
-    summarize,
-)
+from flwr_perdl.protocol.report import Observers, RoundReport, RunRecord, first_reason, summarize
 from flwr_perdl.protocol.request import (
     CAPPED,
     LEFT_OUT,
@@ -514,11 +508,7 @@ class ProtocolRun:
         return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
 
     def _begin_exchange(
-        self,
-        round_: int,
-        step: str,
-        arrays: dict[int, list[Matrix]],
-        config: Mapping[str, Scalar],
+        self, round_: int, step: str, arrays: dict[int, list[Matrix]], config: Mapping[str, Scalar]
     ) -> Plan:
         """Return the plan that asks these clients to take ``step``."""
         seed, token = self.options.seed, self.record.token

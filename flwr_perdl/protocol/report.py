@@ -334,22 +334,6 @@ class Observers:
                 log(WARNING, "%s failed: %s. The run goes on%s.", name, why, without)
 
 
-class Show:
-    """Takes what happens in a run; this one shows nothing."""
-
-    def __call__(self, report: RoundReport, round_: int, words: Sequence[str]) -> None:
-        """Take an exchange's report, the round that it is of, and what to say of it."""
-
-    def replies(self, done: int, asked: int) -> None:
-        """Take the numbers of nodes that have replied in an exchange, and that are asked."""
-
-    def end_round(self) -> None:
-        """Take note that a round is over, its evaluation included."""
-
-    def close(self) -> None:
-        """End what is drawn; replies that come after the run draw nothing."""
-
-
 def check_verbose(verbose: object, *, local: bool) -> str:
     """Return one of `VERBOSE`; by default lines where all clients are in this process."""
     if verbose is None:
@@ -377,9 +361,7 @@ def show_run(verbose: str, name: str, rounds: int) -> Iterator[Show]:
     logger = logging.getLogger("flwr")
     if verbose == "lines" and not logger.isEnabledFor(logging.INFO):
         verbose = "log"
-    show, level = Show(), logger.level
-    if verbose in ("lines", "bar"):
-        show = _Bar(name, rounds, _tqdm() if verbose == "bar" else None)
+    show, level = Show(verbose, name, rounds), logger.level
     if verbose != "log":
         logger.setLevel(max(level, logging.WARNING))
     try:
@@ -389,20 +371,30 @@ def show_run(verbose: str, name: str, rounds: int) -> Iterator[Show]:
         logger.setLevel(level)
 
 
-class _Bar(Show):
-    """A bar of rounds that are over, with the first metric of each step, or lines with all."""
+class Show:
+    """A bar of rounds that are over, with the first metric of each step; lines with all; nothing.
 
-    def __init__(self, name: str, rounds: int, tqdm: ModuleType | None) -> None:
+    Parameters
+    ----------
+    verbose : str, default "quiet"
+        "bar" or "lines"; nothing is shown otherwise.
+    name, rounds : str, int
+        The strategy's name, and communication rounds in all.
+    """
+
+    def __init__(self, verbose: str = "quiet", name: str = "", rounds: int = 0) -> None:
         self._name, self._rounds, self._found = name, rounds, dict[str, str]()
         self._words: dict[str, None] = {}  # what training and evaluation both say is said once
         self._bar: Any = None
         self._round = self._printed = 0
+        tqdm = _tqdm() if verbose == "bar" else None
+        self._lines = verbose == "lines" or (verbose == "bar" and tqdm is None)
         if tqdm is not None:
             self._bar = tqdm.tqdm(total=rounds, desc=name, unit="round")
         self._drawn = time.monotonic()
 
     def __call__(self, report: RoundReport, round_: int, words: Sequence[str]) -> None:
-        """Draw the bar, or note what a line will say."""
+        """Take an exchange's report, the round that it is of, and what to say of it."""
         self._round = round_
         self._words.update(dict.fromkeys(words))
         self._found.pop("replies", None)
@@ -415,8 +407,8 @@ class _Bar(Show):
             self._draw()
 
     def end_round(self) -> None:
-        """Print a line where there is no bar."""
-        if self._bar is None and self._round > self._printed:
+        """Take note that a round is over, its evaluation included."""
+        if self._lines and self._round > self._printed:
             self._printed = self._round
             text = ", ".join(self._words)
             line = f"{self._name}: round {self._round} of {self._rounds}: {text}"
@@ -424,7 +416,7 @@ class _Bar(Show):
         self._words = {}
 
     def replies(self, done: int, asked: int) -> None:
-        """Draw how many clients have replied, a few times a second."""
+        """Draw how many clients have replied, of so many asked, a few times a second."""
         if self._bar is not None and time.monotonic() > self._drawn + _REDRAW_SECONDS:
             self._found["replies"] = f"{done}/{asked}"
             self._draw()
@@ -435,7 +427,7 @@ class _Bar(Show):
         self._drawn = time.monotonic()
 
     def close(self) -> None:
-        """End the bar."""
+        """End the bar; replies that come after the run draw nothing."""
         if self._bar is not None:
             self._bar.close()
         self._bar = None

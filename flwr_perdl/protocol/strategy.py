@@ -18,12 +18,7 @@ from flwr_perdl.core.checks import Matrix, check_count, check_function, check_ki
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log, poll_faster
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
-from flwr_perdl.protocol.options import (
-    ServerOptions,
-    ServerSettings,
-    refuse_unknown,
-    spell_fields,
-)
+from flwr_perdl.protocol.options import ServerOptions, ServerSettings, refuse_unknown, spell_fields
 from flwr_perdl.protocol.records import (
     ANEW,
     ARRAYS,
@@ -35,14 +30,7 @@ from flwr_perdl.protocol.records import (
     to_record,
     to_records,
 )
-from flwr_perdl.protocol.report import (
-    History,
-    RoundReport,
-    Show,
-    check_verbose,
-    in_words,
-    show_run,
-)
+from flwr_perdl.protocol.report import History, RoundReport, Show, check_verbose, in_words, show_run
 from flwr_perdl.protocol.request import Lost, Promised, Protocol, State, read_replies
 from flwr_perdl.protocol.roster import LocalGrid, within
 

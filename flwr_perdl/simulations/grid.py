@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import chain
 from logging import DEBUG, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import (
@@ -44,6 +44,17 @@ Faults = Callable[[int, Message], str | None]
 #: What a record holds that can be changed in place.
 _CHANGEABLE = (Array, list)
 FAULTS = ("error", "silence", "nan", "shape", "empty")
+
+
+@runtime_checkable
+class MakesClients(Protocol):
+    """An app whose clients may be made in one thread and called in another: a `client_app`."""
+
+    def made(self, context: Context) -> Any:
+        """Return a node's client."""
+
+    def answering_by(self, client: Any) -> AbstractContextManager[None]:
+        """Have this client answer what this thread asks."""
 
 
 class InProcessGrid(ShownAsCalled, LocalGrid):
@@ -217,10 +228,10 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
         """Yield the nodes' replies; clients that allow it are called several at a time."""
         # Two messages to one node share its state: they are answered one after the other.
         nodes = {message.metadata.dst_node_id for message, _ in asked}
-        if len(nodes) < max(2, len(asked)) or not hasattr(self.app, "answering_by"):
+        if len(nodes) < max(2, len(asked)) or not isinstance(self.app, MakesClients):
             yield from (self._call(*one) for one in asked)
             return
-        calls = (self._made(*one) for one in asked)
+        calls = (self._made(self.app, *one) for one in asked)
         for call, in_thread in calls:
             if in_thread:
                 yield from in_threads(_answer, map(_here, chain([(call, True)], calls)))
@@ -228,10 +239,9 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
                 yield call()
 
     def _made(
-        self, message: Message, fault: str | None
+        self, app: MakesClients, message: Message, fault: str | None
     ) -> tuple[Callable[[], Message | None], bool]:
         """Make a node's client in this thread; return what calls it, and if another thread may."""
-        app: Any = self.app
         try:
             client = None if fault else app.made(self._context(message))
         except Exception:  # its own call says why
