@@ -24,8 +24,7 @@ from flwr_perdl.privacy.noise import Noise, Release, floor_eigenvalues, noise_mu
 from flwr_perdl.privacy.noised_client import BALANCE, CHANGES, HEAD, PROMISE, SUMS, UPDATES, Promise
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
-from flwr_perdl.protocol.combine import check_shapes
-from flwr_perdl.protocol.records import Limits, Reply, Scalar, read_reply
+from flwr_perdl.protocol.records import Limits, Reply, Scalar, check_shapes, read_reply
 from flwr_perdl.protocol.request import FAILED, Channel, Lost, read_replies
 
 #: The largest magnitude of a sum in steps of the grid, where the server itself adds the noise.

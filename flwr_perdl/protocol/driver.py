@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flwr_perdl.core.aggregate import LEFT_OUT
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, canonical_identity
@@ -36,6 +37,7 @@ from flwr_perdl.protocol.records import (
     SEED,
     STEP,
     Limits,
+    Replies,
     Reply,
     Scalar,
     brief,
@@ -43,13 +45,11 @@ from flwr_perdl.protocol.records import (
 from flwr_perdl.protocol.report import Observers, RoundReport, RunRecord, first_reason, summarize
 from flwr_perdl.protocol.request import (
     CAPPED,
-    LEFT_OUT,
     REFUSED,
     REMEMBERED,
     Lost,
     Promised,
     Protocol,
-    Replies,
     Request,
     State,
     TooFewReplies,

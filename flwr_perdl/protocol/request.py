@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import cached_property
 from logging import WARNING
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -39,10 +38,9 @@ from flwr_perdl.core.checks import (
     check_real,
     plain,
 )
-from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import Limits, Reply, Scalar, brief, error_of
+from flwr_perdl.protocol.records import Limits, Replies, Reply, Scalar, brief, error_of
 
 T = TypeVar("T")
 
@@ -51,65 +49,10 @@ State = Mapping[str, NDArray[Any]]
 
 #: Kinds of anomaly that the driver itself notes: an error or no reply; a reply that broke a rule.
 FAILED, REFUSED = "failed", "refused"
-#: The weight was brought down to the request's bound; the reply does not fit the others'.
-CAPPED, LEFT_OUT = "capped", EFFECTS["filtered"]
+#: The weight was brought down to the request's bound.
+CAPPED = "capped"
 #: The client has no good reply, and its last one counts.
 REMEMBERED = "remembered"
-
-
-class Replies(dict[int, Reply]):
-    """The good replies of a round, by partition, in ascending order.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import Replies
-    >>> list(Replies({}))
-    []
-    """
-
-    #: What the replies come to by `Request.combine`; groups are a first axis.
-    combined: Sequence[Matrix] = ()
-
-    @cached_property
-    def noted(self) -> dict[int, dict[str, float]]:
-        """What the protocol noted of each client, see `note`."""
-        return {}
-
-    def note(self, what: str, shares: Mapping[int, float]) -> None:
-        """Note for the report what the aggregation did to clients' replies.
-
-        Parameters
-        ----------
-        what : str
-            Such as "left out", "clipped" or "trimmed".
-        shares : mapping of int to float
-            By partition, to which share of the reply; 0 is not noted.
-        """
-        for partition, share in shares.items():
-            if share > 0:
-                self.noted.setdefault(partition, {})[what] = float(share)
-
-    @cached_property
-    def unlike(self) -> dict[int, str]:
-        """Why replies are left out that do not fit the others, see `leave_out`."""
-        return {}
-
-    def leave_out(self, reasons: Mapping[int, str]) -> Replies:
-        """Return the other replies: these do not fit them, and count as dropped.
-
-        Parameters
-        ----------
-        reasons : mapping of int to str
-            By partition, what does not fit, for log and report.
-        """
-        self.unlike.update(reasons)
-        return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
-
-    def sharing(self, replies: Mapping[int, Reply]) -> Replies:
-        """Return other replies whose notes are added to these."""
-        others = Replies(replies)
-        others.noted, others.unlike = self.noted, self.unlike
-        return others
 
 
 def accept(reply: Reply) -> None:

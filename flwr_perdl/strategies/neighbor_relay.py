@@ -87,9 +87,17 @@ from flwr_perdl.network.schedule import Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
+from flwr_perdl.protocol.records import (
+    ANEW,
+    NUM_EXAMPLES,
+    Replies,
+    Reply,
+    Scalar,
+    brief,
+    check_names,
+)
 from flwr_perdl.protocol.report import RoundReport, list_observers
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State, TooFewReplies
+from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None

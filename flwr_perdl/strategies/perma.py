@@ -66,8 +66,8 @@ from flwr_perdl.clients.perma import (
     STATISTICS,
     UPDATE,
 )
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
-from flwr_perdl.core.robust import CAP
+from flwr_perdl.core.aggregate import CAP, RULES
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
 from flwr_perdl.dictionary import (
     Aggregation,
     aggregate_atoms,
@@ -79,19 +79,16 @@ from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
-from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
+from flwr_perdl.protocol.records import ANEW, Replies, Reply, Scalar, check_shapes, scalars
+from flwr_perdl.protocol.request import Channel, Protocol, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
-    alike,
     are_orthonormal,
     atoms_kind,
     check_dictionary,
-    check_shape,
     given_atoms,
     is_orthogonal,
     with_enough,
@@ -141,10 +138,10 @@ class PerMA(ProtocolStrategy):
         Update rounds for which a client that gives no good reply counts with its last one, so
         that its absence does not cost what its data say. The server, and its checkpoints, then
         hold a contribution per client; 0, the paper's, holds none.
-    robust : bool, default False
-        Whether to expect clients that lie: the aggregation is then "geometric-median". Four liars
-        in ten who agree on a small push cost it 2.3 times the error, and "statistics" 10 times
-        (docs/faults.md). `FedX` has the same argument.
+    robust : bool or str, default False
+        Whether to expect clients that lie: with True the aggregation is "geometric-median", with a
+        rule's name that rule. Four liars in ten who agree on a small push cost "geometric-median"
+        2.3 times the error, and "statistics" 10 times (docs/faults.md).
     secure : bool or mapping, default False
         Whether the server gets the clients' updates as a sum only, through Flower's SecAgg+
         (docs/security.md). ``{"reconstruction_threshold": 0.8}`` sets the share of clients that
@@ -206,7 +203,7 @@ class PerMA(ProtocolStrategy):
         local_steps: int = 1,
         refine_steps: int = 0,
         remember: int = 0,
-        robust: bool = False,
+        robust: bool | str = False,
         secure: bool | Mapping[str, float] = False,
         privacy: Noise | None = None,
         max_atoms: int | None = None,
@@ -218,13 +215,13 @@ class PerMA(ProtocolStrategy):
         self.n_global = n_global if named else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
-        if check_flag("robust", robust):
-            if aggregation not in ("statistics", ROBUST):
-                raise ValueError(
-                    f"robust=True must come with aggregation={ROBUST!r}, its own, got "
-                    f"aggregation={aggregation!r}."
-                )
-            self.aggregation = ROBUST
+        rules = [rule for rule in METHODS if rule in RULES]
+        self.aggregation = check_robust(robust, rules, ROBUST, plain=self.aggregation)
+        if robust and aggregation not in ("statistics", self.aggregation):
+            raise ValueError(
+                f"robust={robust!r} must come with aggregation={self.aggregation!r}, its own, got "
+                f"aggregation={aggregation!r}."
+            )
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
@@ -280,7 +277,7 @@ class PerMA(ProtocolStrategy):
                 remember=self.remember,
             )
             if not self._only_sums:  # what is summed is of the kind that was known before
-                replies = alike(replies, is_orthogonal, atoms_kind)
+                replies = replies.keep_majority(is_orthogonal, atoms_kind)
                 orthogonal = is_orthogonal(next(iter(replies.values())))
             state = {
                 **state,
@@ -309,8 +306,8 @@ class PerMA(ProtocolStrategy):
         config = self._config
         if self._evaluate_config is not None:
             config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
-        robust = self.aggregation in (ROBUST, "median", "trimmed")
-        return Update(config, self._check, self._aggregate, np.median if robust else np.mean)
+        mean = np.mean if self.aggregation in SUMS else np.median
+        return Update(config, self._check, self._aggregate, mean)
 
     @property
     def _only_sums(self) -> bool:
@@ -348,7 +345,7 @@ class PerMA(ProtocolStrategy):
         """Accept an update of the shape that is asked for."""
         if not self._only_sums:
             orthogonal = is_orthogonal(reply)
-        check_shape(self._shape(atoms, orthogonal), reply)
+        check_shapes([self._shape(atoms, orthogonal)], reply)
 
     def _shape(self, atoms: Matrix, orthogonal: bool) -> tuple[int, int]:
         """Return the shape of an update's reply."""
@@ -366,8 +363,8 @@ class PerMA(ProtocolStrategy):
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
-        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
-        replies = alike(replies, is_orthogonal, atoms_kind)
+        replies = replies.keep_majority(lambda r: r.arrays[0].shape[1], "{} features".format)
+        replies = replies.keep_majority(is_orthogonal, atoms_kind)
         if self.max_atoms is None:
             replies = within_bounds(replies)
         orthogonal = is_orthogonal(next(iter(replies.values())))
@@ -383,7 +380,7 @@ class PerMA(ProtocolStrategy):
                 "smaller penalty or threshold."
             )
         state = {"orthogonal": np.array(orthogonal), "samples": median_samples(replies)}
-        matched = partial(self._matched, dictionaries, orthogonal=orthogonal)
+        matched = partial(self._match_atoms, dictionaries, orthogonal=orthogonal)
         found = matched(numbers[-1] if numbers else "auto")
         if self.n_global == AUTO and len(found) == numbers[-1]:
             others = [*map(matched, numbers[:-1])]
@@ -402,7 +399,7 @@ class PerMA(ProtocolStrategy):
             )
         return {**state, "global_atoms": found}
 
-    def _matched(
+    def _match_atoms(
         self, dictionaries: list[Matrix], n_global: int | Literal["auto"], *, orthogonal: bool
     ) -> Matrix:
         """Return the global atoms (line 6)."""
@@ -431,24 +428,24 @@ class PerMA(ProtocolStrategy):
         if self._only_sums:
             stack = stack[:1]  # every reply holds the same mean
         if self.aggregation == "statistics":
-            return _noted(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
+            return _note(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
-        weights, method = sizes_of(replies), self.aggregation
+        weights, method = replies.sizes, self.aggregation
         found = aggregate_atoms(
             stack, current, method=method, weights=weights, orthogonal=orthogonal
         )
-        return _noted(replies, found)
+        return _note(replies, found)
 
 
-def _noted(replies: Replies, found: Aggregation) -> Matrix:
+def _note(replies: Replies, found: Aggregation) -> Matrix:
     """Return the new atoms, and note what the aggregation did to the replies."""
-    for effect, shares in found.odd.items():
+    for effect, shares in found.outlyingness.items():
         replies.note(effect, dict(zip(replies, shares, strict=False)))
     return found.global_atoms
 
 
 def median_samples(replies: Replies) -> Matrix:
     """Return the median over clients of their numbers of samples."""
-    return np.array(np.median(sizes_of(replies)))
+    return np.array(np.median(replies.sizes))
