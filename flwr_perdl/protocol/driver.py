@@ -20,7 +20,6 @@ from flwr_perdl.core.aggregate import LEFT_OUT
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, canonical_identity
-from flwr_perdl.protocol.combine import check_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.options import ServerSettings
@@ -54,6 +53,7 @@ from flwr_perdl.protocol.request import (
     State,
     TooFewReplies,
     check_arrays,
+    check_models,
     check_request,
 )
 from flwr_perdl.protocol.roster import Roster

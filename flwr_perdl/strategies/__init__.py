@@ -1,11 +1,10 @@
 """Flower Strategies, one file per protocol."""
 
 from flwr_perdl.privacy.secure_server import SecureMean
-from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import Replies
 from flwr_perdl.protocol.report import RoundReport, client_report
-from flwr_perdl.protocol.request import Protocol, Request, TooFewReplies
+from flwr_perdl.protocol.request import Combine, Protocol, Request, TooFewReplies
 from flwr_perdl.protocol.roster import await_nodes
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._models import Adam, Momentum, Yogi

@@ -71,7 +71,6 @@ from flwr_perdl.core.repr import short_repr
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import CHANGES
 from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import Combine, stack_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import (
@@ -85,7 +84,7 @@ from flwr_perdl.protocol.records import (
     to_record,
 )
 from flwr_perdl.protocol.report import summarize
-from flwr_perdl.protocol.request import Protocol, Request, State
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State, stack_models
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import updates
 from flwr_perdl.strategies._models import (

@@ -47,12 +47,11 @@ from flwr_perdl.clients.personalized import (
     warn_of_unmatched,
 )
 from flwr_perdl.core.checks import Matrix, check_flag
-from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ALTERNATE, ARRAYS, LEFT_OUT, named
-from flwr_perdl.protocol.request import Protocol, Request, State
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
     TRAIN,
     Adam,
