@@ -342,7 +342,7 @@ class ProtocolRun:
         with one_blas_thread():
             self._advance(self._with_absent(request, good))
         self._resumed = None
-        outliers = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
+        outliers = {partition: Lost(LEFT_OUT, why) for partition, why in good.outliers.items()}
         self._log_lost(outliers)
         kept = {partition: reply for partition, reply in good.items() if partition not in outliers}
         self._check_enough(kept, bad | outliers)

@@ -221,7 +221,7 @@ class Replies(dict[int, Reply]):
                 self.noted.setdefault(partition, {})[what] = float(share)
 
     @cached_property
-    def unlike(self) -> dict[int, str]:
+    def outliers(self) -> dict[int, str]:
         """Why replies are left out that do not fit the others, see `leave_out`."""
         return {}
 
@@ -233,7 +233,7 @@ class Replies(dict[int, Reply]):
         reasons : mapping of int to str
             By partition, what does not fit, for log and report.
         """
-        self.unlike.update(reasons)
+        self.outliers.update(reasons)
         return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
 
     def keep_majority(
@@ -262,7 +262,7 @@ class Replies(dict[int, Reply]):
     def sharing(self, replies: Mapping[int, Reply]) -> Replies:
         """Return other replies whose notes are added to these."""
         others = Replies(replies)
-        others.noted, others.unlike = self.noted, self.unlike
+        others.noted, others.outliers = self.noted, self.outliers
         return others
 
 
