@@ -46,11 +46,13 @@ from flwr_perdl.protocol.request import (
     CAPPED,
     REFUSED,
     REMEMBERED,
+    Channel,
     Lost,
     Promised,
     Protocol,
     Request,
     State,
+    Summed,
     TooFewReplies,
     check_arrays,
     check_models,
@@ -98,6 +100,7 @@ class HasProtocol(typing.Protocol):
     flags: typing.ClassVar[tuple[str, ...]]
     labels: typing.ClassVar[tuple[str, ...]]
     privacy: Promised | None
+    _sums: Callable[[Summed], Channel] | None
 
     @property
     def options(self) -> ServerSettings:
@@ -522,7 +525,9 @@ class ProtocolRun:
 
     def _take_up(self, request: object) -> None:
         """Take up what the protocol asks next."""
-        asked = check_request(request)
+        asked, sums = check_request(request), self._strategy._sums
+        if asked.summed is not None and sums is not None:
+            asked = check_request(asked._replace(secure=sums(asked.summed)))
         if asked.secure is not None:
             least = self.options.min_clients
             channel = asked.secure.begin(self.record.kept, self._rounds, least, self.save)

@@ -97,6 +97,17 @@ SEED = "perdl.seed"
 #: A token of the run: private state of another run is not taken up.
 RUN = "perdl.run"
 
+#: How a request's replies travel. Under masks, in a sum: a client counts by its number of samples,
+#: and for at most so many; and the largest norm of the arrays that it sends. With noise: what the
+#: run promises of privacy. Encrypted, to a neighbor.
+MAX_WEIGHT = "perdl.max-weight"
+NORM = "perdl.norm"
+PROMISE = "perdl.promise"
+SEALED = "perdl.sealed"
+#: Keys of a node's config: the file of its lasting private key; that of its neighbors' public keys,
+#: with which it sends sealed messages alone.
+KEY_FILE, PINNED_KEYS = "key-file", "neighbour-keys"
+
 #: What a client says of itself when it is asked who it is; the last, with a promise of privacy of
 #: its own, where it keeps no count of what it has answered over several runs.
 PARTITION_ID = "partition-id"

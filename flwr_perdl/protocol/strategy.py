@@ -31,7 +31,15 @@ from flwr_perdl.protocol.records import (
     to_records,
 )
 from flwr_perdl.protocol.report import History, RoundReport, Show, check_verbose, in_words, show_run
-from flwr_perdl.protocol.request import Lost, Promised, Protocol, State, read_replies
+from flwr_perdl.protocol.request import (
+    Channel,
+    Lost,
+    Promised,
+    Protocol,
+    State,
+    Summed,
+    read_replies,
+)
 from flwr_perdl.protocol.roster import LocalGrid, within
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -89,6 +97,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _wrappable: ClassVar[bool] = True
     #: What a run promises of privacy, for all of its sums; None: nothing.
     privacy: Promised | None = None
+    #: How what requests declare is summed, where the server is to get no single reply.
+    _sums: Callable[[Summed], Channel] | None = None
     #: The names of the arrays that a request has before the model's.
     _before_model: ClassVar[tuple[str, ...]] = ()
     #: How options are given that are fields of another one.

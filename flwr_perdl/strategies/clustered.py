@@ -69,8 +69,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_client import CHANGES
-from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
+from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import (
@@ -84,7 +83,7 @@ from flwr_perdl.protocol.records import (
     to_record,
 )
 from flwr_perdl.protocol.report import summarize
-from flwr_perdl.protocol.request import Combine, Protocol, Request, State, stack_models
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed, stack_models
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import updates
 from flwr_perdl.strategies._models import (
@@ -250,7 +249,7 @@ class ClusteredFedAvg(ModelStrategy):
     ) -> None:
         super().__init__(optimizer, robust, **options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
-        self.privacy, self._secure = privacy, check_privacy(privacy)
+        self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         if privacy is not None and (self.k != 1 or self.robust != "mean"):
             raise ValueError(
                 "k must be 1 and robust False with privacy, since which cluster a client chooses "
@@ -439,7 +438,7 @@ class ClusteredFedAvg(ModelStrategy):
             own=(lambda partition: known.get(partition, everything)) if known else None,
             model=stacks,
             combine=combine,
-            secure=sum_channel(self._secure, self.privacy, one, of=CHANGES, metrics={CLUSTER: 0.0}),
+            summed=Summed(one, "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,
         )
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:

@@ -36,11 +36,11 @@ from flwr_perdl.clients.mixed_regression import MIXED_REGRESSION, OPTION, Regres
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
+from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, spell_fields
 from flwr_perdl.protocol.records import Replies, Reply, check_group
-from flwr_perdl.protocol.request import Protocol, Request
+from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
@@ -49,6 +49,8 @@ from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
 
 _COUNT = "rounds"
+#: The number of columns before an update's change.
+_HEAD = 2
 
 _PHASE_1 = spell_fields("phase_1", MomentDescent)
 _PHASE_2 = spell_fields("phase_2", Refinement)
@@ -62,7 +64,6 @@ class _MixedRegression(ProtocolStrategy):
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     privacy: Noise | None = None
-    _secure: dict[str, float] | None = None
     #: Whether the run is over where Phase 2 would begin.
     _phase_1_only = False
     #: Whether models may be given as initial arrays.
@@ -96,11 +97,7 @@ class _MixedRegression(ProtocolStrategy):
         # FedX stays in this loop: the driver ends it, and the next request's model is the result.
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
-            request = _request(ask.drawn(rng), count)
-            if ask.step == "update":  # of which the server may get no more than the sum
-                summed = sum_channel(self._secure, self.privacy, [before.centers], of="updates")
-                request = request._replace(secure=summed)
-            replies = yield request
+            replies = yield _request(ask.drawn(rng), count)
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
@@ -274,12 +271,11 @@ class FedX(_MixedRegression):
         **options: Unpack[ServerOptions],
     ) -> None:
         check_choice("start", start, ("fedmd", "random"))
-        secure = check_privacy(privacy)
         how = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, robust, start)
         if privacy is not None:  # an extrapolation would multiply the noise of earlier rounds
             how = replace(how, phase_2=replace(phase_2, momentum=False))
         super().__init__(how, options)
-        self.privacy, self._secure = privacy, secure
+        self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         asked = n_clusters, phase_2.step_size is not None, how.robust
         if privacy is not None and asked != (1, True, "mean"):
             raise ValueError(
@@ -343,7 +339,13 @@ def _request(ask: Ask, count: int) -> Request:
         model=[models] if models.size else (),
         most=None if ask.shape is None else prod(ask.shape),
         max_weight=None,
+        summed=_summed(models) if ask.step == "update" and len(models) == 1 else None,
     )
+
+
+def _summed(models: Matrix) -> Summed:
+    """Return what of updates of one model is summed: of (loss, cluster, change) the change."""
+    return Summed([np.pad(models, ((0, 0), (_HEAD, 0)))], skip=_HEAD)
 
 
 def _check(ask: Ask, reply: Reply) -> None:

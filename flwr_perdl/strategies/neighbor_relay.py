@@ -64,7 +64,6 @@ from flwr_perdl.clients.neighbor_relay import (
     FLOATS,
     REJECTED,
     RELAY,
-    SEALED,
     SHOW,
     STATE,
     DiffusionClient,
@@ -90,6 +89,7 @@ from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import (
     ANEW,
     NUM_EXAMPLES,
+    SEALED,
     Replies,
     Reply,
     Scalar,

@@ -68,21 +68,17 @@ from flwr_perdl.clients.perma import (
 )
 from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
-from flwr_perdl.dictionary import (
-    Aggregation,
-    aggregate_atoms,
-    global_matching,
-    polar_factor,
-)
+from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
 from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
 from flwr_perdl.dictionary.atoms import merged_atoms
+from flwr_perdl.dictionary.bounded import BALANCE, denoise_moments
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
+from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Replies, Reply, Scalar, check_shapes, scalars
-from flwr_perdl.protocol.request import Channel, Protocol, Request, State
+from flwr_perdl.protocol.request import Protocol, Request, State, Summed
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
@@ -101,6 +97,8 @@ SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
 #: `PerMA.n_global` by name: the best on samples held out; on how many the clients agree.
 AUTO, AGREE = NAMED = "auto", "agree"
+#: The weight with which statistics with noise count in those of the next round.
+EARLIER = 0.5
 #: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
 
@@ -150,7 +148,8 @@ class PerMA(ProtocolStrategy):
     privacy : Noise, optional
         A promise of differential privacy for the whole run: the sum of every round has noise, and
         nothing else leaves the clients (`flwr_perdl.privacy.Noise`). It takes initial arrays that
-        depend on no client's data, and "statistics", or "mean" with ``level="client"``.
+        depend on no client's data, orthonormal ones only with an `OrthogonalLearner`, and
+        "statistics", or "mean" with ``level="client"``.
     max_atoms : int, optional
         Maximum number of atoms in a client's dictionary; by default ten times the median over the
         clients, and at most 4,096. A client with more is left out of the matching round and named.
@@ -225,7 +224,9 @@ class PerMA(ProtocolStrategy):
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
-        self.privacy, self.secure = privacy, check_privacy(privacy, secure)
+        self.privacy, self.secure = privacy, secure
+        if privacy is not None or secure is not False:
+            self._sums = sums_with(privacy, secure)
         if self._only_sums:
             name = "secure" if privacy is None else "privacy"
             sums = SUMS if privacy is None else SUMS[:2]
@@ -273,7 +274,7 @@ class PerMA(ProtocolStrategy):
                 partial(self._check, global_atoms, orthogonal),
                 most=global_atoms.size + len(global_atoms) ** 2,
                 max_weight=None,
-                secure=self._channel(state, orthogonal),
+                summed=self._summed(state, orthogonal),
                 remember=self.remember,
             )
             if not self._only_sums:  # what is summed is of the kind that was known before
@@ -312,10 +313,10 @@ class PerMA(ProtocolStrategy):
     @property
     def _only_sums(self) -> bool:
         """Whether the server gets the sum of the clients' updates alone."""
-        return self.secure is not None or self.privacy is not None
+        return self._sums is not None
 
-    def _channel(self, state: State, orthogonal: bool) -> Channel | None:
-        """Return how the sum of the updates is gathered where the server gets no more."""
+    def _summed(self, state: State, orthogonal: bool) -> Summed:
+        """Return what of the updates is summed where the server gets no more."""
         atoms = state["global_atoms"]
         shape = self._shape(atoms, orthogonal)
         if self._only_sums and not shape[0]:
@@ -329,17 +330,18 @@ class PerMA(ProtocolStrategy):
         most = 1
         if self.aggregation != "mean" and "samples" in state:
             most = max(int(CAP * float(state["samples"])), 1)
-        return sum_channel(
-            self.secure,
-            self.privacy,
-            [np.zeros(shape, atoms.dtype) if statistics else atoms],
-            # Statistics come at a scale at which 1 is their largest norm, atoms have norm 1 each.
-            1.0 if statistics else shape[0] ** 0.5,
-            most,
-            of="sums" if statistics else "atoms",
-            records=statistics,
-            moments=shape[1] - atoms.shape[1],
-        )
+        if not statistics:  # atoms have norm 1 each
+            return Summed([atoms], "rows", norm=shape[0] ** 0.5, max_weight=most)
+        # Statistics come at a scale at which 1 is their largest norm.
+        start = [np.zeros(shape, atoms.dtype)]
+        finish = None if orthogonal else self._finish
+        return Summed(start, max_weight=most, by_sample=True, earlier=EARLIER, finish=finish)
+
+    def _finish(self, arrays: list[Matrix], deviation: float) -> list[Matrix]:
+        """Return the mean of statistics, in whose second moments noise does not decide."""
+        by_sample = self.privacy is not None and self.privacy.level == "record"
+        weight = BALANCE if by_sample else 1.0
+        return [denoise_moments(array, deviation, weight=weight) for array in arrays]
 
     def _check(self, atoms: Matrix, orthogonal: bool, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""

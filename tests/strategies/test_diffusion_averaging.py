@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.clients.diffusion_averaging import ABOUT
-from flwr_perdl.clients.neighbor_relay import SEALED
 from flwr_perdl.network import (
     CombinationMatrix,
     Faults,
@@ -33,6 +32,7 @@ from flwr_perdl.network import (
 from flwr_perdl.network import DiffusionAveraging as Learner
 from flwr_perdl.network.averaging import METHODS
 from flwr_perdl.network.messages import Delivery
+from flwr_perdl.protocol.records import SEALED
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
