@@ -27,7 +27,7 @@ from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.schedule import Schedule
 from flwr_perdl.network.topology import Topology
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation
+from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
@@ -228,7 +228,7 @@ class DiffusionAveraging(NeighborRelay):
         rounds = self.exchanges
         super().start(grid, initial_arrays, rounds, timeout, *configs, verbose=verbose)
         models: dict[int, list[Matrix]] = {}
-        if self._running().run.finished:
+        if self._running().record.finished:
             run = self.outcome
             learned = self._learner.fit(None, _Network(self, run), self.n_rounds)
             models = self._models(run.state) if self.shows_models else {}
@@ -268,7 +268,7 @@ class DiffusionAveraging(NeighborRelay):
         own = {"shows_models": self.shows_models}
         return {**super().settings(), **vars(self._learner), **own}
 
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         if not self.n_rounds:
             raise ValueError(

@@ -38,7 +38,7 @@ from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robu
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import ServerOptions, spelled
+from flwr_perdl.protocol.options import ServerOptions, spell_fields
 from flwr_perdl.protocol.records import Replies, Reply, check_group
 from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
@@ -51,8 +51,8 @@ _COUNT = "rounds"
 #: The number of columns before an update's change.
 _HEAD = 2
 
-_PHASE_1 = spelled("phase_1", MomentDescent)
-_PHASE_2 = spelled("phase_2", Refinement)
+_PHASE_1 = spell_fields("phase_1", MomentDescent)
+_PHASE_2 = spell_fields("phase_2", Refinement)
 
 
 class _MixedRegression(ProtocolStrategy):

@@ -86,7 +86,6 @@ from flwr_perdl.network.schedule import Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.progress import observers
 from flwr_perdl.protocol.records import (
     ANEW,
     NUM_EXAMPLES,
@@ -97,7 +96,7 @@ from flwr_perdl.protocol.records import (
     brief,
     check_names,
 )
-from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.report import RoundReport, list_observers
 from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
@@ -217,9 +216,9 @@ class NeighborRelay(ProtocolStrategy):
         RuntimeError
             If the run is not over.
         """
-        if self._conversation is None or not self._conversation.run.finished:
+        if self._run is None or not self._run.record.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        ended, n = unpack_arrays(self._conversation.run.model[0]), self.topology.n_nodes
+        ended, n = unpack_arrays(self._run.record.model[0]), self.topology.n_nodes
         unheard, alive, whole = ended.pop(_NODES)
         traffic, rejected = ended.pop(_TRAFFIC), ended.pop(_REJECTED)
         by: dict[int, list[int]] = {}
@@ -488,7 +487,7 @@ class FlowerNetwork:
             except Exception as error:  # of the caller, whom it ends, as on other networks
                 failed.append(error)
 
-        options["on_round"] = [*observers(options.get("on_round")), tell]
+        options["on_round"] = [*list_observers(options.get("on_round")), tell]
         relay = self._relay(n_rounds, **options)
         try:
             relay.start(self._grid, timeout=self._timeout, should_stop=lambda *_: bool(failed))

@@ -340,7 +340,7 @@ INNER = {
         "TwoPhase.sent_options",
         "State.unpack",
         "Descent.unpack",
-        "Options.of",
+        "ServerSettings.of",
         "Schedule.of",
     ),
 }
@@ -397,7 +397,9 @@ def _options(kind: str) -> dict[str, Any]:
     if "ServerOptions" in kind:
         own = set(strategies.ServerOptions.__annotations__) - {"server"}
         return {
-            field.name: field.default for field in fields(strategies.Options) if field.name in own
+            field.name: field.default
+            for field in fields(strategies.ServerSettings)
+            if field.name in own
         }
     return valid("LearnerClient", clients.LearnerClient) if "LearnerOptions" in kind else {}
 
