@@ -23,7 +23,7 @@ from flwr_perdl.core.checks import (
     check_kind,
 )
 from flwr_perdl.core.files import LAST_ROUND
-from flwr_perdl.core.packing import pack_arrays, text_array, texts_of
+from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.network.combine import (
     Array,

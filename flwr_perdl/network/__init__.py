@@ -8,9 +8,8 @@ from flwr_perdl.network.averaging import DiffusionAveraging
 from flwr_perdl.network.combine import Averaging, Inbox, Program, Run
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.data_diffusion import DataDiffusion
-from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.exchange import InMemoryNetwork
 from flwr_perdl.network.inference import exact_dual, infer, local_costs
-from flwr_perdl.network.memory import InMemoryNetwork
 from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import (
     Biclustering,
@@ -20,7 +19,7 @@ from flwr_perdl.network.objectives import (
     SparseSVD,
 )
 from flwr_perdl.network.ray import RayNetwork
-from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.schedule import Faults, Schedule
 from flwr_perdl.network.topology import (
     CombinationMatrix,
     Topology,

@@ -83,8 +83,9 @@ from flwr_perdl.core.models import (
     settled,
 )
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.network.combine import Array, Inbox, run_program, weighted
+from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.network.compression import Compression, check_compression
+from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.robust import RULES, robust_means
 from flwr_perdl.network.schedule import schedule_of
 from flwr_perdl.network.topology import Topology, weights_of
@@ -330,7 +331,7 @@ class DiffusionAveraging:
         """
         check_count("n_rounds", n_rounds)
         check_function("callback", callback)
-        network = weights_of(network) if isinstance(network, Topology) else weighted(network)
+        network = weights_of(network) if isinstance(network, Topology) else resolve_weights(network)
         learner = self.suited_to(network, n_rounds)
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")

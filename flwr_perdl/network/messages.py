@@ -1,4 +1,4 @@
-"""Messages between neighbors: their records, their form on Flower's wire, and which of them count.
+"""Messages between neighbors: which of them count, their records, and their form on Flower's wire.
 
 A request of the server to a node is a `Delivery`: the `Message` of every neighbor that it hears,
 and whose public keys it needs for its own next one. `inbox_of` says which messages count, and with
@@ -6,12 +6,13 @@ which weights. The arrays of a node's reply are its message, none if it is aslee
 not finite; where messages are *sealed* (`flwr_perdl.privacy.sealed`) its card, and then a message
 for each receiver, in the order of `Delivery.cards`, of size 0 where a card was rejected.
 
-In memory and on Ray, `flwr_perdl.network.exchange.Mailbox` keeps the messages of all nodes in
-stacks, and leaves out missing and non-finite ones likewise.
+In memory and on Ray, `Mailbox` keeps the messages of all nodes in stacks. All three leave out
+missing and non-finite messages by `shared_weights`, and `LinkPlan.sources` says which are sent.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix, check_array
-from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.network.combine import Array, Inbox, LeftOut
+from flwr_perdl.network.schedule import LinkPlan
 from flwr_perdl.network.topology import Csr
 
 #: Up to here every whole number is a float.
@@ -165,6 +167,129 @@ def inbox_of(
     weights, links = shared_weights(received, places, (1, len(stack)), where, sound, totals)
     arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
     return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
+
+
+class Mailbox:
+    """Messages of the last rounds, and the inboxes of the nodes that are hosted here.
+
+    ``senders`` are the ids, ascending, of the nodes whose messages `inbox` gets in every round: at
+    least the hosted nodes and all whom they ever hear.
+    """
+
+    def __init__(self, plan: LinkPlan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
+        self.plan = plan
+        self.nodes = nodes
+        self.senders = senders
+        #: In which round whose message was left out, and by whom (see `tally`).
+        self.left_out: set[tuple[int, int, int]] = set()
+        self._traffic: Csr = sparse.csr_array((plan.n_nodes, plan.n_nodes))
+        self._own = np.searchsorted(senders, nodes)
+        self._last: deque[tuple[tuple[Array, ...], NDArray[np.bool_]]] = deque(
+            maxlen=plan.oldest + 1
+        )  # messages, and which of them can be heard
+        #: By the turn of the schedule, where all messages arrive: weights and links of the inbox,
+        #: and the floats that each link has carried. A sparse sum takes longer than a round.
+        self._routes: dict[int, tuple[Csr, Csr]] = {}
+        self._floats: dict[int, float] = {}
+
+    def inbox(
+        self,
+        round_: int,
+        arrays: tuple[Array, ...],
+        own: tuple[Array, ...] | None = None,
+        arrived: NDArray[np.bool_] | None = None,
+    ) -> Inbox:
+        """Return what the hosted nodes hear in a round.
+
+        Parameters
+        ----------
+        round_ : int
+            The round, from 1.
+        arrays : tuple of ndarray of shape (s, ...)
+            The messages of the round as they arrived, by sender.
+        own : tuple of ndarray of shape (m, ...), optional
+            The hosted nodes' own messages, if they differ from what arrived.
+        arrived : ndarray of shape (s,), optional
+            Whose message arrived, everybody's by default; the rows of the others are ignored.
+        """
+        finite = finite_rows(arrays)
+        sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
+        if self.plan.faults.any:  # a node that is asleep sends nothing
+            sent = sent & self.plan.awake(round_)[self.senders]
+        if not finite.all():
+            arrays = tuple(cleared(array, ~finite) for array in arrays)
+            broken = self.senders[~finite & sent].tolist()
+            self.left_out |= {(round_, node, node) for node in broken}
+        received = finite & sent
+        # As many rounds are held as a message can be old; the newest stands first, at late = 0.
+        self._last.appendleft((arrays, received))
+        senders, stacked = self.senders, arrays
+        if len(self._last) > 1:
+            senders = np.tile(senders, len(self._last))
+            stacked = tuple(
+                np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
+            )
+        where, sound = self._own, finite[self._own]
+        if own is not None:  # a node uses its own message as it was sent
+            sound = finite_rows(own)
+            # Its own message has columns of its own, behind those of the others.
+            where = len(senders) + np.arange(len(self.nodes))
+            senders = np.concatenate([senders, self.nodes])
+            stacked = tuple(
+                np.concatenate([array, cleared(mine, ~sound)])
+                for array, mine in zip(stacked, own, strict=True)
+            )
+        # Without faults the routes of a round are those of any other with its matrix: kept.
+        faulty, schedule = self.plan.faults.any or self.plan.staleness, self.plan.schedule
+        simple = schedule.repeats and not faulty and bool(received.all()) and own is None
+        self._turn = schedule.turn(round_) if simple else None
+        route = None if self._turn is None else self._routes.get(self._turn)
+        if route is None:
+            route = self._route(round_, len(senders), where, sound)
+            if self._turn is not None:
+                self._routes[self._turn] = route
+        return Inbox(round_, self.nodes, senders, stacked, *route, where)
+
+    def count(self, inbox: Inbox, left_out: Sequence[LeftOut]) -> None:
+        """Count the messages of an inbox, without those that the nodes have left out."""
+        floats = float(sum(array[0].size for array in inbox.arrays))
+        if self._turn is not None and not left_out:
+            self._floats[self._turn] = self._floats.get(self._turn, 0.0) + floats
+            return
+        self.left_out |= {(inbox.round, one.sender, one.receiver) for one in left_out}
+        self._traffic = self._traffic + self._carried(inbox.links, inbox.senders, floats)
+
+    def _route(
+        self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
+    ) -> tuple[Csr, Csr]:
+        """Return the round's weights and links over the stacked messages."""
+        n, m, s = self.plan.n_nodes, len(self.nodes), len(self.senders)
+        links = self.plan.sources(round_)
+        receiver, sender = np.full(n, -1), np.full(n, -1)
+        receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
+        received = np.stack([received for _, received in self._last])
+        # A delayed message can be from before the first round: it was never sent.
+        there = (receiver[links.receivers] >= 0) & (links.late < len(received))
+        there[there] = received[links.late[there], sender[links.senders[there]]]
+        links = links.first(there)
+        places = receiver[links.receivers], links.late * s + sender[links.senders]
+        totals = self.plan.totals(round_)[self.nodes]
+        return shared_weights(links.weights, places, (m, n_columns), own, sound, totals)
+
+    @property
+    def traffic(self) -> Csr:
+        """Floats that hosted node k has heard from node j so far, shape (n_nodes, n_nodes)."""
+        on_all_links = (
+            self._carried(self._routes[turn][1], self.senders, floats)
+            for turn, floats in self._floats.items()
+        )
+        return sum(on_all_links, self._traffic)
+
+    def _carried(self, links: Csr, senders: NDArray[np.intp], floats: float) -> Csr:
+        """Return the floats that the links of an inbox have carried, (n_nodes, n_nodes)."""
+        rows, columns = sparse.coo_array(links).coords
+        entries = np.full(len(rows), floats), (self.nodes[rows], senders[columns])
+        return sparse.csr_array(entries, shape=self._traffic.shape)
 
 
 def shared_weights(

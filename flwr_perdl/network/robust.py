@@ -81,7 +81,7 @@ def robust_means(
     }
     combined = {i: array[inbox.own] for i, array in sent.items()}
     for k, own in enumerate(inbox.own):
-        weights = {at: weight for at, weight in inbox.weighed(k) if at != own}
+        weights = {at: weight for at, weight in inbox.neighbor_terms(k) if at != own}
         received = list(weights)
         further: list[Array] = []
         if rule == "clip":

@@ -24,8 +24,7 @@ from flwr_perdl.network.averaging import Averaged
 from flwr_perdl.network.averaging import DiffusionAveraging as Learner
 from flwr_perdl.network.combine import Run
 from flwr_perdl.network.compression import RandomQuantization, TopK
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.schedule import Faults, Schedule
 from flwr_perdl.network.topology import Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation

@@ -69,7 +69,7 @@ from flwr_perdl.clients.diffusion import (
     STATE,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
-from flwr_perdl.core.packing import (
+from flwr_perdl.core.npy import (
     pack_arrays,
     text_array,
     texts_of,
@@ -78,11 +78,9 @@ from flwr_perdl.core.packing import (
 )
 from flwr_perdl.network.averaging import BYTES
 from flwr_perdl.network.averaging import FLOATS as RECEIVED
-from flwr_perdl.network.combine import Run, curves
-from flwr_perdl.network.exchange import Plan, spread
-from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.combine import Run, curves, spread
 from flwr_perdl.network.messages import Delivery, Message
-from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.schedule import Faults, LinkPlan, Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
@@ -183,7 +181,7 @@ class NeighborRelay(ProtocolStrategy):
         super().__init__(**server)
         self.topology = topology
         self.n_rounds = check_count("n_rounds", n_rounds)
-        self.plan = Plan.make(topology, weights, faults, staleness)
+        self.plan = LinkPlan.make(topology, weights, faults, staleness)
         self.sealed = check_flag("sealed", sealed)
 
     @property
@@ -506,7 +504,7 @@ class _Held:
 
     Parameters
     ----------
-    plan : Plan
+    plan : LinkPlan
         Who hears whom.
     sealed : bool
         Whether a node sends a message to each neighbor, or one to all.
@@ -514,7 +512,7 @@ class _Held:
         What nodes without a state begin with.
     """
 
-    def __init__(self, plan: Plan, sealed: bool, start: dict[str, Matrix]) -> None:
+    def __init__(self, plan: LinkPlan, sealed: bool, start: dict[str, Matrix]) -> None:
         n = plan.n_nodes
         self.plan, self.sealed, self.start = plan, sealed, start
         #: Who has a state, as far as it is known: nodes lose it while a run is not on.

@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.core.packing import pack_arrays, unpack_arrays
+from flwr_perdl.core.npy import pack_arrays, unpack_arrays
 from flwr_perdl.network import Averaging, DiffusionAveraging, InMemoryNetwork, Topology
 from flwr_perdl.network.averaging import AveragingProgram
 from flwr_perdl.simulations import InProcessGrid

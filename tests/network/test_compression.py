@@ -10,7 +10,7 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.core.packing import pack
+from flwr_perdl.core.npy import pack
 from flwr_perdl.network import (
     CombinationMatrix,
     DiffusionAveraging,
