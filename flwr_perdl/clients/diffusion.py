@@ -57,8 +57,8 @@ STATE = "state."
 
 #: What a client of another kind is told.
 ONLY_DIFFUSION = (
-    "this strategy needs a DiffusionClient at every node; DiffusionAveraging.program makes its "
-    "program from an ordinary client"
+    "this strategy needs a DiffusionClient at every node; the strategy DiffusionAveraging takes "
+    "ordinary clients"
 )
 
 SHOWS = ("observed", "state", "nothing")

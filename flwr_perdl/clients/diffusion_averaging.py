@@ -22,7 +22,7 @@ from flwr_perdl.clients.base import INNER
 from flwr_perdl.clients.diffusion import SEALED, DiffusionClient
 from flwr_perdl.clients.keep_private import LEFT_OUT, KeepPrivate, matched
 from flwr_perdl.core.checks import Matrix, check_kind
-from flwr_perdl.network.averaging import DiffusionAveraging
+from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import RUN, SEED, Scalar, encode, read_request, reply_to
@@ -35,7 +35,7 @@ COMPRESSIONS = (TopK, RandomQuantization)
 
 
 def averaging_config(
-    learner: DiffusionAveraging, max_delay: int, start: Mapping[str, Matrix], shows: bool
+    learner: AveragingOptions, max_delay: int, start: Mapping[str, Matrix], shows: bool
 ) -> dict[str, Scalar]:
     """Return what a request says to the nodes besides what every diffusion's does.
 
@@ -82,7 +82,7 @@ def answer_averaging(
     if options["compression"] is not None:
         kind, own_options = options["compression"]
         options["compression"] = COMPRESSIONS[kind](**own_options)
-    learner = DiffusionAveraging(**options)
+    learner = AveragingOptions(**options)
     first = [model[name] for name in shared]
     program = learner.program(lambda node: client, initial=first, array_names=shared)
     node = _Node(program, context, max_delay=about["max_delay"])

@@ -4,7 +4,7 @@ A learner gives the same numbers in memory, on Ray actors and, by
 `flwr_perdl.strategies.FlowerNetwork`, on a Flower federation.
 """
 
-from flwr_perdl.network.averaging import DiffusionAveraging
+from flwr_perdl.network.averaging import diffusion_averaging
 from flwr_perdl.network.combine import Averaging, Inbox, Program, Run
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.data_diffusion import DataDiffusion
@@ -34,7 +34,6 @@ __all__ = [
     "Biclustering",
     "CombinationMatrix",
     "DataDiffusion",
-    "DiffusionAveraging",
     "Faults",
     "HuberNMF",
     "InMemoryNetwork",
@@ -51,6 +50,7 @@ __all__ = [
     "TopK",
     "Topology",
     "averaging_weights",
+    "diffusion_averaging",
     "exact_dual",
     "infer",
     "local_costs",

@@ -64,7 +64,7 @@ class Network(ABC, ShownAsCalled):
     staleness : int, default 0
         Where a neighbor sends nothing in a round, the last message that it has sent to a node
         counts again if it is at most so many rounds old. 0: its weight falls to the node. For
-        programs that forget an old message, as ``DiffusionAveraging(method="atc")`` does.
+        programs that forget an old message, as ``diffusion_averaging(method="atc")`` does.
 
     Raises
     ------
@@ -290,8 +290,8 @@ def run_program(
     """
     check_function("callback", callback)
     network = resolve_weights(network)
-    if isinstance(network, CombinationMatrix | Schedule):
-        network = InMemoryNetwork(schedule_of(network))
+    if not hasattr(network, "run") and (schedule := schedule_of(network)):
+        network = InMemoryNetwork(schedule)
     asked = {"callback": callback, "on_report": on_report}
     given = {name: function for name, function in asked.items() if function is not None}
     run: Run = network.run(program, n_rounds, **given)

@@ -398,11 +398,14 @@ class Links(NamedTuple):
 
     def first(self, there: NDArray[np.bool_]) -> Links:
         """Return, of each link, the first of its messages that is there: the one that counts."""
-        kept = Links(*(array[there] for array in self))
+        kept = self._at(there)
         pairs = np.stack([kept.receivers, kept.senders])  # those of a link stand side by side
         new = np.ones(pairs.shape[1], dtype=bool)
         new[1:] = (pairs[:, 1:] != pairs[:, :-1]).any(axis=0)
-        return Links(*(array[new] for array in kept))
+        return kept._at(new)
+
+    def _at(self, which: NDArray[np.bool_]) -> Links:
+        return Links._make(array[which] for array in self)
 
 
 @dataclass(frozen=True)

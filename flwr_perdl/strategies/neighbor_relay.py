@@ -387,9 +387,6 @@ class FlowerNetwork:
     {'estimate': array([1.5, 1.5, 1.5, 1.5])}
     """
 
-    #: The program that `run` is given is ignored: it may be None.
-    nodes_have_programs = True
-
     def __init__(
         self,
         grid: Grid,

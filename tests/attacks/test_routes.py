@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import Member, client_app, keep_private
 from flwr_perdl.clients.diffusion_averaging import averaging_config
-from flwr_perdl.network import DiffusionAveraging
+from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise
@@ -41,7 +41,7 @@ MARKS: dict[str, dict[str, Any]] = {
     "clustered": {"perdl.clustered": True, "perdl.step": "train-alone", "perdl.n-fits": 1},
     "ditto": {"perdl.ditto": True, "perdl.pull": 0.5},
     "averaging": {
-        **averaging_config(DiffusionAveraging(method="atc"), 0, MODEL, False),
+        **averaging_config(AveragingOptions(method="atc"), 0, MODEL, False),
         **{"perdl.step": "exchange", "perdl.at": 1, "perdl.asleep": ""},
     },
     "sealed": {"perdl.sealed": True},
