@@ -445,8 +445,8 @@ class AveragingOptions:
     ) -> AveragingProgram:
         """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
 
-        ``clients`` and ``initial`` are those of `diffusion_averaging`; ``array_names`` are the names
-        of a list's arrays, by default those of an ArrayRecord, or "0", "1", ….
+        ``clients`` and ``initial`` are those of `diffusion_averaging`; ``array_names`` are the
+        names of a list's arrays, by default those of an ArrayRecord, or "0", "1", ….
         """
         if self.compression is not None:
             from flwr_perdl.network._compressed import CompressedProgram  # which builds on this

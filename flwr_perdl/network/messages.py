@@ -6,25 +6,30 @@ which weights. The arrays of a node's reply are its message, none if it is aslee
 not finite; where messages are *sealed* (`flwr_perdl.privacy.sealed`) its card, and then a message
 for each receiver, in the order of `Delivery.cards`, of size 0 where a card was rejected.
 
-In memory and on Ray, `Mailbox` keeps the messages of all nodes in stacks. All three leave out
-missing and non-finite messages by `shared_weights`, and `LinkPlan.sources` says which are sent.
+In memory and on Ray a `Mailbox` keeps the messages of the last rounds, of all nodes in stacks; a
+server has a `MessageStore` of single messages that it need not be able to read. Which of them
+arrive, `LinkPlan.sources` and `Links.first` say for both, and `shared_weights` says what a node
+does without the others.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix, check_array
+from flwr_perdl.core.npy import text_array, texts_of
 from flwr_perdl.network.combine import Array, Inbox, LeftOut
 from flwr_perdl.network.schedule import LinkPlan
 from flwr_perdl.network.topology import Csr
 
+#: The "receiver" of a message that is the same for all neighbors.
+EVERYBODY = -1
 #: Up to here every whole number is a float.
 _LARGEST = 2**53
 
@@ -290,6 +295,155 @@ class Mailbox:
         rows, columns = sparse.coo_array(links).coords
         entries = np.full(len(rows), floats), (self.nodes[rows], senders[columns])
         return sparse.csr_array(entries, shape=self._traffic.shape)
+
+
+class MessageStore:
+    """Messages in transit through a server, each for its receiver: what `Mailbox` is in memory.
+
+    Parameters
+    ----------
+    plan : LinkPlan
+        Who hears whom.
+    sealed : bool
+        Whether a node sends a message to each neighbor, or one to all.
+    start : dict of str to ndarray
+        What nodes without a state begin with.
+    """
+
+    def __init__(self, plan: LinkPlan, sealed: bool, start: dict[str, Matrix]) -> None:
+        n = plan.n_nodes
+        self.plan, self.sealed, self.start = plan, sealed, start
+        #: Who has a state, as far as it is known: nodes lose it while a run is not on.
+        self.known: set[int] = set()
+        self.round = 0
+        self.took_part = np.zeros(n, dtype=bool)
+        #: In which round whose message was left out, and by whom (see `tally`).
+        self.left_out: set[tuple[int, int, int]] = set()
+        self.traffic: Csr = sparse.csr_array((n, n))
+        self.cards: dict[int, Matrix] = {}
+        # By round and sender: the size before it was sealed, and the arrays by receiver.
+        self._floats: dict[tuple[int, int], float] = {}
+        self._arrays: dict[tuple[int, int, int], Sequence[Matrix]] = {}
+
+    def begin(self, round_: int) -> None:
+        """Begin a round, and forget the messages that are too old to be delivered."""
+        # Nothing is held for longer than it can count: the server is a relay, not an archive.
+        oldest = round_ - self.plan.oldest
+        self._floats = {key: value for key, value in self._floats.items() if key[0] >= oldest}
+        self._arrays = {key: value for key, value in self._arrays.items() if key[0] >= oldest}
+        self.round, self.took_part = round_, np.zeros(self.plan.n_nodes, dtype=bool)
+
+    def put(
+        self, round_: int, sender: int, floats: float, arrays: Mapping[int, Sequence[Matrix]]
+    ) -> None:
+        """Take in a node's message, by receiver, or `EVERYBODY` where all get the same."""
+        self._floats[round_, sender] = floats
+        self._arrays |= {(round_, sender, to): own for to, own in arrays.items()}
+
+    def deliveries(self, round_: int) -> dict[int, Delivery]:
+        """Return what each node receives in an exchange: the messages of the round before."""
+        n = self.plan.n_nodes
+        messages: list[list[Message]] = [[] for _ in range(n)]
+        totals = [1.0] * n
+        if self.round:
+            totals = self.plan.totals(self.round).tolist()
+            links = self.plan.sources(self.round)
+            here = self.took_part | bool(self.plan.staleness)
+            each = zip(links.receivers.tolist(), links.senders.tolist(), links.late, strict=True)
+            there = [
+                here[to] and self._key(to, sender, late) in self._arrays
+                for to, sender, late in each
+            ]
+            links = links.first(np.array(there, dtype=bool))
+            for to, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
+                arrays = self._arrays[self._key(to, sender, late)]
+                messages[to].append(Message(sender, late, weight, arrays))
+        hearers = self.plan.hearing(round_).T.tocsr() if self.sealed else None
+        new, deliveries = [*self.start.values()], {}
+        for node in range(n):
+            cards = None
+            if hearers is not None:
+                to_all = sorted(hearers.indices[slice(*hearers.indptr[node : node + 2])].tolist())
+                cards = {to: self.cards[to] for to in to_all if to in self.cards}
+            start = [] if node in self.known else new
+            deliveries[node] = Delivery(messages[node], cards, start, totals[node])
+        return deliveries
+
+    def _key(self, receiver: int, sender: int, late: int) -> tuple[int, int, int]:
+        return self.round - late, sender, receiver if self.sealed else EVERYBODY
+
+    def count(self, received: Mapping[int, Delivery], left_out: Container[tuple[int, int]]) -> None:
+        """Count what nodes have received; ``left_out`` has pairs of sender and receiver."""
+        entries: list[tuple[int, int, float]] = []
+        for receiver, delivery in received.items():
+            for sender, late, *_ in delivery.messages:
+                if (sender, receiver) in left_out:
+                    self.left_out.add((self.round, sender, receiver))
+                else:
+                    entries.append((receiver, sender, self._floats[self.round - late, sender]))
+        if entries:
+            self.traffic = self.traffic + matrix_of(np.array(entries).T, self.plan.n_nodes)
+
+    def keep_cards(self, sent: Mapping[int, Sequence[Matrix]]) -> None:
+        """Keep the nodes' public keys, each the first array that a node has sent."""
+        known = {node: arrays[0] for node, arrays in sent.items() if arrays}
+        # Cards of another size than most are no public keys, and would fail at every receiver.
+        size = Counter(card.shape for card in known.values()).most_common(1)
+        self.cards |= {node: card for node, card in known.items() if card.shape == size[0][0]}
+
+    @property
+    def all_left_out(self) -> NDArray[np.int64]:
+        """The messages that were left out as an array, in order."""
+        return np.array(sorted(self.left_out), dtype=np.int64).reshape(-1, 3)
+
+    def pack(self) -> dict[str, NDArray[Any]]:
+        """Return all of this as named arrays."""
+        floats = [[*key, own] for key, own in self._floats.items()]
+        return {
+            "round": np.array(self.round),
+            "took_part": self.took_part.copy(),
+            "left_out": self.all_left_out,
+            "traffic": entries_of(self.traffic),
+            "floats": np.array(floats, dtype=np.float64).reshape(-1, 3),
+            **({"names": text_array([*self.start])} if self.start else {}),
+            **{f"start/{i:06d}": array for i, array in enumerate(self.start.values())},
+            **{f"card/{node}": card for node, card in self.cards.items()},
+            **{
+                "/".join(map(str, ("message", *key, i))): array
+                for key, arrays in self._arrays.items()
+                for i, array in enumerate(arrays)
+            },
+        }
+
+    def unpack(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from what `pack` returned."""
+        self.round, self.took_part = int(state["round"]), state["took_part"].astype(bool)
+        self.left_out = set(map(tuple, state["left_out"].tolist()))
+        self.traffic = matrix_of(state["traffic"], self.plan.n_nodes)
+        if "names" in state:
+            arrays = [state[name] for name in sorted(state) if name.startswith("start/")]
+            self.start = dict(zip(texts_of(state["names"]), arrays, strict=True))
+        for round_, sender, floats in state["floats"].tolist():
+            self._floats[int(round_), int(sender)] = floats
+        for name, array in state.items():
+            kind, *key = name.split("/")
+            if kind == "card":
+                self.cards[int(key[0])] = array
+            elif kind == "message":
+                round_, sender, receiver, _ = map(int, key)
+                before = self._arrays.get((round_, sender, receiver), ())
+                self._arrays[round_, sender, receiver] = [*before, array]
+
+
+def entries_of(matrix: Csr) -> Matrix:
+    """Return the rows, columns and values of a sparse matrix, (3, n_entries)."""
+    entries = sparse.coo_array(matrix)
+    return np.stack([*entries.coords, entries.data])
+
+
+def matrix_of(entries: Matrix, n: int) -> Csr:
+    """Return the sparse matrix of shape (n, n) with these entries; several at a place add up."""
+    return sparse.csr_array((entries[2], entries[:2].astype(np.intp)), shape=(n, n))
 
 
 def shared_weights(
