@@ -15,8 +15,9 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, Batches, reader
-from flwr_perdl.clients._requests import LimitedClient, check_atoms, rounded
-from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.clients.base import PrivateArrays
+from flwr_perdl.clients.dispatch import ProtocolClient, rounded
+from flwr_perdl.clients.local import StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,
@@ -28,14 +29,20 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS, check_samples, check_summed
-from flwr_perdl.privacy.withholding import Terms
-from flwr_perdl.protocol.records import ANEW, EVALUATE, Scalar
+from flwr_perdl.privacy.withholding import SupportRule
+from flwr_perdl.protocol.records import ANEW, Scalar
 from flwr_perdl.random import spawn
 
 #: Iterations of the client's learner that an update asks for.
 LOCAL_STEPS = "perdl.local-steps"
 #: Maximum number of local steps, refinement steps and atoms per sample in a request.
 MOST_STEPS = 10_000
+#: How far from 1 the squared norm of an atom in a request may be, and from 0 the product of two
+#: that must be orthogonal.
+_ODD = 2e-3
+#: The largest cosine of two atoms in a request: differences of the replies' rows for two atoms that
+#: are almost equal would show single samples.
+_MOST_COHERENT = 0.99
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 #: Numbers in a client's samples from which on its products take longer than Python's own work.
@@ -67,11 +74,11 @@ class LearnerOptions(TypedDict, total=False):
     extra_metrics: ExtraMetrics | None
 
 
-class LearnerClient(LimitedClient):
+class LearnerClient(ProtocolClient):
     """A client with samples and a learner; the protocols' own clients say what leaves it.
 
     It refuses a request that its protocol does not send before it touches the samples, and answers
-    only so many (`flwr_perdl.clients._requests`). Metrics are means over at least ``min_support``
+    only so many. Metrics are means over at least ``min_support``
     samples, with six significant digits; with fewer samples none are sent.
 
     Parameters
@@ -116,6 +123,10 @@ class LearnerClient(LimitedClient):
     True
     """
 
+    only = (
+        "PerMA needs a DictionaryClient, or a LearnerClient of one's own, at every client; "
+        "PersonalizedFedAvg trains any model by the clients' own fit"
+    )
     #: What the samples of each batch count; None: all alike.
     weights: Sequence[float] | None = None
 
@@ -194,13 +205,15 @@ class LearnerClient(LimitedClient):
         rng = spawn(request.seed, self.partition)
         return self.start(self.X if X is None else X, self.learner, rng=rng).dictionary
 
-    def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
+    def own_atoms(
+        self, G: Matrix, request: StepRequest, kept: PrivateArrays | None
+    ) -> tuple[Matrix, bool]:
         """Return the client's own atoms, and whether they are made anew, without a kept state."""
         return G[:0], False
 
     def may_send(self, weights: Matrix, X: Matrix) -> NDArray[np.bool_]:
         """Return which of the sums ``weights.T @ X`` may leave this client."""
-        return Terms.of(weights, X).enough(self.min_support)
+        return SupportRule.count_rows(weights, X).allows(self.min_support)
 
     def result(
         self,
@@ -219,8 +232,7 @@ class LearnerClient(LimitedClient):
 
     # Evaluation -------------------------------------------------------------------------------
 
-    @step(EVALUATE, kind=EVALUATE)
-    def measure(self, request: StepRequest) -> StepResult:
+    def measure(self, request: StepRequest, kept: PrivateArrays | None) -> StepResult:
         """Measure the reconstruction with the global atoms alone and with global + local atoms.
 
         With ``"perdl.n-nonzero"`` such as ``"5,10,20"`` in its config, samples are coded by
@@ -233,7 +245,7 @@ class LearnerClient(LimitedClient):
         """
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         G = self.global_atoms(request)
-        local_atoms, anew = self.own_atoms(G, request)
+        local_atoms, anew = self.own_atoms(G, request, kept)
         metrics: dict[str, Scalar] = {ANEW: 1} if anew else {}
         D = np.vstack([G, local_atoms])
         losses: list[float] = []
@@ -265,8 +277,8 @@ def read_local_steps(request: StepRequest) -> int:
     return check_count(LOCAL_STEPS, request.config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)
 
 
-def doubts(X: Matrix, n_atoms: int) -> list[str]:
-    """Return what is odd about the samples of a client with so many atoms, and what to do then."""
+def data_warnings(X: Matrix, n_atoms: int) -> list[str]:
+    """Return what is unusual about a client's samples for so many atoms, and what to do then."""
     n = int(np.count_nonzero(observed(X).any(axis=1)))
     zeros = "mostly samples of zeros: leave them out"
     few = "fewer samples than atoms, which may become copies of these: lower n_atoms or add samples"
@@ -287,3 +299,44 @@ def atom_counts(wanted: str) -> list[str]:
                 f"{N_NONZERO} must be integers between 1 and {MOST_STEPS}, got {wanted!r}."
             )
     return counts
+
+
+def check_atoms(atoms: Matrix, *, most: int) -> Matrix:
+    """Return the atoms of a request, or raise a ValueError unless they have norm 1.
+
+    Parameters
+    ----------
+    atoms : ndarray of shape (n_atoms, n_features)
+        Finite.
+    most : int
+        The client's own number of atoms, which is the largest in a request.
+    """
+    if len(atoms) > most:
+        raise ValueError(f"global atoms must be at most {most}, got {len(atoms)}.")
+    with np.errstate(over="ignore"):
+        squares = np.einsum("ij,ij->i", atoms, atoms)
+    odd = np.flatnonzero(~(np.abs(squares - 1) <= _ODD))
+    if len(odd):
+        norm = float(squares[odd[0]]) ** 0.5
+        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {odd[0]}.")
+    return atoms
+
+
+def check_products(atoms: Matrix, *, orthogonal: bool) -> None:
+    """Raise a ValueError if atoms of norm 1 are too alike to train with.
+
+    Parameters
+    ----------
+    atoms : ndarray of shape (n_atoms, n_features)
+        From `check_atoms`.
+    orthogonal : bool
+        Whether the rows must be orthogonal; else they must differ.
+    """
+    cosines = atoms @ atoms.T
+    np.fill_diagonal(cosines, 0)
+    largest, limit = float(np.abs(cosines).max(initial=0)), _ODD if orthogonal else _MOST_COHERENT
+    if largest > limit:
+        raise ValueError(
+            f"global atoms must have cosines of at most {limit:g} with each other for what is "
+            f"asked of this client's learner, got {largest:.3g}."
+        )

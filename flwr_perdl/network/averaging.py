@@ -23,7 +23,7 @@ gradient tracking                          ``method="gradient_tracking"``
 ``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker_i``; 0 at
 + g_k(t) - g_k(t-1)``                      the start
 ``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
-clipping, trimmed mean                     ``robust``: `flwr_perdl.network.robust`
+clipping, trimmed mean                     ``robust``: `flwr_perdl.core.aggregate`
 push-sum, stochastic gradient push         ``method="push_sum"``; ``a_kl = 1 / (out-degree of l
                                            + 1)`` by `push_weights`, columns sum to one
 ``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z``: ``state.model_i``
@@ -60,6 +60,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.aggregate import NEIGHBOR_RULES
 from flwr_perdl.core.checks import (
     brief_repr,
     check_choice,
@@ -68,6 +69,7 @@ from flwr_perdl.core.checks import (
     check_kind,
     check_list,
     check_real,
+    check_robust,
 )
 from flwr_perdl.core.models import (
     as_dtype,
@@ -85,7 +87,6 @@ from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.network.combine import Array, Inbox, Run
 from flwr_perdl.network.compression import Compression, check_compression
 from flwr_perdl.network.exchange import resolve_weights, run_program
-from flwr_perdl.network.robust import RULES, robust_means
 from flwr_perdl.network.schedule import schedule_of
 from flwr_perdl.network.topology import Topology, weights_of
 
@@ -163,7 +164,7 @@ def diffusion_averaging(
     evaluate_every: int = 1,
     metrics: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
-    robust: str | None = None,
+    robust: bool | str = False,
     n_liars: int = 1,
     max_magnitude: float | None = None,
 ) -> Averaged:
@@ -241,11 +242,12 @@ def diffusion_averaging(
         Which metrics of ``fit`` and ``evaluate`` are kept (and, on Flower, sent to the server).
     config : mapping, optional
         Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
-    robust : {"clip", "trimmed"}, optional
-        What replaces the mean where neighbors may lie (`flwr_perdl.network.robust`), for "atc"
-        and "cta". "clip": a node moves toward no neighbor by more than toward the farthest but
-        ``n_liars``. "trimmed": in every coordinate it leaves out the ``n_liars`` largest and
-        smallest values of its neighbors. Both cost accuracy where the nodes' data differ.
+    robust : bool or str, default False
+        What replaces the mean where neighbors may lie (`flwr_perdl.core.aggregate`), for "atc"
+        and "cta": True stands for "clip", False for "mean". "clip": a node moves toward no neighbor
+        by more than toward the farthest but ``n_liars``. "trimmed": in every coordinate it leaves
+        out the ``n_liars`` largest and smallest values of its neighbors. Both cost accuracy where
+        the nodes' data differ.
     n_liars : int, default 1
         How many neighbors of any node may lie: less than half. Without ``robust`` it is not used.
     max_magnitude : float, optional
@@ -315,16 +317,17 @@ class AveragingOptions:
     evaluate_every: int = 1
     metrics: Sequence[str] = ()
     config: Mapping[str, Any] | None = None
-    robust: str | None = None
+    robust: bool | str = False
     n_liars: int = 1
     max_magnitude: float | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
-        robust, compression = self.robust, self.compression
+        self.robust = check_robust(self.robust, ("mean", *NEIGHBOR_RULES), best="clip")
+        trusting, compression = self.robust == "mean", self.compression
         if self.method is None:
             plain = None if compression is None else "gradient_tracking"
-            self.method = plain if robust is None else "atc"
+            self.method = plain if trusting else "atc"
         if self.method is not None:
             check_choice("method", self.method, METHODS)
         if compression is not None:
@@ -340,14 +343,12 @@ class AveragingOptions:
         self.metrics = tuple(self.metrics)
         config = {} if self.config is None else self.config
         self.config = dict(check_kind("config", config, Mapping, "a mapping or None"))
-        if robust is not None:
-            check_choice("robust", robust, RULES)
         check_count("n_liars", self.n_liars, 1)
         if self.max_magnitude is not None:
             self.max_magnitude = check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
-        if robust is not None and compression is not None:
-            raise ValueError(f"robust must be None with compression, got {robust!r}.")
-        if robust is not None and self.method not in ("atc", "cta"):
+        if not trusting and compression is not None:
+            raise ValueError(f"robust must be False with compression, got {self.robust!r}.")
+        if not trusting and self.method not in ("atc", "cta"):
             raise ValueError(
                 "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
                 f"would add up in the corrections of the others, got {self.method!r}."
@@ -407,7 +408,7 @@ class AveragingOptions:
         *stochastic, degrees = zip(*kinds, strict=True)
         rows, columns, symmetric = map(all, stochastic)
         fixed = last == 1 and schedule.repeats and symmetric
-        if self.robust is not None and min(degrees) <= 2 * self.n_liars:
+        if self.robust != "mean" and min(degrees) <= 2 * self.n_liars:
             raise ValueError(
                 "n_liars must be less than half of every node's number of neighbors, got "
                 f"{self.n_liars} where a node has {min(degrees)}."
@@ -617,9 +618,9 @@ class AveragingProgram:
 
     def _means(self, state: Any, inbox: Inbox) -> list[Array]:
         """Return the neighborhood's means of all arrays of the model that are sent."""
-        form, rule = self._of(state), self.options.robust
+        form, rule = self._of(state), str(self.options.robust)
         floats = [k for k in range(len(form.sent)) if is_float(inbox.arrays[k])]
-        robust = {} if rule is None else robust_means(inbox, floats, rule, self.options.n_liars)
+        robust = {} if rule == "mean" else inbox.robust_means(floats, rule, self.options.n_liars)
         if self.options.method != "push_sum":
             each = range(len(form.sent))
             return [robust[k] if k in robust else inbox.mean(k, ordered=True) for k in each]

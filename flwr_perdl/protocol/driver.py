@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from flwr_perdl.core.aggregate import LEFT_OUT
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canonical_identity
@@ -29,11 +30,13 @@ from flwr_perdl.protocol.records import (
     LOSSES,
     NO_EVALUATE,
     NUM_EXAMPLES,
+    PROTOCOL,
     ROUND,
     RUN,
     SEED,
     STEP,
     Limits,
+    Replies,
     Reply,
     Scalar,
     brief,
@@ -41,11 +44,9 @@ from flwr_perdl.protocol.records import (
 from flwr_perdl.protocol.report import RoundReport, first_reason, summarized
 from flwr_perdl.protocol.request import (
     CAPPED,
-    LEFT_OUT,
     REFUSED,
     REMEMBERED,
     Lost,
-    Replies,
     Request,
     TooFewReplies,
     check_arrays,
@@ -379,7 +380,7 @@ class Conversation:
         steps = (report.step for report in reversed(self.run.history) if report.step != EVALUATE)
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
-        config = {**config, **after, **self._strategy.evaluation_config}
+        config = {**config, **after}
         return self._plan(round_, dict.fromkeys(chosen, self.run.model), EVALUATE, config)
 
     def conclude_evaluation(
@@ -453,13 +454,17 @@ class Conversation:
         """Return the plan that asks these clients to take ``step``."""
         seed = self.options.seed
         common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self.run.token}
+        if self._strategy.protocol_name:
+            common[PROTOCOL] = self._strategy.protocol_name
         self._asked, self._asked_at = arrays, time.monotonic()
         self._events.write("ask", round=round_, step=step, asked=len(arrays))
         return Plan(arrays, {**{key: plain(value) for key, value in config.items()}, **common})
 
     def _ask(self, request: object) -> None:
         """Take up what the protocol asks next."""
-        asked = check_request(request)
+        asked, sums = check_request(request), self._strategy._sums
+        if asked.summed is not None and sums is not None:
+            asked = check_request(asked._replace(secure=sums(asked.summed)))
         if asked.secure is not None:
             least = self.options.min_clients
             channel = asked.secure.begin(

@@ -29,9 +29,8 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from logging import WARNING
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from flwr.serverapp import Grid
 
@@ -40,7 +39,7 @@ from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Scalar
+from flwr_perdl.protocol.records import ANEW
 from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.strategies._models import (
     TRAIN,
@@ -48,8 +47,8 @@ from flwr_perdl.strategies._models import (
     ModelStrategy,
     Momentum,
     check_initial,
-    packed,
-    unpacked,
+    pack_model,
+    unpack_model,
 )
 
 
@@ -68,7 +67,7 @@ class Ditto(ModelStrategy):
         The server's step along the mean change. By default the mean is the next model.
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`.
+        rules: see `flwr_perdl.core.aggregate`.
     **options
         See `ServerOptions`.
 
@@ -111,7 +110,7 @@ class Ditto(ModelStrategy):
     [0.5, 1.25]
     """
 
-    evaluation_config: ClassVar[Mapping[str, Scalar]] = {DITTO: True}
+    protocol_name = DITTO
 
     def __init__(
         self,
@@ -127,18 +126,18 @@ class Ditto(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            state = packed(check_initial(initial, self._names))
+            state = pack_model(check_initial(initial, self._names))
         while True:
-            model = unpacked(state)
+            model = unpack_model(state)
             replies = yield Request(
                 TRAIN,
                 model,
-                {DITTO: True, PULL: self.pull},
+                {PULL: self.pull},
                 state,
                 metrics=(ANEW,),
                 combine=Combine(start=model, rule=self.robust),
             )
-            state = packed(*self.moved(model, replies.combined, state))
+            state = pack_model(*self.take_step(model, replies.combined, state))
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients; who keeps a part private has no place for a whole model."""

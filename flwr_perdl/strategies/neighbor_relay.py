@@ -54,18 +54,18 @@ import numpy as np
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.diffusion import (
+from flwr_perdl.clients.neighbor_relay import (
     ANNOUNCE,
     ASLEEP,
     AT,
     BROKEN,
     EXCHANGE,
     FLOATS,
-    ONLY_DIFFUSION,
     REJECTED,
-    SEALED,
+    RELAY,
     SHOW,
     STATE,
+    DiffusionClient,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.core.npy import (
@@ -88,9 +88,18 @@ from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.progress import observers
-from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
+from flwr_perdl.protocol.records import (
+    ANEW,
+    NUM_EXAMPLES,
+    SEALED,
+    Replies,
+    Reply,
+    Scalar,
+    brief,
+    check_names,
+)
 from flwr_perdl.protocol.report import RoundReport
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State, TooFewReplies
+from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
@@ -100,6 +109,9 @@ Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 _TRAFFIC, _NODES, _LEFT_OUT = "/traffic", "/nodes", "/left-out"
 #: The metrics of a reply that are no report of the node's program.
 _ABOUT_MESSAGES = NUM_EXAMPLES, ANEW, BROKEN, FLOATS
+
+#: What the sender of a reply of another kind is told.
+_ONLY = DiffusionClient.only
 
 
 class NeighborRelay(ProtocolStrategy):
@@ -153,6 +165,7 @@ class NeighborRelay(ProtocolStrategy):
     (30, [True, True, True, True])
     """
 
+    protocol_name = RELAY
     flags = (ANEW, BROKEN, f"{REJECTED}*")
     _default_rounds = None
 
@@ -553,17 +566,15 @@ def _check_reply(step: str, most: int | None, reply: Reply) -> None:
     if step == EXCHANGE and FLOATS in reply.metrics:
         return
     if most is None:
-        raise ValueError(f"metrics must have {FLOATS!r}, got none of that name: {ONLY_DIFFUSION}")
+        raise ValueError(f"metrics must have {FLOATS!r}, got none of that name: {_ONLY}")
     if len(reply.arrays) > most:
-        raise ValueError(
-            f"arrays must be at most {most} here, got {len(reply.arrays)}: {ONLY_DIFFUSION}"
-        )
+        raise ValueError(f"arrays must be at most {most} here, got {len(reply.arrays)}: {_ONLY}")
     for array in reply.arrays:
         try:
             unpack(array)
         except ValueError as error:
             raise ValueError(
-                f"arrays must hold packed bytes, got other numbers: {ONLY_DIFFUSION}"
+                f"arrays must hold packed bytes, got other numbers: {_ONLY}"
             ) from error
 
 

@@ -89,9 +89,9 @@ def test_an_audit_of_a_run_keeps_below_its_epsilon_and_finds_noise_that_is_too_s
     assert broken(right_guesses(spent(multiplier / 4, DELTA, ROUNDS)), epsilon)
 
 
-@pytest.mark.parametrize("of", ["sums", "atoms"])
+@pytest.mark.parametrize("of", ["sums", "rows"])
 def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
-    """As changes of atoms, rows that no sample has are zero, and others an atom away from that."""
+    """As changes of rows, those that no sample has are zero, and others an atom away from that."""
     noise = Noise(epsilon=2, trust="central")
     atoms, found = np.eye(2, 4), []
     for record in ([0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]):
@@ -104,12 +104,13 @@ def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
         )
         config = {"perdl.step": "update", "perdl.run": "r", "perdl.seed": 0, "server-round": 1}
         config |= {"perdl.sends": "statistics", "perdl.promise": promise.text}
+        config["perdl.protocol"] = "perma"
         content = RecordDict({"arrays": ArrayRecord([atoms]), "config": ConfigRecord(config)})
         become_server(1)
         message = Message(content, dst_node_id=1, message_type="train")
-        if of == "atoms":
+        if of == "rows":
             with pytest.raises(ValueError, match=r"^of in perdl\.promise"):
                 app(message, context_of())
             continue
         found.append(app(message, context_of()).content["arrays"]["0"].numpy())
-    assert of == "atoms" or 0 < np.linalg.norm(found[1] - found[0]) <= 1e-3 + 1e-9
+    assert of == "rows" or 0 < np.linalg.norm(found[1] - found[0]) <= 1e-3 + 1e-9

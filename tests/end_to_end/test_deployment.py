@@ -37,6 +37,7 @@ from pathlib import Path
 from flwr.serverapp import ServerApp
 
 from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments import client_app, server_app
 
@@ -252,7 +253,7 @@ def _third_round(
         run_config={},
     )
     asked = {"perdl.step": "update", "server-round": 3, "perdl.seed": 0, "perdl.run": run}
-    sends = {"perdl.sends": "statistics"}
+    sends = {"perdl.protocol": "perma", "perdl.sends": "statistics"}
     sites.client(node, configure(find("sites"), options=OPTIONS)).fit(
         [global_atoms], {**asked, **sends}
     )
