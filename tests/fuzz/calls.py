@@ -332,7 +332,14 @@ INNER = {
         "DataDiffusion.adapted",
         "DataDiffusion.program",
     ),
-    *("TwoPhase.adapts", "State.unpack", "Descent.unpack", "Options.of", "Schedule.of"),
+    *(
+        "TwoPhase.adapts",
+        "TwoPhase.sent_options",
+        "State.unpack",
+        "Descent.unpack",
+        "Options.of",
+        "Schedule.of",
+    ),
 }
 
 
