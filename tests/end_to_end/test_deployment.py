@@ -19,6 +19,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flwr_perdl.core import files
+from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments import run_experiment
 from perdl_experiments.data import planted_clients
 from perdl_experiments.deployment import Deployment, make_certificates, make_key
@@ -36,8 +37,6 @@ from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from flwr_perdl.network import InMemoryNetwork
-from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments import client_app, server_app
 
