@@ -24,7 +24,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from flwr_perdl.clients.base import PrivateState, Shelf, run_folder
 from flwr_perdl.core import files
-from flwr_perdl.core.packing import pack, pack_arrays, unpack, unpack_arrays
+from flwr_perdl.core.npy import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, Rejected
 from flwr_perdl.protocol import compat
 from flwr_perdl.protocol.events import read_events

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.network import DiffusionAveraging
+from flwr_perdl.network import Averaging
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -56,7 +56,7 @@ def make_dictionary_client(context: Context) -> DictionaryClient:
 
 MEANS, DICTIONARIES = client_app(MeanClient), client_app(make_dictionary_client)
 REGRESSIONS = client_app(lambda context: RegressionClient(np.eye(4), np.ones(4), context))
-GOSSIP = DiffusionAveraging().program(lambda node: None, initial=[np.zeros(3)])
+GOSSIP = Averaging(np.zeros((3, 1)))
 DIFFUSIONS = client_app(lambda context: DiffusionClient(GOSSIP, context))
 WITH_NOISE = [LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
 
