@@ -29,7 +29,8 @@ from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import InMemoryNetwork
-from flwr_perdl.network.averaging import AveragingOptions, AveragingProgram
+from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.protocol.records import STEP, Scalar
 from flwr_perdl.regression import Answers, Ask, TwoPhase
 from perdl_experiments.batched_regression import Clients, simulate

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.models import cleared, fixed_entries
 from flwr_perdl.core.npy import pack, unpack
-from flwr_perdl.network.averaging import AveragingProgram, arrays_of, state_type
+from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, state_type
 from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.random import spawn
 

@@ -73,8 +73,8 @@ from flwr_perdl.core.npy import (
     unpack,
     unpack_arrays,
 )
-from flwr_perdl.network.averaging import BYTES
-from flwr_perdl.network.averaging import FLOATS as RECEIVED
+from flwr_perdl.network.averaging_program import BYTES
+from flwr_perdl.network.averaging_program import FLOATS as RECEIVED
 from flwr_perdl.network.combine import Run, curves, spread, tally
 from flwr_perdl.network.messages import (
     EVERYBODY,

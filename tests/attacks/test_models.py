@@ -17,7 +17,8 @@ from flwr.client import NumPyClient
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.core.npy import pack_arrays, unpack_arrays
 from flwr_perdl.network import Averaging, InMemoryNetwork, Topology
-from flwr_perdl.network.averaging import AveragingOptions, AveragingProgram
+from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,

@@ -21,7 +21,8 @@ from flwr_perdl.network import (
     diffusion_averaging,
     metropolis_weights,
 )
-from flwr_perdl.network.averaging import AveragingOptions, AveragingProgram
+from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FlowerNetwork
