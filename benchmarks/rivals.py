@@ -35,7 +35,7 @@ from joblib import Parallel, delayed
 from scipy import stats
 
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.network import DiffusionAveraging, Schedule, Topology, metropolis_weights
+from flwr_perdl.network import Schedule, Topology, diffusion_averaging, metropolis_weights
 from flwr_perdl.protocol.records import ROUND
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.strategies import ClusteredFedAvg, ServerSettings
@@ -126,8 +126,8 @@ def gossip(name: str, clients: Clients, model: _network.Model) -> tuple[float, A
     n, make = len(clients), Topology.exponential
     network = Schedule.random_pairs(n, seed=clients[0].seed) if name == "pairs" else make(n)
     names = ("chosen-by", "accuracy")
-    learner = DiffusionAveraging(metrics=names, evaluate_every=ROUNDS)
-    run = learner.fit(lambda node: clients[node], network, ROUNDS, initial=model)
+    options: dict[str, Any] = {"metrics": names, "evaluate_every": ROUNDS, "initial": model}
+    run = diffusion_averaging(lambda node: clients[node], network, ROUNDS, **options)
     table = np.stack([run.curves[f"evaluate-{one}"][-1] for one in names], axis=1)
     return float(run.curves["bytes-received"].mean(axis=1).sum()), table
 

@@ -32,9 +32,9 @@ from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, normalize_atoms, warm_start
 from flwr_perdl.network import (
     DataDiffusion,
-    DiffusionAveraging,
     SparseSVD,
     Topology,
+    diffusion_averaging,
     infer,
 )
 from flwr_perdl.simulations import InProcessGrid
@@ -200,9 +200,9 @@ class Near:
 
 def averaging(n_nodes: int) -> Point:
     """Measure the default method of any model, on an exponential graph."""
-    learner, start = DiffusionAveraging(evaluate_every=0), [np.zeros(NUMBERS)]
+    learn, start = partial(diffusion_averaging, evaluate_every=0), [np.zeros(NUMBERS)]
     return per_round(
-        lambda n: learner.fit(Near, Topology.exponential(n_nodes), n, initial=start),
+        lambda n: learn(Near, Topology.exponential(n_nodes), n, initial=start),
         LONG["averaging"],
     )
 

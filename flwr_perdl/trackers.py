@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients.clustered import CLUSTER
 from flwr_perdl.core.extras import load_extra
-from flwr_perdl.protocol.report import RoundReport, summarized
+from flwr_perdl.protocol.report import RoundReport, summarize
 
 __all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "round_metrics"]
 
@@ -56,7 +56,7 @@ def round_metrics(report: RoundReport) -> dict[str, float]:
     parts |= {f"/client-{partition}": own for partition, own in report.metrics.items()}
     for number in sorted({own[CLUSTER] for own in report.metrics.values() if CLUSTER in own}):
         members = {p: own for p, own in report.metrics.items() if own.get(CLUSTER) == number}
-        parts[f"/cluster-{number:g}"] = summarized(members)
+        parts[f"/cluster-{number:g}"] = summarize(members)
     return {
         f"{_plain(report.step)}/{_plain(name)}{whose}": float(value)
         for whose, numbers in parts.items()

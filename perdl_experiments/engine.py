@@ -172,7 +172,7 @@ def federate(
 
 def arranged(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a strategy's arguments, with those that are fields of its `ServerSettings` in one."""
-    rare = {field.name for field in fields(ServerSettings)}
+    rare = {field.name for field in fields(ServerSettings) if field.init}
     server = ServerSettings(**{name: value for name, value in options.items() if name in rare})
     return {name: v for name, v in options.items() if name not in rare} | {"server": server}
 

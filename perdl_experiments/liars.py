@@ -14,7 +14,7 @@ attack                 what a liar sends instead of its honest answer
 =====================  ===========================================================================
 
 The last two are for regression only. Numbers of samples, losses and clusters are told truthfully.
-``NEIGHBORS`` are what nodes of `LyingAveraging` do to their neighbors.
+``NEIGHBORS`` are what nodes of `average_among_liars` do to their neighbors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.network import DiffusionAveraging
-from flwr_perdl.network.averaging import AveragingProgram
+from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.protocol.records import STEP, Scalar
 from flwr_perdl.regression import Answers, Ask, TwoPhase
 from perdl_experiments.batched_regression import Clients, simulate
@@ -189,44 +190,49 @@ class _Liars(Clients):
         return answers._replace(stack=stack)
 
 
-class LyingAveraging(DiffusionAveraging):
-    """`DiffusionAveraging`, in memory, with nodes that lie.
+def average_among_liars(
+    liars: list[int],
+    attack: str,
+    clients: Callable[[int], Any],
+    network: InMemoryNetwork,
+    n_rounds: int,
+    *,
+    initial: list[Matrix],
+    **options: Any,
+) -> dict[int, list[Matrix]]:
+    """Return every node's model of `diffusion_averaging`, where some nodes lie.
 
     Parameters
     ----------
-    liars : sequence of int
+    liars : list of int
         Who lies.
     attack : str
         One of ``NEIGHBORS``; with ``"flip"`` a liar's ``fit`` goes ten times as far, backward.
-    **options
-        As for `DiffusionAveraging`.
+    clients, network, n_rounds, initial, **options
+        As for `diffusion_averaging`.
     """
 
-    def __init__(self, liars: list[int], attack: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.liars, self.attack = liars, attack
+    def some_lie(node: int) -> Any:
+        lies = attack == "flip" and node in liars
+        return _Backward(clients(node)) if lies else clients(node)
 
-    def program(self, clients: Any, **options: Any) -> AveragingProgram:
-        """Return the program of all nodes."""
-
-        def some_lie(node: int) -> Any:
-            lies = self.attack == "flip" and node in self.liars
-            return _Backward(clients(node)) if lies else clients(node)
-
-        return _LyingProgram(self, some_lie, options.get("initial"))
+    checked = AveragingOptions(**options).suited_to(network, n_rounds)
+    program = _LyingProgram(checked, some_lie, initial)
+    program.liars, program.lie = liars, NEIGHBORS[attack]
+    return program.models(network.run(program, n_rounds).state)
 
 
 class _LyingProgram(AveragingProgram):
     """What the nodes run: some send lies."""
 
-    learner: LyingAveraging
+    liars: list[int]
+    lie: Callable[[Matrix, Matrix], Matrix]
 
     def message(self, state: Any) -> tuple[Matrix, ...]:
         """Return all models, those of the liars replaced."""
-        liars, lie = self.learner.liars, NEIGHBORS[self.learner.attack]
         sent = [array.copy() for array in super().message(state)]
         for array in sent:
-            array[liars] = lie(array[liars], np.delete(array, liars, axis=0))
+            array[self.liars] = self.lie(array[self.liars], np.delete(array, self.liars, axis=0))
         return tuple(sent)
 
 

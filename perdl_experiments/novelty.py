@@ -39,7 +39,8 @@ from flwr_perdl.network import (
     local_costs,
     metropolis_weights,
 )
-from flwr_perdl.network.combine import run_program, shown
+from flwr_perdl.network.combine import shown
+from flwr_perdl.network.exchange import run_program
 
 #: To what part of its start the error falls.
 _ACCURACY = 1e-6

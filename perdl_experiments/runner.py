@@ -23,8 +23,8 @@ from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.events import EVENTS, EventLog
-from flwr_perdl.protocol.progress import Observers, OnRound
 from flwr_perdl.protocol.records import PARTITION_ID
+from flwr_perdl.protocol.report import Observers, OnRound
 from flwr_perdl.strategies import RoundReport, client_report
 from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
@@ -494,7 +494,7 @@ class _Session:
         self._error: float | None = None
         self._kept = 0
         self._ran = 0
-        self._events = EventLog(None if folder is None else folder.work / EVENTS)
+        self._events = None if folder is None else EventLog(folder.work / EVENTS)
         self._about: dict[str, Any] = {
             "experiment": experiment.name,
             "config": config.options,
@@ -542,7 +542,7 @@ class _Session:
 
     def _write(self, event: str, **fields: Any) -> None:
         """Write an event, once the run has begun in its folder."""
-        if self._folder is not None and self._folder.begun:
+        if self._events is not None and self._folder is not None and self._folder.begun:
             self._events.write(event, **fields)
 
     def federate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_perdl.strategies import Options, await_nodes
+from flwr_perdl.strategies import ServerSettings, await_nodes
 from perdl_experiments._run_config import read_run_config
 from perdl_experiments.runner import run_experiment
 from perdl_experiments.studies import find, one_federation
@@ -18,7 +18,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config names, with all the nodes there are."""
     name, options = read_run_config(context.run_config)
     options = {**one_federation(find(name)), **options}
-    wanted = Options(num_clients=options.pop("clients", None))
+    wanted = ServerSettings.of({"num_clients": options.pop("clients", None)})
     run_experiment(
         name,
         engine=grid,

@@ -35,8 +35,9 @@ from scipy.optimize import linear_sum_assignment
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
-from flwr_perdl.network.combine import Inbox, run_program, shown
+from flwr_perdl.network.combine import Inbox, shown
 from flwr_perdl.network.data_diffusion import DataDiffusion, Diffused
+from flwr_perdl.network.exchange import run_program
 from flwr_perdl.network.topology import Topology, metropolis_weights, rounds_to_all
 from flwr_perdl.random import spawn
 

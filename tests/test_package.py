@@ -11,6 +11,7 @@ import sys
 import tomllib
 import zipfile
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -151,6 +152,13 @@ def test_imports_point_down(floor: str) -> None:
     for file in files:
         for module in imported_modules(file):
             assert ".".join(module.split(".")[:2]) not in above, f"{file.name} imports {module}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Wherever an import stands: at the top, in a function, or for types alone."""
+    files = [file for file in (ROOT / "flwr_perdl").rglob("*.py") if file.stem != "__init__"]
+    names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    TopologicalSorter({names[file]: imported_modules(file) for file in files}).prepare()
 
 
 def test_the_library_imports_none_of_its_modules_by_a_string() -> None:

@@ -13,7 +13,7 @@ def test_arrays_and_meta_come_back(tmp_path: Path) -> None:
     arrays = {"D": np.arange(6.0).reshape(2, 3), "flag": np.array(True)}
     files.save(tmp_path / "new" / "file.npz", arrays, {"round": 3})
     saved = files.load(tmp_path / "new" / "file.npz")
-    assert saved.meta == {"format": 3, "round": 3}
+    assert saved.meta == {"format": 4, "round": 3}
     assert set(saved.arrays) == {"D", "flag"}
     np.testing.assert_array_equal(saved.arrays["D"], arrays["D"])
 
@@ -32,7 +32,7 @@ def test_a_failed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     [
         {"meta": np.array({"format": 1}, dtype=object)},  # pickled
         {"a/x": np.ones(2), "meta": np.array('{"format": 1, "round": 3}')},
-        {"a/x": np.ones(2), "meta": np.array('{"format": 4, "round": 3}')},
+        {"a/x": np.ones(2), "meta": np.array('{"format": 5, "round": 3}')},
         {"a/x": np.zeros(2), "meta": None},
     ],
 )
@@ -75,7 +75,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
         except ValueError:
             refused += 1
             continue
-        assert found.meta == {"format": 3, "round": 3}
+        assert found.meta == {"format": 4, "round": 3}
         assert set(found.arrays) == set(arrays)
         for name, array in arrays.items():
             np.testing.assert_array_equal(found.arrays[name], array)

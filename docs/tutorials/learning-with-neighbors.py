@@ -62,7 +62,7 @@ class Softmax(NumPyClient):
 # The spectral gap says how fast news spreads.
 
 # %%
-from flwr_perdl.network import DiffusionAveraging, Topology, metropolis_weights
+from flwr_perdl.network import Topology, diffusion_averaging, metropolis_weights
 
 networks = {"ring": Topology.ring(N_NODES), "exponential": Topology.exponential(N_NODES)}
 for name, topology in networks.items():
@@ -74,15 +74,15 @@ for name, topology in networks.items():
 # ## Learn
 #
 # In every round each node trains its own model, sends it to its neighbors, and combines what it
-# hears. `fit` here runs all nodes in this process, and nothing is encrypted;
+# hears. `diffusion_averaging` runs all nodes in this process, and nothing is encrypted;
 # [other networks](../decentralized-learning.md) are Ray actors, and a Flower federation whose
 # server cannot read the messages.
 
 # %%
 initial = [np.zeros((64, 10)), np.zeros(10)]
 learned = {
-    name: DiffusionAveraging(metrics=["accuracy"], evaluate_every=5).fit(
-        Softmax, topology, 300, initial=initial
+    name: diffusion_averaging(
+        Softmax, topology, 300, initial=initial, metrics=["accuracy"], evaluate_every=5
     )
     for name, topology in networks.items()
 }

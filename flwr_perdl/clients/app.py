@@ -418,19 +418,19 @@ class NumPyClientApp(AnsweringApp):
         return _numpy_client(self._make_client(context), needs_fit=not self._steps)
 
     def _train(self, message: Message, context: Context) -> Message:
-        arrays, config = read_request(message)
-        client = self.made(context)
-        asked = find_step(config, MessageType.TRAIN, self._steps)
-        if asked is not None and self._dispatches(asked, client):
-            return _reply(message, asked, take_by(client, context, asked, arrays, config))
-        return reply_to(message, *client.fit(arrays, config))
+        return self._by_client(MessageType.TRAIN, message, context)
 
     def _evaluate(self, message: Message, context: Context) -> Message:
-        arrays, config = read_request(message)
-        client = self.made(context)
-        asked = find_step(config, MessageType.EVALUATE, self._steps)
+        return self._by_client(MessageType.EVALUATE, message, context)
+
+    def _by_client(self, kind: str, message: Message, context: Context) -> Message:
+        """Answer by the client's ``fit`` or ``evaluate``, or by a step that is for such clients."""
+        (arrays, config), client = read_request(message), self.made(context)
+        asked = find_step(config, kind, self._steps)
         if asked is not None and self._dispatches(asked, client):
             return _reply(message, asked, take_by(client, context, asked, arrays, config))
+        if kind == MessageType.TRAIN:
+            return reply_to(message, *client.fit(arrays, config))
         loss, n, metrics = evaluation_of(client)(arrays, config)
         return reply_to(message, None, n, with_loss(loss, metrics))
 

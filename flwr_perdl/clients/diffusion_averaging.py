@@ -26,7 +26,7 @@ from flwr_perdl.clients.neighbor_relay import (
 )
 from flwr_perdl.clients.personalized import matched
 from flwr_perdl.core.checks import Matrix, check_kind
-from flwr_perdl.network.averaging import DiffusionAveraging
+from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEALED, SEED, Scalar, encode
@@ -40,7 +40,7 @@ COMPRESSIONS = (TopK, RandomQuantization)
 
 
 def averaging_config(
-    learner: DiffusionAveraging, max_delay: int, start: Mapping[str, Matrix], shows: bool
+    learner: AveragingOptions, max_delay: int, start: Mapping[str, Matrix], shows: bool
 ) -> dict[str, Scalar]:
     """Return what a request says to the nodes besides what every diffusion's does.
 
@@ -85,7 +85,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     if options["compression"] is not None:
         kind, own_options = options["compression"]
         options["compression"] = COMPRESSIONS[kind](**own_options)
-    learner = DiffusionAveraging(**options)
+    learner = AveragingOptions(**options)
     first = [model[name] for name in shared]
     program = learner.program(lambda node: app, initial=first, array_names=shared)
     node = _Node(program, local.context, max_delay=about["max_delay"])

@@ -24,7 +24,7 @@ from flwr_perdl.core.checks import (
     check_function,
 )
 from flwr_perdl.core.files import LAST_ROUND
-from flwr_perdl.core.packing import pack_arrays, text_array, texts_of
+from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
 from flwr_perdl.network.combine import (
     Array,
     Program,
@@ -126,8 +126,8 @@ class DiffusionClient(ProtocolClient):
     """
 
     only = (
-        "this strategy needs a DiffusionClient at every node; DiffusionAveraging.program makes its "
-        "program from an ordinary client"
+        "this strategy needs a DiffusionClient at every node; the strategy DiffusionAveraging "
+        "takes ordinary clients"
     )
 
     def __init__(

@@ -28,12 +28,12 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients._batches import Batched, reader, update_in_batches
 from flwr_perdl.clients.base import PrivateArrays
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
     MOST_STEPS,
     N_NONZERO,
+    Batched,
     LearnerClient,
     LearnerOptions,
     atom_counts,
@@ -41,6 +41,8 @@ from flwr_perdl.clients.dictionary import (
     data_warnings,
     mean_square,
     read_local_steps,
+    reader,
+    update_in_batches,
 )
 from flwr_perdl.clients.dispatch import rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult

@@ -28,7 +28,7 @@ from flwr_perdl.core.npy import view_file
 
 __all__ = ["Saved", "load", "replacing", "save"]
 
-FORMAT = 3
+FORMAT = 4
 _META, _CHECKSUM = "meta", "checksum"
 _NAME = re.compile(r"round-(\d{6})\.npz")
 #: The largest round that a file can be of.
@@ -78,7 +78,7 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
     >>> with TemporaryDirectory() as folder:
     ...     save(Path(folder, "state.npz"), {"atoms": np.eye(2)}, {"round": 3})
     ...     print(load(Path(folder, "state.npz")).meta)
-    {'format': 3, 'round': 3}
+    {'format': 4, 'round': 3}
     """
     named: dict[str, Any] = {f"a/{name}": np.asarray(array) for name, array in arrays.items()}
     named[_META] = np.array(json.dumps({"format": FORMAT, **meta}))

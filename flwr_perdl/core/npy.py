@@ -2,11 +2,15 @@
 
 `numpy.load` takes archives and pickles too, and allocates what a header says before it looks for
 the numbers; what comes from others is read here.
+
+Replies on Flower hold finite numbers only: `pack` makes such numbers of bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
@@ -23,6 +27,8 @@ _MAGIC = npy.magic(1, 0)
 _PREFIX = len(_MAGIC) + 2
 #: Kinds of dtypes of numbers: booleans, integers, reals, complex ones.
 _NUMBERS = "biufc"
+#: The highest byte of every number that carries bytes: it makes the number finite.
+_MARK = 0x3F
 
 
 def write_files(arrays: Iterable[Array]) -> bytes:
@@ -83,3 +89,53 @@ def _layout(
     np.broadcast_to(np.empty((), dtype), [max(n, 0) for n in shape])
     size = -1 if min(shape, default=0) < 0 else max(dtype.itemsize, 1) * prod(shape)
     return dtype, shape, "F" if fortran else "C", size
+
+
+def pack(data: bytes) -> NDArray[np.float64]:
+    """Return bytes as an array of finite numbers, seven bytes in each; the first says how many."""
+    rows = -(-len(data) // 7) + 1
+    padded = struct.pack("<Q", len(data))[:7] + data.ljust(7 * (rows - 1), b"\0")
+    buffer = np.full((rows, 8), _MARK, dtype=np.uint8)
+    buffer[:, :7] = np.frombuffer(padded, dtype=np.uint8).reshape(rows, 7)
+    return buffer.view("<f8")[:, 0].astype(np.float64, copy=True)
+
+
+def unpack(array: Array) -> bytes:
+    """Return the bytes that `pack` was given, or raise a ValueError."""
+    numbers = np.ascontiguousarray(array, dtype="<f8")
+    if numbers.ndim == 1 and len(numbers):
+        buffer = numbers.view(np.uint8).reshape(-1, 8)
+        length = int.from_bytes(buffer[0, :7].tobytes(), "little")
+        if (buffer[:, 7] == _MARK).all() and 0 <= 7 * (len(buffer) - 1) - length < 7:
+            return buffer[1:, :7].tobytes()[:length]
+    raise ValueError("these numbers hold no bytes")
+
+
+def pack_arrays(arrays: Mapping[str, Array]) -> NDArray[np.float64]:
+    """Return named arrays of any numbers, NaN among them, as one array of finite ones."""
+    return pack(write_files([text_array(list(arrays)), *arrays.values()]))
+
+
+def unpack_arrays(array: Array) -> dict[str, Array]:
+    """Return what `pack_arrays` was given, or raise a ValueError; nothing larger is allocated."""
+    try:
+        names, *arrays = read_files(unpack(array))
+        return dict(zip(texts_of(names), arrays, strict=True))
+    except ValueError as error:
+        raise ValueError(f"these numbers hold no arrays: {error}") from error
+
+
+def text_array(texts: Sequence[str]) -> NDArray[np.uint8]:
+    """Return several texts as one array of bytes."""
+    return np.frombuffer(json.dumps(list(texts)).encode(), dtype=np.uint8)
+
+
+def texts_of(array: Array) -> list[str]:
+    """Return what `text_array` was given, or raise a ValueError."""
+    try:
+        texts = json.loads(array.tobytes() if array.dtype == np.uint8 else "null")
+    except (RecursionError, ValueError):
+        texts = None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("these bytes hold no texts")
+    return texts

@@ -7,7 +7,7 @@ support, and ``needs``, what an option demands of others. docs/which-algorithm.m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 #: Reasons of several algorithms: against robust rules where the server gets sums, secure sums
 #: without privacy, and reuse of replies.
@@ -39,33 +39,33 @@ class Needs(NamedTuple):
     why: str
     never: bool = False
 
-    def says(self, given: str) -> str:
+    def __str__(self) -> str:
         """Return the rule and its reason."""
-        values = " or ".join(map(repr, self.values))
-        must = "must not be" if self.never else "must be"
-        return f"{self.option} {must} {values} with {given}, since {self.why}"
+        rule = f"must {'not ' * self.never}be {' or '.join(map(repr, self.values))}"
+        return f"{self.option} {rule} with {' or '.join(self.given)}, since {self.why}"
 
 
-def check_support(
-    owner: str,
-    options: Mapping[str, Any],
-    unsupported: Mapping[str, str] | None = None,
-    needs: Sequence[Needs] = (),
-) -> None:
+class Declared(Protocol):
+    """What has the two declarations."""
+
+    unsupported: ClassVar[Mapping[str, str]]
+    needs: ClassVar[Sequence[Needs]]
+
+
+def check_support(algorithm: Declared, options: Mapping[str, Any]) -> None:
     """Raise an error that names the option, the rule and the value if one breaks a declaration.
 
     Raises
     ------
     TypeError
-        If an option is one that the owner does not support.
+        If an option is one that the algorithm does not support.
     ValueError
         If an option is not what another one needs.
     """
-    for name, why in ({} if unsupported is None else unsupported).items():
-        if name in options:
-            raise TypeError(f"{owner} has no option {name!r}, since {why}, got {options[name]!r}.")
-    for need in needs:
-        for name in need.given:
-            value = options[need.option]
-            if options[name] not in (None, False) and (value in need.values) == need.never:
-                raise ValueError(f"{need.says(name)}, got {value!r}.")
+    for name in algorithm.unsupported.keys() & options.keys():
+        reason, name_of = algorithm.unsupported[name], type(algorithm).__name__
+        raise TypeError(f"{name_of} has no option {name!r}, since {reason}, got {options[name]!r}.")
+    for need in algorithm.needs:
+        given = any(options.get(name) not in (None, False) for name in need.given)
+        if given and (options[need.option] in need.values) == need.never:
+            raise ValueError(f"{need}, got {options[need.option]!r}.")

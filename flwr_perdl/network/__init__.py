@@ -4,13 +4,12 @@ A learner gives the same numbers in memory, on Ray actors and, by
 `flwr_perdl.strategies.FlowerNetwork`, on a Flower federation.
 """
 
-from flwr_perdl.network.averaging import DiffusionAveraging
+from flwr_perdl.network.averaging import diffusion_averaging
 from flwr_perdl.network.combine import Averaging, Inbox, Program, Run
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.data_diffusion import DataDiffusion
-from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.exchange import InMemoryNetwork
 from flwr_perdl.network.inference import exact_dual, infer, local_costs
-from flwr_perdl.network.memory import InMemoryNetwork
 from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import (
     Biclustering,
@@ -20,7 +19,7 @@ from flwr_perdl.network.objectives import (
     SparseSVD,
 )
 from flwr_perdl.network.ray import RayNetwork
-from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.schedule import Faults, Schedule
 from flwr_perdl.network.topology import (
     CombinationMatrix,
     Topology,
@@ -35,7 +34,6 @@ __all__ = [
     "Biclustering",
     "CombinationMatrix",
     "DataDiffusion",
-    "DiffusionAveraging",
     "Faults",
     "HuberNMF",
     "InMemoryNetwork",
@@ -52,6 +50,7 @@ __all__ = [
     "TopK",
     "Topology",
     "averaging_weights",
+    "diffusion_averaging",
     "exact_dual",
     "infer",
     "local_costs",

@@ -20,7 +20,7 @@ from flwr_perdl.network._dual import (
     DualState,
     Nodes,
     column,
-    due,
+    is_check_round,
     norms,
 )
 from flwr_perdl.network._minimize import minimize
@@ -92,7 +92,7 @@ class ADMM(DualInference):
         a = self.curvatures[state.nodes]
         objective = self.objective.at(state.nodes)
         nu, codes = minimize(objective, state.atoms, state.linear, a, state.codes)
-        change = norms(nu - state.nu) if due(round_) else state.change
+        change = norms(nu - state.nu) if is_check_round(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
 
@@ -193,7 +193,7 @@ class ConsensusADMM(ADMM):
             received = np.asarray(edges.sum(axis=1), dtype=np.float64)
         around = product(edges, inbox.arrays[0])
         after = state
-        if due(inbox.round):
+        if is_check_round(inbox.round):
             apart = norms(nu - around / column(np.where(received > 0, received, 1), nu))
             apart *= received[:, None] > 0
             after = state._replace(residual=self._residual(state.change, apart, nu))
@@ -283,7 +283,7 @@ class JacobianADMM(ADMM):
         apart = nu * column(degree, nu) - around
         memory = state.memory - apart * column(self.mu * edge, nu)
         after = state._replace(memory=memory, linear=memory + around * column(2 * edge, nu))
-        if not due(inbox.round):
+        if not is_check_round(inbox.round):
             return after
         far = norms(apart / column(np.maximum(degree, 1), nu))
         return after._replace(residual=self._residual(state.change, far, nu))

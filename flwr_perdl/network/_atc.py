@@ -14,7 +14,7 @@ from math import sqrt
 import numpy as np
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_real
-from flwr_perdl.network._dual import DualInference, DualState, Nodes, due, norms
+from flwr_perdl.network._dual import DualInference, DualState, Nodes, is_check_round, norms
 from flwr_perdl.network._minimize import correlate, reconstruct
 from flwr_perdl.network.combine import Inbox
 from flwr_perdl.network.topology import CombinationMatrix, Topology, metropolis_weights
@@ -85,7 +85,7 @@ class ATC(DualInference):
         """Average with the neighbors (31b) and project on V_f (37b)."""
         # Messages are steps, which may leave V_f: (37b) projects their mean, which is used.
         nu = self.objective.project(inbox.mean())
-        if not due(inbox.round):
+        if not is_check_round(inbox.round):
             return state._replace(nu=nu)
         apart = norms(self.objective.project(state.sent) - nu)
         residual = self._residual(norms(nu - state.nu), self.shrinking * apart, nu)
@@ -153,7 +153,7 @@ class ExactDiffusion(ATC):
             nu = self.objective.project(full)
             excess = full - nu  # NIDS: kept, so that the fixed point meets (28)'s conditions
         after = state._replace(nu=nu, excess=excess)
-        if not due(inbox.round):
+        if not is_check_round(inbox.round):
             return after
         residual = self._residual(norms(nu - state.nu), norms(state.sent - mean), nu)
         return after._replace(residual=residual)
@@ -217,7 +217,7 @@ class PenalizedConsensus(ATC):
         sent = (state.sent + mean) / 2 + state.memory
         nu = self.objective.project(sent)
         after = state._replace(sent=sent, nu=nu)
-        if not due(inbox.round):
+        if not is_check_round(inbox.round):
             return after
         residual = self._residual(norms(nu - state.nu), norms(state.sent - mean), nu)
         return after._replace(residual=residual)

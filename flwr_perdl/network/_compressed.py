@@ -1,4 +1,4 @@
-"""`DiffusionAveraging` with compressed messages: error feedback against public copies.
+"""`diffusion_averaging` with compressed messages: error feedback against public copies.
 
 A node sends the compressed difference of what it would send, ``v_k``, from its *public copy*
 ``c_k``, which all its neighbors add up alike; so what one message leaves out is in the next ones.
@@ -40,14 +40,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.models import cleared, fixed_entries
-from flwr_perdl.core.packing import pack, unpack
-from flwr_perdl.network.averaging import AveragingProgram, arrays_of, state_type
+from flwr_perdl.core.npy import pack, unpack
+from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, state_type
 from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.random import spawn
 
 
 class CompressedProgram(AveragingProgram):
-    """`AveragingProgram` with ``compression``: see `DiffusionAveraging`.
+    """`AveragingProgram` with ``compression``: see `diffusion_averaging`.
 
     Its state has public copies besides: ``copies`` and ``sums`` (m, n_parts, n_parameters) are of
     the arrays that are corrected, as one vector, and, with gradient tracking, of the tracker;
@@ -93,7 +93,7 @@ class CompressedProgram(AveragingProgram):
         copies += sent[inbox.own]
         sums += replace(inbox, arrays=(sent,)).mean(ordered=True)
         state = super().combine(state._replace(copies=copies, sums=sums), inbox)
-        state.reports[:, 0] /= self.learner.consensus_step
+        state.reports[:, 0] /= self.options.consensus_step
         return state
 
     def _means(self, state: Any, inbox: Inbox) -> list[Array]:
@@ -113,7 +113,7 @@ class CompressedProgram(AveragingProgram):
     def _moved(self, state: Any, part: int) -> list[Array]:
         """Return the arrays of a part, moved towards the mean by the public copies."""
         apart = state.sums[:, part] - state.copies[:, part]
-        rows = self._parts(state)[:, part] + self.learner.consensus_step * apart
+        rows = self._parts(state)[:, part] + self.options.consensus_step * apart
         arrays = [arrays_of(state, "model")[i] for i in self._of(state).corrected]
         ends = np.cumsum([array[0].size for array in arrays])[:-1]
         parts = zip(np.split(rows, ends, axis=1), arrays, strict=True)
@@ -133,7 +133,7 @@ class CompressedProgram(AveragingProgram):
 
     def _encoded(self, parts: Array, nodes: NDArray[np.intp], round_: int) -> tuple[Array, Array]:
         """Return the compressed vectors, (m, n_parts, ...); bytes are packed into floats."""
-        compression, values, codes = self.learner.compression, [], []
+        compression, values, codes = self.options.compression, [], []
         assert compression is not None
         for node, own in zip(nodes, parts, strict=True):
             rng = spawn(getattr(compression, "seed", 0), int(node), round_)
@@ -149,7 +149,7 @@ class CompressedProgram(AveragingProgram):
 
     def _decoded(self, values: Array, codes: Array, n: int) -> Any:
         """Return the vectors of a message, (n_parts, n_parameters); None if there are none."""
-        compression = self.learner.compression
+        compression = self.options.compression
         assert compression is not None
         try:
             packed = [np.frombuffer(unpack(part), dtype=np.uint8) for part in codes]

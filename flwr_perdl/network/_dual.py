@@ -219,7 +219,7 @@ class DualInference(ABC):
         return residual
 
 
-def due(round_: int) -> bool:
+def is_check_round(round_: int) -> bool:
     """Whether residuals are measured in this round: 1, 2, 4, 8, and then every tenth."""
     return round_ % _EVERY == 0 or (round_ < _EVERY and round_.bit_count() == 1)
 

@@ -18,7 +18,7 @@ N_k without k                       ``Inbox.links[k]``: those whose messages wer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -33,15 +33,12 @@ from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import (
     FLOATS,
     brief_repr,
-    check_function,
     check_list,
-    check_members,
     check_real,
 )
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.network.schedule import Schedule, schedule_of
-from flwr_perdl.network.topology import CombinationMatrix, Csr, Topology, metropolis_weights
+from flwr_perdl.network.topology import Csr
 
 Array = NDArray[Any]
 
@@ -162,7 +159,7 @@ class Inbox:
         }
         combined = {i: array[self.own] for i, array in sent.items()}
         for k, own in enumerate(self.own):
-            weights = {at: weight for at, weight in self.weighed(k) if at != own}
+            weights = {at: weight for at, weight in self.neighbor_terms(k) if at != own}
             received, squares = list(weights), np.zeros(len(weights))
             for array in sent.values():
                 squares += np.square(row_norms(array[received] - array[own]))
@@ -204,7 +201,7 @@ class Inbox:
             best[k] = candidates[values[candidates].argmax(axis=0)]
         return best
 
-    def weighed(self, k: int) -> Iterable[tuple[int, np.floating[Any]]]:
+    def neighbor_terms(self, k: int) -> Iterable[tuple[int, np.floating[Any]]]:
         """Return place and weight of each message that receiver k combines, by sender's id.
 
         A mean that adds the messages in this order has the same bits wherever the nodes are hosted;
@@ -250,16 +247,33 @@ def is_long(rows: Array) -> bool:
     return rows.shape[-1] >= LONG and rows.dtype in (np.float32, np.float64)
 
 
-def exchanged(
-    program: Program[State], state: State, round_: int, weights: Csr, links: Csr
+def begin_round(
+    program: Program[State], state: State, round_: int
+) -> tuple[State, tuple[Array, ...]]:
+    """Do a round's work before the exchange; return the state after it, and the messages."""
+    n = len(state[0])
+    adapted: State = check_state("adapt", program.adapt(state, round_), n)
+    return adapted, check_message(program.message(adapted), n)
+
+
+def end_round(
+    program: Program[State], adapted: State, inbox: Inbox
 ) -> tuple[State, Inbox, list[LeftOut]]:
-    """Make a round with all nodes here; return state, inbox, and which messages were left out."""
+    """Combine what counts of an inbox; return state, inbox, and which messages were left out."""
+    inbox, left_out = screened(program, adapted, inbox)
+    state: State = check_state("combine", program.combine(adapted, inbox), len(inbox.nodes))
+    return state, inbox, left_out
+
+
+def run_round(
+    program: Program[State], state: State, round_: int, weights: Csr, links: Csr
+) -> State:
+    """Run a round of all nodes in this process in which every message is received."""
     nodes = np.arange(links.shape[0])
-    adapted = program.adapt(state, round_)
-    message = check_message(program.message(adapted), len(nodes))
-    sent = Inbox(round_, nodes, nodes, message, weights, links, nodes)
-    inbox, left_out = screened(program, adapted, sent)
-    return program.combine(adapted, inbox), inbox, left_out
+    adapted, message = begin_round(program, state, round_)
+    return end_round(program, adapted, Inbox(round_, nodes, nodes, message, weights, links, nodes))[
+        0
+    ]
 
 
 class LeftOut(NamedTuple):
@@ -277,7 +291,9 @@ def screened(program: Program[State], state: State, inbox: Inbox) -> tuple[Inbox
     receivers after ``adapt``.
     """
     rejects = getattr(program, "rejects", None)
-    reasons: dict[str, NDArray[np.bool_]] = {} if rejects is None else rejects(state, inbox)
+    if rejects is None:
+        return inbox, []
+    reasons: dict[str, NDArray[np.bool_]] = rejects(state, inbox)
     out_of = [(why, np.flatnonzero(links)) for why, links in reasons.items()]
     rejected = np.unique(np.concatenate([np.zeros(0, np.intp), *(links for _, links in out_of)]))
     if not len(rejected):
@@ -373,80 +389,6 @@ class Run(NamedTuple):
         return html.record(self)
 
 
-def weighted(network: Any) -> Any:
-    """Return what carries messages: a topology's Metropolis weights, or the network itself."""
-    if isinstance(network, Topology):
-        if network.directed:
-            raise ValueError(f"network must be undirected, or have weights, got {network!r}.")
-        return metropolis_weights(network)
-    if isinstance(network, CombinationMatrix | Schedule):
-        return network
-    return check_members("network", network, "Topology, weights or a network", "run", "topology")
-
-
-def run_program(
-    program: Program[Any] | None,
-    network: Any,
-    n_rounds: int,
-    callback: Callable[[int, Any], Any] | None = None,
-    on_report: Callable[[int, dict[str, Array]], Any] | None = None,
-) -> Run:
-    """Run a program: the one way in which the learners of this package do.
-
-    Parameters
-    ----------
-    program : Program or None
-        With the data of all nodes; None where the network's nodes have programs of their own.
-    network : Topology, CombinationMatrix, Schedule, or a network of `flwr_perdl.network`
-        The first three stand for all nodes in this process, without faults.
-    n_rounds, callback, on_report
-        As in the networks' ``run``.
-    """
-    check_function("callback", callback)
-    network = weighted(network)
-    schedule = None if hasattr(network, "run") else schedule_of(network)
-    if schedule is None:
-        asked = {"callback": callback, "on_report": on_report}
-        given = {name: function for name, function in asked.items() if function is not None}
-        run: Run = network.run(program, n_rounds, **given)
-        return run
-    assert program is not None
-    n, first = schedule.n_nodes, schedule.matrix(1).topology.adjacency
-    state, traffic = program.start(np.arange(n)), 0 * first
-    left_out: list[tuple[int, int, int]] = []
-    on_all_links = 0.0  # nearly always all are heard, and a sparse sum takes longer than a round
-    rows: list[dict[str, Array]] = []
-    for round_ in range(1, n_rounds + 1):
-        matrix, before, awake = schedule.matrix(round_), state, schedule.awake(round_)
-        links = matrix.topology.adjacency
-        state, inbox, rejected = exchanged(program, state, round_, matrix.matrix, links)
-        state = step_back(state, before, ~awake)
-        size = float(sum(array[0].size for array in inbox.arrays))
-        if inbox.links is first:
-            on_all_links += size
-        else:
-            traffic = traffic + size * inbox.links
-        left_out += [(round_, one.sender, one.receiver) for one in rejected]
-        rows.append(reported(program, state, awake))
-        if callback is not None:
-            callback(round_, state)
-        if on_report is not None:
-            on_report(round_, rows[-1])
-    traffic = traffic + on_all_links * first
-    unheard, unheard_by = tally(left_out)
-    return Run(
-        state=state,
-        observed=program.observe(state),
-        rounds=n_rounds,
-        floats_sent=float(traffic.sum()),
-        traffic=traffic,
-        unheard=unheard,
-        alive=schedule.awake(max(n_rounds, 1)),
-        curves=curves(rows, n),
-        unheard_by=unheard_by,
-    )
-
-
 def shown(observed: Mapping[str, Array], *names: str) -> list[Array]:
     """Return what the nodes have shown under these names; on a federation they choose what."""
     missing = [name for name in names if name not in observed]
@@ -474,6 +416,15 @@ def curves(rows: Sequence[Mapping[str, Array]], n_nodes: int) -> dict[str, Array
     silent = np.full(n_nodes, np.nan)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.stack([row.get(name, silent) for row in rows]) for name in names}
+
+
+def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
+    """Return the rows of the nodes that are there, with NaN for the others."""
+    if there.all():
+        return rows
+    full = np.full((len(there), *rows.shape[1:]), np.nan, np.result_type(rows, np.float32))
+    full[there] = rows
+    return full
 
 
 def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:

@@ -177,10 +177,8 @@ def _each(scales: Array, n: int) -> Array:
 Compression = TopK | RandomQuantization
 
 
-def check_compression(
-    method: str | None, compression: Compression | None, step: float | None
-) -> tuple[Compression | None, float]:
-    """Return the compression and its consensus step, checked.
+def check_compression(method: str | None, compression: Compression, step: float | None) -> float:
+    """Return the consensus step, checked with the compression.
 
     The step is ``2 delta / (1 + delta)`` by default, delta the contraction: one for all networks,
     as a node knows its neighbors only. The papers' bounds are smaller by orders of magnitude; this
@@ -189,10 +187,6 @@ def check_compression(
     bits converge on the ring, the exponential and the complete graph. At twice this step shares of
     .05 and .1 diverge on the exponential graph, at 1.4 times it .05 does on the complete one.
     """
-    if compression is None:
-        if step is not None:
-            raise ValueError(f"consensus_step must be None without compression, got {step!r}.")
-        return None, 1.0
     check_kind("compression", compression, (TopK, RandomQuantization), "TopK or RandomQuantization")
     if method == "exact_diffusion" and not compression.unbiased:
         raise ValueError(
@@ -203,5 +197,5 @@ def check_compression(
         raise ValueError(f"compression must be None with method 'push_sum', got {compression!r}.")
     if step is None:
         delta = compression.contraction
-        return compression, 2 * delta / (1 + delta)
-    return compression, check_real("consensus_step", step, 0, 1, open_low=True)
+        return 2 * delta / (1 + delta)
+    return check_real("consensus_step", step, 0, 1, open_low=True)

@@ -69,7 +69,8 @@ from flwr_perdl.network._replacement import (
     unit_rows,
     value_of,
 )
-from flwr_perdl.network.combine import Inbox, run_program, shown, weighted
+from flwr_perdl.network.combine import Inbox, shown
+from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.objectives import check_positive
 from flwr_perdl.network.topology import matrices_of, rounds_to_all
 from flwr_perdl.random import spawn
@@ -292,7 +293,7 @@ class DataDiffusion:
         Diffused
         """
         check_count("n_rounds", n_rounds)
-        network = weighted(network)
+        network = resolve_weights(network)
         for matrix in matrices_of(network):
             if not matrix.row_stochastic:
                 raise ValueError(f"network must have row-stochastic weights, got {matrix}.")
@@ -448,7 +449,7 @@ class DictionaryProgram:
             return state
         batches = self._batches(state.nodes, inbox.round, state.dictionaries.shape[2])
         for k, (own, X) in enumerate(zip(inbox.own, batches, strict=True)):
-            others = (inbox.arrays[-1][j] for j, _ in inbox.weighed(k) if j != own)
+            others = (inbox.arrays[-1][j] for j, _ in inbox.neighbor_terms(k) if j != own)
             batches[k] = np.concatenate([X, *(Y[Y.any(axis=1)] for Y in others)])
         after = self._updated(state, batches, inbox.round + 1)
         return after._replace(dictionaries=state.dictionaries, psi=after.dictionaries)
@@ -491,7 +492,7 @@ class DictionaryProgram:
         sent = inbox.arrays[0]
         mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
         for k, own in enumerate(inbox.own):
-            for j, weight in inbox.weighed(k):
+            for j, weight in inbox.neighbor_terms(k):
                 other = sent[j] if j == own else _aligned(sent[j], sent[own])
                 mean[k] += sent.dtype.type(weight) * other
         return mean

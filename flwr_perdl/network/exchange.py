@@ -1,11 +1,15 @@
-"""What all transports share: who hears whom in a round, and the inbox that results."""
+"""One executor for distributed algorithms: rounds of a `Program` on a network, wherever nodes are.
+
+`Network.run` runs the rounds; what differs is who delivers: `InMemoryNetwork` here, `RayNetwork`
+between actors (``ray.py``), and a Flower server between SuperNodes
+(`flwr_perdl.strategies.FlowerNetwork`), where Flower itself runs the rounds.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,159 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.core.checks import check_count, check_kind, check_list
-from flwr_perdl.core.files import LAST_ROUND
+from flwr_perdl.core.checks import check_count, check_function, check_members
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.network.combine import (
     Array,
-    Inbox,
-    LeftOut,
     Program,
     Run,
     State,
+    begin_round,
+    check_state,
     curves,
+    end_round,
+    reported,
+    spread,
+    step_back,
     tally,
 )
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
-from flwr_perdl.network.schedule import Schedule
-from flwr_perdl.network.topology import (
-    CombinationMatrix,
-    Csr,
-    Topology,
-    check_topology,
-    kept_totals,
-    metropolis_weights,
-)
-
-
-class Links(NamedTuple):
-    """The links on which something may be heard in a round, by receiver, then by sender.
-
-    ``late`` says how many rounds ago the message that arrives now was sent; the weights are the
-    receivers'.
-    """
-
-    receivers: NDArray[np.intp]
-    senders: NDArray[np.intp]
-    late: NDArray[np.intp]
-    weights: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who hears whom with which weight, in every round: the same in every process."""
-
-    schedule: Schedule
-    faults: Faults
-    staleness: int = 0
-
-    def __post_init__(self) -> None:
-        """Check that stale messages have weights that sum to one."""
-        check_count("staleness", self.staleness, 0, LAST_ROUND)
-        if self.staleness and not all(m.row_stochastic for m in self.schedule.matrices):
-            raise ValueError(
-                "staleness must be 0 where the weights of a node do not sum to one, got "
-                f"{self.staleness}."
-            )
-
-    @classmethod
-    def make(
-        cls,
-        topology: Topology | Schedule,
-        weights: CombinationMatrix | Sequence[CombinationMatrix] | None,
-        faults: Faults | None,
-        staleness: int = 0,
-    ) -> Plan:
-        """Return the plan of the arguments of `Network`, checked."""
-        if faults is not None:
-            check_kind("faults", faults, Faults, "Faults")
-        if isinstance(topology, Schedule):
-            if weights is not None:
-                raise ValueError(f"weights must be left out with a Schedule, got {weights!r}.")
-            return cls(topology, faults or Faults(), staleness)
-        check_topology(topology)
-        if weights is None:
-            weights = metropolis_weights(topology)
-        given = [weights] if isinstance(weights, CombinationMatrix) else weights
-        matrices = tuple(check_list("weights", given))
-        if not matrices:
-            raise ValueError("weights must have at least one matrix, got an empty sequence.")
-        for matrix in matrices:
-            check_kind("weights", matrix, CombinationMatrix, "CombinationMatrix")
-            if matrix.topology.n_nodes != topology.n_nodes:
-                raise ValueError(
-                    f"weights must be for {topology.n_nodes} nodes, got {matrix.topology!r}."
-                )
-        return cls(Schedule.of(*matrices), faults or Faults(), staleness)
-
-    @property
-    def oldest(self) -> int:
-        """How many rounds old a message that counts can be."""
-        return max(self.faults.max_delay, self.staleness)
-
-    @property
-    def n_nodes(self) -> int:
-        """Number of nodes."""
-        return self.schedule.n_nodes
-
-    def awake(self, round_: int) -> NDArray[np.bool_]:
-        """Return which nodes take part in a round, shape (n_nodes,)."""
-        return self.schedule.awake(round_) & self.faults.awake(self.n_nodes, round_)
-
-    def totals(self, round_: int) -> NDArray[np.float64]:
-        """Return the sum of each node's weights, its own included, shape (n_nodes,).
-
-        Where only columns sum to one, a node keeps the weight of those who do not hear it.
-        """
-        if self.schedule.matrix(round_).row_stochastic:
-            return np.ones(self.n_nodes)
-        links = self.links(round_)
-        return kept_totals(links.receivers, links.senders, links.weights, self.n_nodes)
-
-    def links(self, round_: int) -> Links:
-        """Return who is heard in a round if every message counts."""
-        matrix = self.schedule.matrix(round_)
-        up = self.faults.links(matrix.topology, round_)
-        k, j = sparse.coo_array(up).coords
-        return Links(k, j, self.faults.delays(up, round_), _entries(matrix.matrix, k, j))
-
-    def sources(self, round_: int) -> Links:
-        """Return which messages may count in a round: for each link the first that was sent.
-
-        First comes the one that arrives in the round, then the last ones, up to ``staleness``
-        rounds old. A node that was asleep receives what was sent to it meanwhile; what a link that
-        was down has lost stays lost.
-        """
-        fresh, matrix = self.links(round_), self.schedule.matrix(round_)
-        if not self.staleness:
-            return fresh
-        k, j = sparse.coo_array(matrix.topology.adjacency).coords
-        awake = self.awake(round_)[k]
-        k, j = k[awake], j[awake]
-        weights, candidates = _entries(matrix.matrix, k, j), [fresh]
-        for age in range(1, min(self.staleness, round_ - 1) + 1):
-            before = self.schedule.matrix(round_ - age).topology
-            receivers, senders = self.faults.passable(before, round_ - age)
-            sent = np.isin(k * self.n_nodes + j, receivers * self.n_nodes + senders)
-            ages = np.full(int(sent.sum()), age)
-            candidates.append(Links(k[sent], j[sent], ages, weights[sent]))
-        k, j, late, weights = map(np.concatenate, zip(*candidates, strict=True))
-        order = np.lexsort((j, k))  # stable
-        return Links(k[order], j[order], late[order], weights[order])
-
-    def hearing(self, round_: int) -> Csr:
-        """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
-        rounds = range(round_, round_ + self.faults.max_delay + 1)
-        several = {self.schedule.turn(at): self.schedule.matrix(at).topology for at in rounds}
-        return sum(topology.adjacency for topology in several.values())
-
-    def senders_to(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return whom these nodes may ever hear, themselves included, ascending."""
-        if not self.schedule.repeats:
-            return np.arange(self.n_nodes)
-        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.schedule.matrices]
-        return np.unique(np.concatenate([nodes, *senders])).astype(np.intp)
+from flwr_perdl.network.messages import Mailbox
+from flwr_perdl.network.schedule import Faults, LinkPlan, Schedule, schedule_of
+from flwr_perdl.network.topology import CombinationMatrix, Csr, Topology, metropolis_weights
 
 
 class Ended(NamedTuple):
@@ -194,7 +64,7 @@ class Network(ABC, ShownAsCalled):
     staleness : int, default 0
         Where a neighbor sends nothing in a round, the last message that it has sent to a node
         counts again if it is at most so many rounds old. 0: its weight falls to the node. For
-        programs that forget an old message, as ``DiffusionAveraging(method="atc")`` does.
+        programs that forget an old message, as ``diffusion_averaging(method="atc")`` does.
 
     Raises
     ------
@@ -210,14 +80,14 @@ class Network(ABC, ShownAsCalled):
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        self.plan = Plan.make(self.topology, self.weights, self.faults, self.staleness)
+        self.plan = LinkPlan.make(self.topology, self.weights, self.faults, self.staleness)
 
     @abstractmethod
-    def _crew(self, program: Program[State], state: State | None) -> AbstractContextManager[Any]:
-        """Return the nodes, wherever they are hosted, with a state or the program's start.
+    def _workers(self, program: Program[State], state: State | None) -> AbstractContextManager[Any]:
+        """Return what hosts the nodes, with a state or the program's start.
 
         ``step(round_, last)`` begins a round and returns what all nodes reported after rounds that
-        are done meanwhile; ``rest()`` waits for the others. ``state`` is that of all nodes, and
+        are done meanwhile; ``drain()`` waits for the others. ``state`` is that of all nodes, and
         ``ended()`` returns the results, by nodes.
         """
 
@@ -269,18 +139,18 @@ class Network(ABC, ShownAsCalled):
                 if on_report is not None:
                     on_report(len(rows), row)
 
-        with self._crew(program, state) as crew:
+        with self._workers(program, state) as workers:
             for round_ in range(1, n_rounds + 1):
-                note(crew.step(round_, round_ == n_rounds))
-                now: Any = None if callback is None and stop is None else crew.state
+                note(workers.step(round_, round_ == n_rounds))
+                now: Any = None if callback is None and stop is None else workers.state
                 if callback is not None:
                     callback(round_, now)
                 if stop is not None and stop(now):
                     break
-            note(crew.rest())
-            return self._run(crew.ended(), rows)
+            note(workers.drain())
+            return self._result(workers.ended(), rows)
 
-    def _run(self, ends: Sequence[Ended], rows: Sequence[dict[str, Array]]) -> Run:
+    def _result(self, ends: Sequence[Ended], rows: Sequence[dict[str, Array]]) -> Run:
         n = self.plan.n_nodes
         there = np.zeros(n, dtype=bool)
         there[np.concatenate([end.nodes for end in ends])] = True
@@ -289,7 +159,7 @@ class Network(ABC, ShownAsCalled):
         return Run(
             state=joined([end.state for end in ends]),
             observed={
-                name: spread(np.concatenate([end.observed[name] for end in ends]), there)
+                name: spread(_stacked([end.observed[name] for end in ends]), there)
                 for name in ends[0].observed
             },
             rounds=len(rows),
@@ -302,151 +172,127 @@ class Network(ABC, ShownAsCalled):
         )
 
 
-class Mailbox:
-    """Messages of the last rounds, and the inboxes of the nodes that are hosted here.
-
-    ``senders`` are the ids, ascending, of the nodes whose messages `inbox` gets in every round: at
-    least the hosted nodes and all whom they ever hear.
-    """
-
-    def __init__(self, plan: Plan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
-        self.plan = plan
-        self.nodes = nodes
-        self.senders = senders
-        #: In which round whose message was left out, and by whom (see `tally`).
-        self.left_out: set[tuple[int, int, int]] = set()
-        self._traffic: Csr = sparse.csr_array((plan.n_nodes, plan.n_nodes))
-        self._uncounted: tuple[Csr, NDArray[np.intp], int, int] | None = None
-        self._own = np.searchsorted(senders, nodes)
-        self._last: deque[tuple[tuple[Array, ...], NDArray[np.bool_]]] = deque(
-            maxlen=plan.oldest + 1
-        )  # messages, and which of them can be heard
-        self._routes: dict[int, tuple[Csr, Csr]] = {}
-
-    def inbox(
-        self,
-        round_: int,
-        arrays: tuple[Array, ...],
-        own: tuple[Array, ...] | None = None,
-        arrived: NDArray[np.bool_] | None = None,
-        screen: Callable[[Inbox], tuple[Inbox, list[LeftOut]]] = lambda inbox: (inbox, []),
-    ) -> Inbox:
-        """Return what the hosted nodes hear in a round.
-
-        Parameters
-        ----------
-        round_ : int
-            The round, from 1.
-        arrays : tuple of ndarray of shape (s, ...)
-            The messages of the round as they arrived, by sender.
-        own : tuple of ndarray of shape (m, ...), optional
-            The hosted nodes' own messages, if they differ from what arrived.
-        arrived : ndarray of shape (s,), optional
-            Whose message arrived, everybody's by default; the rows of the others are ignored.
-        screen : callable, optional
-            Returns the inbox without what the nodes leave out, and what that is.
-        """
-        finite = finite_rows(arrays)
-        sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
-        if self.plan.faults.any:  # a node that is asleep sends nothing
-            sent = sent & self.plan.awake(round_)[self.senders]
-        if not finite.all():
-            arrays = tuple(cleared(array, ~finite) for array in arrays)
-            broken = self.senders[~finite & sent].tolist()
-            self.left_out |= {(round_, node, node) for node in broken}
-        received = finite & sent
-        # As many rounds are held as a message can be old; the newest stands first, at late = 0.
-        self._last.appendleft((arrays, received))
-        senders, stacked = self.senders, arrays
-        if len(self._last) > 1:
-            senders = np.tile(senders, len(self._last))
-            stacked = tuple(
-                np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
-            )
-        where, sound = self._own, finite[self._own]
-        if own is not None:  # a node uses its own message as it was sent
-            sound = finite_rows(own)
-            # Its own message has columns of its own, behind those of the others.
-            where = len(senders) + np.arange(len(self.nodes))
-            senders = np.concatenate([senders, self.nodes])
-            stacked = tuple(
-                np.concatenate([array, cleared(mine, ~sound)])
-                for array, mine in zip(stacked, own, strict=True)
-            )
-        # Without faults the routes of a round are those of any other with its matrix: kept.
-        faulty, schedule = self.plan.faults.any or self.plan.staleness, self.plan.schedule
-        simple = schedule.repeats and not faulty and bool(received.all()) and own is None
-        key, routes = schedule.turn(round_), self._routes if simple else {}
-        if key not in routes:
-            routes[key] = self._route(round_, len(senders), where, sound)
-        weights, links = routes[key]
-        inbox, rejected = screen(Inbox(round_, self.nodes, senders, stacked, weights, links, where))
-        self.left_out |= {(round_, one.sender, one.receiver) for one in rejected}
-        self._count(inbox.links, senders, sum(array[0].size for array in arrays))
-        return inbox
-
-    def _route(
-        self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
-    ) -> tuple[Csr, Csr]:
-        """Return the round's weights and links over the stacked messages."""
-        n, m, s = self.plan.n_nodes, len(self.nodes), len(self.senders)
-        links = self.plan.sources(round_)
-        receiver, sender = np.full(n, -1), np.full(n, -1)
-        receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
-        rows, columns, late = receiver[links.receivers], sender[links.senders], links.late
-        received = np.stack([received for _, received in self._last])
-        # A delayed message can be from before the first round: it was never sent.
-        good = np.flatnonzero((rows >= 0) & (late < len(received)))
-        good = good[received[late[good], columns[good]]]
-        good = good[np.unique(rows[good] * s + columns[good], return_index=True)[1]]
-        places = rows[good], late[good] * s + columns[good]
-        totals = self.plan.totals(round_)[self.nodes]
-        return shared_weights(links.weights[good], places, (m, n_columns), own, sound, totals)
-
-    @property
-    def traffic(self) -> Csr:
-        """Floats that hosted node k has heard from node j so far, shape (n_nodes, n_nodes)."""
-        if self._uncounted is not None:
-            links, senders, floats, times = self._uncounted
-            rows, columns = sparse.coo_array(links).coords
-            received = np.full(len(rows), float(floats * times))
-            self._traffic = self._traffic + sparse.csr_array(
-                (received, (self.nodes[rows], senders[columns])), shape=self._traffic.shape
-            )
-            self._uncounted = None
-        return self._traffic
-
-    def _count(self, links: Csr, senders: NDArray[np.intp], floats: int) -> None:
-        last = self._uncounted
-        # Sparse sums cost more than a round of small messages: equal rounds are counted first.
-        if last is not None and last[0] is links and last[2] == floats:
-            self._uncounted = (*last[:3], last[3] + 1)
-        else:
-            _ = self.traffic
-            self._uncounted = (links, senders, floats, 1)
-
-
-def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
-    """Return the rows of the nodes that are there, with NaN for the others."""
-    if there.all():
-        return rows
-    full = np.full((len(there), *rows.shape[1:]), np.nan, np.result_type(rows, np.float32))
-    full[there] = rows
-    return full
-
-
 def joined(states: Sequence[Any]) -> Any:
     """Return the state of all nodes of states that follow each other."""
-    if len(states) == 1:
-        return states[0]
-    return type(states[0])(*(np.concatenate(leaves) for leaves in zip(*states, strict=True)))
+    return type(states[0])(*map(_stacked, zip(*states, strict=True)))
 
 
-def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return the entries at ``[k, j]`` of a sparse matrix, zeros where nothing is stored."""
-    rows, columns = sparse.coo_array(matrix).coords
-    stored = rows.astype(np.int64) * matrix.shape[1] + columns  # ascending: CSR, sorted indices
-    wanted = k.astype(np.int64) * matrix.shape[1] + j
-    at = np.minimum(np.searchsorted(stored, wanted), len(stored) - 1)
-    entries: NDArray[np.float64] = np.where(stored[at] == wanted, matrix.data[at], 0.0)
-    return entries
+def _stacked(parts: Sequence[Array]) -> Array:
+    """Return the rows of all parts; no copy where there is one."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class InMemoryNetwork(Network):
+    """Nodes of one process that send messages to their neighbors only: see `Network`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.network import Averaging, Topology
+    >>> from flwr_perdl.network import InMemoryNetwork
+    >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
+    >>> run.state.estimate.ravel().round(6)
+    array([1.5, 1.5, 1.5, 1.5])
+    """
+
+    @contextmanager
+    def _workers(self, program: Program[State], state: State | None) -> Iterator[Host]:
+        everyone = np.arange(self.plan.n_nodes)
+        yield Host(program, self.plan, everyone, everyone, state)
+
+
+class Host:
+    """Nodes of a program that are hosted in one process: all of them, or those of a Ray actor.
+
+    ``nodes`` and ``senders`` are those of `Mailbox`.
+    """
+
+    def __init__(
+        self,
+        program: Program[State],
+        plan: LinkPlan,
+        nodes: NDArray[np.intp],
+        senders: NDArray[np.intp],
+        state: State | None = None,
+    ) -> None:
+        self.mailbox = Mailbox(plan, nodes, senders)
+        begun = program.start(nodes) if state is None else state
+        self.state: Any = check_state("start", begun, len(nodes))
+        self._program = program
+
+    def send(self, round_: int) -> tuple[Array, ...]:
+        """Do the work before the exchange of a round; return the messages as they arrive."""
+        self._adapted, sent = begin_round(self._program, self.state, round_)
+        plan, nodes = self.mailbox.plan, self.mailbox.nodes
+        self._awake = plan.awake(round_)[nodes]
+        broken = plan.faults.broken(plan.n_nodes, round_)[nodes]
+        # A node's own message is passed separately only if it differs from what arrives.
+        self._own = sent if broken.any() else None
+        if broken.any():
+            sent = tuple(array.copy() for array in sent)
+            for array in sent:
+                if array.dtype.kind == "f":
+                    array[broken] = np.nan
+        return sent
+
+    def receive(
+        self, round_: int, arrays: tuple[Array, ...], arrived: NDArray[np.bool_] | None = None
+    ) -> dict[str, Array]:
+        """Take in the messages of a round, see `Mailbox.inbox`; return what the nodes report."""
+        inbox = self.mailbox.inbox(round_, arrays, self._own, arrived)
+        after, inbox, left_out = end_round(self._program, self._adapted, inbox)
+        self.mailbox.count(inbox, left_out)
+        self.state = step_back(after, self.state, ~self._awake)  # who is asleep takes in nothing
+        return reported(self._program, self.state, self._awake)
+
+    def step(self, round_: int, last: bool) -> list[dict[str, Array]]:
+        """Make a round of all nodes."""
+        return [self.receive(round_, self.send(round_))]
+
+    def drain(self) -> list[dict[str, Array]]:
+        """Return nothing: all rounds are done."""
+        return []
+
+    def ended(self) -> list[Ended]:
+        """Return the nodes' result."""
+        observed, mailbox = self._program.observe(self.state), self.mailbox
+        return [Ended(mailbox.nodes, self.state, observed, mailbox.traffic, mailbox.left_out)]
+
+
+def resolve_weights(network: Any) -> Any:
+    """Return what carries messages: a topology's Metropolis weights, or the network itself."""
+    if isinstance(network, Topology):
+        if network.directed:
+            raise ValueError(f"network must be undirected, or have weights, got {network!r}.")
+        return metropolis_weights(network)
+    if isinstance(network, CombinationMatrix | Schedule):
+        return network
+    return check_members("network", network, "Topology, weights or a network", "run", "topology")
+
+
+def run_program(
+    program: Program[Any] | None,
+    network: Any,
+    n_rounds: int,
+    callback: Callable[[int, Any], Any] | None = None,
+    on_report: Callable[[int, dict[str, Array]], Any] | None = None,
+) -> Run:
+    """Run a program: the one way in which the learners of this package do.
+
+    Parameters
+    ----------
+    program : Program or None
+        With the data of all nodes; None where the network's nodes have programs of their own.
+    network : Topology, CombinationMatrix, Schedule, or a network of `flwr_perdl.network`
+        The first three stand for all nodes in this process, without faults.
+    n_rounds, callback, on_report
+        As in the networks' ``run``.
+    """
+    check_function("callback", callback)
+    network = resolve_weights(network)
+    if not hasattr(network, "run") and (schedule := schedule_of(network)):
+        network = InMemoryNetwork(schedule)
+    asked = {"callback": callback, "on_report": on_report}
+    given = {name: function for name, function in asked.items() if function is not None}
+    run: Run = network.run(program, n_rounds, **given)
+    return run

@@ -67,12 +67,13 @@ from flwr_perdl.network._dual import (
     DualInference,
     DualState,
     checked_samples,
-    due,
     informed_agents,
+    is_check_round,
 )
 from flwr_perdl.network._minimize import costs, descend, minimize
 from flwr_perdl.network._span import Found, in_span
-from flwr_perdl.network.combine import exchanged, run_program, shown, weighted
+from flwr_perdl.network.combine import run_round, shown
+from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.objectives import Objective, check_closed_forms, check_objective
 from flwr_perdl.network.topology import CombinationMatrix, Topology, matrices_of
 
@@ -340,7 +341,7 @@ def infer(
     if isinstance(network, CombinationMatrix):  # of a topology, programs know the weights
         _check_sums(network, kind)
         options = {**_contraction(network, kind), **options}
-    network = weighted(network)
+    network = resolve_weights(network)
     in_memory = isinstance(network, CombinationMatrix)
     if in_memory and not network.is_connected:
         raise ValueError(f"network must be connected, got {network}.")
@@ -432,8 +433,8 @@ def _in_blocks(
         state, round_, found = program.begin(everyone, atoms, Y), 0, False
         while round_ < n_rounds and not found:
             round_ += 1
-            state, *_ = exchanged(program, state, round_, means, links)
-            found = due(round_) and bool(state.residual.max(initial=0) <= tolerance)
+            state = run_round(program, state, round_, means, links)
+            found = is_check_round(round_) and bool(state.residual.max(initial=0) <= tolerance)
         return round_, program.observe(state)
 
     parts = list(in_threads(block, np.array_split(X, max(1, ceil(len(X) / most)))))

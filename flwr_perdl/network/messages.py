@@ -1,4 +1,4 @@
-"""Messages between neighbors: their records, their form on Flower's wire, and which of them count.
+"""Messages between neighbors: which of them count, their records, and their form on Flower's wire.
 
 A request of the server to a node is a `Delivery`: the `Message` of every neighbor that it hears,
 and whose public keys it needs for its own next one. `inbox_of` says which messages count, and with
@@ -6,23 +6,30 @@ which weights. The arrays of a node's reply are its message, none if it is aslee
 not finite; where messages are *sealed* (`flwr_perdl.privacy.sealed`) its card, and then a message
 for each receiver, in the order of `Delivery.cards`, of size 0 where a card was rejected.
 
-In memory and on Ray, `flwr_perdl.network.exchange.Mailbox` keeps the messages of all nodes in
-stacks, and leaves out missing and non-finite ones likewise.
+In memory and on Ray a `Mailbox` keeps the messages of the last rounds, of all nodes in stacks; a
+server has a `MessageStore` of single messages that it need not be able to read. Which of them
+arrive, `LinkPlan.sources` and `Links.first` say for both, and `shared_weights` says what a node
+does without the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix, check_array
-from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.core.npy import text_array, texts_of
+from flwr_perdl.network.combine import Array, Inbox, LeftOut
+from flwr_perdl.network.schedule import LinkPlan
 from flwr_perdl.network.topology import Csr
 
+#: The "receiver" of a message that is the same for all neighbors.
+EVERYBODY = -1
 #: Up to here every whole number is a float.
 _LARGEST = 2**53
 
@@ -165,6 +172,278 @@ def inbox_of(
     weights, links = shared_weights(received, places, (1, len(stack)), where, sound, totals)
     arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
     return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
+
+
+class Mailbox:
+    """Messages of the last rounds, and the inboxes of the nodes that are hosted here.
+
+    ``senders`` are the ids, ascending, of the nodes whose messages `inbox` gets in every round: at
+    least the hosted nodes and all whom they ever hear.
+    """
+
+    def __init__(self, plan: LinkPlan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
+        self.plan = plan
+        self.nodes = nodes
+        self.senders = senders
+        #: In which round whose message was left out, and by whom (see `tally`).
+        self.left_out: set[tuple[int, int, int]] = set()
+        self._traffic: Csr = sparse.csr_array((plan.n_nodes, plan.n_nodes))
+        self._own = np.searchsorted(senders, nodes)
+        self._last: deque[tuple[tuple[Array, ...], NDArray[np.bool_]]] = deque(
+            maxlen=plan.oldest + 1
+        )  # messages, and which of them can be heard
+        #: By the turn of the schedule, where all messages arrive: weights and links of the inbox,
+        #: and the floats that each link has carried. A sparse sum takes longer than a round.
+        self._routes: dict[int, tuple[Csr, Csr]] = {}
+        self._floats: dict[int, float] = {}
+
+    def inbox(
+        self,
+        round_: int,
+        arrays: tuple[Array, ...],
+        own: tuple[Array, ...] | None = None,
+        arrived: NDArray[np.bool_] | None = None,
+    ) -> Inbox:
+        """Return what the hosted nodes hear in a round.
+
+        Parameters
+        ----------
+        round_ : int
+            The round, from 1.
+        arrays : tuple of ndarray of shape (s, ...)
+            The messages of the round as they arrived, by sender.
+        own : tuple of ndarray of shape (m, ...), optional
+            The hosted nodes' own messages, if they differ from what arrived.
+        arrived : ndarray of shape (s,), optional
+            Whose message arrived, everybody's by default; the rows of the others are ignored.
+        """
+        finite = finite_rows(arrays)
+        sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
+        if self.plan.faults.any:  # a node that is asleep sends nothing
+            sent = sent & self.plan.awake(round_)[self.senders]
+        if not finite.all():
+            arrays = tuple(cleared(array, ~finite) for array in arrays)
+            broken = self.senders[~finite & sent].tolist()
+            self.left_out |= {(round_, node, node) for node in broken}
+        received = finite & sent
+        # As many rounds are held as a message can be old; the newest stands first, at late = 0.
+        self._last.appendleft((arrays, received))
+        senders, stacked = self.senders, arrays
+        if len(self._last) > 1:
+            senders = np.tile(senders, len(self._last))
+            stacked = tuple(
+                np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
+            )
+        where, sound = self._own, finite[self._own]
+        if own is not None:  # a node uses its own message as it was sent
+            sound = finite_rows(own)
+            # Its own message has columns of its own, behind those of the others.
+            where = len(senders) + np.arange(len(self.nodes))
+            senders = np.concatenate([senders, self.nodes])
+            stacked = tuple(
+                np.concatenate([array, cleared(mine, ~sound)])
+                for array, mine in zip(stacked, own, strict=True)
+            )
+        # Without faults the routes of a round are those of any other with its matrix: kept.
+        faulty, schedule = self.plan.faults.any or self.plan.staleness, self.plan.schedule
+        simple = schedule.repeats and not faulty and bool(received.all()) and own is None
+        self._turn = schedule.turn(round_) if simple else None
+        route = None if self._turn is None else self._routes.get(self._turn)
+        if route is None:
+            route = self._route(round_, len(senders), where, sound)
+            if self._turn is not None:
+                self._routes[self._turn] = route
+        return Inbox(round_, self.nodes, senders, stacked, *route, where)
+
+    def count(self, inbox: Inbox, left_out: Sequence[LeftOut]) -> None:
+        """Count the messages of an inbox, without those that the nodes have left out."""
+        floats = float(sum(array[0].size for array in inbox.arrays))
+        if self._turn is not None and not left_out:
+            self._floats[self._turn] = self._floats.get(self._turn, 0.0) + floats
+            return
+        self.left_out |= {(inbox.round, one.sender, one.receiver) for one in left_out}
+        self._traffic = self._traffic + self._carried(inbox.links, inbox.senders, floats)
+
+    def _route(
+        self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
+    ) -> tuple[Csr, Csr]:
+        """Return the round's weights and links over the stacked messages."""
+        n, m, s = self.plan.n_nodes, len(self.nodes), len(self.senders)
+        links = self.plan.sources(round_)
+        receiver, sender = np.full(n, -1), np.full(n, -1)
+        receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
+        received = np.stack([received for _, received in self._last])
+        # A delayed message can be from before the first round: it was never sent.
+        there = (receiver[links.receivers] >= 0) & (links.late < len(received))
+        there[there] = received[links.late[there], sender[links.senders[there]]]
+        links = links.first(there)
+        places = receiver[links.receivers], links.late * s + sender[links.senders]
+        totals = self.plan.totals(round_)[self.nodes]
+        return shared_weights(links.weights, places, (m, n_columns), own, sound, totals)
+
+    @property
+    def traffic(self) -> Csr:
+        """Floats that hosted node k has heard from node j so far, shape (n_nodes, n_nodes)."""
+        on_all_links = (
+            self._carried(self._routes[turn][1], self.senders, floats)
+            for turn, floats in self._floats.items()
+        )
+        return sum(on_all_links, self._traffic)
+
+    def _carried(self, links: Csr, senders: NDArray[np.intp], floats: float) -> Csr:
+        """Return the floats that the links of an inbox have carried, (n_nodes, n_nodes)."""
+        rows, columns = sparse.coo_array(links).coords
+        entries = np.full(len(rows), floats), (self.nodes[rows], senders[columns])
+        return sparse.csr_array(entries, shape=self._traffic.shape)
+
+
+class MessageStore:
+    """Messages in transit through a server, each for its receiver: what `Mailbox` is in memory.
+
+    Parameters
+    ----------
+    plan : LinkPlan
+        Who hears whom.
+    sealed : bool
+        Whether a node sends a message to each neighbor, or one to all.
+    start : dict of str to ndarray
+        What nodes without a state begin with.
+    """
+
+    def __init__(self, plan: LinkPlan, sealed: bool, start: dict[str, Matrix]) -> None:
+        n = plan.n_nodes
+        self.plan, self.sealed, self.start = plan, sealed, start
+        #: Who has a state, as far as it is known: nodes lose it while a run is not on.
+        self.known: set[int] = set()
+        self.round = 0
+        self.took_part = np.zeros(n, dtype=bool)
+        #: In which round whose message was left out, and by whom (see `tally`).
+        self.left_out: set[tuple[int, int, int]] = set()
+        self.traffic: Csr = sparse.csr_array((n, n))
+        self.cards: dict[int, Matrix] = {}
+        # By round and sender: the size before it was sealed, and the arrays by receiver.
+        self._floats: dict[tuple[int, int], float] = {}
+        self._arrays: dict[tuple[int, int, int], Sequence[Matrix]] = {}
+
+    def begin(self, round_: int) -> None:
+        """Begin a round, and forget the messages that are too old to be delivered."""
+        # Nothing is held for longer than it can count: the server is a relay, not an archive.
+        oldest = round_ - self.plan.oldest
+        self._floats = {key: value for key, value in self._floats.items() if key[0] >= oldest}
+        self._arrays = {key: value for key, value in self._arrays.items() if key[0] >= oldest}
+        self.round, self.took_part = round_, np.zeros(self.plan.n_nodes, dtype=bool)
+
+    def put(
+        self, round_: int, sender: int, floats: float, arrays: Mapping[int, Sequence[Matrix]]
+    ) -> None:
+        """Take in a node's message, by receiver, or `EVERYBODY` where all get the same."""
+        self._floats[round_, sender] = floats
+        self._arrays |= {(round_, sender, to): own for to, own in arrays.items()}
+
+    def deliveries(self, round_: int) -> dict[int, Delivery]:
+        """Return what each node receives in an exchange: the messages of the round before."""
+        n = self.plan.n_nodes
+        messages: list[list[Message]] = [[] for _ in range(n)]
+        totals = [1.0] * n
+        if self.round:
+            totals = self.plan.totals(self.round).tolist()
+            links = self.plan.sources(self.round)
+            here = self.took_part | bool(self.plan.staleness)
+            each = zip(links.receivers.tolist(), links.senders.tolist(), links.late, strict=True)
+            there = [
+                here[to] and self._key(to, sender, late) in self._arrays
+                for to, sender, late in each
+            ]
+            links = links.first(np.array(there, dtype=bool))
+            for to, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
+                arrays = self._arrays[self._key(to, sender, late)]
+                messages[to].append(Message(sender, late, weight, arrays))
+        hearers = self.plan.hearing(round_).T.tocsr() if self.sealed else None
+        new, deliveries = [*self.start.values()], {}
+        for node in range(n):
+            cards = None
+            if hearers is not None:
+                to_all = sorted(hearers.indices[slice(*hearers.indptr[node : node + 2])].tolist())
+                cards = {to: self.cards[to] for to in to_all if to in self.cards}
+            start = [] if node in self.known else new
+            deliveries[node] = Delivery(messages[node], cards, start, totals[node])
+        return deliveries
+
+    def _key(self, receiver: int, sender: int, late: int) -> tuple[int, int, int]:
+        return self.round - late, sender, receiver if self.sealed else EVERYBODY
+
+    def count(self, received: Mapping[int, Delivery], left_out: Container[tuple[int, int]]) -> None:
+        """Count what nodes have received; ``left_out`` has pairs of sender and receiver."""
+        entries: list[tuple[int, int, float]] = []
+        for receiver, delivery in received.items():
+            for sender, late, *_ in delivery.messages:
+                if (sender, receiver) in left_out:
+                    self.left_out.add((self.round, sender, receiver))
+                else:
+                    entries.append((receiver, sender, self._floats[self.round - late, sender]))
+        if entries:
+            self.traffic = self.traffic + matrix_of(np.array(entries).T, self.plan.n_nodes)
+
+    def keep_cards(self, sent: Mapping[int, Sequence[Matrix]]) -> None:
+        """Keep the nodes' public keys, each the first array that a node has sent."""
+        known = {node: arrays[0] for node, arrays in sent.items() if arrays}
+        # Cards of another size than most are no public keys, and would fail at every receiver.
+        size = Counter(card.shape for card in known.values()).most_common(1)
+        self.cards |= {node: card for node, card in known.items() if card.shape == size[0][0]}
+
+    @property
+    def all_left_out(self) -> NDArray[np.int64]:
+        """The messages that were left out as an array, in order."""
+        return np.array(sorted(self.left_out), dtype=np.int64).reshape(-1, 3)
+
+    def pack(self) -> dict[str, NDArray[Any]]:
+        """Return all of this as named arrays."""
+        floats = [[*key, own] for key, own in self._floats.items()]
+        return {
+            "round": np.array(self.round),
+            "took_part": self.took_part.copy(),
+            "left_out": self.all_left_out,
+            "traffic": entries_of(self.traffic),
+            "floats": np.array(floats, dtype=np.float64).reshape(-1, 3),
+            **({"names": text_array([*self.start])} if self.start else {}),
+            **{f"start/{i:06d}": array for i, array in enumerate(self.start.values())},
+            **{f"card/{node}": card for node, card in self.cards.items()},
+            **{
+                "/".join(map(str, ("message", *key, i))): array
+                for key, arrays in self._arrays.items()
+                for i, array in enumerate(arrays)
+            },
+        }
+
+    def unpack(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from what `pack` returned."""
+        self.round, self.took_part = int(state["round"]), state["took_part"].astype(bool)
+        self.left_out = set(map(tuple, state["left_out"].tolist()))
+        self.traffic = matrix_of(state["traffic"], self.plan.n_nodes)
+        if "names" in state:
+            arrays = [state[name] for name in sorted(state) if name.startswith("start/")]
+            self.start = dict(zip(texts_of(state["names"]), arrays, strict=True))
+        for round_, sender, floats in state["floats"].tolist():
+            self._floats[int(round_), int(sender)] = floats
+        for name, array in state.items():
+            kind, *key = name.split("/")
+            if kind == "card":
+                self.cards[int(key[0])] = array
+            elif kind == "message":
+                round_, sender, receiver, _ = map(int, key)
+                before = self._arrays.get((round_, sender, receiver), ())
+                self._arrays[round_, sender, receiver] = [*before, array]
+
+
+def entries_of(matrix: Csr) -> Matrix:
+    """Return the rows, columns and values of a sparse matrix, (3, n_entries)."""
+    entries = sparse.coo_array(matrix)
+    return np.stack([*entries.coords, entries.data])
+
+
+def matrix_of(entries: Matrix, n: int) -> Csr:
+    """Return the sparse matrix of shape (n, n) with these entries; several at a place add up."""
+    return sparse.csr_array((entries[2], entries[:2].astype(np.intp)), shape=(n, n))
 
 
 def shared_weights(

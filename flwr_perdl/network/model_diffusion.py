@@ -53,7 +53,8 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.network._minimize import correlate
-from flwr_perdl.network.combine import Array, Inbox, run_program, shown, step_back, weighted
+from flwr_perdl.network.combine import Array, Inbox, shown, step_back
+from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.inference import (
     METHODS,
     DualInference,
@@ -204,7 +205,7 @@ class ModelDiffusion:
 
     def fit(self, X: Matrix, network: Any, n_rounds: int | None = None) -> Model:
         """Learn from random atoms: `start`, then `partial_fit`, which has the parameters."""
-        X, network = check_array("X", X), weighted(network)
+        X, network = check_array("X", X), resolve_weights(network)
         first = self.start(network.topology.n_nodes, X.shape[1], X.dtype)
         return self.partial_fit(first, X, network, n_rounds)
 
@@ -309,7 +310,7 @@ class ModelDiffusion:
 
     def _carrier(self, model: Model, network: Any) -> Any:
         """Return what carries the messages, checked."""
-        network = weighted(network)
+        network = resolve_weights(network)
         agents, nodes = len(model.dictionaries), network.topology.n_nodes
         if agents != nodes:
             raise ValueError(f"network must have {agents} nodes, one per agent, got {nodes}.")

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import check_count
 from flwr_perdl.core.extras import load_extra
 from flwr_perdl.network.combine import Array, Program, State
-from flwr_perdl.network.exchange import Ended, Network, Plan, joined
-from flwr_perdl.network.memory import Host
+from flwr_perdl.network.exchange import Ended, Host, Network, joined
+from flwr_perdl.network.schedule import LinkPlan
 
 #: How many rounds the driver asks for ahead of the slowest actor.
 AHEAD = 16
@@ -74,14 +74,14 @@ class RayNetwork(Network):
             check_count("agents_per_actor", self.agents_per_actor, 1)
 
     @contextmanager
-    def _crew(self, program: Program[State], state: State | None) -> Iterator[_Crew]:
+    def _workers(self, program: Program[State], state: State | None) -> Iterator[_Workers]:
         with _ray() as ray:
-            crew = _Crew(ray, self.plan, self._groups(ray))
+            workers = _Workers(ray, self.plan, self._groups(ray))
             try:
-                crew.begin(program, state)
-                yield crew
+                workers.begin(program, state)
+                yield workers
             finally:
-                crew.dismiss()
+                workers.close()
 
     def _groups(self, ray: Any) -> list[NDArray[np.intp]]:
         """Return the nodes of every actor."""
@@ -95,7 +95,7 @@ class _Actor:
     """The nodes of one actor."""
 
     def begin(
-        self, program: Any, plan: Plan, groups: list[NDArray[np.intp]], me: int, state: Any
+        self, program: Any, plan: LinkPlan, groups: list[NDArray[np.intp]], me: int, state: Any
     ) -> None:
         """Begin with a state, or the program's start; ``groups[me]`` are the nodes hosted here."""
         self._ray: Any = import_module("ray")
@@ -126,8 +126,7 @@ class _Actor:
             else:
                 blocks.append([array[rows] for array in block])
         arrays = tuple(np.concatenate(parts) for parts in zip(*blocks, strict=True))
-        self._host.receive(round_, arrays, np.concatenate(there))
-        reports = self._host.reported(round_)
+        reports = self._host.receive(round_, arrays, np.concatenate(there))
         return ([] if last else self.send(round_ + 1)), reports
 
     def _fetched(self, messages: Mapping[int, Any]) -> dict[int, tuple[Array, ...]]:
@@ -150,10 +149,10 @@ class _Actor:
         return self._host.ended()[0]
 
 
-class _Crew:
+class _Workers:
     """The actors of a run. The driver handles references to messages, never messages."""
 
-    def __init__(self, ray: Any, plan: Plan, groups: list[NDArray[np.intp]]) -> None:
+    def __init__(self, ray: Any, plan: LinkPlan, groups: list[NDArray[np.intp]]) -> None:
         self._ray, self._plan, self._groups = ray, plan, groups
         home = np.repeat(np.arange(len(groups)), [len(nodes) for nodes in groups])
         self._hears = [set(home[plan.senders_to(nodes)].tolist()) for nodes in groups]
@@ -190,7 +189,7 @@ class _Crew:
             return []
         return [self._by_node(self._collect(self._ahead.popleft()))]
 
-    def rest(self) -> Iterator[dict[str, Array]]:
+    def drain(self) -> Iterator[dict[str, Array]]:
         """Wait for all rounds, and return what was reported in them."""
         for done in self._ahead:
             yield self._by_node(self._collect(done))
@@ -234,7 +233,7 @@ class _Crew:
                     ) from error
         return collected
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         """End the actors."""
         for actor in self._actors.values():
             self._ray.kill(actor)

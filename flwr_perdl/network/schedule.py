@@ -1,4 +1,4 @@
-"""Networks that change from round to round: who hears whom, as a function of the round.
+"""Who hears whom in a round: networks that change, simulated faults, and what both make of it.
 
 =============================================  ====================================================
 network                                        here
@@ -7,29 +7,43 @@ random pairs (gossip; Boyd et al. 2006)        `Schedule.random_pairs`
 one-peer exponential graph (Assran et al.      `Schedule.one_peer_exponential`
 2019; Ying et al. 2021)
 nodes that join or leave for good              `Schedule.members`
-edges that fail with a probability             ``flwr_perdl.network.Faults(drop=...)``
+edges that fail with a probability             ``Faults(drop=...)``
 any other                                      `Schedule`, of a function of the round
 =============================================  ====================================================
+
+`LinkPlan` says which messages arrive in a round, and with which weights: the same on every
+transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse.csgraph import connected_components
 
-from flwr_perdl.core.checks import check_count, check_flag, check_function, check_kind
+from flwr_perdl.core.checks import (
+    check_count,
+    check_flag,
+    check_function,
+    check_kind,
+    check_list,
+    check_real,
+)
+from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.network.topology import (
     MOST_NODES,
     CombinationMatrix,
+    Csr,
     Topology,
     check_topology,
+    kept_totals,
+    metropolis_weights,
     weights_of,
 )
 from flwr_perdl.random import PAIRS, spawn
@@ -256,3 +270,265 @@ def node_rounds(name: str, value: Any, most: int | None = None) -> dict[int, int
         for node, at in given.items()
     }
     return dict(sorted(rounds.items()))
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Links that fail, nodes that sleep or die, messages that are late or broken.
+
+    Parameters
+    ----------
+    drop : float, default 0.0
+        Probability that a link is down in a round, in both directions at once.
+    sleep : float, default 0.0
+        Probability that a node is asleep in a round: it does not compute, send or hear.
+    dead : mapping of int to int
+        Node -> the round from which on it is silent.
+    corrupt : mapping of int to int
+        Node -> the round from which on its messages are NaN.
+    max_delay : int, default 0
+        A message arrives 0 to ``max_delay`` rounds late, each with the same probability.
+    seed : int, default 0
+        Seed of all draws. A draw depends on the round and the link only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.network import Averaging, Topology
+    >>> from flwr_perdl.network import Faults, InMemoryNetwork
+    >>> faults = Faults(dead={3: 5})  # node 3 dies in round 5
+    >>> network = InMemoryNetwork(Topology.ring(4), faults=faults)
+    >>> network.run(Averaging(np.arange(4.0)[:, None]), 30).alive
+    array([ True,  True,  True, False])
+    """
+
+    drop: float = 0.0
+    sleep: float = 0.0
+    dead: Mapping[int, int] = field(default_factory=dict)
+    corrupt: Mapping[int, int] = field(default_factory=dict)
+    max_delay: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the parameters; equal ones get one form, so that their texts are equal."""
+        for name in ("drop", "sleep"):
+            object.__setattr__(self, name, check_real(name, getattr(self, name), 0.0, 1.0))
+        object.__setattr__(self, "max_delay", check_count("max_delay", self.max_delay, 0, 10**6))
+        object.__setattr__(self, "seed", check_count("seed", self.seed))
+        for name in ("dead", "corrupt"):
+            object.__setattr__(self, name, node_rounds(name, getattr(self, name)))
+
+    @property
+    def any(self) -> bool:
+        """Whether anything can go wrong at all."""
+        return bool(self.drop or self.sleep or self.dead or self.corrupt or self.max_delay)
+
+    def awake(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
+        """Return which nodes take part in a round, shape (n_nodes,)."""
+        awake = ~_begun(self.dead, n_nodes, round_)
+        if self.sleep:
+            awake &= spawn(self.seed, _SLEEP, round_).random(n_nodes) >= self.sleep
+        return awake
+
+    def broken(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
+        """Return which nodes send NaN in a round, shape (n_nodes,)."""
+        return _begun(self.corrupt, n_nodes, round_)
+
+    def links(self, topology: Topology, round_: int) -> Csr:
+        """Return who is heard in a round: one at ``[k, j]`` if k hears j."""
+        if not self.any:
+            return topology.adjacency
+        k, j = self.passable(topology, round_)
+        awake = self.awake(topology.n_nodes, round_)
+        up = awake[k] & awake[j]
+        shape = topology.adjacency.shape
+        return sparse.csr_array((np.ones(int(up.sum())), (k[up], j[up])), shape=shape)
+
+    def passable(
+        self, topology: Topology, round_: int
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return receivers and senders of the links that are not down in a round, asleep or not."""
+        k, j = sparse.coo_array(topology.adjacency).coords
+        up = _per_link(k, j, spawn(self.seed, _DROP, round_)) >= self.drop
+        return k[up], j[up]
+
+    def delays(self, links: Csr, round_: int) -> NDArray[np.intp]:
+        """Return how many rounds late the message on each link of ``links`` is, in CSR order."""
+        if not self.max_delay:
+            return np.zeros(links.nnz, dtype=np.intp)
+        k, j = sparse.coo_array(links).coords
+        late = _per_link(k, j, spawn(self.seed, _DELAY, round_)) * (self.max_delay + 1)
+        return late.astype(np.intp)
+
+
+# Faults have their own streams of random numbers, apart from those of the nodes.
+_DROP, _SLEEP, _DELAY = 2**31, 2**31 + 1, 2**31 + 2
+
+
+def _begun(first: Mapping[int, int], n_nodes: int, round_: int) -> NDArray[np.bool_]:
+    """Return which nodes' round has come."""
+    if not first:
+        return np.zeros(n_nodes, dtype=bool)
+    nodes = [node for node, at in first.items() if node < n_nodes and round_ >= at]
+    begun: NDArray[np.bool_] = np.isin(np.arange(n_nodes), nodes)
+    return begun
+
+
+def _per_link(
+    k: NDArray[np.intp], j: NDArray[np.intp], rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Draw one uniform number per undirected link, the same for both directions."""
+    low, high = np.minimum(k, j).astype(np.int64), np.maximum(k, j).astype(np.int64)
+    _, link = np.unique(low * (2**31) + high, return_inverse=True)
+    draws: NDArray[np.float64] = rng.random(int(link.max(initial=-1)) + 1)
+    return draws[link]
+
+
+class Links(NamedTuple):
+    """The links on which something may be heard in a round, by receiver, then by sender.
+
+    ``late`` says how many rounds ago the message that arrives now was sent; the weights are the
+    receivers'.
+    """
+
+    receivers: NDArray[np.intp]
+    senders: NDArray[np.intp]
+    late: NDArray[np.intp]
+    weights: NDArray[np.float64]
+
+    def first(self, there: NDArray[np.bool_]) -> Links:
+        """Return, of each link, the first of its messages that is there: the one that counts."""
+        kept = self._at(there)
+        pairs = np.stack([kept.receivers, kept.senders])  # those of a link stand side by side
+        new = np.ones(pairs.shape[1], dtype=bool)
+        new[1:] = (pairs[:, 1:] != pairs[:, :-1]).any(axis=0)
+        return kept._at(new)
+
+    def _at(self, which: NDArray[np.bool_]) -> Links:
+        return Links._make(array[which] for array in self)
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """Who hears whom with which weight, in every round: the same in every process."""
+
+    schedule: Schedule
+    faults: Faults
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that stale messages have weights that sum to one."""
+        check_count("staleness", self.staleness, 0, LAST_ROUND)
+        if self.staleness and not all(m.row_stochastic for m in self.schedule.matrices):
+            raise ValueError(
+                "staleness must be 0 where the weights of a node do not sum to one, got "
+                f"{self.staleness}."
+            )
+
+    @classmethod
+    def make(
+        cls,
+        topology: Topology | Schedule,
+        weights: CombinationMatrix | Sequence[CombinationMatrix] | None,
+        faults: Faults | None,
+        staleness: int = 0,
+    ) -> LinkPlan:
+        """Return the plan of the arguments of `Network`, checked."""
+        if faults is not None:
+            check_kind("faults", faults, Faults, "Faults")
+        if isinstance(topology, Schedule):
+            if weights is not None:
+                raise ValueError(f"weights must be left out with a Schedule, got {weights!r}.")
+            return cls(topology, faults or Faults(), staleness)
+        check_topology(topology)
+        if weights is None:
+            weights = metropolis_weights(topology)
+        given = [weights] if isinstance(weights, CombinationMatrix) else weights
+        matrices = tuple(check_list("weights", given))
+        if not matrices:
+            raise ValueError("weights must have at least one matrix, got an empty sequence.")
+        for matrix in matrices:
+            check_kind("weights", matrix, CombinationMatrix, "CombinationMatrix")
+            if matrix.topology.n_nodes != topology.n_nodes:
+                raise ValueError(
+                    f"weights must be for {topology.n_nodes} nodes, got {matrix.topology!r}."
+                )
+        return cls(Schedule.of(*matrices), faults or Faults(), staleness)
+
+    @property
+    def oldest(self) -> int:
+        """How many rounds old a message that counts can be."""
+        return max(self.faults.max_delay, self.staleness)
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes."""
+        return self.schedule.n_nodes
+
+    def awake(self, round_: int) -> NDArray[np.bool_]:
+        """Return which nodes take part in a round, shape (n_nodes,)."""
+        return self.schedule.awake(round_) & self.faults.awake(self.n_nodes, round_)
+
+    def totals(self, round_: int) -> NDArray[np.float64]:
+        """Return the sum of each node's weights, its own included, shape (n_nodes,).
+
+        Where only columns sum to one, a node keeps the weight of those who do not hear it.
+        """
+        if self.schedule.matrix(round_).row_stochastic:
+            return np.ones(self.n_nodes)
+        links = self.links(round_)
+        return kept_totals(links.receivers, links.senders, links.weights, self.n_nodes)
+
+    def links(self, round_: int) -> Links:
+        """Return who is heard in a round if every message counts."""
+        matrix = self.schedule.matrix(round_)
+        up = self.faults.links(matrix.topology, round_)
+        k, j = sparse.coo_array(up).coords
+        return Links(k, j, self.faults.delays(up, round_), _entries(matrix.matrix, k, j))
+
+    def sources(self, round_: int) -> Links:
+        """Return which messages may count in a round: for each link the first that was sent.
+
+        First comes the one that arrives in the round, then the last ones, up to ``staleness``
+        rounds old. A node that was asleep receives what was sent to it meanwhile; what a link that
+        was down has lost stays lost.
+        """
+        fresh, matrix = self.links(round_), self.schedule.matrix(round_)
+        if not self.staleness:
+            return fresh
+        k, j = sparse.coo_array(matrix.topology.adjacency).coords
+        awake = self.awake(round_)[k]
+        k, j = k[awake], j[awake]
+        weights, candidates = _entries(matrix.matrix, k, j), [fresh]
+        for age in range(1, min(self.staleness, round_ - 1) + 1):
+            before = self.schedule.matrix(round_ - age).topology
+            receivers, senders = self.faults.passable(before, round_ - age)
+            sent = np.isin(k * self.n_nodes + j, receivers * self.n_nodes + senders)
+            ages = np.full(int(sent.sum()), age)
+            candidates.append(Links(k[sent], j[sent], ages, weights[sent]))
+        k, j, late, weights = map(np.concatenate, zip(*candidates, strict=True))
+        order = np.lexsort((j, k))  # stable
+        return Links(k[order], j[order], late[order], weights[order])
+
+    def hearing(self, round_: int) -> Csr:
+        """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
+        rounds = range(round_, round_ + self.faults.max_delay + 1)
+        several = {self.schedule.turn(at): self.schedule.matrix(at).topology for at in rounds}
+        return sum(topology.adjacency for topology in several.values())
+
+    def senders_to(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return whom these nodes may ever hear, themselves included, ascending."""
+        if not self.schedule.repeats:
+            return np.arange(self.n_nodes)
+        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.schedule.matrices]
+        return np.unique(np.concatenate([nodes, *senders])).astype(np.intp)
+
+
+def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the entries at ``[k, j]`` of a sparse matrix, zeros where nothing is stored."""
+    rows, columns = sparse.coo_array(matrix).coords
+    stored = rows.astype(np.int64) * matrix.shape[1] + columns  # ascending: CSR, sorted indices
+    wanted = k.astype(np.int64) * matrix.shape[1] + j
+    at = np.minimum(np.searchsorted(stored, wanted), len(stored) - 1)
+    entries: NDArray[np.float64] = np.where(stored[at] == wanted, matrix.data[at], 0.0)
+    return entries

@@ -34,8 +34,7 @@ from flwr_perdl.protocol.records import (
     check_shapes,
     read_reply,
 )
-from flwr_perdl.protocol.request import FAILED, Channel, Kept, Lost, Sent, Summed
-from flwr_perdl.protocol.strategy import read_replies
+from flwr_perdl.protocol.request import FAILED, Channel, Kept, Lost, Sent, Summed, read_replies
 
 #: The largest magnitude of a sum in steps of the grid, where the server itself adds the noise.
 _CENTRAL = 2**40

@@ -33,8 +33,7 @@ from flwr_perdl.protocol.records import (
     encode,
     read_parts,
 )
-from flwr_perdl.protocol.request import FAILED, REFUSED, Kept, Lost, Sent
-from flwr_perdl.protocol.strategy import read_replies
+from flwr_perdl.protocol.request import FAILED, REFUSED, Kept, Lost, Sent, read_replies
 
 #: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
 #: can be told different things and both be enough.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -17,72 +15,20 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import files
-from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
+from flwr_perdl.core.checks import brief_repr, check_count, plain
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.report import History, RoundReport
-from flwr_perdl.protocol.request import State
+from flwr_perdl.protocol.report import History, RoundReport, RunRecord
 
 #: Characters of a run's token in a checkpoint.
 _LONGEST_RUN = 64
 #: Fields of a report that have an entry per client.
 BY_PARTITION = ("metrics", "anomalies")
+#: What a checkpoint says of a run as the run's record has it.
+_AS_IT_IS = ("evaluated", "finished", "array_names", "initial", "names", "server_metrics")
 #: What damaged content raises where it is read.
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
-
-
-@dataclass
-class Run:
-    """What a run has come to: all that a checkpoint holds.
-
-    Attributes
-    ----------
-    initial : list of str
-        Digests of the arrays that it began with.
-    array_names : list of str
-        The names of the model's arrays, where they have names.
-    model : list of ndarray
-        What evaluations and the result see.
-    state : mapping of str to ndarray, or None
-        From where the protocol goes on; None if it cannot.
-    finished : bool
-        Whether the protocol has returned the model.
-    token : str
-        What tells it from other runs.
-    done, evaluated : int
-        The last round that is finished, and the last that was evaluated.
-    history : list of RoundReport
-        A report per exchange.
-    names : dict of int to str
-        How reports call the clients.
-    server_metrics : dict of int to dict
-        The server's own evaluations, by round.
-    last : dict of int to (str, int, Reply)
-        The step, the round and the reply of each client's last good one (`Request.remember`).
-    kept : dict of str to ndarray
-        What the requests' channel keeps, such as what is spent of a budget.
-    """
-
-    initial: list[str]
-    array_names: list[str]
-    model: list[Matrix]
-    state: State | None = None
-    finished: bool = False
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    done: int = 0
-    evaluated: int = 0
-    history: History = field(default_factory=History)
-    names: dict[int, str] = field(default_factory=dict)
-    server_metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
-    last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
-    kept: dict[str, NDArray[Any]] = field(default_factory=dict)
-
-    @property
-    def named_model(self) -> dict[str, Matrix]:
-        """The model's arrays by name, or by number where they have no names."""
-        named = len(self.array_names) == len(self.model)
-        names = self.array_names if named else [f"{i:04d}" for i in range(len(self.model))]
-        return dict(zip(names, self.model, strict=True))
 
 
 class Checkpoints:
@@ -90,12 +36,13 @@ class Checkpoints:
 
     Parameters
     ----------
-    folder : str or Path
-        The folder, which is made when missing.
+    options : ServerSettings
+        ``checkpoint_dir``, which is made when missing, and whether a run that is there goes on by
+        ``resume``; otherwise there must be none.
     identity : mapping
         What makes two runs the same run; a checkpoint of another one is refused.
-    resume : bool
-        Whether a run that is there goes on; otherwise there must be none.
+    run : RunRecord
+        A run that has not begun: its model is what it is to begin with.
 
     Raises
     ------
@@ -103,22 +50,26 @@ class Checkpoints:
         If nothing can be written there, or it holds a run that is not to go on.
     """
 
-    def __init__(self, folder: str | Path, identity: Mapping[str, Any], *, resume: bool) -> None:
-        self.folder, self.identity, self.resume = Path(folder), identity, resume
+    def __init__(
+        self, options: ServerSettings, identity: Mapping[str, Any], run: RunRecord
+    ) -> None:
+        self.folder, self.resume = Path(options.checkpoint_dir or ""), options.resume
+        self._identity = canonical_identity(identity)
+        run.initial = canonical_identity({"": run.model})[""]
         self._journal: files.Journal | None = None
         self._noted = 0  # reports that are in the journal
         self._saves = False  # whether this process has saved a round
         self._resumable = True
         _check_writable(self.folder)
         rounds = files.rounds_in(self.folder)
-        if rounds and not resume:
+        if rounds and not self.resume:
             raise ValueError(
                 f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
-                f"{str(folder)!r}: with ServerSettings(resume=True) it goes on; another run "
+                f"{str(self.folder)!r}: with ServerSettings(resume=True) it goes on; another run "
                 "wants another folder."
             )
 
-    def save(self, run: Run) -> None:
+    def save(self, run: RunRecord) -> None:
         """Write a checkpoint of the state after the last finished round."""
         own = self.folder / f"history-{run.token}.jsonl"
         others = set(self.folder.glob("history-*.jsonl")) - {own}
@@ -135,6 +86,7 @@ class Checkpoints:
             self._resumable = False
             log(WARNING, "This run cannot be resumed: its protocol yields a Request without state.")
         state = run.state or {}
+        numbers = [name for name, a in state.items() if not isinstance(a, np.ndarray)]
         arrays = {f"state/{name}": np.asarray(a) for name, a in state.items()}
         arrays |= {f"model/{name}": array for name, array in run.named_model.items()}
         arrays |= {f"kept/{name}": array for name, array in run.kept.items()}
@@ -143,27 +95,21 @@ class Checkpoints:
             arrays |= {f"last/{p}/{i:04d}": array for i, array in enumerate(reply.arrays)}
             last[p] = [step, when, reply.num_examples, reply.metrics]
         meta = {
-            "identity": self.identity,
+            "identity": self._identity,
             "run": run.token,
             "round": run.done,
-            "evaluated": run.evaluated,
-            "finished": run.finished,
-            "resumable": run.state is not None,
-            "initial": run.initial,
-            "array_names": run.array_names,
-            "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
+            "numbers": None if run.state is None else numbers,
             "history": self._journal.mark,
-            "names": run.names,
-            "server_metrics": run.server_metrics,
             "arrays": _forms(arrays),
             "last": last,
+            **{name: vars(run)[name] for name in _AS_IT_IS},
         }
         files.save_round(self.folder, run.done, arrays, meta)
         self._saves = True
         for other in others:
             other.unlink(missing_ok=True)  # of a run that this one replaces
 
-    def load(self, run: Run) -> Path | None:
+    def load(self, run: RunRecord) -> Path | None:
         """Have ``run`` be what the newest readable checkpoint says; None if there is none.
 
         Raises
@@ -175,7 +121,8 @@ class Checkpoints:
             path = files.round_path(self.folder, round_)
             try:
                 saved = files.load(path)
-                found, mark = _run_from(saved), dict(saved.meta["history"])
+                found, mark = _read_run(saved), dict(saved.meta["history"])
+                identity = dict(saved.meta["identity"])
                 if found.done != round_:
                     raise ValueError(f"round must be {round_} in this file, got {found.done}")
             except files.OtherFormatError:
@@ -184,20 +131,7 @@ class Checkpoints:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
                 continue
-            difference = _difference(saved.meta["identity"], self.identity)
-            if difference:
-                raise ValueError(
-                    "checkpoint_dir must hold a run with the same options, got one in which "
-                    f"{difference}."
-                )
-            given, began = map(_described, (run, found))
-            if run.initial and given != began:
-                raise ValueError(
-                    "initial_arrays must have the names, dtypes and shapes of those with which the "
-                    f"run to resume began, or be left out, got {given} instead of {began}."
-                )
-            if run.initial and found.initial != run.initial:
-                log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
+            self._check_same(identity, run, found)
             if found.state is None:
                 raise ValueError(
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
@@ -209,11 +143,28 @@ class Checkpoints:
             return path
         return None
 
+    def _check_same(self, identity: Mapping[str, Any], run: RunRecord, found: RunRecord) -> None:
+        """Raise a ValueError unless a saved run is the one at hand."""
+        difference = _difference(identity, self._identity)
+        if difference:
+            raise ValueError(
+                "checkpoint_dir must hold a run with the same options, got one in which "
+                f"{difference}."
+            )
+        given, began = map(_describe, (run, found))
+        if given and given != began:
+            raise ValueError(
+                "initial_arrays must have the names, dtypes and shapes of those with which the "
+                f"run to resume began, or be left out, got {given} instead of {began}."
+            )
+        if given and run.initial != found.initial:
+            log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
+
     def _recall(self, mark: Mapping[str, Any]) -> History:
         """Return the history; one that is damaged does not stop the run."""
         try:
             self._journal, entries = files.Journal.read(self.folder, mark)
-            history = History(map(_report_from, entries))
+            history = History(map(_read_report, entries))
         except (*_DAMAGED, RecursionError) as error:
             log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
             self._journal, history = None, History()
@@ -221,20 +172,18 @@ class Checkpoints:
         return history
 
 
-def _described(run: Run) -> list[tuple[str, str]]:
+def _describe(run: RunRecord) -> list[tuple[str, str]]:
     """Return name, dtype and shape of the arrays that a run began with."""
     names = run.array_names or map(str, range(len(run.initial)))
     return [(n, digest.rpartition(" ")[0]) for n, digest in zip(names, run.initial, strict=False)]
 
 
-def _run_from(saved: files.Saved) -> Run:
+def _read_run(saved: files.Saved) -> RunRecord:
     """Return the run that a checkpoint holds, but for its history."""
     meta, arrays = saved.meta, saved.arrays
-    forms = _forms(arrays)
-    named = meta["arrays"]
-    odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
-    if odd:
-        raise ValueError(f"arrays must be those of its record, got others at {odd}")
+    found, listed = _forms(arrays), meta["arrays"]
+    if other := [one for one in {**listed, **found} if listed.get(one) != found.get(one)]:
+        raise ValueError(f"arrays must be those of its record, got others at {other}")
     token = str(meta["run"])
     if not token.isalnum() or len(token) > _LONGEST_RUN:  # it is part of a file's name
         raise ValueError(
@@ -248,18 +197,18 @@ def _run_from(saved: files.Saved) -> Run:
     array_names = list(map(str, meta["array_names"]))
     if len(set(array_names)) < len(array_names):
         raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
-    state: dict[str, Any] = part(arrays, "state")
-    state |= {name: state[name].item() for name in meta["numbers"]}
+    state: dict[str, Any] | None = None
+    if meta["numbers"] is not None:
+        state = part(arrays, "state")
+        state |= {name: state[name].item() for name in meta["numbers"]}
     last = {}
     for p, (step, when, num_examples, metrics) in meta["last"].items():
         own = list(part(arrays, f"last/{p}").values())
         last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
-    meta["identity"]  # a file without one is no checkpoint
-    return Run(
-        meta["initial"],
+    return RunRecord(
         array_names,
         list(part(arrays, "model").values()),
-        state if meta["resumable"] else None,
+        state,
         bool(meta["finished"]),
         token,
         done,
@@ -267,11 +216,12 @@ def _run_from(saved: files.Saved) -> Run:
         names={int(partition): str(name) for partition, name in meta["names"].items()},
         server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
         last=last,
+        initial=list(map(str, meta["initial"])),
         kept=part(arrays, "kept"),
     )
 
 
-def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
     Tuples become lists, keys texts, arrays a digest, functions and classes their names, values such
@@ -310,19 +260,13 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
     return found
 
 
-def _difference(found: Any, wanted: Mapping[str, Any]) -> str:
+def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return in what two identities differ; an option that one lacks is None there."""
-    flat = []
-    for identity in (found, wanted):
-        own = dict(identity) if isinstance(identity, Mapping) else {"identity": identity}
-        settings = own.pop("settings", {})
-        flat.append({**own, **(settings if isinstance(settings, Mapping) else {"": settings})})
-    there, here = flat
     return "; ".join(
-        f"{name} is {brief_repr(there.get(name, 'missing'))} and here "
-        f"{brief_repr(here.get(name, 'missing'))}"
-        for name in {**there, **here}
-        if not _same(there.get(name), here.get(name))
+        f"{name} is {brief_repr(found.get(name, 'missing'))} and here "
+        f"{brief_repr(wanted.get(name, 'missing'))}"
+        for name in {**found, **wanted}
+        if not _same(found.get(name), wanted.get(name))
     )
 
 
@@ -352,7 +296,7 @@ def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
     return {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
 
 
-def _report_from(entry: Mapping[str, Any]) -> RoundReport:
+def _read_report(entry: Mapping[str, Any]) -> RoundReport:
     """Return a report as it was before it was saved (JSON's keys are strings)."""
     by_partition = {
         name: {int(partition): values for partition, values in entry[name].items()}

@@ -39,8 +39,8 @@ class EventLog:
 
     Parameters
     ----------
-    path : str, Path or None
-        The file, made with its folder when missing; None writes nothing.
+    path : str or Path
+        The file, made with its folder when missing.
 
     Examples
     --------
@@ -54,16 +54,14 @@ class EventLog:
     ('round', 1)
     """
 
-    def __init__(self, path: str | Path | None) -> None:
-        self._path = None if path is None else Path(path)
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
         self._lock: int | None = None
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; a disk that is full is logged, and does not stop the run."""
-        if self._path is None:
-            return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps(_plain({"time": now, "event": event, **fields}), allow_nan=False)
+        line = json.dumps(_to_json({"time": now, "event": event, **fields}), allow_nan=False)
         try:
             with private(self._path) as stream:
                 if stream.seek(0, os.SEEK_END):
@@ -71,16 +69,16 @@ class EventLog:
                     if stream.read(1) != b"\n":
                         stream.write(b"\n")
                 stream.write(line.encode() + b"\n")
-            self._hold(self._path)
+            self._hold()
         except (OSError, ValueError) as error:
             log(WARNING, "The event %r could not be written to %s: %s", event, self._path, error)
 
-    def _hold(self, path: Path) -> None:
+    def _hold(self) -> None:
         """Lock the file for as long as this log lives: `has_writer` sees that it does."""
         if _LOCKS is None:
             return
         if self._lock is None:
-            self._lock = os.open(path, os.O_RDONLY)
+            self._lock = os.open(self._path, os.O_RDONLY)
             finalize(self, os.close, self._lock)
         with suppress(OSError):  # no locks here, or a reader looks just now: the next event tries
             _LOCKS.flock(self._lock, _LOCKS.LOCK_SH | _LOCKS.LOCK_NB)
@@ -140,12 +138,12 @@ def read_events(path: Path, start: int = 0) -> tuple[list[Event], int]:
             if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                 break
             end += len(line)
-            if event := _parsed(line):  # of a longer line no part is one
+            if event := _parse(line):  # of a longer line no part is one
                 events.append(event)
     return events, end
 
 
-def _parsed(line: bytes) -> Event | None:
+def _parse(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -153,12 +151,12 @@ def _parsed(line: bytes) -> Event | None:
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Return what JSON can say: numbers that are not finite become null."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(entry) for name, entry in value.items()}
+        return {str(name): _to_json(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if isinstance(value, float) and not isfinite(value):
         return None
     return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict
 
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_real, own_numbers
-from flwr_perdl.protocol.progress import OnRound, observers
 from flwr_perdl.protocol.records import LARGEST_INT
+from flwr_perdl.protocol.report import OnRound, list_observers
 
 _METRICS = "strategy.history has every client's metrics, by round"
 _FIXED = "it is always"
@@ -46,6 +47,9 @@ _FEDAVG = {
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """What a server rarely has to be told: ``server=ServerSettings(...)`` of every strategy.
+
+    A strategy's ``options`` are such settings, with the options given to itself (`ServerOptions`)
+    among them.
 
     Parameters
     ----------
@@ -95,23 +99,69 @@ class ServerSettings:
     max_reply_bytes: int = 2**28
     max_magnitude: float | None = None
     clients_by_node: Mapping[int, int] | None = None
+    # Given to the strategy itself.
+    fraction_train: float = field(default=1.0, init=False)
+    fraction_evaluate: float = field(default=1.0, init=False)
+    min_clients: int = field(default=2, init=False)
+    num_clients: int | None = field(default=None, init=False)
+    seed: int = field(default=0, init=False)
+    checkpoint_dir: str | Path | None = field(default=None, init=False)
+    on_round: OnRound = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ServerSettings:
+        """Return the settings of a strategy with these options, complete and checked.
+
+        Parameters
+        ----------
+        given : mapping
+            Some of `ServerOptions`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an option is not known, or breaks its rule.
+
+        Examples
+        --------
+        >>> from flwr_perdl.strategies import ServerSettings
+        >>> ServerSettings.of({"num_clients": 10}).num_clients
+        10
+        """
+        refuse_unknown("ServerOptions", given, ServerOptions.__annotations__)
+        direct = dict(given)
+        server = check_kind("server", direct.pop("server", cls()), cls, "a ServerSettings")
+        settings: ServerSettings = copy(server)
+        vars(settings).update(direct)  # frozen, but nobody else has the copy yet
+        settings.__post_init__()
+        if settings.resume and settings.checkpoint_dir is None:
+            raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
+        return settings
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the settings."""
         own_numbers(self)
         check_flag("resume", self.resume)
         check_count("evaluate_every", self.evaluate_every, 1)
         check_flag("allow_fewer", self.allow_fewer)
         check_real("node_timeout", self.node_timeout, 0)
-        check_kind("events", self.events, (str, Path, type(None)), "a path or None")
         check_count("max_reply_bytes", self.max_reply_bytes, 1)
         if self.max_magnitude is not None:
             check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
+        check_real("fraction_train", self.fraction_train, 0, 1, open_low=True)
+        check_real("fraction_evaluate", self.fraction_evaluate, 0, 1)
+        check_count("min_clients", self.min_clients, 1)
+        if self.num_clients is not None:
+            check_count("num_clients", self.num_clients, 1)
+        check_count("seed", self.seed, 0, LARGEST_INT)
+        for name in ("events", "checkpoint_dir"):
+            check_kind(name, vars(self)[name], (str, Path, type(None)), "a path or None")
+        list_observers(self.on_round)
         nodes = self.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
         if nodes is not None and not nodes:
             raise ValueError("clients_by_node must name at least one node, got an empty mapping.")
-        for node, partition in ({} if nodes is None else nodes).items():
+        for node, partition in (nodes or {}).items():
             check_count("node ids in clients_by_node", node)
             check_count("partitions in clients_by_node", partition, 0, LARGEST_INT)
 
@@ -157,55 +207,9 @@ class ServerOptions(TypedDict, total=False):
     server: ServerSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(ServerSettings):
-    """`ServerOptions` with `ServerSettings`'s fields among them, complete and checked.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import FedX
-    >>> options = FedX(2, num_clients=10).options
-    >>> options.num_clients, options.fraction_train, options.resume
-    (10, 1.0, False)
-    """
-
-    fraction_train: float = 1.0
-    fraction_evaluate: float = 1.0
-    min_clients: int = 2
-    num_clients: int | None = None
-    seed: int = 0
-    checkpoint_dir: str | Path | None = None
-    on_round: OnRound = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """Return the options with defaults filled in; ValueError or TypeError if one is wrong."""
-        refuse_unknown("Options", given, ServerOptions.__annotations__)
-        direct = dict(given)
-        server = check_kind(
-            "server", direct.pop("server", ServerSettings()), ServerSettings, "a ServerSettings"
-        )
-        return cls(**vars(server), **direct)
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_real("fraction_train", self.fraction_train, 0, 1, open_low=True)
-        check_real("fraction_evaluate", self.fraction_evaluate, 0, 1)
-        check_count("min_clients", self.min_clients, 1)
-        if self.num_clients is not None:
-            check_count("num_clients", self.num_clients, 1)
-        check_count("seed", self.seed, 0, LARGEST_INT)
-        path = self.checkpoint_dir
-        check_kind("checkpoint_dir", path, (str, Path, type(None)), "a path or None")
-        observers(self.on_round)
-        if self.resume and path is None:
-            raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
-
-
-def spelled(argument: str, kind: type) -> dict[str, str]:
+def spell_fields(argument: str, kind: type) -> dict[str, str]:
     """Return how each field of a dataclass that is an argument is given, by its name."""
-    names = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind) if field.init]
     return {name: f"{argument}={kind.__name__}({name}=...)" for name in names}
 
 

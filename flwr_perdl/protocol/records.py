@@ -27,6 +27,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import dropwhile, takewhile
 from math import isfinite, isnan, nan
@@ -231,7 +232,7 @@ class Replies(dict[int, Reply]):
                 self.noted.setdefault(partition, {})[what] = float(share)
 
     @cached_property
-    def unlike(self) -> dict[int, str]:
+    def outliers(self) -> dict[int, str]:
         """Why replies are left out that do not fit the others, see `leave_out`."""
         return {}
 
@@ -243,7 +244,7 @@ class Replies(dict[int, Reply]):
         reasons : mapping of int to str
             By partition, what does not fit, for log and report.
         """
-        self.unlike.update(reasons)
+        self.outliers.update(reasons)
         return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
 
     def keep_majority(
@@ -272,7 +273,7 @@ class Replies(dict[int, Reply]):
     def sharing(self, replies: Mapping[int, Reply]) -> Replies:
         """Return other replies whose notes are added to these."""
         others = Replies(replies)
-        others.noted, others.unlike = self.noted, self.unlike
+        others.noted, others.outliers = self.noted, self.outliers
         return others
 
 
@@ -391,23 +392,22 @@ def reply_to(
 
     As many arrays as the request has keep the request's names.
     """
-    numbers: dict[str, Any] = {}
-    for name, value in {NUM_EXAMPLES: num_examples, **metrics}.items():
-        if not isinstance(name, str) or isinstance(value, _TEXTS):
-            raise TypeError(f"metrics must be numbers with names, got {name!r}: {value!r}.")
-        try:
-            if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
-                numbers[name] = [float(one) for one in value]
-            else:
-                numbers[name] = int(value) if isinstance(value, int) else float(value)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}."
-            ) from None
+    given = {NUM_EXAMPLES: num_examples, **metrics}
+    numbers: dict[str, Any] = {name: _to_number(name, value) for name, value in given.items()}
     records: dict[str, Any] = {METRICS: MetricRecord(numbers)}
     if arrays is not None:
         records[ARRAYS] = to_record(arrays, message.content.get(ARRAYS, ()))
     return Message(RecordDict(records), reply_to=message)
+
+
+def _to_number(name: object, value: Any) -> Any:
+    """Return a metric as a record has it, or raise a TypeError."""
+    if isinstance(name, str) and not isinstance(value, _TEXTS):
+        with suppress(TypeError, ValueError):
+            if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
+                return [float(one) for one in value]
+            return int(value) if isinstance(value, int) else float(value)
+    raise TypeError(f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}.")
 
 
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -672,3 +672,11 @@ def config_of(message: Message) -> Mapping[str, Any]:
 def scalars(record: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return what is no list in a record of a config or of metrics."""
     return {key: value for key, value in record.items() if not isinstance(value, list)}
+
+
+def read_properties(answer: Message) -> Mapping[str, Any]:
+    """Return what a node says of itself."""
+    record = answer.content.get(CONFIG)
+    if not isinstance(record, ConfigRecord):
+        raise ValueError(f"no ConfigRecord {CONFIG!r}")
+    return record

@@ -1,16 +1,30 @@
-"""What happened in a run: a report per exchange, and what they come to per client."""
+"""What observers see of a run: reports, lines or a bar, and calls of the user's functions."""
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
+import time
+import typing
+import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from logging import WARNING
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import brief_repr, check_kind
+from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_kind
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.protocol.records import NUM_EXAMPLES
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, brief
+from flwr_perdl.protocol.request import State
 
 #: Words in the names of metrics of which less is better, and of those of which more is.
 _LOWER = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "entropy", "perplexity", "ppl"}
@@ -80,6 +94,60 @@ class History(list[RoundReport]):
         return html.titled(f"{len(self)} exchanges", html.metrics_table(rows))
 
 
+@dataclass
+class RunRecord:
+    """What a run has come to: all that a checkpoint holds.
+
+    Attributes
+    ----------
+    array_names : list of str
+        The names of the model's arrays, where they have names.
+    model : list of ndarray
+        What evaluations and the result see.
+    state : mapping of str to ndarray, or None
+        From where the protocol goes on; None if it cannot.
+    finished : bool
+        Whether the protocol has returned the model.
+    token : str
+        What tells it from other runs.
+    done, evaluated : int
+        The last round that is finished, and the last that was evaluated.
+    history : list of RoundReport
+        A report per exchange.
+    names : dict of int to str
+        How reports call the clients.
+    server_metrics : dict of int to dict
+        The server's own evaluations, by round.
+    last : dict of int to (str, int, Reply)
+        The step, the round and the reply of each client's last good one (`Request.remember`).
+    initial : list of str
+        Digests of the arrays that it began with, once there is a checkpoint.
+    kept : dict of str to ndarray
+        What the requests' channel keeps, such as what is spent of a budget.
+    """
+
+    array_names: list[str]
+    model: list[Matrix]
+    state: State | None = None
+    finished: bool = False
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    done: int = 0
+    evaluated: int = 0
+    history: History = field(default_factory=History)
+    names: dict[int, str] = field(default_factory=dict)
+    server_metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
+    initial: list[str] = field(default_factory=list)
+    kept: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def named_model(self) -> dict[str, Matrix]:
+        """The model's arrays by name, or by number where they have no names."""
+        named = len(self.array_names) == len(self.model)
+        names = self.array_names if named else [f"{i:04d}" for i in range(len(self.model))]
+        return dict(zip(names, self.model, strict=True))
+
+
 def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]:
     """Return what happened to each client's replies, over all exchanges.
 
@@ -115,7 +183,7 @@ def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]
     return dict(sorted(totals.items()))
 
 
-def summarized(
+def summarize(
     metrics: Mapping[int, Mapping[str, float]],
     flags: Collection[str] = (),
     labels: Collection[str] = (),
@@ -157,10 +225,7 @@ def in_words(
         same = name == "loss" and report.aggregate.get("eval_loss") == mean
         if not values or same or _is_flag(name, flags):
             continue
-        lower, worst = lower_is_better(name), ""
-        if lower is not None and len(values) > 1:
-            worst = f" (worst client {max(values) if lower else min(values):.4g})"
-        found.append(f"{name} {mean:.4g}{worst}")
+        found.append(f"{name} {mean:.4g}{_name_worst(name, values)}")
     for label in labels:
         sizes = Counter(own[label] for own in report.metrics.values() if label in own)
         if sizes:
@@ -169,6 +234,14 @@ def in_words(
     if report.dropped:
         found.append(f"{len(report.dropped)} left out")
     return found
+
+
+def _name_worst(name: str, values: Sequence[float]) -> str:
+    """Return the worst of some clients' values of a metric in words, if it is known which is."""
+    lower = lower_is_better(name)
+    if lower is None or len(values) < 2:
+        return ""
+    return f" (worst client {max(values) if lower else min(values):.4g})"
 
 
 def _is_flag(name: str, flags: Collection[str]) -> bool:
@@ -183,3 +256,186 @@ def first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
         rest = f" ({len(reasons)} in all)" if len(reasons) > 1 else ""
         return f"; the first reason{rest}: {who}{asked}: {why.rstrip('.')}"
     return ""
+
+
+# Whom a run tells ------------------------------------------------------------------------
+
+#: What is called with each report.
+OnRound = Callable[[RoundReport], object] | Sequence[Callable[[RoundReport], object]] | None
+#: How much a run shows; the first three by number, too.
+VERBOSE = ("quiet", "lines", "log", "bar")
+#: Seconds between two drawings of a bar within a round.
+_REDRAW_SECONDS = 0.3
+
+
+def list_observers(on_round: OnRound) -> list[Callable[[RoundReport], object]]:
+    """Return the callables of ``on_round``; a TypeError if there is anything else in it."""
+    if on_round is None:
+        return []
+    given: list[Any] = list(on_round) if isinstance(on_round, list | tuple) else [on_round]
+    if not given or not all(map(callable, given)):
+        wrong = brief_repr(on_round)
+        raise TypeError(f"on_round must be a function, a list of some, or None, got {wrong}.")
+    return given
+
+
+@typing.runtime_checkable
+class Tracks(typing.Protocol):
+    """An observer that is told of a run's begin and end, too: a `flwr_perdl.trackers.Tracker`."""
+
+    def begin(self, options: Mapping[str, Any]) -> object:
+        """Take the run's options."""
+
+    def end(self, result: Any) -> object:
+        """Take arrays by name, the folder with the run's files, or None where it failed."""
+
+
+class Observers:
+    """Tells observers of a run; an error in one is logged once, and the run goes on.
+
+    All are called with each report. One that `Tracks` is left out after an error, since each
+    further try may wait for a server that is gone.
+    """
+
+    def __init__(self, on_round: OnRound) -> None:
+        self._all = list_observers(on_round)
+        self._failed: set[int] = set()
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Tell that the run begins, with these options."""
+        for one in self._all:
+            if isinstance(one, Tracks):
+                self._call(one, one.begin, options)
+
+    def __call__(self, report: RoundReport) -> None:
+        """Tell what happened in an exchange."""
+        for one in self._all:
+            self._call(one, one, report)
+
+    def end(self, result: Any) -> None:
+        """Tell that the run is over: arrays by name, the folder with its files, None: it failed."""
+        for one in self._all:
+            if isinstance(one, Tracks):
+                self._call(one, one.end, result)
+
+    def _call(self, one: object, method: Callable[[Any], object], what: Any) -> None:
+        """Call a method of an observer, unless it has failed and would fail again."""
+        tracks, failed = isinstance(one, Tracks), id(one) in self._failed
+        if tracks and failed:
+            return
+        try:
+            method(what)
+        except Exception as error:
+            self._failed.add(id(one))
+            if not failed:
+                without = " without it" if tracks else ""
+                name = getattr(one, "__name__", type(one).__name__)
+                why = brief(f"{type(error).__name__}: {error}").rstrip(".")
+                log(WARNING, "%s failed: %s. The run goes on%s.", name, why, without)
+
+
+def check_verbose(verbose: object, *, local: bool) -> str:
+    """Return one of `VERBOSE`; by default lines where all clients are in this process."""
+    if verbose is None:
+        verbose = 1 if local else 2
+    if isinstance(verbose, int) and verbose in (0, 1, 2):
+        verbose = VERBOSE[verbose]
+    return check_choice("verbose", verbose, VERBOSE)
+
+
+@contextmanager
+def show_run(verbose: str, name: str, rounds: int) -> Iterator[Show]:
+    """Yield what takes a run's reports; Flower's lines are kept out of the log but for warnings.
+
+    Parameters
+    ----------
+    verbose : {"quiet", "lines", "log", "bar"}
+        Warnings alone; a line per round on stderr, unless the level of Flower's log is above INFO;
+        Flower's lines, as its own strategies write them; or a progress bar of the rounds, by tqdm
+        where that is installed, else lines.
+    name : str
+        The strategy's name, before the bar.
+    rounds : int
+        Communication rounds in all.
+    """
+    logger = logging.getLogger("flwr")
+    if verbose == "lines" and not logger.isEnabledFor(logging.INFO):
+        verbose = "log"
+    show, level = Show(verbose, name, rounds), logger.level
+    if verbose != "log":
+        logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield show
+    finally:
+        show.close()
+        logger.setLevel(level)
+
+
+class Show:
+    """A bar of rounds that are over, with the first metric of each step; lines with all; nothing.
+
+    Parameters
+    ----------
+    verbose : str, default "quiet"
+        "bar" or "lines"; nothing is shown otherwise.
+    name, rounds : str, int
+        The strategy's name, and communication rounds in all.
+    """
+
+    def __init__(self, verbose: str = "quiet", name: str = "", rounds: int = 0) -> None:
+        self._name, self._rounds, self._found = name, rounds, dict[str, str]()
+        self._words: dict[str, None] = {}  # what training and evaluation both say is said once
+        self._bar: Any = None
+        self._round = self._printed = 0
+        tqdm = _tqdm() if verbose == "bar" else None
+        self._lines = verbose == "lines" or (verbose == "bar" and tqdm is None)
+        if tqdm is not None:
+            self._bar = tqdm.tqdm(total=rounds, desc=name, unit="round")
+        self._drawn = time.monotonic()
+
+    def __call__(self, report: RoundReport, round_: int, words: Sequence[str]) -> None:
+        """Take an exchange's report, the round that it is of, and what to say of it."""
+        self._round = round_
+        self._words.update(dict.fromkeys(words))
+        self._found.pop("replies", None)
+        for name, value in list(report.aggregate.items())[:1]:  # the loss or error of the step
+            self._found[name] = f"{value:.4g}"
+        if report.dropped:
+            self._found["left out"] = str(len(report.dropped))
+        if self._bar is not None:
+            self._bar.n = max(round_, 0)
+            self._draw()
+
+    def end_round(self) -> None:
+        """Take note that a round is over, its evaluation included."""
+        if self._lines and self._round > self._printed:
+            self._printed = self._round
+            text = ", ".join(self._words)
+            line = f"{self._name}: round {self._round} of {self._rounds}: {text}"
+            print(line, file=sys.stderr, flush=True)
+        self._words = {}
+
+    def replies(self, done: int, asked: int) -> None:
+        """Draw how many clients have replied, of so many asked, a few times a second."""
+        if self._bar is not None and time.monotonic() > self._drawn + _REDRAW_SECONDS:
+            self._found["replies"] = f"{done}/{asked}"
+            self._draw()
+
+    def _draw(self) -> None:
+        self._bar.set_postfix(self._found, refresh=False)
+        self._bar.refresh()
+        self._drawn = time.monotonic()
+
+    def close(self) -> None:
+        """End the bar; replies that come after the run draw nothing."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
+def _tqdm() -> ModuleType | None:
+    """Return tqdm in the form that suits a terminal or a notebook; None where it is missing."""
+    try:
+        return import_module("tqdm.auto")
+    except ImportError:
+        return None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import chain
 from logging import DEBUG, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import (
@@ -23,7 +23,6 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from flwr_perdl.core.checks import Matrix, check_count, check_kind
 from flwr_perdl.core.repr import ShownAsCalled
@@ -31,6 +30,7 @@ from flwr_perdl.core.threads import in_threads
 from flwr_perdl.protocol import compat
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, log
 from flwr_perdl.protocol.records import ANSWERED, PARTITION_ID, directed
+from flwr_perdl.protocol.roster import LocalGrid
 
 if TYPE_CHECKING:
     from flwr_perdl.clients._states import NodeStates
@@ -46,7 +46,18 @@ _CHANGEABLE = (Array, list)
 FAULTS = ("error", "silence", "nan", "shape", "empty")
 
 
-class InProcessGrid(ShownAsCalled, Grid):
+@runtime_checkable
+class MakesClients(Protocol):
+    """An app whose clients may be made in one thread and called in another: a `client_app`."""
+
+    def made(self, context: Context) -> Any:
+        """Return a node's client."""
+
+    def answering_by(self, client: Any) -> AbstractContextManager[None]:
+        """Have this client answer what this thread asks."""
+
+
+class InProcessGrid(ShownAsCalled, LocalGrid):
     """Virtual nodes that are called in this process.
 
     They are called one after the other; on several cores where their clients compute long, and by
@@ -92,9 +103,6 @@ class InProcessGrid(ShownAsCalled, Grid):
     6
     """
 
-    #: All nodes are there from the start: strategies need not wait for registrations.
-    nodes_are_fixed = True
-
     def __init__(
         self,
         app: ClientApp,
@@ -138,8 +146,7 @@ class InProcessGrid(ShownAsCalled, Grid):
         self._replies: dict[str, Message] = {}
         self._timeout = float("inf")
         self._count = 0
-        #: Called with the numbers of nodes that have replied to a push, and that are asked.
-        self.on_reply: Callable[[int, int], object] = lambda done, asked: None
+        self._on_reply: Callable[[int, int], object] = lambda done, asked: None
         compat.become_server(RUN_ID)
 
     def local_atoms(self) -> list[Matrix]:
@@ -155,13 +162,19 @@ class InProcessGrid(ShownAsCalled, Grid):
         """Set the run; ids and runs are both taken, as Flower's versions hand in either."""
         self._run = compat.empty_run(run) if isinstance(run, int) else run
 
-    def begin_run(self) -> None:
+    def begin_run(self, on_reply: Callable[[int, int], object]) -> None:
         """Begin a run of Flower: the clients answer as many requests as in their first one.
 
         A strategy's ``start`` calls it. The clients' data lie in the caller's process, from whom
         their limits on requests (`DictionaryClient`'s ``max_runs``) hide nothing; other grids are
         one run of Flower each. Everything else that the clients keep stays.
+
+        Parameters
+        ----------
+        on_reply : callable
+            Called with the numbers of nodes that have replied in an exchange, and that are asked.
         """
+        self._on_reply = on_reply
         for context in self.contexts.values():
             context.state.pop(ANSWERED, None)
 
@@ -205,7 +218,7 @@ class InProcessGrid(ShownAsCalled, Grid):
         ):
             if reply is not None:
                 self._replies[message.metadata.message_id] = reply
-            self.on_reply(done, len(asked))
+            self._on_reply(done, len(asked))
         trained = any(one.metadata.message_type == MessageType.TRAIN for one in pushed)
         if self._states is not None and trained:
             self._states.save(list(self.contexts.values()))
@@ -215,10 +228,10 @@ class InProcessGrid(ShownAsCalled, Grid):
         """Yield the nodes' replies; clients that allow it are called several at a time."""
         # Two messages to one node share its state: they are answered one after the other.
         nodes = {message.metadata.dst_node_id for message, _ in asked}
-        if len(nodes) < max(2, len(asked)) or not hasattr(self.app, "answering_by"):
+        if len(nodes) < max(2, len(asked)) or not isinstance(self.app, MakesClients):
             yield from (self._call(*one) for one in asked)
             return
-        calls = (self._made(*one) for one in asked)
+        calls = (self._made(self.app, *one) for one in asked)
         for call, in_thread in calls:
             if in_thread:
                 yield from in_threads(_answer, map(_here, chain([(call, True)], calls)))
@@ -226,10 +239,9 @@ class InProcessGrid(ShownAsCalled, Grid):
                 yield call()
 
     def _made(
-        self, message: Message, fault: str | None
+        self, app: MakesClients, message: Message, fault: str | None
     ) -> tuple[Callable[[], Message | None], bool]:
         """Make a node's client in this thread; return what calls it, and if another thread may."""
-        app: Any = self.app
         try:
             client = None if fault else app.made(self._context(message))
         except Exception:  # its own call says why

@@ -1,12 +1,12 @@
 """Flower Strategies, one file per protocol."""
 
 from flwr_perdl.privacy.secure_server import SecureMean
-from flwr_perdl.protocol.combine import Combine
-from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
+from flwr_perdl.protocol.options import ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import Replies
 from flwr_perdl.protocol.report import RoundReport, client_report
-from flwr_perdl.protocol.request import Protocol, Request, TooFewReplies
-from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
+from flwr_perdl.protocol.request import Combine, Protocol, Request, TooFewReplies
+from flwr_perdl.protocol.roster import await_nodes
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._models import Adam, Momentum, Yogi
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
@@ -32,7 +32,6 @@ __all__ = [
     "Momentum",
     "NeighborRelay",
     "OneShotClustering",
-    "Options",
     "PerMA",
     "PersonalizedFedAvg",
     "Protocol",

@@ -21,7 +21,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
 from flwr_perdl.core.support import OLD, SECURE
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation
+from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
@@ -177,14 +177,14 @@ class ModelStrategy(ProtocolStrategy):
         )
         self.robust = check_robust(robust, RULES)
 
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         self._names = list(names) or list(map(str, range(len(initial))))
         return super().open(initial, names)
 
     def _array_names(self) -> list[str]:
         """Return the names of the model's arrays, once a run is on."""
-        run = self._running().run
+        run = self._running().record
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
 
     def take_step(

@@ -71,7 +71,6 @@ from flwr_perdl.core.repr import short_repr
 from flwr_perdl.core.support import JUDGED, OLD, SECURE, Needs, check_support
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
-from flwr_perdl.protocol.combine import Combine, stack_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import (
@@ -84,8 +83,8 @@ from flwr_perdl.protocol.records import (
     scalars,
     to_record,
 )
-from flwr_perdl.protocol.report import summarized
-from flwr_perdl.protocol.request import Protocol, Request, State, Summed
+from flwr_perdl.protocol.report import summarize
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed, stack_models
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import updates
 from flwr_perdl.strategies._models import (
@@ -257,8 +256,7 @@ class ClusteredFedAvg(ModelStrategy):
         super().__init__(optimizer, robust, **options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
-        given = {"k": k, "robust": robust, "privacy": privacy}
-        check_support("ClusteredFedAvg", given, needs=self.needs)
+        check_support(self, locals())
         self.start_from = check_choice("start", start, STARTS)
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
@@ -318,12 +316,12 @@ class ClusteredFedAvg(ModelStrategy):
 
     @property
     def _n_models(self) -> int:
-        stacks = [] if self._conversation is None else self._conversation.run.model
+        stacks = [] if self._run is None else self._run.record.model
         return len(stacks[0]) if stacks else 0
 
     def _model(self, j: int) -> ArrayRecord:
         """Return a cluster's model."""
-        run = self._running().run
+        run = self._running().record
         return to_record([stack[j] for stack in run.model], run.array_names)
 
     def _presented(self) -> ArrayRecord:
@@ -527,7 +525,7 @@ class ClusteredFedAvg(ModelStrategy):
 
 def _means(metrics: Mapping[int, Mapping[str, float]], cluster: int) -> dict[str, float]:
     """Return the means of the other metrics over the clients that name this cluster."""
-    means = summarized({p: own for p, own in metrics.items() if own[CLUSTER] == cluster})
+    means = summarize({p: own for p, own in metrics.items() if own[CLUSTER] == cluster})
     means.pop(CLUSTER, None)
     return means
 

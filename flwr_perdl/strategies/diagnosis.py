@@ -46,7 +46,7 @@ from flwr_perdl.core.aggregate import TRIM
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
+from flwr_perdl.protocol.options import ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays
 from flwr_perdl.protocol.report import RoundReport, lower_is_better
 from flwr_perdl.protocol.request import TooFewReplies
@@ -211,7 +211,7 @@ class Diagnosis(ShownAsCalled):
             higher_is_better = _is_better_higher(self.metric)
         self.higher_is_better = check_flag("higher_is_better", higher_is_better)
         self._server: dict[str, Any] = {**options}
-        complete = Options.of(options)
+        complete = ServerSettings.of(options)
         rules = (("checkpoint_dir", None), ("fraction_train", 1.0), ("fraction_evaluate", 1.0))
         for name, wanted in rules:
             if getattr(complete, name) != wanted:

@@ -20,15 +20,12 @@ from flwr.serverapp.strategy import Result
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.core.support import Needs, check_support
-from flwr_perdl.network.averaging import Averaged
-from flwr_perdl.network.averaging import DiffusionAveraging as Learner
-from flwr_perdl.network.combine import Run
+from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.schedule import Faults, Schedule
 from flwr_perdl.network.topology import Topology
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation
+from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
@@ -45,7 +42,7 @@ class DiffusionAveraging(NeighborRelay):
     trains its own model and replaces it by the weighted mean of its own and its neighbors'. Arrays
     that a node keeps private (`keep_private`) stay there; all nodes must keep the same ones.
 
-    What each party receives: see `flwr_perdl.network.DiffusionAveraging`. The server sends the
+    What each party receives: see `flwr_perdl.network.diffusion_averaging`. The server sends the
     initial arrays, and has no model afterwards but with ``shows_models``; what it delivers it can
     read unless ``sealed``.
 
@@ -54,7 +51,7 @@ class DiffusionAveraging(NeighborRelay):
     topology : Topology or Schedule
         Who hears whom, connected; node k is the client with ``partition-id`` k.
     method : {"atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum"}, optional
-        See `flwr_perdl.network.DiffusionAveraging`; by default what suits the network.
+        See `flwr_perdl.network.diffusion_averaging`; by default what suits the network.
     robust, n_liars
         Where neighbors may lie, as there.
     compression, consensus_step
@@ -139,7 +136,7 @@ class DiffusionAveraging(NeighborRelay):
     ) -> None:
         network: dict[str, Any] = {"weights": weights, "faults": faults, "staleness": staleness}
         super().__init__(topology, 0, **network, sealed=sealed, **options)
-        learner = Learner(
+        self._averaging = AveragingOptions(
             method=method,
             robust=robust,
             n_liars=n_liars,
@@ -148,14 +145,12 @@ class DiffusionAveraging(NeighborRelay):
             evaluate_every=evaluate_every,
             metrics=metrics,
             max_magnitude=self.options.max_magnitude,
-        )
+        ).suited_to(self, 0)
         self.shows_models = check_flag("shows_models", shows_models)
-        given = {"shows_models": shows_models, "sealed": sealed}
-        check_support("DiffusionAveraging", given, needs=self.needs)
+        check_support(self, locals())
         self._names: list[str] = []
         self._initial: list[Matrix] = []
         self._learned: Averaged | None = None
-        self._learner = learner.suited_to(self, 0)
 
     @property
     def result(self) -> Averaged:
@@ -221,6 +216,7 @@ class DiffusionAveraging(NeighborRelay):
             )
         check_function("should_stop", should_stop)
         self.n_rounds = check_count("num_rounds", 3 if num_rounds is None else num_rounds, 1)
+        self._averaging.suited_to(self, self.n_rounds)
         self._learned = None
 
         def stops(exchange: int, result: Result) -> bool:
@@ -233,9 +229,9 @@ class DiffusionAveraging(NeighborRelay):
         rounds = self.exchanges
         super().start(grid, initial_arrays, rounds, timeout, *configs, verbose=verbose)
         models: dict[int, list[Matrix]] = {}
-        if self._running().run.finished:
+        if self._running().record.finished:
             run = self.outcome
-            learned = self._learner.fit(None, _Network(self, run), self.n_rounds)
+            learned = self._averaging.learned(run)
             models = self._models(run.state) if self.shows_models else {}
             records: Any = {node: to_record(model, self._names) for node, model in models.items()}
             self._learned = learned._replace(models=records)
@@ -255,7 +251,7 @@ class DiffusionAveraging(NeighborRelay):
         """Return the models that the nodes have shown, of the form of the initial arrays."""
         forms = [array.shape for array in self._initial]
         try:
-            program = self._learner.program(lambda node: None, initial=self._initial)
+            program = self._averaging.program(lambda node: None, initial=self._initial)
             models = {} if state is None else program.models(state)
         except ValueError:  # parts of models
             models = {}
@@ -271,9 +267,9 @@ class DiffusionAveraging(NeighborRelay):
     def settings(self) -> dict[str, Any]:
         """Return what makes two runs the same run."""
         own = {"shows_models": self.shows_models}
-        return {**super().settings(), **vars(self._learner), **own}
+        return {**super().settings(), **vars(self._averaging), **own}
 
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         if not self.n_rounds:
             raise ValueError(
@@ -292,7 +288,7 @@ class DiffusionAveraging(NeighborRelay):
         model = [*start.values()]
         check_initial(model, [*start])
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
-        own = averaging_config(self._learner, self.plan.oldest, start, self.shows_models)
+        own = averaging_config(self._averaging, self.plan.oldest, start, self.shows_models)
         return {**own, **evaluations}
 
     def _reported(self, last: int) -> Result:
@@ -322,16 +318,3 @@ def _mean(arrays: Sequence[Matrix]) -> Matrix:
         return first
     mean = np.mean(arrays, axis=0)
     return np.asarray(np.rint(mean) if first.dtype.kind in "iu" else mean, first.dtype)
-
-
-class _Network:
-    """A relay, and its run, as the network of `Learner.fit`."""
-
-    nodes_have_programs = True
-
-    def __init__(self, relay: NeighborRelay, over: Run) -> None:
-        self.topology, self.plan, self._over = relay.topology, relay.plan, over
-
-    def run(self, program: None, n_rounds: int, **functions: Any) -> Run:
-        """Return the run, which is over."""
-        return self._over

@@ -36,11 +36,10 @@ from flwr.serverapp import Grid
 
 from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
-from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW
-from flwr_perdl.protocol.request import Protocol, Request, State
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
     TRAIN,
     Adam,

@@ -39,7 +39,7 @@ from flwr_perdl.core.support import JUDGED, OLD, SECURE, Needs, check_support
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import ServerOptions, spelled
+from flwr_perdl.protocol.options import ServerOptions, spell_fields
 from flwr_perdl.protocol.records import Replies, Reply, check_group
 from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
@@ -52,8 +52,8 @@ _COUNT = "rounds"
 #: The number of columns before an update's change.
 _HEAD = 2
 
-_PHASE_1 = spelled("phase_1", MomentDescent)
-_PHASE_2 = spelled("phase_2", Refinement)
+_PHASE_1 = spell_fields("phase_1", MomentDescent)
+_PHASE_2 = spell_fields("phase_2", Refinement)
 
 
 class _MixedRegression(ProtocolStrategy):
@@ -291,8 +291,7 @@ class FedX(_MixedRegression):
             how = replace(how, phase_2=replace(phase_2, momentum=False))
         super().__init__(how, options)
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
-        given = {"n_clusters": n_clusters, "robust": robust, "privacy": privacy}
-        check_support("FedX", {**given, "step_size": phase_2.step_size}, needs=self.needs)
+        check_support(self, {**locals(), "step_size": phase_2.step_size})
 
 
 class OneShotClustering(_MixedRegression):

@@ -13,8 +13,8 @@ combine, adapt, message of round i+1   its reply
 observe                                its reply to ``"show"``
 =====================================  =========================================================
 
-A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
-`_Held.deliveries`, `Delivery.to_arrays`, request, `DiffusionClient.fit` of the receiver,
+A message takes this way: `DiffusionClient.fit` of the sender, reply, `MessageStore.put`,
+`MessageStore.deliveries`, `Delivery.to_arrays`, request, `DiffusionClient.fit` of the receiver,
 `Delivery.from_arrays`, and `inbox_of`, which decides whether it counts. Its form on the wire, and
 the rules, are in `flwr_perdl.network.messages`.
 
@@ -48,12 +48,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from keyword import iskeyword
 from logging import WARNING
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
-from scipy import sparse
 
 from flwr_perdl.clients.neighbor_relay import (
     ANNOUNCE,
@@ -69,24 +68,25 @@ from flwr_perdl.clients.neighbor_relay import (
     DiffusionClient,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
-from flwr_perdl.core.packing import (
+from flwr_perdl.core.npy import (
     pack_arrays,
-    text_array,
-    texts_of,
     unpack,
     unpack_arrays,
 )
-from flwr_perdl.network.averaging import BYTES
-from flwr_perdl.network.averaging import FLOATS as RECEIVED
-from flwr_perdl.network.combine import Run, curves
-from flwr_perdl.network.exchange import Plan, spread
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import Delivery, Message
-from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.averaging_program import BYTES
+from flwr_perdl.network.averaging_program import FLOATS as RECEIVED
+from flwr_perdl.network.combine import Run, curves, spread, tally
+from flwr_perdl.network.messages import (
+    EVERYBODY,
+    Delivery,
+    MessageStore,
+    entries_of,
+    matrix_of,
+)
+from flwr_perdl.network.schedule import Faults, LinkPlan, Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.progress import observers
 from flwr_perdl.protocol.records import (
     ANEW,
     NUM_EXAMPLES,
@@ -97,7 +97,7 @@ from flwr_perdl.protocol.records import (
     brief,
     check_names,
 )
-from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.report import RoundReport, list_observers
 from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
@@ -105,11 +105,9 @@ Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 
 #: In the final model beside what nodes show, whose names are none of these: all traffic; and per
 #: node how many messages were not heard, whether it took part in the last round, and showed all.
-_TRAFFIC, _NODES, _REJECTED = "/traffic", "/nodes", "/rejected"
+_TRAFFIC, _NODES, _LEFT_OUT = "/traffic", "/nodes", "/left-out"
 #: The metrics of a reply that are no report of the node's program.
 _ABOUT_MESSAGES = NUM_EXAMPLES, ANEW, BROKEN, FLOATS
-#: The "receiver" of a message that is the same for all neighbors.
-EVERYBODY = -1
 
 #: What the sender of a reply of another kind is told.
 _ONLY = DiffusionClient.only
@@ -196,7 +194,7 @@ class NeighborRelay(ProtocolStrategy):
         super().__init__(**server)
         self.topology = topology
         self.n_rounds = check_count("n_rounds", n_rounds)
-        self.plan = Plan.make(topology, weights, faults, staleness)
+        self.plan = LinkPlan.make(topology, weights, faults, staleness)
         self.sealed = check_flag("sealed", sealed)
 
     @property
@@ -217,14 +215,11 @@ class NeighborRelay(ProtocolStrategy):
         RuntimeError
             If the run is not over.
         """
-        if self._conversation is None or not self._conversation.run.finished:
+        if self._run is None or not self._run.record.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        ended, n = unpack_arrays(self._conversation.run.model[0]), self.topology.n_nodes
-        unheard, alive, whole = ended.pop(_NODES)
-        traffic, rejected = ended.pop(_TRAFFIC), ended.pop(_REJECTED)
-        by: dict[int, list[int]] = {}
-        for sender, receiver in rejected.tolist():
-            by.setdefault(sender, []).append(receiver)
+        ended, n = unpack_arrays(self._run.record.model[0]), self.topology.n_nodes
+        (alive, whole), traffic = ended.pop(_NODES), ended.pop(_TRAFFIC)
+        unheard, unheard_by = tally(map(tuple, ended.pop(_LEFT_OUT).tolist()))
         state = {name: rows for name, rows in ended.items() if name.startswith(STATE)}
         reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(
@@ -232,11 +227,11 @@ class NeighborRelay(ProtocolStrategy):
             observed={name: rows for name, rows in ended.items() if name not in state},
             rounds=self.n_rounds,
             floats_sent=float(traffic[2].sum()),
-            traffic=_matrix(traffic, n),
-            unheard={int(k): int(unheard[k]) for k in np.flatnonzero(unheard)},
+            traffic=matrix_of(traffic, n),
+            unheard=unheard,
             alive=alive.astype(bool),
             curves=curves([reported.get(i + 1, {}) for i in range(self.n_rounds)], n),
-            unheard_by=by,
+            unheard_by=unheard_by,
         )
 
     def round_of(self, report: RoundReport) -> int:
@@ -312,7 +307,7 @@ class NeighborRelay(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Deliver messages round by round; nothing is combined here."""
         n = self.topology.n_nodes
-        held = _Held(self.plan, self.sealed, self._first_model(initial))
+        held = MessageStore(self.plan, self.sealed, self._first_model(initial))
         stranger = Delivery((), {} if self.sealed else None)  # for a client that is no node
         if state is not None:
             held.unpack(state)
@@ -326,7 +321,7 @@ class NeighborRelay(ProtocolStrategy):
                 ANNOUNCE, arrays, config, check=check, model=(), max_weight=None
             )
             held.known = set(replies)
-            held.keep_cards(replies)
+            held.keep_cards({node: reply.arrays for node, reply in replies.items()})
         for round_ in range(held.round + 1, self.n_rounds + 2):
             asleep = np.flatnonzero(~self.plan.awake(round_))
             last = round_ > self.n_rounds
@@ -347,9 +342,9 @@ class NeighborRelay(ProtocolStrategy):
                 max_weight=None,
                 expect=None,
             )
-            held.count(replies, deliveries)
+            self._count(held, replies, deliveries)
             if not last:
-                held.take(replies, deliveries, round_)
+                self._take(held, replies, deliveries, round_)
         shown = {node: _opened(node, reply) for node, reply in replies.items() if node < n}
         there = np.isin(np.arange(n), list(shown))
         rows = _rows(shown, n)
@@ -358,9 +353,44 @@ class NeighborRelay(ProtocolStrategy):
         states = {name: rows[name][0][whole[rows[name][1]]] for name in fields}
         alive = held.took_part if self.n_rounds else there & self.plan.awake(1)
         ended = {name: spread(*row) for name, row in rows.items()} | states
-        ended |= {_TRAFFIC: _entries(held.traffic), _NODES: np.stack([held.unheard, alive, whole])}
-        ended[_REJECTED] = held.rejections
+        ended |= {_TRAFFIC: entries_of(held.traffic)}
+        ended |= {_NODES: np.stack([alive, whole]), _LEFT_OUT: held.all_left_out}
         return [pack_arrays(ended)]
+
+    def _count(
+        self, held: MessageStore, replies: Replies, deliveries: Mapping[int, Delivery]
+    ) -> None:
+        """Count what was received: a node that replies names the senders it has left out."""
+        # A node that begins anew has no message with which it could combine those.
+        reads = [
+            node for node in replies if node in deliveries and ANEW not in replies[node].metrics
+        ]
+        left_out = {
+            (message.sender, node)
+            for node in reads
+            for message in deliveries[node].messages
+            if f"{REJECTED}{message.sender}" in replies[node].metrics
+        }
+        held.count({node: deliveries[node] for node in reads}, left_out)
+        held.known = set(replies)
+
+    def _take(
+        self, held: MessageStore, replies: Replies, sent: Mapping[int, Delivery], round_: int
+    ) -> None:
+        """Take in the messages of a round; ``sent`` is what their senders have received."""
+        n, awake = self.topology.n_nodes, self.plan.awake(round_)
+        held.begin(round_)
+        if self.sealed:
+            held.keep_cards({node: reply.arrays for node, reply in replies.items()})
+        for node, reply in replies.items():
+            if node not in sent:
+                log(WARNING, "Client %d is no node of a network of %d: it is left out.", node, n)
+            elif awake[node]:
+                held.took_part[node] = True
+                if flaw := _take(held, reply, node, sent[node], round_):
+                    held.left_out.add((round_, node, node))
+                    said = "Round %d (%s): left out the message of node %d: %s"
+                    log(WARNING, said, round_ + self.sealed, EXCHANGE, node, flaw)
 
 
 class FlowerNetwork:
@@ -401,9 +431,6 @@ class FlowerNetwork:
     >>> {name: value.ravel().round(3) for name, value in run.observed.items()}
     {'estimate': array([1.5, 1.5, 1.5, 1.5])}
     """
-
-    #: The program that `run` is given is ignored: it may be None.
-    nodes_have_programs = True
 
     def __init__(
         self,
@@ -488,7 +515,7 @@ class FlowerNetwork:
             except Exception as error:  # of the caller, whom it ends, as on other networks
                 failed.append(error)
 
-        options["on_round"] = [*observers(options.get("on_round")), tell]
+        options["on_round"] = [*list_observers(options.get("on_round")), tell]
         relay = self._relay(n_rounds, **options)
         try:
             relay.start(self._grid, timeout=self._timeout, should_stop=lambda *_: bool(failed))
@@ -499,204 +526,27 @@ class FlowerNetwork:
         return relay.outcome
 
 
-class _HeldMessage(NamedTuple):
-    """A node's message of one round, as long as the server holds it.
-
-    Attributes
-    ----------
-    floats : float
-        Its size before it was sealed.
-    arrays : dict of int to list of ndarray
-        What each receiver gets; ``EVERYBODY`` where all get the same.
-    """
-
-    floats: float
-    arrays: dict[int, Sequence[Matrix]]
-
-
-class _Held:
-    """What the server holds: messages in transit, the nodes' cards, and counts.
-
-    Parameters
-    ----------
-    plan : Plan
-        Who hears whom.
-    sealed : bool
-        Whether a node sends a message to each neighbor, or one to all.
-    start : dict of str to ndarray
-        What nodes without a state begin with.
-    """
-
-    def __init__(self, plan: Plan, sealed: bool, start: dict[str, Matrix]) -> None:
-        n = plan.n_nodes
-        self.plan, self.sealed, self.start = plan, sealed, start
-        #: Who has a state, as far as it is known: nodes lose it while a run is not on.
-        self.known: set[int] = set()
-        self.round = 0
-        self.took_part = np.zeros(n, dtype=bool)
-        self.unheard = np.zeros(n)
-        #: Sender and receiver, where the receiver has said that it has left out a message.
-        self.rejected: set[tuple[int, int]] = set()
-        self.traffic: Any = sparse.csr_array((n, n))
-        self.cards: dict[int, Matrix] = {}
-        #: By round and sender.
-        self.messages: dict[tuple[int, int], _HeldMessage] = {}
-
-    def deliveries(self, round_: int) -> dict[int, Delivery]:
-        """Return what each node receives in an exchange: the messages of the round before."""
-        n = self.plan.n_nodes
-        messages: list[list[Message]] = [[] for _ in range(n)]
-        totals = [1.0] * n
-        if self.round:
-            totals = self.plan.totals(self.round).tolist()
-            links = self.plan.sources(self.round)
-            for receiver, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
-                held = self.messages.get((self.round - late, sender))
-                arrays = held and held.arrays.get(receiver if self.sealed else EVERYBODY)
-                served = [message.sender for message in messages[receiver][-1:]] == [sender]
-                here = self.took_part[receiver] or self.plan.staleness
-                if arrays is not None and here and not served:
-                    messages[receiver].append(Message(sender, late, weight, arrays))
-        hearers = sparse.csr_array(self.plan.hearing(round_).T) if self.sealed else None
-        new, deliveries = [*self.start.values()], {}
-        for node in range(n):
-            cards = None
-            if self.sealed:
-                cards = {to: self.cards[to] for to in _row(hearers, node) if to in self.cards}
-            start = [] if node in self.known else new
-            deliveries[node] = Delivery(messages[node], cards, start, totals[node])
-        return deliveries
-
-    def count(self, replies: Replies, deliveries: Mapping[int, Delivery]) -> None:
-        """Count what was heard: who answers has heard all messages that it has not left out."""
-        n, left_out = self.plan.n_nodes, set()
-        received: list[tuple[int, int, float]] = []
-        for node, reply in replies.items():
-            # A node that begins anew has no message with which it could combine those.
-            reads = node in deliveries and ANEW not in reply.metrics
-            for message in deliveries[node].messages if reads else ():
-                if f"{REJECTED}{message.sender}" in reply.metrics:
-                    left_out.add(message.sender)
-                    self.rejected.add((message.sender, node))
-                else:
-                    held = self.messages[self.round - message.late, message.sender]
-                    received.append((node, message.sender, held.floats))
-        self.unheard[list(left_out)] += 1
-        self.known = set(replies)
-        if received:
-            self.traffic = self.traffic + _matrix(np.array(received).T, n)
-
-    @property
-    def rejections(self) -> NDArray[np.int64]:
-        """Who has said of whom that it has left out a message, ascending, (n, 2)."""
-        return np.array(sorted(self.rejected), dtype=np.int64).reshape(-1, 2)
-
-    def take(self, replies: Replies, deliveries: Mapping[int, Delivery], round_: int) -> None:
-        """Take in the messages of a round, and forget those that are too old to be delivered."""
-        n, faults = self.plan.n_nodes, self.plan.faults
-        # Nothing is held for longer than it can count: the server is a relay, not an archive.
-        oldest = round_ - self.plan.oldest
-        self.messages = {key: held for key, held in self.messages.items() if key[0] >= oldest}
-        awake, broken = self.plan.awake(round_), faults.broken(n, round_)
-        self.round, self.took_part = round_, np.zeros(n, dtype=bool)
-        if self.sealed:
-            self.keep_cards(replies)
-        for node, reply in replies.items():
-            if node not in deliveries:
-                log(WARNING, "Client %d is no node of a network of %d: it is left out.", node, n)
-            elif awake[node]:
-                self.took_part[node] = True
-                cards = deliveries[node].cards
-                addressed: dict[int, Sequence[Matrix]]
-                flaw = ""
-                if cards is None:  # open: one message for all
-                    floats = float(sum(array.size for array in reply.arrays))
-                    addressed = {EVERYBODY: reply.arrays}
-                    if not reply.arrays:
-                        flaw = "it has no arrays"
-                else:  # the node's card, and a sealed message for each receiver
-                    floats, sent = float(reply.metrics.get(FLOATS, 0.0)), reply.arrays[1:]
-                    each = zip(cards, sent, strict=False)
-                    addressed = {to: [array] for to, array in each if array.size}
-                    if len(sent) != len(cards):
-                        flaw = f"it is {len(sent)} sealed messages for {len(cards)} receivers"
-                if BROKEN in reply.metrics:
-                    flaw = "it has NaN or infinite values"
-                elif broken[node]:
-                    flaw = "a simulated fault broke it"
-                if not flaw:
-                    self.messages[round_, node] = _HeldMessage(floats, addressed)
-                    continue
-                self.unheard[node] += 1
-                log(
-                    WARNING,
-                    "Round %d (%s): left out the message of node %d: %s",
-                    *(round_ + self.sealed, EXCHANGE, node, flaw),
-                )
-
-    def keep_cards(self, replies: Replies) -> None:
-        """Keep the nodes' public keys."""
-        known = {node: reply.arrays[0] for node, reply in replies.items() if reply.arrays}
-        # Cards of another size than most are no public keys, and would fail at every receiver.
-        size = Counter(card.shape for card in known.values()).most_common(1)
-        self.cards |= {node: card for node, card in known.items() if card.shape == size[0][0]}
-
-    def pack(self) -> dict[str, NDArray[Any]]:
-        """Return all of this as named arrays."""
-        floats = [[*key, held.floats] for key, held in self.messages.items()]
-        return {
-            "round": np.array(self.round),
-            "took_part": self.took_part.copy(),
-            "unheard": self.unheard.copy(),
-            "rejected": self.rejections,
-            "traffic": _entries(self.traffic),
-            "floats": np.array(floats, dtype=np.float64).reshape(-1, 3),
-            **({"names": text_array([*self.start])} if self.start else {}),
-            **{f"start/{i:06d}": array for i, array in enumerate(self.start.values())},
-            **{f"card/{node}": card for node, card in self.cards.items()},
-            **{
-                "/".join(map(str, ("message", *key, receiver, i))): array
-                for key, held in self.messages.items()
-                for receiver, arrays in held.arrays.items()
-                for i, array in enumerate(arrays)
-            },
-        }
-
-    def unpack(self, state: State) -> None:
-        """Continue from what `pack` returned."""
-        self.round, self.took_part = int(state["round"]), state["took_part"].astype(bool)
-        self.unheard = state["unheard"].copy()
-        self.rejected = {(sender, receiver) for sender, receiver in state["rejected"].tolist()}
-        self.traffic = _matrix(state["traffic"], self.plan.n_nodes)
-        if "names" in state:
-            arrays = [state[name] for name in sorted(state) if name.startswith("start/")]
-            self.start = dict(zip(texts_of(state["names"]), arrays, strict=True))
-        for round_, sender, floats in state["floats"]:
-            self.messages[int(round_), int(sender)] = _HeldMessage(float(floats), {})
-        for name, array in state.items():
-            kind, *key = name.split("/")
-            if kind == "card":
-                self.cards[int(key[0])] = array
-            elif kind == "message":
-                round_, sender, receiver, _ = map(int, key)
-                addressed = self.messages[round_, sender].arrays
-                addressed[receiver] = [*addressed.get(receiver, ()), array]
-
-
-def _row(matrix: Any, k: int) -> list[int]:
-    """Return the columns that are stored in a row of a sparse matrix, ascending."""
-    return sorted(matrix.indices[matrix.indptr[k] : matrix.indptr[k + 1]].tolist())
-
-
-def _entries(matrix: Any) -> Matrix:
-    """Return the rows, columns and values of a sparse matrix, (3, n_entries)."""
-    entries = sparse.coo_array(matrix)
-    return np.stack([*entries.coords, entries.data])
-
-
-def _matrix(entries: Matrix, n: int) -> Any:
-    """Return the sparse matrix of shape (n, n) with these entries; several at a place add up."""
-    return sparse.csr_array((entries[2], entries[:2].astype(np.intp)), shape=(n, n))
+def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, round_: int) -> str:
+    """Store the message in a reply; return what is wrong with it, if anything."""
+    floats, cards = float(reply.metrics.get(FLOATS, 0.0)), delivery.cards
+    addressed: dict[int, Sequence[Matrix]]
+    if BROKEN in reply.metrics:
+        return "it has NaN or infinite values"
+    if store.plan.faults.broken(store.plan.n_nodes, round_)[node]:
+        return "a simulated fault broke it"
+    if cards is None:  # open: one message for all
+        if not reply.arrays:
+            return "it has no arrays"
+        floats, addressed = float(sum(array.size for array in reply.arrays)), {}
+        addressed[EVERYBODY] = reply.arrays
+    else:  # the node's card, and a sealed message for each receiver
+        sent = reply.arrays[1:]
+        if len(sent) != len(cards):
+            return f"it is {len(sent)} sealed messages for {len(cards)} receivers"
+        each = zip(cards, sent, strict=True)
+        addressed = {to: [array] for to, array in each if array.size}
+    store.put(round_, node, floats, addressed)
+    return ""
 
 
 def _check_reply(step: str, most: int | None, reply: Reply) -> None:

@@ -234,9 +234,7 @@ class PerMA(ProtocolStrategy):
         self.privacy, self.secure = privacy, secure
         if privacy is not None or secure is not False:
             self._sums = sums_with(privacy, secure)
-        given = {"n_global": n_global, "robust": robust, "aggregation": aggregation}
-        given |= {"remember": remember, "secure": secure, "privacy": privacy}
-        check_support("PerMA", given, needs=self.needs)
+        check_support(self, locals())
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""

@@ -47,12 +47,11 @@ from flwr_perdl.clients.personalized import (
     warn_of_unmatched,
 )
 from flwr_perdl.core.checks import Matrix, check_flag
-from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Conversation, Plan
+from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ALTERNATE, ARRAYS, LEFT_OUT, named
-from flwr_perdl.protocol.request import Protocol, Request, State
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
     TRAIN,
     Adam,
@@ -161,7 +160,7 @@ class PersonalizedFedAvg(ModelStrategy):
         self._known: set[int] = set()
         self._asked_now: set[int] = set()
 
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         listed = list(names)
         own = matched("private", self.private, listed) if listed else []
@@ -215,7 +214,7 @@ class PersonalizedFedAvg(ModelStrategy):
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
         """Return a message per client, without private arrays for those that have their own."""
-        run = self._running().run
+        run = self._running().record
         names, shared = run.array_names, self._shared(run.model)
         shared_names = self._shared(names)
         # The plan's own table, from which reports count what was sent.

@@ -29,17 +29,17 @@ import numpy as np
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import (
-    DiffusionAveraging,
     InMemoryNetwork,
     RandomQuantization,
     Schedule,
     TopK,
     Topology,
+    diffusion_averaging,
     metropolis_weights,
 )
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
-from perdl_experiments.liars import LyingAveraging
+from perdl_experiments.liars import average_among_liars
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -165,11 +165,12 @@ def among_liars(config: Config, seed: int, robust: bool | str, attack: str | Non
     """
     nodes, network = Nodes(config, seed), InMemoryNetwork(Topology.exponential(config.clients))
     liars = [config.clients // 5, config.clients // 2 + 1]
-    options: dict[str, Any] = {"method": config.method, "evaluate_every": 0}
-    learner = DiffusionAveraging(robust=robust, n_liars=len(liars), **options)
-    if attack is not None:
-        learner = LyingAveraging(liars, attack, robust=robust, n_liars=len(liars), **options)
-    models = learner.fit(nodes, network, config.rounds, initial=nodes.initial).models
+    options: dict[str, Any] = {"robust": robust, "n_liars": len(liars), "evaluate_every": 0}
+    options |= {"method": config.method, "initial": nodes.initial}
+    if attack is None:
+        models = diffusion_averaging(nodes, network, config.rounds, **options).models
+    else:
+        models = average_among_liars(liars, attack, nodes, network, config.rounds, **options)
     return min(nodes.accuracy(models[k]) for k in models if k not in liars)
 
 
@@ -262,10 +263,15 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         # Exact diffusion is for fixed graphs: others have their default.
         fixed = isinstance(network, Topology) or config.method != "exact_diffusion"
         method = config.method if fixed else None
-        learner = DiffusionAveraging(
-            method=method, compression=SEND[config.send], metrics=["accuracy"]
+        learned = diffusion_averaging(
+            nodes,
+            network,
+            config.rounds,
+            initial=nodes.initial,
+            method=method,
+            compression=SEND[config.send],
+            metrics=["accuracy"],
         )
-        learned = learner.fit(nodes, network, config.rounds, initial=nodes.initial)
         kept[f"curve/{name}"] = learned.curves["evaluate-accuracy"]
         kept[f"sent/{name}"] = np.array(learned.floats_sent / config.rounds / n)
         if isinstance(network, Topology):

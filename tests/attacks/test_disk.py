@@ -259,8 +259,8 @@ def test_a_locked_file_cut_short_is_left_out(
 def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     strategy = PerMA(1, checkpoint_dir=folder)
-    conversation = strategy.open([np.ones((1, 2))])
-    conversation.save()
+    run = strategy.open([np.ones((1, 2))])
+    run.save()
     (path,) = folder.glob("round-*.npz")
     arrays, meta = files.load(path)
     del meta["format"]
@@ -269,8 +269,8 @@ def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None
     (folder / "history-").mkdir()
     for journal in folder.glob("*.jsonl"):
         journal.unlink()
-    conversation = PerMA(1, checkpoint_dir=folder, server=RESUME).open([np.ones((1, 2))])
-    conversation.save()
+    run = PerMA(1, checkpoint_dir=folder, server=RESUME).open([np.ones((1, 2))])
+    run.save()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -283,16 +283,16 @@ def test_a_prepared_checkpoint_of_no_run_or_round_is_left_out(
     tmp_path: Path, warned: Any, change: dict[str, Any]
 ) -> None:
     """Before: a raw OSError, an error in the next save, or a run that evaluates never again."""
-    conversation = PerMA(1, checkpoint_dir=tmp_path).open([np.ones((1, 2))])
-    for conversation.run.done in (1, 2):
-        conversation.save()
+    run = PerMA(1, checkpoint_dir=tmp_path).open([np.ones((1, 2))])
+    for run.record.done in (1, 2):
+        run.save()
     (tmp_path / next(tmp_path.glob("history-*")).name).unlink()
     newest = files.round_path(tmp_path, 2)
     saved = files.load(newest)
     files.save(newest, saved.arrays, {**saved.meta, **change})
     resumed = PerMA(1, checkpoint_dir=tmp_path, server=RESUME).open([np.ones((1, 2))])
     resumed.save()
-    assert resumed.run.done == 1
+    assert resumed.record.done == 1
     assert f"{next(iter(change))}" in warned.text
 
 

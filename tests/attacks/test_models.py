@@ -15,9 +15,10 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.core.packing import pack_arrays, unpack_arrays
-from flwr_perdl.network import Averaging, DiffusionAveraging, InMemoryNetwork, Topology
-from flwr_perdl.network.averaging import AveragingProgram
+from flwr_perdl.core.npy import pack_arrays, unpack_arrays
+from flwr_perdl.network import Averaging, InMemoryNetwork, Topology
+from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -138,13 +139,11 @@ def test_a_negative_weight_is_refused_by_the_name_of_its_sender() -> None:
     net = Topology.exponential(6)
 
     def run(kind: type[AveragingProgram]) -> tuple[float, Any]:
-        class Learner(DiffusionAveraging):
-            def program(self, clients: Any, **options: Any) -> Any:
-                return kind(self, clients, options["initial"])
-
-        learner = Learner(method="push_sum", evaluate_every=0)
-        learned = learner.fit(Half, InMemoryNetwork(net), 30, initial=[np.zeros(3)])
-        honest = [np.abs(w).max() for node, (w,) in learned.models.items() if node != 2]
+        options = AveragingOptions(method="push_sum", evaluate_every=0)
+        program = kind(options, Half, [np.zeros(3)])
+        learned = InMemoryNetwork(net).run(program, 30)
+        models = program.models(learned.state)
+        honest = [np.abs(w).max() for node, (w,) in models.items() if node != 2]
         return max(honest), learned
 
     guarded, learned = run(NegativeWeight)

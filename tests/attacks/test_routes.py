@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import Member, StepResult, client_app, keep_private, step
 from flwr_perdl.clients.diffusion_averaging import averaging_config
-from flwr_perdl.network import DiffusionAveraging
+from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_client import Promise
@@ -43,7 +43,7 @@ MARKS: dict[str, dict[str, Any]] = {
     },
     "ditto": {"perdl.protocol": "ditto", "perdl.step": "train", "perdl.pull": 0.5},
     "averaging": {
-        **averaging_config(DiffusionAveraging(method="atc"), 0, MODEL, False),
+        **averaging_config(AveragingOptions(method="atc"), 0, MODEL, False),
         **{"perdl.protocol": "diffusion_averaging", "perdl.step": "exchange"},
         **{"perdl.at": 1, "perdl.asleep": ""},
     },

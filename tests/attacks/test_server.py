@@ -96,8 +96,8 @@ def test_only_dictionaries_of_likely_sizes_are_matched(matching: str, colluders:
     replies = start_replies([8] * (9 - colluders) + [80] + [81] * colluders)
     steps.send(replies)
     liars = range(10 - colluders, 10)
-    assert list(replies.unlike) == [*liars]
-    assert all("81 atoms" in why for why in replies.unlike.values())
+    assert list(replies.outliers) == [*liars]
+    assert all("81 atoms" in why for why in replies.outliers.values())
 
 
 def test_no_client_may_send_more_atoms_than_the_limit() -> None:

@@ -8,7 +8,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient
-from flwr_perdl.core.packing import unpack_arrays
+from flwr_perdl.core.npy import unpack_arrays
 from flwr_perdl.privacy.sealed import Keys
 from tests.grids import context_of, partition_of
 from tests.network import programs

@@ -19,6 +19,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flwr_perdl.core import files
+from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments import run_experiment
 from perdl_experiments.data import planted_clients
 from perdl_experiments.deployment import Deployment, make_certificates, make_key
@@ -115,10 +116,11 @@ from flwr.common import log
 from flwr.serverapp import ServerApp
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.network import DiffusionAveraging, Topology
+from flwr_perdl.network import Topology
+from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.strategies import FlowerNetwork
 
-learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=2)
+options = AveragingOptions(method="exact_diffusion", evaluate_every=2)
 pair = Topology.complete(2)
 initial = [np.zeros(3)]
 
@@ -137,7 +139,7 @@ class LeastSquares(NumPyClient):
 
 
 def make_client(context):
-    return DiffusionClient(learner.program(LeastSquares, initial=initial), context)
+    return DiffusionClient(options.program(LeastSquares, initial=initial), context)
 
 
 client = client_app(make_client)
@@ -150,7 +152,7 @@ def main(grid, context):
         log(20, "Round %d, distances %s", round_, row["neighbor-distance"].tolist())
 
     network = FlowerNetwork(grid, pair, sealed=True)
-    learned = learner.fit(None, network, 2, callback=tell)
+    learned = network.run(None, 2, on_report=tell)
     np.savez(context.run_config["out"], **learned.curves)
 """
 
@@ -161,7 +163,8 @@ def test_supernodes_average_their_models_by_sealed_messages_and_report_every_rou
 ) -> None:
     app: dict[str, Any] = {}
     exec(SEALED_AVERAGING, app)
-    here = app["learner"].fit(app["LeastSquares"], app["pair"], 2, initial=app["initial"]).curves
+    program = app["options"].program(app["LeastSquares"], initial=app["initial"])
+    here = InMemoryNetwork(app["pair"]).run(program, 2).curves
     out = tmp_path / "out.npz"
     with Deployment(tmp_path / "deployment", 2, app=SEALED_AVERAGING) as deployment:
         said = deployment.run({"out": str(out)}, timeout=400)

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient
-from flwr_perdl.core.packing import pack, unpack, unpack_arrays
+from flwr_perdl.core.npy import pack, unpack, unpack_arrays
 from flwr_perdl.network import Inbox, InMemoryNetwork, Topology, metropolis_weights
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from flwr_perdl.random import spawn

@@ -13,13 +13,13 @@ from flwr.serverapp import Grid
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.network import (
-    DiffusionAveraging,
     Faults,
     InMemoryNetwork,
     RayNetwork,
     Run,
     Topology,
 )
+from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.data_diffusion import DataDiffusion
 from flwr_perdl.network.inference import METHODS, exact_dual, infer
 from flwr_perdl.network.model_diffusion import ModelDiffusion
@@ -94,8 +94,8 @@ class Centroid:
 
 def averaging(method: str) -> Maker:
     def make(topology: Topology, hosted: list[int]) -> Any:
-        learner = DiffusionAveraging(method=method, evaluate_every=0)
-        return learner.program(Centroid, initial=[np.zeros(FEATURES)])
+        options = AveragingOptions(method=method, evaluate_every=0)
+        return options.program(Centroid, initial=[np.zeros(FEATURES)])
 
     return make
 

@@ -175,7 +175,7 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "Topology.k_regular": {"n_nodes": lambda: 5},
     "Topology.small_world": {"n_nodes": lambda: 5},
-    "DiffusionAveraging.fit": {"initial": lambda: [np.ones(2)]},
+    "diffusion_averaging": {"initial": lambda: [np.ones(2)], "metrics": lambda: ("loss",)},
     "FlowerNetwork": {"fraction_evaluate": lambda: 0.0},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
@@ -314,7 +314,6 @@ MADE: dict[str, Callable[[], Any]] = {
         if name.endswith("Learner") and name != "Learner"
     },
     "DataDiffusion": lambda: network.DataDiffusion(K, n_nonzero=1),
-    "DiffusionAveraging": lambda: network.DiffusionAveraging(),
     "LogisticLoss": regression.LogisticLoss,
     "PrivateState": lambda: clients.PrivateState(_context(), "run"),
     "PublicBasis": lambda: privacy.PublicBasis(np.eye(2, D)),
@@ -330,17 +329,15 @@ MESSAGES = {"config", "parameters", "request", "sent", "sums"}
 INNER = {
     *("level", "steps", "weights", "values", "gradient", "curvature", "encode"),
     *(
-        "DiffusionAveraging.suited_to",
         "DataDiffusion.adapted",
         "DataDiffusion.program",
-        "DiffusionAveraging.program",
     ),
     *(
         "TwoPhase.adapts",
         "TwoPhase.sent_options",
         "State.unpack",
         "Descent.unpack",
-        "Options.of",
+        "ServerSettings.of",
         "Schedule.of",
     ),
 }
@@ -397,7 +394,9 @@ def _options(kind: str) -> dict[str, Any]:
     if "ServerOptions" in kind:
         own = set(strategies.ServerOptions.__annotations__) - {"server"}
         return {
-            field.name: field.default for field in fields(strategies.Options) if field.name in own
+            field.name: field.default
+            for field in fields(strategies.ServerSettings)
+            if field.name in own
         }
     return valid("LearnerClient", clients.LearnerClient) if "LearnerOptions" in kind else {}
 

@@ -24,12 +24,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from flwr_perdl.clients.base import PrivateState, Shelf, run_folder
 from flwr_perdl.core import files
-from flwr_perdl.core.packing import pack, pack_arrays, unpack, unpack_arrays
+from flwr_perdl.core.npy import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, Rejected
 from flwr_perdl.protocol import compat
 from flwr_perdl.protocol.events import read_events
-from flwr_perdl.protocol.records import Limits, read_reply, reply_to
-from flwr_perdl.protocol.strategy import _properties
+from flwr_perdl.protocol.records import Limits, read_properties, read_reply, reply_to
 from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments._run_config import all_keys, read_run_config
 from perdl_experiments.clips import load_clip
@@ -144,7 +143,7 @@ def reply(data: bytes) -> None:
     said = Message(
         RecordDict({"config": ConfigRecord({"name": tail.decode("latin1")})}), reply_to=request
     )
-    assert _properties(said)
+    assert read_properties(said)
 
 
 def letter(data: bytes) -> None:

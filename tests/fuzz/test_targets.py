@@ -105,8 +105,8 @@ def test_a_checkpoint_with_half_a_record_falls_back_to_the_one_before(tmp_path: 
     del saved.meta["history"], saved.meta["format"]
     targets.files.save(tmp_path / "round-000001.npz", saved.arrays, saved.meta)
     resumed = targets.PerMA(1, checkpoint_dir=tmp_path, server=RESUME).open([])
-    assert resumed.run.done == 0
-    np.testing.assert_array_equal(resumed.run.model[0], np.eye(2)[:1])
+    assert resumed.record.done == 0
+    np.testing.assert_array_equal(resumed.record.model[0], np.eye(2)[:1])
 
 
 def test_a_header_makes_no_room_for_what_is_not_there() -> None:

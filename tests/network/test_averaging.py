@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.network import (
     CombinationMatrix,
-    DiffusionAveraging,
     Faults,
     InMemoryNetwork,
+    Run,
     Schedule,
     Topology,
+    diffusion_averaging,
     metropolis_weights,
 )
-from flwr_perdl.network.averaging import METHODS, Averaged, AveragingProgram
+from flwr_perdl.network.averaging import METHODS, Averaged, AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FlowerNetwork, ServerSettings
@@ -91,8 +93,9 @@ PAIRS = InMemoryNetwork(Schedule.random_pairs(N), faults=Faults(drop=0.2, seed=1
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_corrected_methods_end_at_the_solution_of_all_data(method: str, network: Any) -> None:
-    learner = DiffusionAveraging(method=method, evaluate_every=0)
-    learned = learner.fit(with_step(0.2), network, 250, initial=START)
+    learned = diffusion_averaging(
+        with_step(0.2), network, 250, initial=START, method=method, evaluate_every=0
+    )
     np.testing.assert_allclose(models_of(learned), np.tile(CONSENSUS, (N, 1)), rtol=0, atol=1e-6)
     assert learned.disagreement < 1e-6
     assert learned.unheard == {}  # no message of an honest node is beyond a limit
@@ -115,8 +118,9 @@ def test_the_bias_of_the_other_methods_is_the_known_one_and_shrinks_with_the_ste
         if method == "atc":  # w <- A fit(w)
             map_, shift = A @ (one - step * H), A @ (step * b)
         fixed = np.linalg.solve(one - map_, shift).reshape(N, FEATURES)
-        learner = DiffusionAveraging(method=method, evaluate_every=0)
-        learned = learner.fit(with_step(step), RING, 300, initial=START)
+        learned = diffusion_averaging(
+            with_step(step), RING, 300, initial=START, method=method, evaluate_every=0
+        )
         np.testing.assert_allclose(models_of(learned), fixed, rtol=0, atol=1e-6)
         biases.append(np.linalg.norm(fixed - CONSENSUS, axis=1).max())
     assert biases[0] > biases[1] > 0.1
@@ -139,7 +143,7 @@ def test_one_round_by_hand() -> None:
             return parameters[0][0], 1, {}
 
     pair = Topology.complete(2)
-    learned = DiffusionAveraging(method="atc", metrics=["seen"]).fit(Half, pair, 1)
+    learned = diffusion_averaging(Half, pair, 1, method="atc", metrics=["seen"])
     assert models_of(learned).tolist() == [[5.0], [5.0]]
     assert learned.curves["train-seen"].tolist() == [[0.0, 4.0]]
     assert np.isnan(learned.curves["evaluate-seen"]).tolist() == [[True, True]]
@@ -147,12 +151,12 @@ def test_one_round_by_hand() -> None:
     assert learned.curves["neighbor-distance"].tolist() == [[1.0, 1.0]]
     assert (learned.rounds, learned.floats_sent, learned.disagreement) == (1, 2.0, 0.0)
     # Combine first: both at 2, then halfway to 8.
-    assert models_of(DiffusionAveraging(method="cta").fit(Half, pair, 1)).tolist() == [[5.0]] * 2
+    assert models_of(diffusion_averaging(Half, pair, 1, method="cta")).tolist() == [[5.0]] * 2
     # Two corrected rounds. Exact diffusion halves the step to the mean: 4.5 and 5.5; then fit gives
     # 6.25 and 6.75, phi 6.25 + 4.5 - 4 and 6.75 + 5.5 - 6, mean 6.5.
-    exact = DiffusionAveraging(method="exact_diffusion")
-    assert models_of(exact.fit(Half, pair, 2)).tolist() == [[6.625], [6.375]]
-    tracking = DiffusionAveraging(method="gradient_tracking").fit(Half, pair, 2)
+    exact = diffusion_averaging(Half, pair, 2, method="exact_diffusion")
+    assert models_of(exact).tolist() == [[6.625], [6.375]]
+    tracking = diffusion_averaging(Half, pair, 2, method="gradient_tracking")
     # g: -4 and -2, w: 5, y: -3; g: -1.5, y: -3 - 1.5 + 4 and -3 - 1.5 + 2, w - y: 5.5 and 7.5.
     assert models_of(tracking).tolist() == [[6.5], [6.5]]
     assert tracking.floats_sent == 8
@@ -165,8 +169,9 @@ def test_several_epochs_end_where_the_changes_sum_to_zero() -> None:
                 parameters, *rest = super().fit(parameters, config)
             return parameters, *rest
 
-    learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=0)
-    learned = learner.fit(Three, RING, 400, initial=START)
+    learned = diffusion_averaging(
+        Three, RING, 400, initial=START, method="exact_diffusion", evaluate_every=0
+    )
     w = models_of(learned)
     changes = sum(Three(k).fit([w[k].copy()], {})[0][0] - w[k] for k in range(N))
     assert np.abs(changes).max() < 1e-9
@@ -182,8 +187,9 @@ def test_models_keep_their_shapes_and_types() -> None:
             return [array + 1 for array in parameters], 1, {}
 
     def learn(*initial: Array) -> Averaged:
-        learner = DiffusionAveraging(evaluate_every=0)
-        return learner.fit(lambda node: Mixed(), Topology.ring(3), 2, initial=initial)
+        return diffusion_averaging(
+            lambda node: Mixed(), Topology.ring(3), 2, initial=initial, evaluate_every=0
+        )
 
     first = [np.zeros((2, 3), np.float32), np.array(5), np.zeros(0)]
     last = learn(*first).models[1]
@@ -195,10 +201,15 @@ def test_models_keep_their_shapes_and_types() -> None:
 
 
 def test_evaluations_come_every_few_rounds_and_see_the_model_after_the_round() -> None:
-    learner = DiffusionAveraging(evaluate_every=3, metrics=["round", "loss"])
     told: list[int] = []
-    learned = learner.fit(
-        LeastSquares, RING, 7, initial=START, callback=lambda at, _: told.append(at)
+    learned = diffusion_averaging(
+        LeastSquares,
+        RING,
+        7,
+        initial=START,
+        callback=lambda at, _: told.append(at),
+        evaluate_every=3,
+        metrics=["round", "loss"],
     )
     assert told == [1, 2, 3, 4, 5, 6, 7]
     rounds = learned.curves["evaluate-round"]
@@ -206,7 +217,7 @@ def test_evaluations_come_every_few_rounds_and_see_the_model_after_the_round() -
     assert rounds[2].tolist() == [3.0] * N
     # Without any combination the loss before round 4 is the one that was evaluated after round 3.
     alone = CombinationMatrix(np.eye(2), Topology.from_edges(2, []))
-    learned = DiffusionAveraging(metrics=["loss"]).fit(LeastSquares, alone, 4, initial=START)
+    learned = diffusion_averaging(LeastSquares, alone, 4, initial=START, metrics=["loss"])
     train, evaluated = learned.curves["train-loss"], learned.curves["evaluate-loss"]
     np.testing.assert_array_equal(train[1:], evaluated[:-1])
 
@@ -214,7 +225,7 @@ def test_evaluations_come_every_few_rounds_and_see_the_model_after_the_round() -
 # The same bits everywhere ------------------------------------------------------------------------
 
 
-def assert_same_bits(learned: Averaged, expected: Averaged) -> None:
+def assert_same_bits(learned: Run, expected: Averaged) -> None:
     assert learned.curves.keys() == expected.curves.keys()
     for name, rows in expected.curves.items():
         np.testing.assert_array_equal(learned.curves[name], rows, err_msg=name)
@@ -223,9 +234,9 @@ def assert_same_bits(learned: Averaged, expected: Averaged) -> None:
     assert learned.alive.tolist() == expected.alive.tolist()
 
 
-def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context], DiffusionClient]:
+def federation(options: dict[str, Any], **client: Any) -> Callable[[Context], DiffusionClient]:
     def make_client(context: Context) -> DiffusionClient:
-        program = learner.program(LeastSquares, initial=START)
+        program = AveragingOptions(**options).program(LeastSquares, initial=START)
         return DiffusionClient(program, context, max_delay=1, **client)
 
     return make_client
@@ -233,8 +244,8 @@ def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context]
 
 def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     graph = Schedule.random_pairs(N)
-    learner = DiffusionAveraging(method="gradient_tracking", metrics=["loss"])
-    grid = InProcessGrid(client_app(federation(learner)), N)
+    options: dict[str, Any] = {"method": "gradient_tracking", "metrics": ["loss"]}
+    grid = InProcessGrid(client_app(federation(options)), N)
 
     def stop(round_: int, row: Any) -> None:
         if round_ == 3:
@@ -245,11 +256,10 @@ def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path
         return FlowerNetwork(grid, graph, checkpoint_dir=tmp_path, server=settings)
 
     with pytest.raises(KeyboardInterrupt):
-        learner.fit(None, network(), 6, callback=stop)
-    resumed = learner.fit(None, network(resume=True), 6)
-    assert resumed.models == {}
-    assert np.isnan(resumed.disagreement)
-    assert_same_bits(resumed, learner.fit(LeastSquares, graph, 6, initial=START))
+        network().run(None, 6, on_report=stop)
+    resumed = network(resume=True).run(None, 6)
+    assert resumed.state is None
+    assert_same_bits(resumed, diffusion_averaging(LeastSquares, graph, 6, initial=START, **options))
 
 
 # Nodes that die, and nodes that lie --------------------------------------------------------------
@@ -258,9 +268,9 @@ DEAD = 3
 
 
 def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
-    learner = DiffusionAveraging(evaluate_every=0)
+    options: dict[str, Any] = {"evaluate_every": 0}
     memory = InMemoryNetwork(RING, faults=Faults(dead={DEAD: 5}))
-    here = learner.fit(LeastSquares, memory, 9, initial=START)
+    here = diffusion_averaging(LeastSquares, memory, 9, initial=START, **options)
     living = np.delete(models_of(here), DEAD, axis=0)
     apart = np.linalg.norm(living - living.mean(axis=0), axis=1).max()
     assert here.disagreement == pytest.approx(apart)
@@ -270,8 +280,8 @@ def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
         round_ = message.content.get("config", {}).get("server-round", 0)
         return "error" if node == DEAD and round_ >= 5 else None
 
-    grid = InProcessGrid(client_app(federation(learner, shows="state")), N, faults=dies)
-    learned = learner.fit(None, FlowerNetwork(grid, RING), 9)
+    grid = InProcessGrid(client_app(federation(options, shows="state")), N, faults=dies)
+    learned = AveragingOptions(**options).learned(FlowerNetwork(grid, RING).run(None, 9))
     assert learned.alive.tolist() == here.alive.tolist()
     assert learned.disagreement == pytest.approx(here.disagreement)
     assert warned.text.count(f"left out client {DEAD}") == 1
@@ -298,33 +308,22 @@ LIES: dict[str, Callable[[Array], Array]] = {
 def test_the_others_end_as_without_a_node_that_lies_without_measure(method: str, lie: str) -> None:
     graph = Topology.exponential(N)
 
-    class Learner(DiffusionAveraging):
-        def program(self, *args: Any, **options: Any) -> AveragingProgram:
-            program = Lying(self, args[0], options["initial"])
-            program.lie = LIES[lie]
-            return program
-
-    options: dict[str, Any] = {"method": method, "evaluate_every": 0}
-    network = InMemoryNetwork(graph)
-    learned = Learner(**options).fit(LeastSquares, network, 60, initial=START)
+    options = AveragingOptions(method=method, evaluate_every=0)
+    program = Lying(options, LeastSquares, START)
+    program.lie = LIES[lie]
+    learned = options.learned(InMemoryNetwork(graph).run(program, 60), program)
     dead = InMemoryNetwork(graph, faults=Faults(dead={DEAD: 1}))
-    without = DiffusionAveraging(**options)
-    expected = without.fit(LeastSquares, dead, 60, initial=START)
+    honest = options.program(LeastSquares, initial=START)
+    expected = options.learned(dead.run(honest, 60), honest)
     others = np.arange(N) != DEAD
     np.testing.assert_allclose(models_of(learned)[others], models_of(expected)[others], atol=1e-9)
     assert learned.alive.all()
     assert learned.unheard == {DEAD: 60}
 
-    plain = Learner(**options).fit(LeastSquares, graph, 60, initial=START)
-    assert_same_bits(plain, learned)
-    np.testing.assert_array_equal(models_of(plain), models_of(learned))
-
 
 def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
-    learner = DiffusionAveraging(method="gradient_tracking")
-
     def program() -> AveragingProgram:
-        made = Lying(learner, LeastSquares, START)
+        made = Lying(AveragingOptions(method="gradient_tracking"), LeastSquares, START)
         made.lie = LIES["bias"]
         return made
 
@@ -343,7 +342,7 @@ def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
 def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_are_open(
     sealed: bool,
 ) -> None:
-    learner = DiffusionAveraging(method="atc", metrics=["loss"])  # it sends what fit returns
+    options = AveragingOptions(method="atc", metrics=["loss"])  # it sends what fit returns
     models: list[bytes] = []
 
     class Noted(LeastSquares):
@@ -353,14 +352,14 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
             return own, *rest
 
     def make_client(context: Context) -> DiffusionClient:
-        return DiffusionClient(learner.program(Noted, initial=START), context, sealed=sealed)
+        return DiffusionClient(options.program(Noted, initial=START), context, sealed=sealed)
 
     grid = Tapped(client_app(make_client), N)
     reports: list[dict[int, dict[str, float]]] = []
     network = FlowerNetwork(
         grid, RING, sealed=sealed, on_round=lambda report: reports.append(report.metrics)
     )
-    learned = learner.fit(None, network, 3)
+    learned = network.run(None, 3)
     crossed = b"".join(array.tobytes() for _, array in arrays_in(grid.asked + grid.replies))
     assert len(models) == 3 * N
     assert all((model in crossed) != sealed for model in models)
@@ -378,11 +377,6 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
 # What is refused ---------------------------------------------------------------------------------
 
 
-def test_flowers_nodes_have_clients_of_their_own() -> None:
-    with pytest.raises(ValueError, match=r"^clients"):
-        DiffusionAveraging().fit(None, Topology.star(4), 1)
-
-
 @pytest.mark.parametrize(
     "returned",
     [([np.zeros(4)], 1, {}), ([np.full(3, np.nan)], 1, {}), ([np.zeros(3)], 1, {"loss": "low"})],
@@ -393,7 +387,7 @@ def test_what_a_client_returns_is_checked(returned: Any) -> None:
             return returned
 
     with pytest.raises(ValueError, match=r"^fit\b"):
-        DiffusionAveraging(metrics=["loss"]).fit(Wrong, RING, 1, initial=START)
+        diffusion_averaging(Wrong, RING, 1, initial=START, metrics=["loss"])
 
 
 @pytest.mark.slow
@@ -438,8 +432,13 @@ def test_the_worst_of_sixteen_nodes_is_as_good_as_fedavg_on_digits() -> None:
     fedavg = Digits(0).evaluate(average, {})[2]["accuracy"]
     assert fedavg > 0.9
     for topology in (Topology.ring(16), Topology.exponential(16)):
-        learner = DiffusionAveraging(
-            method="exact_diffusion", evaluate_every=rounds, metrics=["accuracy"]
+        learned = diffusion_averaging(
+            Digits,
+            topology,
+            rounds,
+            initial=[np.zeros((10, 64)), np.zeros(10)],
+            method="exact_diffusion",
+            evaluate_every=rounds,
+            metrics=["accuracy"],
         )
-        learned = learner.fit(Digits, topology, rounds, initial=[np.zeros((10, 64)), np.zeros(10)])
         assert learned.curves["evaluate-accuracy"][-1].min() >= fedavg - 0.01

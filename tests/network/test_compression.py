@@ -10,17 +10,19 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.core.packing import pack
+from flwr_perdl.core.npy import pack
 from flwr_perdl.network import (
     CombinationMatrix,
-    DiffusionAveraging,
     Faults,
     InMemoryNetwork,
     RandomQuantization,
     TopK,
     Topology,
+    diffusion_averaging,
     metropolis_weights,
 )
+from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FlowerNetwork
@@ -35,7 +37,7 @@ RING = Topology.ring(N)
 CURVATURE = np.stack([spawn(1, k).uniform(0.3, 1, SIZE) for k in range(N)])
 TARGET = np.stack([spawn(2, k).standard_normal(SIZE) + k for k in range(N)])
 MINIMUM = (CURVATURE * TARGET).sum(axis=0) / CURVATURE.sum(axis=0)
-TRACKED = DiffusionAveraging(method="gradient_tracking", compression=TopK(0.25), evaluate_every=0)
+TRACKED: dict[str, Any] = {"method": "gradient_tracking", "compression": TopK(0.25)}
 
 
 class Quadratic(NumPyClient):
@@ -49,10 +51,16 @@ class Quadratic(NumPyClient):
         return [w - 0.3 * CURVATURE[k] * (w - TARGET[k])], 1, {}
 
 
-def learn(
-    learner: DiffusionAveraging, rounds: int, network: Any = RING, dtype: type = float
-) -> Any:
-    return learner.fit(Quadratic, network, rounds, initial=[np.zeros(SIZE, dtype)])
+def learn(rounds: int, network: Any = RING, dtype: type = float, **options: Any) -> Any:
+    initial = [np.zeros(SIZE, dtype)]
+    return diffusion_averaging(
+        Quadratic, network, rounds, initial=initial, evaluate_every=0, **options
+    )
+
+
+def program_of(clients: Any, dtype: type = float, **options: Any) -> AveragingProgram:
+    checked = AveragingOptions(evaluate_every=0, **options)
+    return checked.program(clients, initial=[np.zeros(SIZE, dtype)])
 
 
 def models_of(learned: Any) -> Array:
@@ -110,8 +118,7 @@ def test_quantization_is_unbiased_and_within_its_bound(bits: int) -> None:
     ],
 )
 def test_corrected_methods_end_at_the_minimum(method: str, compression: Any) -> None:
-    learner = DiffusionAveraging(method=method, compression=compression, evaluate_every=0)
-    learned = learn(learner, 350)
+    learned = learn(350, method=method, compression=compression)
     np.testing.assert_allclose(models_of(learned), np.tile(MINIMUM, (N, 1)), rtol=0, atol=1e-6)
 
 
@@ -120,13 +127,10 @@ def test_corrected_methods_end_at_the_minimum(method: str, compression: Any) -> 
 def test_the_others_end_where_they_do_with_weights_moved_by_the_step(
     method: str, compression: Any
 ) -> None:
-    learner = DiffusionAveraging(
-        method=method, compression=compression, consensus_step=0.4, evaluate_every=0
-    )
     moved = 0.6 * np.eye(N) + 0.4 * metropolis_weights(RING).matrix.toarray()
-    plain = DiffusionAveraging(method=method, evaluate_every=0)
-    expected = learn(plain, 150, CombinationMatrix(moved, RING))
-    np.testing.assert_allclose(models_of(learn(learner, 150)), models_of(expected), atol=1e-6)
+    expected = learn(150, CombinationMatrix(moved, RING), method=method)
+    learned = learn(150, method=method, compression=compression, consensus_step=0.4)
+    np.testing.assert_allclose(models_of(learned), models_of(expected), atol=1e-6)
 
 
 # What is sent ------------------------------------------------------------------------------------
@@ -145,10 +149,7 @@ def test_the_others_end_where_they_do_with_weights_moved_by_the_step(
 def test_floats_and_bytes_are_counted(
     compression: Any, floats: int, n_bytes: int | None, dtype: Any
 ) -> None:
-    learner = DiffusionAveraging(
-        method="gradient_tracking", compression=compression, evaluate_every=0
-    )
-    learned = learn(learner, 3, dtype=dtype)
+    learned = learn(3, dtype=dtype, method="gradient_tracking", compression=compression)
     each = floats * dtype().itemsize if n_bytes is None else n_bytes
     assert (learned.floats_sent, learned.bytes_sent) == (3 * 2 * N * floats, 3 * 2 * N * each)
     assert (learned.curves["floats-received"] == 2 * floats).all()
@@ -164,19 +165,20 @@ def test_floats_and_bytes_are_counted(
     ],
 )
 def test_flower_has_the_same_bits(method: str, compression: Any, sealed: bool) -> None:
-    learner = DiffusionAveraging(method=method, compression=compression, evaluate_every=0)
+    options: dict[str, Any] = {"method": method, "compression": compression}
     kept: dict[int, list[Array]] = {}
 
     def make_client(context: Any) -> DiffusionClient:
-        program = learner.program(Quadratic, initial=[np.zeros(SIZE, np.float32)])
+        program = program_of(Quadratic, np.float32, **options)
         return DiffusionClient(
             program, context, on_end=lambda state: kept.update(program.models(state))
         )
 
     grid = InProcessGrid(client_app(make_client), N)
-    learned = learner.fit(None, FlowerNetwork(grid, RING, sealed=sealed), 5)
+    run = FlowerNetwork(grid, RING, sealed=sealed).run(None, 5)
+    learned = AveragingOptions(**options).learned(run)
     for network in (RING, InMemoryNetwork(RING)):
-        here = learn(learner, 5, network, np.float32)
+        here = learn(5, network, np.float32, **options)
         for name, rows in here.curves.items():
             np.testing.assert_array_equal(learned.curves[name], rows, err_msg=name)
         assert (learned.floats_sent, learned.bytes_sent) == (here.floats_sent, here.bytes_sent)
@@ -190,16 +192,15 @@ def test_a_message_that_is_lost_is_warned_of() -> None:
                 raise RuntimeError("out of memory")
             return super().fit(parameters, config)
 
-    program = TRACKED.program(Fails, initial=[np.zeros(SIZE)])
+    program = program_of(Fails, **TRACKED)
     network = FlowerNetwork(grid_of(lambda c, _: DiffusionClient(program, c), N), RING)
     with pytest.warns(RuntimeWarning, match="compression"):
-        TRACKED.fit(None, network, 4)
+        program.options.learned(network.run(None, 4))
 
 
 @pytest.mark.parametrize("compression", [TopK(0.25), RandomQuantization(4)])
 @pytest.mark.parametrize("odd", ["no bytes", "other bytes"])
 def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any, odd: str) -> None:
-    learner = DiffusionAveraging(method="atc", compression=compression, evaluate_every=0)
     codes = pack(b"\xf0" * (7 if compression.unbiased else 2))  # too many, or far positions
     if odd == "no bytes":
         codes = np.full(2, 0.25)
@@ -211,10 +212,10 @@ def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any,
                 reply = [reply[0], codes[None, None]]
             return reply, *rest
 
-    program = learner.program(Quadratic, initial=[np.zeros(SIZE)])
+    program = program_of(Quadratic, method="atc", compression=compression)
     network = FlowerNetwork(grid_of(lambda c, _: Odd(program, c), N), RING)
     with pytest.warns(RuntimeWarning, match="compression"):
-        learned = learner.fit(None, network, 3)
+        learned = program.options.learned(network.run(None, 3))
     assert learned.unheard == {2: 3}
 
 
@@ -235,7 +236,7 @@ TWO = [metropolis_weights(RING), metropolis_weights(Topology.exponential(N))]
 )
 def test_public_copies_need_one_network_without_faults(network: Any) -> None:
     with pytest.raises(ValueError, match=r"^network"):
-        learn(TRACKED, 3, network)
+        learn(3, network, **TRACKED)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_public_copies_need_one_network_without_faults(network: Any) -> None:
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], name: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{name} "):
-        DiffusionAveraging(**options)
+        learn(1, **options)
 
 
 def test_a_compression_that_keeps_nothing_is_rejected_before_any_fit() -> None:
@@ -260,9 +261,10 @@ def test_a_compression_that_keeps_nothing_is_rejected_before_any_fit() -> None:
         def fit(self, parameters: list[Array], config: Any) -> Any:
             raise AssertionError
 
-    learner = DiffusionAveraging(method="atc", compression=TopK(0.05), evaluate_every=0)
     with pytest.raises(ValueError, match=r"^compression"):
-        learner.fit(Never, RING, 1, initial=[np.zeros(SIZE)])
+        diffusion_averaging(
+            Never, RING, 1, initial=[np.zeros(SIZE)], method="atc", compression=TopK(0.05)
+        )
 
 
 @pytest.mark.slow
@@ -270,12 +272,16 @@ def test_a_tenth_of_the_values_is_as_good_as_all_on_digits_at_a_sixth_of_the_byt
     options = {"shards": 2, "step": 0.5, "local_steps": 5, "send": "float32"}
     nodes = Nodes(config_of("decentralized", clients=16, **options), seed=0)
     plain, small = (
-        DiffusionAveraging(
+        diffusion_averaging(
+            nodes,
+            Topology.exponential(16),
+            200,
+            initial=nodes.initial,
             method="gradient_tracking",
             compression=compression,
             evaluate_every=200,
             metrics=["accuracy"],
-        ).fit(nodes, Topology.exponential(16), 200, initial=nodes.initial)
+        )
         for compression in (None, TopK(0.1))
     )
     worst = [learned.curves["evaluate-accuracy"][-1].min() for learned in (plain, small)]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.network import DiffusionAveraging, InMemoryNetwork, Topology, metropolis_weights
+from flwr_perdl.network import InMemoryNetwork, Topology, diffusion_averaging, metropolis_weights
 from perdl_experiments.studies.decentralized import among_liars
 from tests.studies import config_of
 
@@ -37,8 +37,8 @@ class Still:
     ],
 )
 def test_a_round_by_hand(robust: str, expected: list[float]) -> None:
-    learner = DiffusionAveraging(method="atc", robust=robust, n_liars=1, evaluate_every=0)
-    learned = learner.fit(Still, Topology.complete(5), 1)
+    options: dict[str, Any] = {"method": "atc", "robust": robust, "evaluate_every": 0}
+    learned = diffusion_averaging(Still, Topology.complete(5), 1, n_liars=1, **options)
     np.testing.assert_allclose(learned.models[0][0], expected)
 
 
@@ -66,7 +66,7 @@ def test_what_is_rejected() -> None:
         ({"robust": "trimmed", "method": "gradient_tracking"}, "method"),
     ):
         with pytest.raises(ValueError, match=rf"^{name}"):
-            DiffusionAveraging(**{"method": "atc", **options})
+            diffusion_averaging(Still, Topology.complete(5), 1, **{"method": "atc", **options})
 
     def client(node: int) -> Any:
         raise AssertionError("nothing runs before the check")
@@ -75,6 +75,7 @@ def test_what_is_rejected() -> None:
     changing = [metropolis_weights(complete), metropolis_weights(ring)]
     for network in (ring, InMemoryNetwork(ring), InMemoryNetwork(complete, changing)):
         for robust in RULES:
-            learner = DiffusionAveraging(method="atc", robust=robust)
             with pytest.raises(ValueError, match=r"^n_liars"):
-                learner.fit(client, network, 1, initial=[np.zeros(1)])
+                diffusion_averaging(
+                    client, network, 1, initial=[np.zeros(1)], method="atc", robust=robust
+                )

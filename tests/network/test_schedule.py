@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.network import (
     CombinationMatrix,
-    DiffusionAveraging,
     Faults,
     InMemoryNetwork,
     Schedule,
     Topology,
     averaging_weights,
+    diffusion_averaging,
     push_weights,
 )
+from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FlowerNetwork
 
@@ -61,7 +62,7 @@ def values(models: dict[int, list[Array]]) -> Array:
 
 
 def learn(network: Any, n_rounds: int, clients: Any = SAME, **options: Any) -> Any:
-    return DiffusionAveraging(evaluate_every=0, **options).fit(clients, network, n_rounds)
+    return diffusion_averaging(clients, network, n_rounds, evaluate_every=0, **options)
 
 
 # Rates -------------------------------------------------------------------------------------------
@@ -97,8 +98,7 @@ def test_disagreement_shrinks_at_the_rate_that_is_computed_by_hand(
 )
 def test_the_mean_moves_as_gradient_descent_on_the_sum(method: str, network: Any) -> None:
     client = partial(Quadratic, a=0.05, targets=np.array([1.0, 2, 3, 10]))
-    learner = DiffusionAveraging(evaluate_every=0, method=method)
-    learned = learner.fit(client, network, 100, initial=[np.zeros(1)])
+    learned = learn(network, 100, client, method=method, initial=[np.zeros(1)])
     left = 4 - np.mean([w[0] for (w,) in learned.models.values()])
     assert left == pytest.approx(4 * 0.95**100, rel=1e-9)
 
@@ -114,7 +114,7 @@ def test_push_sum_finds_the_mean_where_plain_averaging_does_not() -> None:
     for network in (UNEQUAL, changing, lossy):
         learned = learn(network, 120)
         np.testing.assert_allclose(values(learned.models), mean, rtol=0, atol=1e-10)
-    plain = DiffusionAveraging(evaluate_every=0, method="atc").program(SAME)
+    plain = AveragingOptions(evaluate_every=0, method="atc").program(SAME)
     for other in (weights, averaging_weights(UNEQUAL)):
         ended = InMemoryNetwork(UNEQUAL, other).run(plain, 60).state.model_0[:, 0]
         assert np.abs(ended - mean).max() > 0.1
@@ -210,21 +210,21 @@ def test_the_default_sends_what_the_method_that_suits_the_network_sends(
 def test_flower_in_process(
     network: tuple[Any, ...], method: str, faults: Faults | None, sealed: bool
 ) -> None:
-    learner = DiffusionAveraging(method=method, evaluate_every=0)
+    options = AveragingOptions(method=method, evaluate_every=0)
     client = partial(Quadratic, a=0.3, targets=np.sqrt(np.arange(N) + 1.0))
 
     def make_client(context: Any) -> DiffusionClient:
-        return DiffusionClient(learner.program(client), context, shows="state", max_delay=1)
+        return DiffusionClient(options.program(client), context, shows="state", max_delay=1)
 
     grid = InProcessGrid(client_app(make_client), N)
     there = FlowerNetwork(grid, *network, faults=faults, sealed=sealed)
-    here = InMemoryNetwork(*network, faults=faults).run(learner.program(client), 8)
+    here = InMemoryNetwork(*network, faults=faults).run(options.program(client), 8)
     run = there.run(None, 8)
     for name, rows in here.state._asdict().items():
         np.testing.assert_array_equal(getattr(run.state, name), rows)
     assert (run.floats_sent, run.alive.tolist()) == (here.floats_sent, here.alive.tolist())
     if faults is None:
-        plain = learner.fit(client, network[-1], 8)
+        plain = learn(network[-1], 8, client, method=method)
         np.testing.assert_array_equal(values(plain.models), here.state.model_0[:, 0])
 
 
@@ -276,6 +276,3 @@ def test_arguments_that_are_rejected() -> None:
     for named, call in calls:
         with pytest.raises((ValueError, TypeError), match=rf"^{named}"):
             call()
-    grid = InProcessGrid(client_app(lambda context: None), 4)
-    with pytest.raises(ValueError, match=r"^method"):
-        DiffusionAveraging().fit(None, FlowerNetwork(grid, pairs), 3)

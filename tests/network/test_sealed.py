@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from flwr_perdl.core.packing import pack, unpack
+from flwr_perdl.core.npy import pack, unpack
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key, read_key, read_pinned
 
 MESSAGE = (np.arange(6.0).reshape(1, 3, 2), np.array([7.5], dtype=np.float32))

@@ -26,10 +26,10 @@ from flwr_perdl.network import (
     RandomQuantization,
     TopK,
     Topology,
+    diffusion_averaging,
     metropolis_weights,
     push_weights,
 )
-from flwr_perdl.network import DiffusionAveraging as Learner
 from flwr_perdl.network.averaging import METHODS
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import SEALED
@@ -88,6 +88,11 @@ def start(grid: InProcessGrid, n: int = ROUNDS, arrays: Any = None, **options: A
     return strategy, strategy.start(grid, given, num_rounds=n)
 
 
+def averaged(network: Any, **options: Any) -> Any:
+    """Return what the same nodes learn in memory."""
+    return diffusion_averaging(LeastSquares, network, ROUNDS, initial=[START], **options, **SHOWN)
+
+
 def assert_same(strategy: DiffusionAveraging, learned: Any) -> None:
     found = strategy.result
     # In memory a metric that no node has is a curve of NaN.
@@ -102,7 +107,7 @@ def assert_same(strategy: DiffusionAveraging, learned: Any) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_bits_are_those_in_memory(method: str, sealed: bool) -> None:
     strategy, result = start(InProcessGrid(APP, N), method=method, sealed=sealed)
-    here = Learner(method=method, **SHOWN).fit(LeastSquares, NET, ROUNDS, initial=[START])
+    here = averaged(NET, method=method)
     assert_same(strategy, here)
     assert_same_bits(models_of(strategy)[-1], np.stack([w for (w,) in here.models.values()]))
     assert (strategy.result.models, len(result.arrays)) == ({}, 0)
@@ -169,8 +174,7 @@ def test_a_node_whose_messages_are_sealed_shows_no_model(sealed: bool) -> None:
 def test_rules_and_compressions_are_those_in_memory(options: dict[str, Any]) -> None:
     net = Topology.complete(N)
     strategy, _ = start(InProcessGrid(APP, N), topology=net, **options)
-    learner = Learner(**options, **SHOWN)
-    assert_same(strategy, learner.fit(LeastSquares, net, ROUNDS, initial=[START]))
+    assert_same(strategy, averaged(net, **options))
     plain, _ = start(InProcessGrid(APP, N), topology=net, method=options["method"])
     assert (models_of(plain)[-1] != models_of(strategy)[-1]).any()
 
@@ -183,9 +187,7 @@ def test_weights_faults_and_rounds_between_evaluations_are_those_in_memory() -> 
     }
     options: dict[str, Any] = {"evaluate_every": 2, "method": "atc"}
     strategy, _ = start(InProcessGrid(APP, N), **options, **network)
-    here = Learner(**options, **SHOWN).fit(
-        LeastSquares, InMemoryNetwork(NET, **network), ROUNDS, initial=[START]
-    )
+    here = averaged(InMemoryNetwork(NET, **network), **options)
     assert_same(strategy, here)
     assert strategy.result.unheard
 
@@ -196,9 +198,8 @@ def test_weights_faults_and_rounds_between_evaluations_are_those_in_memory() -> 
 def test_stale_models_count_as_in_memory(options: dict[str, Any], sealed: bool) -> None:
     net, network = Topology.complete(N), {"faults": Faults(sleep=0.4, seed=2), "staleness": 2}
     strategy, _ = start(InProcessGrid(APP, N), topology=net, sealed=sealed, **options, **network)
-    learner = Learner(**options, **SHOWN)
     here = InMemoryNetwork(net, **network)
-    assert_same(strategy, learner.fit(LeastSquares, here, ROUNDS, initial=[START]))
+    assert_same(strategy, averaged(here, **options))
     method = options.get("method", "atc")  # what suits such a network
     plain, _ = start(
         InProcessGrid(APP, N),

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.network import DiffusionAveraging
+from flwr_perdl.network import Averaging
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -28,6 +28,7 @@ from flwr_perdl.strategies import (
     PerMA,
     PersonalizedFedAvg,
     ServerOptions,
+    ServerSettings,
     TooFewReplies,
 )
 from tests.grids import Tapped, as_app, partition_of
@@ -55,7 +56,7 @@ def make_dictionary_client(context: Context) -> DictionaryClient:
 
 MEANS, DICTIONARIES = client_app(MeanClient), client_app(make_dictionary_client)
 REGRESSIONS = client_app(lambda context: RegressionClient(np.eye(4), np.ones(4), context))
-GOSSIP = DiffusionAveraging().program(lambda node: None, initial=[np.zeros(3)])
+GOSSIP = Averaging(np.zeros((3, 1)))
 DIFFUSIONS = client_app(lambda context: DiffusionClient(GOSSIP, context))
 WITH_NOISE = [LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
 
@@ -118,6 +119,16 @@ def test_every_option_of_fedavg_has_its_place_named(theirs: Any) -> None:
         with pytest.raises(TypeError, match=f"'{name}'") as error:
             PerMA(2, **{name: 3})
         assert "It takes" not in str(error.value)  # a list of all options names no place
+
+
+def test_options_are_the_settings_with_those_given_to_the_strategy() -> None:
+    settings = ServerSettings(evaluate_every=5)
+    options = PerMA(2, seed=np.int64(3), server=settings).options
+    assert (options.evaluate_every, options.seed, options.min_clients) == (5, 3, 2)
+    assert type(options.seed) is int
+    assert settings.seed == 0  # which another strategy may be given, too
+    with pytest.raises(TypeError, match="seed"):
+        ServerSettings(**{"seed": 3})
 
 
 def test_an_option_of_ones_own_may_have_fedavgs_name() -> None:

@@ -10,8 +10,7 @@ from flwr.app import Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient
-from flwr_perdl.core.npy import write_files
-from flwr_perdl.core.packing import pack, pack_arrays, text_array
+from flwr_perdl.core.npy import pack, pack_arrays, text_array, write_files
 from flwr_perdl.network import (
     CombinationMatrix,
     Faults,

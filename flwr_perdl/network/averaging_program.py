@@ -1,0 +1,387 @@
+"""The program of `flwr_perdl.network.diffusion_averaging`: what a node does in a round."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl.core.checks import (
+    brief_repr,
+    check_list,
+)
+from flwr_perdl.core.models import (
+    as_dtype,
+    check_dtypes,
+    check_trained,
+    cleared,
+    far_too_large,
+    fixed_entries,
+    is_float,
+    is_plain,
+    largest_averaged,
+    settled,
+)
+from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.network.combine import Array, Inbox
+
+#: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
+Clients = Callable[[int], Any]
+
+#: The method by default: where the network is fixed and symmetric, or not known.
+FIXED = "exact_diffusion"
+#: The round's name in the config of ``fit`` and ``evaluate``, as Flower's own strategies call it.
+ROUND = "server-round"
+#: The report that every method makes: how far a node's model was from its neighborhood's mean.
+DISTANCE = "neighbor-distance"
+#: What else a node reports of itself: the size of the messages that it has received in the round.
+FLOATS, BYTES = "floats-received", "bytes-received"
+_OWN = (DISTANCE, FLOATS, BYTES)
+
+
+@lru_cache
+def state_type(fields: tuple[str, ...]) -> Any:
+    """Return the type of a state with these fields."""
+    return namedtuple("AveragingState", fields)  # its fields are the model's
+
+
+def arrays_of(state: Any, kind: str) -> list[Array]:
+    """Return a state's arrays of one kind, see `AveragingProgram`."""
+    pairs = zip(state._fields, state, strict=True)
+    return [array for name, array in pairs if name.startswith(f"{kind}_")]
+
+
+def with_arrays(state: Any, **kinds: Sequence[Array]) -> Any:
+    """Return a state with other arrays of some kinds."""
+    new: dict[str, Array] = {}
+    for kind, arrays in kinds.items():
+        names = [name for name in state._fields if name.startswith(f"{kind}_")]
+        new.update(zip(names, arrays, strict=True))
+    return state._replace(**new)
+
+
+def is_fixed(array: Any) -> bool:
+    """Whether nobody can write to an array through this name."""
+    return isinstance(array, np.ndarray) and not array.flags.writeable
+
+
+class AveragingProgram:
+    """`diffusion_averaging` as a `Program`; on Flower, one for each `DiffusionClient`.
+
+    The state of m nodes hosted here is a NamedTuple of arrays with their first axis: ``nodes``;
+    ``reports`` (m, n_reports) about the last round, in the order of ``names``; ``model_0``,
+    ``model_1``, … in the dtypes of the model's arrays, ``w``, after ``adapt`` what is sent. Of each
+    array that the method corrects there are ``last_i``, which is ``psi`` of exact diffusion or
+    ``g`` of gradient tracking, and ``tracker_i``, its ``y``. Push-sum has ``weight_0`` (m, 1), and
+    after ``adapt`` the numerators in ``model_i``. Not corrected, but averaged plainly, are integers
+    and the statistics of batch normalization (`flwr_perdl.core.models`); booleans are not sent.
+    """
+
+    def __init__(
+        self,
+        options: Any,
+        clients: Clients,
+        initial: Sequence[Array] | Any,
+        array_names: Sequence[str] = (),
+    ) -> None:
+        # A ClientApp can be called, too; the maths do not import Flower.
+        if not callable(clients) or hasattr(clients, "lifespan"):
+            raise TypeError(
+                "clients must be a function that takes a node's number and returns its "
+                f"NumPyClient, got {brief_repr(clients)}."
+            )
+        if hasattr(initial, "to_numpy_ndarrays"):  # an ArrayRecord
+            array_names, initial = [*initial], initial.to_numpy_ndarrays()
+        if isinstance(initial, np.ndarray):
+            raise ValueError(
+                f"initial must be a list of arrays, got one array, of shape {initial.shape}: write "
+                "[array]."
+            )
+        for array in () if initial is None else check_list("initial", initial):
+            if isinstance(array, int):  # an array of integers is a counter, and is rounded
+                raise ValueError(
+                    f"initial must be arrays, got the integer {array}: write {array}.0."
+                )
+        self.options = options if options.method else replace(options, method=FIXED)
+        self.clients = clients
+        # What cannot be written to is not copied: it may be large, or stand for no values at all.
+        own = [a if is_fixed(a) else np.array(a) for a in initial or ()]
+        self.initial = None if initial is None else own
+        self._array_names = list(array_names)
+        self._known_form: Form | None = None
+        self._trained = list(dict.fromkeys(options.metrics))
+        self._evaluated = list(dict.fromkeys(("loss", *options.metrics)))
+        if not options.evaluate_every:
+            self._evaluated = []
+        fitted = (f"train-{name}" for name in self._trained)
+        #: Names of the reports.
+        self.names = [*_OWN, *fitted, *(f"evaluate-{name}" for name in self._evaluated)]
+
+    def start(self, nodes: NDArray[np.intp]) -> Any:
+        """Return the state before the first round."""
+        firsts = zip(*(self._first(int(node)) for node in nodes), strict=True)
+        model = [np.stack(arrays) for arrays in firsts]
+        corrected = {}
+        for i in self._form(int(nodes[0])).corrected:
+            corrected[i] = cleared(model[i], fixed_entries(model[i]))
+        fields = {"nodes": nodes, "reports": np.full((len(nodes), len(self.names)), np.nan)}
+        fields |= {f"model_{i}": array for i, array in enumerate(model)}
+        if self.options.method == "exact_diffusion":
+            fields |= {f"last_{i}": array for i, array in corrected.items()}
+        elif self.options.method == "gradient_tracking":
+            for kind in ("last", "tracker"):
+                fields |= {f"{kind}_{i}": np.zeros_like(a) for i, a in corrected.items()}
+        elif self.options.method == "push_sum":
+            dtype = np.result_type(np.float32, *corrected.values())
+            fields["weight_0"] = np.ones((len(nodes), 1), dtype)
+        return state_type(tuple(fields))(**fields)
+
+    @one_blas_thread()
+    def adapt(self, state: Any, round_: int) -> Any:
+        """Train every node's model; what is sent is the result, corrected where the method does."""
+        method, w = self.options.method, arrays_of(state, "model")
+        if method == "cta":
+            return state
+        state, psi = self._train(state, w, round_)
+        last, trackers = arrays_of(state, "last"), arrays_of(state, "tracker")
+        sent, new_last, new_trackers = list(psi), [], []
+        for j, i in enumerate(self._of(state).corrected if method != "atc" else ()):
+            fixed = fixed_entries(w[i])
+            old, new = cleared(w[i], fixed), cleared(psi[i], fixed)
+            if method == "exact_diffusion":
+                found = new + old - last[j]
+                new_last.append(new)
+            elif method == "gradient_tracking":
+                new_last.append(old - new)
+                new_trackers.append(trackers[j] + new_last[j] - last[j])
+                found = old - new_trackers[j]
+            else:
+                found = old * by_row(state.weight_0, old) + new - old
+            sent[i] = settled(found, w[i], fixed)
+        arrays = {"model": sent, "last": new_last, "tracker": new_trackers}
+        return with_arrays(state, **{kind: own for kind, own in arrays.items() if own})
+
+    def message(self, state: Any) -> tuple[Array, ...]:
+        """Return the model; with gradient tracking the tracker, with push-sum the weight.
+
+        Booleans are not in it, and zeros stand for values that are not averaged.
+        """
+        model = arrays_of(state, "model")
+        sent = [cleared(model[i], fixed_entries(model[i])) for i in self._of(state).sent]
+        return (*sent, *arrays_of(state, "tracker"), *arrays_of(state, "weight"))
+
+    @one_blas_thread()
+    def combine(self, state: Any, inbox: Inbox) -> Any:
+        """Average over the neighborhood; evaluate the model where it is the round for that."""
+        method, every, form = self.options.method, self.options.evaluate_every, self._of(state)
+        sent, means = arrays_of(state, "model"), self._means(state, inbox)
+        model, squares = list(sent), np.zeros(len(state.nodes))
+        for i, mean in zip(form.sent, means, strict=True):
+            fixed = fixed_entries(sent[i])
+            own = cleared(sent[i], fixed)
+            if method == "push_sum" and i in form.corrected:
+                own = own / by_row(state.weight_0, own)
+            if is_float(own):
+                squares += np.square((own - mean).reshape(len(own), -1)).sum(axis=1)
+            if method == "exact_diffusion" and i in form.corrected:
+                mean = (own + mean) / 2
+            model[i] = settled(mean, sent[i], fixed)
+        reports = state.reports.copy()
+        reports[:, 0] = np.sqrt(squares)
+        reports[:, 1] = inbox.degrees * sum(array[0].size for array in inbox.arrays)
+        reports[:, 2] = inbox.degrees * sum(array[0].nbytes for array in inbox.arrays)
+        trackers = self._tracked(state, inbox)
+        state = with_arrays(state._replace(reports=reports), model=model, tracker=trackers)
+        if method == "push_sum":
+            state = state._replace(weight_0=inbox.mean(-1, ordered=True))
+        if method == "cta":
+            state, w = self._train(state, model, inbox.round)
+            state = with_arrays(state, model=w)
+        return self._evaluate(state, inbox.round) if every else state
+
+    def _means(self, state: Any, inbox: Inbox) -> list[Array]:
+        """Return the neighborhood's means of all arrays of the model that are sent."""
+        form, rule = self._of(state), str(self.options.robust)
+        floats = [k for k in range(len(form.sent)) if is_float(inbox.arrays[k])]
+        robust = {} if rule == "mean" else inbox.robust_means(floats, rule, self.options.n_liars)
+        if self.options.method != "push_sum":
+            each = range(len(form.sent))
+            return [robust[k] if k in robust else inbox.mean(k, ordered=True) for k in each]
+        means, weights = [], inbox.arrays[-1]
+        total = inbox.mean(-1, ordered=True)
+        for k, i in enumerate(form.sent):
+            array = inbox.arrays[k]
+            if i not in form.corrected:  # sent as it is: the weights are not in it
+                array = array * by_row(weights, array)
+            mean = replace(inbox, arrays=(array,)).mean(ordered=True)
+            means.append(mean / by_row(total, mean))
+        return means
+
+    def _tracked(self, state: Any, inbox: Inbox) -> list[Array]:
+        """Return the neighborhood's means of the trackers."""
+        first, trackers = len(self._of(state).sent), arrays_of(state, "tracker")
+        means = (inbox.mean(first + j, ordered=True) for j in range(len(trackers)))
+        return [mean.astype(own.dtype) for mean, own in zip(means, trackers, strict=True)]
+
+    def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
+        """Return by reason which of the inbox's links brought a message that does not count."""
+        columns = inbox.links.indices
+        sizes = np.array([_row_magnitudes(array) for array in inbox.arrays])
+        floats, bound = [is_float(array) for array in inbox.arrays], self.options.max_magnitude
+        limits = [largest_averaged(array.dtype) for array in inbox.arrays]
+        large = np.zeros(len(columns), dtype=bool)
+        for k, own in enumerate(inbox.own):
+            links = slice(inbox.links.indptr[k], inbox.links.indptr[k + 1])
+            there = sizes[:, [own, *columns[links]]]
+            most = np.where(floats, far_too_large(there) if bound is None else bound, limits)
+            large[links] = (there[:, 1:] > most[:, None]).any(axis=0)
+        reasons = {"it has a value that is far larger than those of the neighborhood": large}
+        if self.options.method == "push_sum":
+            reasons["its weight is not positive"] = inbox.arrays[-1][columns, 0] <= 0
+        return reasons
+
+    def observe(self, state: Any) -> dict[str, Array]:
+        """Return nothing: the models stay at the nodes."""
+        return {}
+
+    def report(self, state: Any) -> dict[str, Array]:
+        """Return what the nodes report to the operator about the last round, (m,) by name."""
+        return dict(zip(self.names, state.reports.T, strict=True))
+
+    def models(self, state: Any) -> dict[int, list[Array]]:
+        """Return the nodes' models, as their clients have them: what ``on_end`` may keep."""
+        return {
+            int(node): [np.array(array[i]) for array in arrays_of(state, "model")]
+            for i, node in enumerate(state.nodes)
+        }
+
+    def _train(self, state: Any, models: list[Array], round_: int) -> tuple[Any, list[Array]]:
+        """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
+        fitted, reports = [np.empty_like(array) for array in models], state.reports.copy()
+        for i, node in enumerate(map(int, state.nodes)):
+            form, config = self._form(node), {ROUND: round_, **(self.options.config or {})}
+            given = [np.array(array[i]) for array in models]  # the client may change them
+            parameters, _, metrics = self._client(node).fit(given, config)
+            whose, before = f"fit of node {node}", [array[i] for array in models]
+            for array, own in zip(fitted, form.checked(whose, parameters, before), strict=True):
+                array[i] = own
+            numbers = _numbers(whose, metrics, self._trained)
+            reports[i, len(_OWN) : len(_OWN) + len(self._trained)] = numbers
+        return state._replace(reports=reports), fitted
+
+    def _evaluate(self, state: Any, round_: int) -> Any:
+        """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
+        reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
+        reports[:, first:] = np.nan
+        due, config = round_ % self.options.evaluate_every == 0, self.options.config or {}
+        for i, (node, given) in enumerate(self.models(state).items() if due else ()):
+            client = self._client(node)
+            loss, n_examples, metrics = client.evaluate(given, {ROUND: round_, **config})
+            if n_examples:  # none: the client has nothing to evaluate on
+                own = {**metrics, "loss": loss}
+                reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
+        return state._replace(reports=reports)
+
+    def _client(self, node: int) -> Any:
+        """Return a node's client, checked."""
+        try:
+            client = self.clients(node)
+        except AttributeError as error:
+            if error.obj is not node:
+                raise
+            raise TypeError(
+                "clients must be a function of the node's number, got one that reads the attribute "
+                f"{error.name!r} of its argument: the number itself is the node's partition-id."
+            ) from error
+        client = getattr(client, "numpy_client", client)  # of what to_client() returned
+        needed = ["fit", *(["evaluate"] if self.options.evaluate_every else [])]
+        needed += ["get_parameters"] if self.initial is None else []
+        for method in needed:
+            if not callable(getattr(client, method, None)):
+                raise TypeError(
+                    f"clients must return a NumPyClient with a method {method}, got {client!r}."
+                )
+        return client
+
+    def _first(self, node: int) -> list[Array]:
+        """Return a node's first model."""
+        name, own = "initial", self.initial
+        if own is None:
+            name, own = f"get_parameters of node {node}", self._client(node).get_parameters({})
+        return self._form(node).checked(name, own)
+
+    def _of(self, state: Any) -> Form:
+        return self._form(int(state.nodes[0]))
+
+    def _form(self, node: int) -> Form:
+        """Return the models' form; without ``initial``, the client of a hosted node says it."""
+        if self._known_form is None:
+            first = self.initial
+            if first is None:
+                first = [np.asarray(a) for a in self._client(node).get_parameters({})]
+            names = self._array_names or list(map(str, range(len(first))))
+            check_dtypes("initial, or what get_parameters returns,", names, first)
+            self._known_form = Form(names, first)
+        return self._known_form
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The arrays of a model: their names, and a model of that form."""
+
+    names: Sequence[str]
+    like: Sequence[Array]
+
+    @cached_property
+    def sent(self) -> list[int]:
+        """Which arrays are sent to the neighbors: all but booleans."""
+        return [i for i, array in enumerate(self.like) if array.dtype.kind != "b"]
+
+    @cached_property
+    def corrected(self) -> list[int]:
+        """Which arrays a method may correct; the others are averaged plainly."""
+        arrays = zip(self.names, self.like, strict=True)
+        return [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
+
+    def checked(
+        self, whose: str, arrays: Sequence[Array], before: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """Return a model, trained from the one ``before``, in the dtypes of this form."""
+        own, shapes = [np.asarray(array) for array in arrays], [a.shape for a in self.like]
+        if (found := [array.shape for array in own]) != shapes:
+            raise ValueError(f"{whose} must have arrays of shapes {shapes}, got {found}.")
+        try:
+            own = [as_dtype(array, old.dtype) for array, old in zip(own, self.like, strict=True)]
+            for name, array, old in zip(self.names, own, before or own, strict=True):
+                check_trained(name, array, old, None if before is None else fixed_entries(old))
+        except ValueError as error:
+            raise ValueError(f"{whose} must return what can be averaged: {error}") from None
+        return own
+
+
+def by_row(weights: Array, array: Array) -> Array:
+    """Return weights of rows (m, 1) in as many dimensions as ``array`` (m, ...)."""
+    rows: Array = weights.reshape(-1, *(1,) * (array.ndim - 1))
+    return rows
+
+
+def _row_magnitudes(array: Array) -> Array:
+    """Return the largest absolute value of each row, (s,)."""
+    flat = array.reshape(len(array), -1)
+    largest = flat.max(axis=1, initial=0).astype(float)
+    found: Array = np.maximum(largest, -flat.min(axis=1, initial=0).astype(float))
+    return found
+
+
+def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+    """Return the metrics of these names; NaN for one that a client does not have."""
+    for name in names:
+        if not isinstance(metrics.get(name, 0.0), Real):
+            raise ValueError(f"{whose} must return a number as {name!r}, got {metrics[name]!r}.")
+    return [float(metrics.get(name, np.nan)) for name in names]
