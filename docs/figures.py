@@ -5,7 +5,7 @@
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
 ``runs/NAME``, the tables of the experiment NAME with its defaults; ``gallery/NAME``, those of the
 first run on the gallery's page NAME; ``comparisons/NAME``, metrics of that experiment with several
-options, see ``COMPARISONS``; ``topologies``, see there; a file of an example; or a Markdown file: a
+options, see ``COMPARISONS``; ``topologies`` and ``support``, see there; a file of an example; or a Markdown file: a
 picture of its name beside it becomes one of the guides'. All but the gallery's and these are made
 here.
 """
@@ -23,13 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flwr_perdl import strategies
 from flwr_perdl.network import Topology, metropolis_weights
+from flwr_perdl.strategies import ProtocolStrategy
 from perdl_experiments import run_experiment
 from perdl_experiments.pictures import networks
 from perdl_experiments.render import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
+    ROOT / "docs" / "which-algorithm.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "docs" / "perma.md",
     ROOT / "docs" / "faults.md",
@@ -44,6 +47,17 @@ PAGES = (
     ROOT / "docs" / "clustered-learning.md",
     ROOT / "docs" / "keep-a-part-private.md",
 )
+#: What a strategy may support: an option's name, or a word of its own, and the column's title.
+SUPPORT = {
+    "secure": "`secure` sums",
+    "privacy": "`privacy` (noise)",
+    "robust": "`robust` to malicious clients",
+    "remember": "`remember` last replies",
+    "missing": "missing entries",
+    "batches": "data in batches",
+    "clusters": "several clusters",
+    "private": "private parts",
+}
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PAPER = {"matching": "paths", "aggregation": "mean", "min_support": 0}
@@ -99,6 +113,8 @@ def content(source: str) -> str:
         return markdown_table(["", *metrics.values()], rows)
     if kind == "topologies":
         return topologies()
+    if kind == "support":
+        return support()
     if kind == "examples":
         return fenced(ROOT / source)
     picture = (ROOT / source).with_suffix(".png")
@@ -152,6 +168,31 @@ def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:
     return markdown_table(
         ["", "edges", "diameter", "spectral gap", f"rounds to {accuracy:g}", "messages"], rows
     )
+
+
+def learners() -> dict[str, type[ProtocolStrategy]]:
+    """Return the strategies that declare what they do not support, by name."""
+    public = {name: getattr(strategies, name) for name in strategies.__all__}
+    return {
+        name: one
+        for name, one in public.items()
+        if isinstance(one, type) and issubclass(one, ProtocolStrategy) and one.unsupported
+    }
+
+
+def support() -> str:
+    """Tabulate what the strategies support, with the reasons for what they do not."""
+    notes: dict[str, int] = {}
+
+    def cell(strategy: type[ProtocolStrategy], name: str) -> str:
+        if name in strategy.unsupported:
+            return f"no ({notes.setdefault(strategy.unsupported[name], len(notes) + 1)})"
+        return "yes *" if any(name in need.given for need in strategy.needs) else "yes"
+
+    rows = [[f"`{own}`", *(cell(s, name) for name in SUPPORT)] for own, s in learners().items()]
+    reasons = "; ".join(f"({number}) {why}" for why, number in notes.items())
+    said = "\\* not with every other option: the error says which."
+    return f"{markdown_table(['', *SUPPORT.values()], rows)}\n{said}\nWhy not: {reasons}.\n"
 
 
 def tables(name: str) -> str:

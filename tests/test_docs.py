@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from inspect import signature
 from pathlib import Path
+
+import pytest
+
+from flwr_perdl.strategies import ProtocolStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,3 +68,17 @@ def test_every_test_that_the_security_page_names_is_there() -> None:
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {test}"
     assert page.count("::") == len(named)
+
+
+def test_what_strategies_support_is_on_the_page_as_they_declare_it() -> None:
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    page = (ROOT / "docs" / "which-algorithm.md").read_text()
+    assert f"<!-- begin support -->\n{figures['support']()}<!-- end -->" in page
+    assert len(figures["learners"]()) == 8
+    for strategy in figures["learners"]().values():
+        assert strategy.unsupported.keys() <= figures["SUPPORT"].keys()
+        for name in ("secure", "privacy", "robust", "remember"):
+            assert (name in signature(strategy).parameters) == (name not in strategy.unsupported)
+            if name in strategy.unsupported:
+                with pytest.raises(TypeError, match=f"'{name}'"):
+                    ProtocolStrategy.__init__(object.__new__(strategy), **{name: True})

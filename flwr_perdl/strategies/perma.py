@@ -202,6 +202,8 @@ class PerMA(ProtocolStrategy):
         Needs(("privacy",), "aggregation", SUMS[:2], "noise does not cover numbers of samples"),
         Needs(_SUMMED, "remember", (0,), "the server has no client's own contribution"),
         Needs(("robust",), "aggregation", ("statistics",), "robust names the aggregation"),
+        # Of the clients' data, which say so themselves.
+        Needs(("missing", "batches"), "aggregation", ("statistics",), "only sums remain of them"),
     )
     privacy: Noise | None
 
