@@ -5,9 +5,9 @@
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
 ``runs/NAME``, the tables of the experiment NAME with its defaults; ``gallery/NAME``, those of the
 first run on the gallery's page NAME; ``comparisons/NAME``, metrics of that experiment with several
-options, see ``COMPARISONS``; ``topologies`` and ``support``, see there; a file of an example; or a Markdown file: a
-picture of its name beside it becomes one of the guides'. All but the gallery's and these are made
-here.
+options, see ``COMPARISONS``; ``topologies`` and ``support``, see there; a file of an example; or a
+Markdown file: a picture of its name beside it becomes one of the guides'. All but the gallery's and
+these are made here.
 """
 
 from __future__ import annotations

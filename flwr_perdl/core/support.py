@@ -6,8 +6,8 @@ support, and ``needs``, what an option demands of others. docs/which-algorithm.m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 #: Reasons of several algorithms: against robust rules where the server gets sums, secure sums
 #: without privacy, and reuse of replies.
@@ -45,15 +45,15 @@ class Needs(NamedTuple):
         return f"{self.option} {rule} with {' or '.join(self.given)}, since {self.why}"
 
 
-class Declared(Protocol):
-    """What has the two declarations."""
-
-    unsupported: ClassVar[Mapping[str, str]]
-    needs: ClassVar[Sequence[Needs]]
-
-
-def check_support(algorithm: Declared, options: Mapping[str, Any]) -> None:
+def check_support(algorithm: Any, options: Mapping[str, Any]) -> None:
     """Raise an error that names the option, the rule and the value if one breaks a declaration.
+
+    Parameters
+    ----------
+    algorithm : object
+        What has the two declarations.
+    options : mapping of str to object
+        The options that are given, by name, each checked on its own before.
 
     Raises
     ------
