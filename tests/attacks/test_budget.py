@@ -142,7 +142,7 @@ def test_processes_at_once_share_a_budget_and_what_a_crash_answered_is_counted(
         each.stdin.flush()
     # Before the one that died could answer, its sum was spent.
     assert sum(int(each.communicate()[0]) for each in two) == ROUNDS - 1
-    with pytest.raises(ValueError, match="rounds must be more"):
+    with pytest.raises(ValueError, match=r"^rounds"):
         ask(restarted(tmp_path), 1, "last")
 
 
@@ -166,7 +166,7 @@ def test_a_ledger_is_the_owners_alone_and_one_that_cannot_be_read_stops_the_clie
         assert file.read_bytes() == damaged
     file.unlink()
     file.symlink_to(tmp_path / "client-1" / "noise.npz")
-    with pytest.raises(ValueError, match="symbolic link"):
+    with pytest.raises(ValueError, match=r"noise\.npz"):
         ask(restarted(tmp_path), 2)
 
 
@@ -192,5 +192,5 @@ def test_a_client_without_a_folder_says_that_nothing_limits_further_runs(
     assert counts == ([0, 0] if kept else [3, 3])
     assert ("Nothing limits further runs at client 0, client 1, client 2" in warned.text) != kept
     for again in (grid, *([grid_of()] if kept else [])):
-        with pytest.raises(TooFewReplies, match="which are spent"):
+        with pytest.raises(TooFewReplies, match="rounds"):
             start(again)

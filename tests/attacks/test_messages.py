@@ -119,35 +119,36 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
 
 
 HUGE = 1e300
+CARD = Keys(0, "run").card[None]
 
 
 @pytest.mark.parametrize(
-    ("arrays", "config"),
+    ("arrays", "config", "named"),
     [
-        ([], {}),
-        ([np.zeros(4)], {}),
-        ([np.array([[HUGE, 0.0, 0.5, 1.0]])], {}),
-        ([np.array([[0.0, 0.0, 0.5, HUGE]])], {}),
-        ([np.array([[0.0, 0.0, 0.5, -1.0]]), np.ones((1, 2))], {}),
-        ([np.array([[0.5, 0.0, 0.5, 1.0]]), np.ones((1, 2))], {}),
-        ([NOBODY], {"perdl.at": -1}),
-        ([NOBODY], {"perdl.at": 10**30}),
-        ([NOBODY], {"server-round": -1}),
-        ([NOBODY], {"server-round": 10**30}),
-        ([NOBODY], {"perdl.step": "state"}),
-        ([NOBODY], {"perdl.run": "x" * 1000}),
-        ([NOBODY], {"perdl.sealed": True}),
-        ([NOBODY, np.array([-1.0]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
-        ([NOBODY, np.array([HUGE]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
-        ([NOBODY, np.array([0.0, 1.0]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
+        ([], {}, "parameters"),
+        ([np.zeros(4)], {}, "messages"),
+        ([np.array([[HUGE, 0.0, 0.5, 1.0]])], {}, "messages"),
+        ([np.array([[0.0, 0.0, 0.5, HUGE]])], {}, "messages"),
+        ([np.array([[0.0, 0.0, 0.5, -1.0]]), np.ones((1, 2))], {}, "messages"),
+        ([np.array([[0.5, 0.0, 0.5, 1.0]]), np.ones((1, 2))], {}, "messages"),
+        ([NOBODY], {"perdl.at": -1}, "perdl.at"),
+        ([NOBODY], {"perdl.at": 10**30}, "perdl.at"),
+        ([NOBODY], {"server-round": -1}, "round"),
+        ([NOBODY], {"server-round": 10**30}, "round"),
+        ([NOBODY], {"perdl.step": "state"}, "step"),
+        ([NOBODY], {"perdl.run": "x" * 1000}, "run"),
+        ([NOBODY], {"perdl.sealed": True}, "parameters"),
+        ([NOBODY, np.array([-1.0]), CARD], {"perdl.sealed": True}, "receivers"),
+        ([NOBODY, np.array([HUGE]), CARD], {"perdl.sealed": True}, "receivers"),
+        ([NOBODY, np.array([0.0, 1.0]), CARD], {"perdl.sealed": True}, "cards"),
     ],
 )
-def test_a_malformed_request_is_refused_in_a_sentence_and_changes_nothing(
-    arrays: list[Any], config: dict[str, Any]
+def test_a_malformed_request_is_refused_by_name_and_changes_nothing(
+    arrays: list[Any], config: dict[str, Any], named: str
 ) -> None:
     server = Server()
     before = {name: dict(server.context.state[name]) for name in server.context.state}
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match=f"^{named}"):
         server.ask(arrays, **config)
     assert {name: dict(server.context.state[name]) for name in server.context.state} == before
 

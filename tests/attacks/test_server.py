@@ -125,26 +125,26 @@ def answer(metrics: dict[str, Any], arrays: list[Any] | None = None) -> Message:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "sentence"),
+    ("metrics", "named"),
     [
-        ({"x" * 101: 1.0}, "at most 100 characters, got 101"),
-        ({"\x1b]0;" + "x" * 10**6: 1.0}, "at most 100 characters, got 1000004"),
-        ({"\x1b[2Jmse": 1.0}, r"must be printable, got '\\x1b\[2Jmse'"),
-        ({"right\u202eleft": 1.0}, "must be printable"),
-        ({"two\nlines": 1.0}, "must be printable"),
-        ({"many": [0.0] * 10_000}, "at most 10000 numbers, got 10001"),
-        ({f"m{i}": 0.0 for i in range(10_001)}, "at most 10000 numbers, got 1000[12]"),
+        ({"x" * 101: 1.0}, " 101\\b"),
+        ({"\x1b]0;" + "x" * 10**6: 1.0}, " 1000004\\b"),
+        ({"\x1b[2Jmse": 1.0}, r"'\\x1b\[2Jmse'"),
+        ({"right\u202eleft": 1.0}, r"'right\\u202eleft'"),
+        ({"two\nlines": 1.0}, r"'two\\nlines'"),
+        ({"many": [0.0] * 10_000}, "10001"),
+        ({f"m{i}": 0.0 for i in range(10_001)}, "1000[12]"),
     ],
 )
 def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
-    monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], sentence: str
+    monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], named: str
 ) -> None:
     hostile = answer(metrics)
     monkeypatch.setattr(records, "view_file", None)  # arrays are not read
-    with pytest.raises(ValueError, match=sentence) as caught:
+    with pytest.raises(ValueError, match=named) as caught:
         read_reply(hostile.content)
     assert len(str(caught.value)) < 200
-    with pytest.raises(ValueError, match=sentence):  # of a secure round
+    with pytest.raises(ValueError, match=named):  # of a secure round
         read_parts([], {**metrics, "num-examples": 1})
 
 

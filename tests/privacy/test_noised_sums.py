@@ -316,7 +316,7 @@ class OwnFit(Member):
     ("noise", "options", "named"),
     [
         ({}, {"initial": None}, "initial_arrays"),
-        ({}, {"aggregation": "mean"}, "level in privacy"),
+        ({}, {"aggregation": "mean"}, "level"),
         ({}, {"aggregation": "weighted"}, "privacy"),
         ({}, {"robust": True}, "privacy"),
         ({}, {"remember": 1}, "privacy"),

@@ -151,7 +151,7 @@ def test_sums_are_secure_or_noised_or_the_option_is_refused(name: str, guard: st
     options = getattr(case, guard)
     wanted = True if guard == "secure" else (options or NOISED)["privacy"]
     grid = case.grid(**{guard: wanted})
-    with pytest.raises(TooFewReplies, match=f"{guard}.* must be the strategy's option"):
+    with pytest.raises(TooFewReplies, match=guard):
         case.run(grid, case.cut + 2)
     if options is None:
         with pytest.raises((ValueError, TypeError), match=guard):

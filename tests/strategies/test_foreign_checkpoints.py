@@ -70,7 +70,7 @@ def test_a_checkpoint_of_another_version_is_rejected_not_passed_over(tmp_path: P
     path = max(tmp_path.glob("round-*.npz"))
     saved = files.load(path)
     files.save(path, saved.arrays, {**saved.meta, "format": 2})
-    with pytest.raises(ValueError, match=rf"{path.name} .*format.* got 2"):
+    with pytest.raises(ValueError, match=rf"{path.name} .*format.*\b2\b"):
         case.run(grid, case.cut + 2, checkpoint_dir=tmp_path, server=RESUME)
 
 
