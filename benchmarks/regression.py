@@ -17,8 +17,7 @@ import numpy as np
 from _measure import cell, in_turn, main, timed
 from flwr.app import ArrayRecord, Context
 
-from flwr_perdl.clients import client_app
-from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.regression import Refinement, TwoPhase, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies.mixed_regression import FedX

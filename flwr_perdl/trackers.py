@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.clients._clusters import CLUSTER
+from flwr_perdl.clients.clustered import CLUSTER
 from flwr_perdl.core.extras import load_extra
 from flwr_perdl.protocol.report import RoundReport, summarized
 

@@ -11,6 +11,8 @@ class FederatedMean(ProtocolStrategy):
     The server receives each client's mean and number of samples; a client receives the mean of all.
     """
 
+    protocol_name = "federated-mean"
+
     def protocol(self, initial, state):
         """Ask for the clients' means, once per round."""
         if state is None:

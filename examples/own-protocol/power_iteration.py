@@ -1,9 +1,8 @@
 """Power iteration over all clients' rows; its server needs sums only, and may get no more."""
 
 import numpy as np
-from flwr.client import NumPyClient
 
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import StepResult, client_app, step
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, Request, SecureMean
@@ -14,6 +13,8 @@ SPREAD = np.diag([3.0, 1.0, 0.5, 0.2])  # of the rows: the first column varies m
 
 class PowerIteration(ProtocolStrategy):
     """The leading principal direction of all clients' rows."""
+
+    protocol_name = "power-iteration"
 
     def __init__(self, secure, **options):
         super().__init__(**options)
@@ -29,21 +30,25 @@ class PowerIteration(ProtocolStrategy):
             state = {"v": product / np.linalg.norm(product)}
 
 
-class MomentClient(NumPyClient):
-    """Sends its second moment times the server's vector."""
+class RowsClient:
+    """Has rows."""
 
     def __init__(self, context):
         rng = np.random.default_rng(int(context.node_config["partition-id"]))
         self.X = rng.standard_normal((50, N_FEATURES)) @ SPREAD
 
-    def fit(self, parameters, config):
-        """Return the product, and the number of rows."""
-        return [self.X.T @ (self.X @ parameters[0]) / len(self.X)], len(self.X), {}
+
+@step("power-iteration", "multiply", client=RowsClient)
+def multiply(local, request):
+    """Send the client's second moment times the server's vector."""
+    X, (v,) = local.client.X, request.arrays
+    return StepResult([X.T @ (X @ v) / len(X)], len(X))
 
 
 if __name__ == "__main__":
+    app = client_app(RowsClient, protocols=[multiply])
     for secure in (False, True):
         strategy = PowerIteration(secure, fraction_evaluate=0.0, seed=1)
-        result = strategy.start(InProcessGrid(client_app(MomentClient), 4), num_rounds=20)
+        result = strategy.start(InProcessGrid(app, 4), num_rounds=20)
         (v,) = result.arrays.to_numpy_ndarrays()
         print(f"secure={secure}: {np.abs(v).round(3)}")

@@ -3,17 +3,19 @@
 from flwr_perdl.clients.app import client_app
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import LearnerClient
-from flwr_perdl.clients.diffusion import DiffusionClient
-from flwr_perdl.clients.keep_private import keep_private
+from flwr_perdl.clients.dispatch import ProtocolClient, step
+from flwr_perdl.clients.kept_atoms import kept_local_atoms, local_atoms
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
+from flwr_perdl.clients.mixed_regression import RegressionClient
+from flwr_perdl.clients.neighbor_relay import DiffusionClient
 from flwr_perdl.clients.perma import DictionaryClient
-from flwr_perdl.clients.personal import kept_local_atoms, local_atoms
-from flwr_perdl.clients.regression import RegressionClient
-from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.clients.personalized import keep_private
 
 __all__ = [
     "DictionaryClient",
     "DiffusionClient",
     "LearnerClient",
+    "Local",
     "Member",
     "PrivateState",
     "ProtocolClient",

@@ -28,7 +28,8 @@ from pathlib import Path
 import numpy as np
 from flwr.app import ConfigRecord, Context
 
-from flwr_perdl.clients.steps import ProtocolClient, StepRequest
+from flwr_perdl.clients.dispatch import ProtocolClient
+from flwr_perdl.clients.local import StepRequest
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.records import ANSWERED, ROUND, Scalar
 

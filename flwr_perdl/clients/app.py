@@ -11,26 +11,32 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients._clusters import CLUSTERED, answer_clustered
-from flwr_perdl.clients._handlers import (
+from flwr_perdl.clients.base import identify, private_shelf
+from flwr_perdl.clients.dispatch import (
+    ProtocolClient,
+    Step,
+    Steps,
+    find_step,
+    read_step,
+    reject_other_client,
+    steps_of,
+    take,
+    take_by,
+)
+from flwr_perdl.clients.local import (
+    Local,
     NoEvaluateError,
+    StepResult,
+    encoded,
     evaluation_of,
-    evaluation_reply,
-    says,
     within,
 )
-from flwr_perdl.clients.base import Member, identify, private_shelf
-from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED, DiffusionClient, pins_keys
-from flwr_perdl.clients.diffusion_averaging import AVERAGING, answer_averaging
-from flwr_perdl.clients.ditto import DITTO, answer_ditto
-from flwr_perdl.clients.keep_private import (
+from flwr_perdl.clients.personalized import (
     KeepPrivate,
     asked_to_keep,
     check_mods,
     check_patterns,
 )
-from flwr_perdl.clients.perma import ONLY_DICTIONARY, SENDS
-from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
@@ -38,6 +44,7 @@ from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
 from flwr_perdl.protocol.compat import has_handler, is_legacy, like, mods_of
 from flwr_perdl.protocol.records import (
+    ARRAYS,
     CONFIG,
     DEFAULT,
     NO_EVALUATE,
@@ -45,20 +52,19 @@ from flwr_perdl.protocol.records import (
     PRIVATE,
     UNCOUNTED,
     Scalar,
+    config_of,
     directed,
+    named,
     read_request,
     reply_to,
     route_of,
+    scalars,
+    view,
+    with_loss,
 )
 
 #: Makes a client: an object with ``fit`` and ``evaluate``, or what its ``to_client()`` returns.
 Factory = Callable[[Context], Any]
-#: Answers a message by several calls of an app's handlers.
-Parts = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
-
-#: Marks of requests that only a client of their protocol answers, and what others are told.
-_ONLY = {LINEAR: ONLY_LINEAR, SEALED: ONLY_DIFFUSION, SENDS: ONLY_DICTIONARY}
-
 #: The client that answers all parts of one message.
 _MADE: ContextVar[Any] = ContextVar("made", default=None)
 
@@ -72,12 +78,12 @@ def client_app(
     min_clients: int = MIN_CLIENTS,
     private: str | Sequence[str] = (),
     privacy: Noise | None = None,
+    protocols: Sequence[Any] = (),
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
     The client may be a NumPyClient, or any other object with ``fit`` and ``evaluate``. With these
-    it takes part in `ClusteredFedAvg`, `DiffusionAveraging` and Flower's own strategies. A client
-    that answers a protocol's steps by itself is a `Member`.
+    it takes part in `ClusteredFedAvg`, `DiffusionAveraging` and Flower's own strategies.
 
     Parameters
     ----------
@@ -93,8 +99,8 @@ def client_app(
         `ClusteredFedAvg`'s requests they see one model at a time.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
-        for a `Member`'s reply to a request without arrays, as PerMA's first. With False the client
-        takes part in secure rounds and in others.
+        for the start of a client of the protocol, which has no arrays in its request, as PerMA's
+        first. With False the client takes part in secure rounds and in others.
     min_clients : int, default 3
         The fewest clients in a secure round that the client takes part in, at least 2. It counts
         different public keys: in a round with fewer it sends no update, and it does not help to
@@ -108,6 +114,9 @@ def client_app(
         noise is added, and only for as many rounds as the promise is for: with ``state-dir`` in the
         node config over all runs, else within one run of Flower. Its ``basis`` and ``clip`` do
         not count. By default it believes every request's promise.
+    protocols : sequence of modules or functions, default ()
+        Protocols of your own: modules with functions that `step` registers, or such functions.
+        Where they alone answer, the client needs no ``fit``.
 
     Returns
     -------
@@ -123,7 +132,7 @@ def client_app(
     ValueError
         If ``min_clients`` is below 2, or an option comes with a ClientApp, which has its own
         (``min_clients`` and ``private`` with one of `client_app` only); if `keep_private` is among
-        the mods, and not the first of a ClientApp's.
+        the mods, and not the first of a ClientApp's; if one of ``protocols`` has no steps.
 
     Examples
     --------
@@ -143,14 +152,15 @@ def client_app(
     check_count("min_clients", min_clients, 2)
     names = check_patterns("private", private)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
+    steps = steps_of(protocols)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        own = min_clients != MIN_CLIENTS or names or privacy is not None
+        own = min_clients != MIN_CLIENTS or names or privacy is not None or steps
         if train_mods or evaluate_mods or secure or (ours and own):
             raise ValueError(
                 "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
-                "its own mods, and min_clients, private and privacy with one of client_app, got "
-                "some of them."
+                "its own mods, and min_clients, private, privacy and protocols with one of "
+                "client_app, got some of them."
             )
         if is_legacy(make_client):
             raise TypeError(
@@ -158,7 +168,7 @@ def client_app(
                 "ClientApp(client_fn)."
             )
         check_mods("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
-        return make_client if ours else OtherApp(make_client, min_clients, names, privacy)
+        return make_client if ours else OtherApp(make_client, min_clients, names, privacy, steps)
     if not callable(make_client):
         raise TypeError(
             f"make_client must be a function that makes a client from Flower's Context, got "
@@ -167,14 +177,14 @@ def client_app(
     for name, mods in (("train_mods", train_mods), ("evaluate_mods", evaluate_mods)):
         check_mods(name, mods)
     return NumPyClientApp(
-        make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy
+        make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy, steps
     )
 
 
-def _numpy_client(client: Any) -> Any:
+def _numpy_client(client: Any, *, needs_fit: bool) -> Any:
     """Return the client that ``make_client`` made, or of which it made ``to_client()``."""
     made = getattr(client, "numpy_client", client)
-    if isinstance(made, type) or not callable(getattr(made, "fit", None)):
+    if isinstance(made, type) or (needs_fit and not callable(getattr(made, "fit", None))):
         raise TypeError(
             f"make_client must be a function that returns a client with a method fit, got {made!r}."
         )
@@ -189,25 +199,35 @@ def _properties(client: Any, context: Context) -> dict[str, Any]:
 
 
 class AnsweringApp(ClientApp):
-    """A ClientApp that takes part in secure and in clustered rounds, by its own handlers."""
+    """A ClientApp that takes part in this library's protocols, by its own handlers.
 
+    What guards the client stands around the dispatcher, the outermost first: whether its promise of
+    privacy or its pinned keys let it answer at all, secure sums, noise. Its private arrays are put
+    in and taken out around its handlers, of which a step may call several, each with one model.
+    """
+
+    #: Whether it trains in secure rounds alone.
+    _secure = False
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
     #: Mods around training, which see what is shared.
     _train_mods: Sequence[Any] = ()
 
-    def __init__(self, min_clients: int, private: tuple[str, ...], privacy: Noise | None) -> None:
+    def __init__(
+        self, min_clients: int, private: tuple[str, ...], privacy: Noise | None, steps: Steps
+    ) -> None:
         super().__init__()
         self._privacy = privacy
         self._min_clients = min_clients
         self._keep = KeepPrivate(private) if private else None
+        self._steps = steps
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
         kind, action = route_of(message)
         try:
             if action != DEFAULT:  # nothing here knows what an app's own actions send
-                if self._privacy or self._keep or pins_keys(context):
+                if self._privacy or self._keep or _pins_keys(context):
                     raise ValueError(
                         f"the message's type must be {kind} alone for a client with privacy, "
                         f"private or pinned keys, got the action {action!r}."
@@ -229,25 +249,35 @@ class AnsweringApp(ClientApp):
             return self._answer(message, context)
         if self._privacy is not None and kind == MessageType.EVALUATE:
             raise NoEvaluateError
+        asked = find_step(config_of(message), kind, self._steps)
+        if _pins_keys(context) and (kind == MessageType.EVALUATE or not (asked and asked.seals)):
+            raise ValueError(
+                "neighbour-keys in the node config must be left out for such a request: a node "
+                f"that pins keys sends sealed messages alone, got one to {kind}."
+            )
         call = self._answer
-        if kind == MessageType.TRAIN and says(message, AVERAGING):
-            parts = partial(answer_averaging, keep=self._keep or self.own_keep)
-            call = partial(self._answer_in_parts, parts)
-        elif pins_keys(context):  # besides, a DiffusionClient answers: with sealed messages alone
-            if kind == MessageType.EVALUATE or not says(message, SEALED):
-                raise ValueError(
-                    "neighbour-keys in the node config must be left out for such a request: a node "
-                    f"that pins keys sends sealed messages alone, got one to {kind}."
-                )
-        elif says(message, CLUSTERED):
-            call = partial(self._answer_in_parts, answer_clustered)
-        elif says(message, DITTO):
-            call = partial(self._answer_in_parts, answer_ditto)
+        if asked is not None and asked.client is None:
+            call = partial(self._take, asked)
         if in_secure_round(message):
             return masked(message, context, call, self._min_clients, self._own(context))
+        if self._secure and kind == MessageType.TRAIN and not _is_start(message, asked):
+            raise ValueError(
+                "secure=True must be the strategy's option too, got a request to send an update in "
+                "the clear."
+            )
         if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
             call = partial(answer_noised, call_next=call, own=self._own(context))
         return in_plain_round(message, context, call)
+
+    def _take(self, asked: Step, message: Message, context: Context) -> Message:
+        """Take a step that works with any app."""
+        record = message.content.array_records[ARRAYS]
+        config, received = scalars(config_of(message)), [*record.values()]
+        request = read_step(config, [view(array) for array in received], record, received)
+        shelf, keeps = private_shelf(context, asked.protocol), self._keep or self.own_keep
+        call = self._answer
+        local = Local(context, request, shelf, message=message, call=call, keeps=keeps)
+        return _reply(message, asked, take(asked, local, request))
 
     def _own(self, context: Context) -> Own | None:
         """Return what the client insists on, and where it counts what it spends."""
@@ -282,9 +312,25 @@ class AnsweringApp(ClientApp):
         """Answer a message by the handlers."""
         return super().__call__(message, context)
 
-    def _answer_in_parts(self, answer: Parts, message: Message, context: Context) -> Message:
-        """Answer a message that takes several calls of the handlers."""
-        return answer(message, context, self._answer)
+
+def _pins_keys(context: Context) -> bool:
+    """Whether a node's config names the only keys that its messages may be sealed for."""
+    return bool(context.node_config.get("neighbour-keys"))
+
+
+def _is_start(message: Message, asked: Step | None) -> bool:
+    """Whether a client of the protocol is asked for its start; any other client would train."""
+    return asked is not None and asked.client is not None and not message.content.get(ARRAYS)
+
+
+def _reply(message: Message, asked: Step, result: StepResult) -> Message:
+    """Return the reply that carries a step's result."""
+    trains = asked.kind == MessageType.TRAIN
+    reply = reply_to(message, None, result.num_examples, result.metrics)
+    if trains:
+        arrays = [*map(encoded, result.arrays)]
+        reply.content[ARRAYS] = named(arrays, result.names, message.content.get(ARRAYS, ()))
+    return reply
 
 
 class OtherApp(AnsweringApp):
@@ -296,8 +342,9 @@ class OtherApp(AnsweringApp):
         min_clients: int,
         private: tuple[str, ...],
         privacy: Noise | None,
+        steps: Steps,
     ) -> None:
-        super().__init__(min_clients, private, privacy)
+        super().__init__(min_clients, private, privacy, steps)
         self._app = app
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
@@ -310,15 +357,9 @@ class OtherApp(AnsweringApp):
         measures = route == (MessageType.EVALUATE, DEFAULT)
         if measures and not has_handler(self._app, "evaluate.default", unknown=True):
             raise NoEvaluateError
-        _check_answerable(message)
+        if route[1] == DEFAULT and route[0] != MessageType.QUERY:
+            reject_other_client(find_step(config_of(message), route[0], self._steps), self._app)
         return self._app(message, context)
-
-
-def _check_answerable(message: Message) -> None:
-    """Raise a ValueError if a request is for clients that are made for its protocol."""
-    for key, why in _ONLY.items():
-        if says(message, key):
-            raise ValueError(f"the client must be another one: {why}.")
 
 
 class NumPyClientApp(AnsweringApp):
@@ -333,8 +374,9 @@ class NumPyClientApp(AnsweringApp):
         min_clients: int,
         private: tuple[str, ...],
         privacy: Noise | None,
+        steps: Steps,
     ) -> None:
-        super().__init__(min_clients, private, privacy)
+        super().__init__(min_clients, private, privacy, steps)
         if private:
             self._keep = KeepPrivate(private, by_position=True)
         self._make_client = make_client
@@ -355,32 +397,39 @@ class NumPyClientApp(AnsweringApp):
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
-    def _answer_in_parts(self, answer: Parts, message: Message, context: Context) -> Message:
+    def _take(self, asked: Step, message: Message, context: Context) -> Message:
         with self.answering_by(self.made(context)):  # many models, one client: it reads data once
-            return super()._answer_in_parts(answer, message, context)
+            return super()._take(asked, message, context)
 
     def made(self, context: Context) -> Any:
         """Return the client that answers this message."""
         client = _MADE.get()
-        return _numpy_client(self._make_client(context)) if client is None else client
+        if client is not None:
+            return client
+        return _numpy_client(self._make_client(context), needs_fit=not self._steps)
 
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
         client = self.made(context)
-        first = isinstance(client, Member) and not arrays  # any other client would train
-        if self._secure and not first and not in_secure_round(message):
-            raise ValueError(
-                "secure=True must be the strategy's option too, got a request to send an update in "
-                "the clear."
-            )
-        if not isinstance(client, DiffusionClient if says(message, SEALED) else Member):
-            _check_answerable(message)
+        asked = find_step(config, MessageType.TRAIN, self._steps)
+        if asked is not None and self._dispatches(asked, client):
+            return _reply(message, asked, take_by(client, context, asked, arrays, config))
         return reply_to(message, *client.fit(arrays, config))
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        evaluate = evaluation_of(self.made(context))
-        return evaluation_reply(message, *evaluate(arrays, config))
+        client = self.made(context)
+        asked = find_step(config, MessageType.EVALUATE, self._steps)
+        if asked is not None and self._dispatches(asked, client):
+            return _reply(message, asked, take_by(client, context, asked, arrays, config))
+        loss, n, metrics = evaluation_of(client)(arrays, config)
+        return reply_to(message, None, n, with_loss(loss, metrics))
+
+    def _dispatches(self, asked: Step, client: Any) -> bool:
+        """Whether a step is taken here: a client of the library's protocols takes it in ``fit``."""
+        reject_other_client(asked, client)
+        own = (asked.protocol, asked.kind, asked.name) in self._steps
+        return asked.client is not None and (own or not isinstance(client, ProtocolClient))
 
     def _query(self, message: Message, context: Context) -> Message:
         if self._privacy is None:

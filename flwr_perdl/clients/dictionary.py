@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, Batches, reader
 from flwr_perdl.clients._requests import LimitedClient, check_atoms, rounded
-from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.clients.base import PrivateArrays
+from flwr_perdl.clients.local import StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,
@@ -29,7 +30,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS, check_samples, check_summed
 from flwr_perdl.privacy.withholding import Terms
-from flwr_perdl.protocol.records import ANEW, EVALUATE, Scalar
+from flwr_perdl.protocol.records import ANEW, Scalar
 from flwr_perdl.random import spawn
 
 #: Iterations of the client's learner that an update asks for.
@@ -116,6 +117,10 @@ class LearnerClient(LimitedClient):
     True
     """
 
+    only = (
+        "PerMA needs a DictionaryClient, or a LearnerClient of one's own, at every client; "
+        "PersonalizedFedAvg trains any model by the clients' own fit"
+    )
     #: What the samples of each batch count; None: all alike.
     weights: Sequence[float] | None = None
 
@@ -194,7 +199,9 @@ class LearnerClient(LimitedClient):
         rng = spawn(request.seed, self.partition)
         return self.start(self.X if X is None else X, self.learner, rng=rng).dictionary
 
-    def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
+    def own_atoms(
+        self, G: Matrix, request: StepRequest, kept: PrivateArrays | None
+    ) -> tuple[Matrix, bool]:
         """Return the client's own atoms, and whether they are made anew, without a kept state."""
         return G[:0], False
 
@@ -219,8 +226,7 @@ class LearnerClient(LimitedClient):
 
     # Evaluation -------------------------------------------------------------------------------
 
-    @step(EVALUATE, kind=EVALUATE)
-    def measure(self, request: StepRequest) -> StepResult:
+    def measure(self, request: StepRequest, kept: PrivateArrays | None) -> StepResult:
         """Measure the reconstruction with the global atoms alone and with global + local atoms.
 
         With ``"perdl.n-nonzero"`` such as ``"5,10,20"`` in its config, samples are coded by
@@ -233,7 +239,7 @@ class LearnerClient(LimitedClient):
         """
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         G = self.global_atoms(request)
-        local_atoms, anew = self.own_atoms(G, request)
+        local_atoms, anew = self.own_atoms(G, request, kept)
         metrics: dict[str, Scalar] = {ANEW: 1} if anew else {}
         D = np.vstack([G, local_atoms])
         losses: list[float] = []

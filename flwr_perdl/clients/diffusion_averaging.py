@@ -9,27 +9,33 @@ model that the program averages: they are in the app's requests, and in no messa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import nan
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message
 
-from flwr_perdl.clients._clusters import configs_of
-from flwr_perdl.clients._handlers import Evaluated, Fitted, Handlers, NoEvaluateError
 from flwr_perdl.clients.base import INNER
-from flwr_perdl.clients.diffusion import SEALED, DiffusionClient
-from flwr_perdl.clients.keep_private import LEFT_OUT, KeepPrivate, matched
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Evaluated, Local, NoEvaluateError, StepRequest, StepResult
+from flwr_perdl.clients.neighbor_relay import (
+    ANNOUNCE,
+    EXCHANGE,
+    SEALED,
+    SHOW,
+    DiffusionClient,
+)
+from flwr_perdl.clients.personalized import matched
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.network.averaging import DiffusionAveraging
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
-from flwr_perdl.protocol.records import RUN, SEED, Scalar, encode, read_request, reply_to
+from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEED, Scalar, encode
 
-#: Marks the requests, and says as JSON: the learner's options, how late a message may be, and name,
-#: shape and dtype of every array of the model.
-AVERAGING = "perdl.averaging"
+AVERAGING = "diffusion_averaging"
+#: Says as JSON: the learner's options, how late a message may be, and name, shape and dtype of
+#: every array of the model.
+ABOUT = "perdl.averaging"
 #: What a node can make of a number and options.
 COMPRESSIONS = (TopK, RandomQuantization)
 
@@ -50,64 +56,63 @@ def averaging_config(
         options["compression"] = COMPRESSIONS.index(type(compression)), vars(compression)
     arrays = [[name, array.shape, array.dtype.str] for name, array in start.items()]
     about = {"learner": options, "max_delay": max_delay, "arrays": arrays, "shows": shows}
-    return {AVERAGING: json.dumps(about)}
+    return {ABOUT: json.dumps(about)}
 
 
-def answer_averaging(
-    message: Message,
-    context: Context,
-    call: Callable[[Message, Context], Message],
-    keep: KeepPrivate | None = None,
-) -> Message:
-    """Answer a message by an app that knows nothing of it, which may keep arrays private."""
-    given, config = read_request(message)
-    about = json.loads(str(config[AVERAGING]))
+@step(AVERAGING, ANNOUNCE, seals=True)
+@step(AVERAGING, EXCHANGE, seals=True)
+@step(AVERAGING, SHOW, seals=True)
+def exchange(local: Local, request: StepRequest) -> StepResult:
+    """Take a step of `neighbor_relay` by an app that knows nothing of it."""
+    config, keeps = request.config, local.keeps
+    about = json.loads(str(config[ABOUT]))
     forms = {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in about["arrays"]}
-    private = [] if keep is None else matched("patterns", keep.patterns, forms)
-    run = str(config[RUN]) + INNER
-    start = Delivery.from_arrays(given, bool(config.get(SEALED))).start
+    private = [] if keeps is None else matched("patterns", keeps.patterns, forms)
+    run = request.run + INNER
+    start = Delivery.from_arrays(request.arrays, bool(config.get(SEALED))).start
     if start and [(array.shape, array.dtype) for array in start] != [*forms.values()]:
         raise ValueError("arrays must end with a model of the form that config says, got others.")
     # A start that is not sent takes no memory, whatever sizes the config announces.
     none = (np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in forms.values())
     model = dict(zip(forms, start or none, strict=True))
-    if keep is not None and start:
-        keep.begin(context, run, {name: encode(array) for name, array in model.items()})
+    if keeps is not None and start:
+        keeps.begin(local.context, run, {name: encode(array) for name, array in model.items()})
     shared = [name for name in forms if name not in private]
-    own: dict[str, Scalar] = {RUN: run, SEED: config[SEED]}
+    inner: dict[str, Scalar] = {RUN: run, SEED: request.seed}
     if private:
-        own[LEFT_OUT] = json.dumps(private)
-    client = _App(Handlers(message, context, call, shared), config, own)
+        inner[LEFT_OUT] = json.dumps(private)
+    app = _App(local, shared, inner)
     options = about["learner"]
     if options["compression"] is not None:
         kind, own_options = options["compression"]
         options["compression"] = COMPRESSIONS[kind](**own_options)
     learner = DiffusionAveraging(**options)
     first = [model[name] for name in shared]
-    program = learner.program(lambda node: client, initial=first, array_names=shared)
-    node = _Node(program, context, max_delay=about["max_delay"])
+    program = learner.program(lambda node: app, initial=first, array_names=shared)
+    node = _Node(program, local.context, max_delay=about["max_delay"])
     node.has_start = bool(start)
     node.shows = "state" if about["shows"] is True else "observed"
-    return reply_to(message, *node.fit(given, config))
+    return node.exchange(request, local.kept)
 
 
 class _App:
-    """An app's handlers, as a program's client."""
+    """An app's training and evaluation, as a program's client."""
 
-    def __init__(
-        self, app: Handlers, config: Mapping[str, Scalar], own: Mapping[str, Scalar]
-    ) -> None:
-        users = configs_of(config, lambda key: key.startswith("perdl."))
-        self._app, self._train, self._measure = app, {**users.fit, **own}, {**users.evaluate, **own}
+    def __init__(self, local: Local, names: list[str], inner: Mapping[str, Scalar]) -> None:
+        self._local, self._names, self._inner = local, names, inner
 
-    def fit(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Fitted:
+    def fit(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
         """Train; ``config`` has the algorithm's round."""
-        return self._app.fit(parameters, {**self._train, **config})
+        asked: dict[str, Any] = {**self._inner, **config}
+        trained = self._local.fit(parameters, self._names, **asked)
+        return trained.arrays, trained.num_examples, trained.metrics
 
     def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
         """Evaluate; an app that does not has nothing to evaluate on."""
         try:
-            return self._app.evaluate(parameters, {**self._measure, **config})
+            return self._local.evaluate(parameters, self._names, **{**self._inner, **config})
         except NoEvaluateError:
             return nan, 0, {}
 

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, reader, update_in_batches
 from flwr_perdl.clients._requests import check_products, rounded
+from flwr_perdl.clients.base import PrivateArrays
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
     MOST_STEPS,
@@ -41,7 +42,8 @@ from flwr_perdl.clients.dictionary import (
     mean_square,
     read_local_steps,
 )
-from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,
@@ -68,9 +70,10 @@ from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statis
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import Scalar
+from flwr_perdl.protocol.records import EVALUATE, Scalar
 from flwr_perdl.random import spawn
 
+PERMA = "perma"
 START = "start"
 #: One update of each of several numbers of global atoms, measured on samples held out.
 CHOOSE = "choose"
@@ -79,11 +82,6 @@ UPDATE = "update"
 SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
-#: What a client of another kind is told.
-ONLY_DICTIONARY = (
-    "PerMA needs a DictionaryClient, or a LearnerClient of one's own, at every client; "
-    "PersonalizedFedAvg trains any model by the clients' own fit"
-)
 REFINE_STEPS = "perdl.refine-steps"
 #: The names of a choice's errors on samples held out, in a reply.
 HELD_OUT = "mse_held_out_"
@@ -189,7 +187,6 @@ class DictionaryClient(LearnerClient):
             )
         self.digits = None if digits is None else check_count("digits", digits, 1, 15)
 
-    @step(START)
     def initialize(self, request: StepRequest) -> StepResult:
         """Local initialization (Algorithm 1, lines 2-5): send the dictionary of own samples."""
         if request.arrays:
@@ -208,8 +205,7 @@ class DictionaryClient(LearnerClient):
             sent = normalize_atoms(sent[sent.any(axis=1)])
         return self.result(sent, error, len(D), {DICTIONARY: D})
 
-    @step(CHOOSE)
-    def choose(self, request: StepRequest) -> StepResult:
+    def choose(self, request: StepRequest, kept: PrivateArrays | None) -> StepResult:
         """Update each of several numbers of global atoms, and measure them on samples held out."""
         candidates = [self.global_atoms(request._replace(arrays=[G])) for G in request.arrays]
         if len({*map(len, candidates)}) < len(candidates):  # each is an answer, of `max_requests`
@@ -217,13 +213,12 @@ class DictionaryClient(LearnerClient):
                 f"parameters must be of different numbers of atoms, got {[*map(len, candidates)]}."
             )
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
-        held, anew = self._held_out(request), request.kept is None
-        if anew or DICTIONARY in (request.kept or {}):  # the start has seen the samples held out
-            D = self.first_dictionary(request, self.X[~held])
-            request = request._replace(kept={DICTIONARY: D})
+        held, anew = self._held_out(request), kept is None
+        if kept is None or DICTIONARY in kept:  # the start has seen the samples held out
+            kept = {DICTIONARY: self.first_dictionary(request, self.X[~held])}
         sent, errors, keep, metrics = [], [], {}, {}
         for G in candidates:
-            L, _ = self.own_atoms(G, request)
+            L, _ = self.own_atoms(G, request, kept)
             own, error, D = self._updated(request, self.X[~held], G, L)
             sent.append(own)
             errors.append(error)
@@ -235,15 +230,14 @@ class DictionaryClient(LearnerClient):
         result = self.result(sent[0], min(errors), len(D), keep, anew=anew)
         return result._replace(arrays=sent, metrics={**result.metrics, **metrics})
 
-    @step(UPDATE)
-    def update(self, request: StepRequest) -> StepResult:
+    def update(self, request: StepRequest, kept: PrivateArrays | None) -> StepResult:
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
-        G, kept = self.global_atoms(request), request.kept or {}
-        chosen = any(name.startswith(f"{LOCAL_ATOMS}_") for name in kept)
+        G = self.global_atoms(request)
+        chosen = any(name.startswith(f"{LOCAL_ATOMS}_") for name in kept or ())
         if chosen and len(G) < self.learner.n_atoms:
             # The number is chosen: the local atoms start from all samples, those held out too.
-            request = request._replace(kept={DICTIONARY: self.first_dictionary(request)})
-        L, anew = self.own_atoms(G, request)
+            kept = {DICTIONARY: self.first_dictionary(request)}
+        L, anew = self.own_atoms(G, request, kept)
         sent, error, D = self._updated(request, self.X, G, L)
         result = self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, anew=anew)
         bound = SAMPLE_BOUND.get()
@@ -327,13 +321,14 @@ class DictionaryClient(LearnerClient):
         full = completed(X.astype(np.float64), codes, G)
         return bounded_statistics(full, codes, bound, orthogonal=self.learner.orthogonal)
 
-    def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
+    def own_atoms(
+        self, G: Matrix, request: StepRequest, kept: PrivateArrays | None
+    ) -> tuple[Matrix, bool]:
         """Return the local atoms, and whether they had to be made anew.
 
         After the start they are what the global atoms leave of the dictionary. A client that joins
         late, or has lost its state, makes its own start and aligns it in the same way.
         """
-        kept = request.kept
         for name in (LOCAL_ATOMS, f"{LOCAL_ATOMS}_{len(G)}"):  # the latter until the choice is made
             if kept is not None and name in kept:
                 return kept[name], False
@@ -349,6 +344,34 @@ class DictionaryClient(LearnerClient):
             rng = spawn(request.seed, self.partition, _DRAW)
             held[rng.permutation(len(self.X))[:n_held]] = True
         return held
+
+
+@step(PERMA, START, client=LearnerClient)
+def start(local: Local, request: StepRequest) -> StepResult:
+    """Algorithm 1, lines 2-5."""
+    client: DictionaryClient = local.client
+    return client.initialize(request)
+
+
+@step(PERMA, CHOOSE, client=LearnerClient)
+def choose(local: Local, request: StepRequest) -> StepResult:
+    """Not in the paper: one update of each of several numbers of global atoms."""
+    client: DictionaryClient = local.client
+    return client.choose(request, local.kept.before(request.round))
+
+
+@step(PERMA, UPDATE, client=LearnerClient)
+def update(local: Local, request: StepRequest) -> StepResult:
+    """Algorithm 1, line 8."""
+    client: DictionaryClient = local.client
+    return client.update(request, local.kept.before(request.round))
+
+
+@step(PERMA, EVALUATE, kind=EVALUATE, client=LearnerClient)
+def evaluate(local: Local, request: StepRequest) -> StepResult:
+    """Measure the dictionary on the client's samples."""
+    client: LearnerClient = local.client
+    return client.measure(request, local.kept.after(request.round))
 
 
 def held_out_errors(metrics: Mapping[str, Scalar]) -> dict[int, float]:

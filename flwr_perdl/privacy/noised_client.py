@@ -40,6 +40,7 @@ from flwr_perdl.protocol.records import (
     ROUND,
     RUN,
     Limits,
+    OtherClientError,
     error_of,
     read_reply,
     read_request,
@@ -189,7 +190,7 @@ def answer_noised(
         found = _flat(promise, sent, arrays)
         if found.shape == values.shape:
             values = found if by_record else _clipped(found, promise.clip)
-    except KeyboardInterrupt:  # the operator's, not the data's
+    except (KeyboardInterrupt, OtherClientError):  # not the data's
         raise
     # SystemExit and the panics of extension modules, which are no Exception, may depend on the
     # data as any error may.

@@ -29,6 +29,7 @@ from flwr_perdl.protocol.records import (
     LOSSES,
     NO_EVALUATE,
     NUM_EXAMPLES,
+    PROTOCOL,
     ROUND,
     RUN,
     SEED,
@@ -379,7 +380,7 @@ class Conversation:
         steps = (report.step for report in reversed(self.run.history) if report.step != EVALUATE)
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
-        config = {**config, **after, **self._strategy.evaluation_config}
+        config = {**config, **after}
         return self._plan(round_, dict.fromkeys(chosen, self.run.model), EVALUATE, config)
 
     def conclude_evaluation(
@@ -453,6 +454,8 @@ class Conversation:
         """Return the plan that asks these clients to take ``step``."""
         seed = self.options.seed
         common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self.run.token}
+        if self._strategy.protocol_name:
+            common[PROTOCOL] = self._strategy.protocol_name
         self._asked, self._asked_at = arrays, time.monotonic()
         self._events.write("ask", round=round_, step=step, asked=len(arrays))
         return Plan(arrays, {**{key: plain(value) for key, value in config.items()}, **common})

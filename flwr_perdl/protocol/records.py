@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import dropwhile, takewhile
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,8 +77,15 @@ NUM_EXAMPLES = "num-examples"
 _KINDS = (MessageType.TRAIN, MessageType.EVALUATE, MessageType.QUERY)
 DEFAULT = "default"
 
-#: Which step of a protocol a request asks for.
+#: Whose step a request asks for, and which; without a protocol it is a request as FedAvg's.
+PROTOCOL = "perdl.protocol"
 STEP = "perdl.step"
+#: The start of the keys of a training request's config that only ``evaluate`` receives.
+MEASURING = "perdl.evaluate."
+#: The names, as JSON, of the private arrays that the server leaves out of its requests to a client
+#: that has them, and wants left out of replies; whether to train in two steps, as FedRep.
+LEFT_OUT = "perdl.left-out"
+ALTERNATE = "perdl.alternate"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
 #: The communication round; Flower's own strategies use this name.
@@ -126,6 +133,10 @@ _FRAME = re.compile(r'^[ \t]+File ".*\n?', re.MULTILINE)
 #: Maximum number of characters of a client's text in logs and reports, and of those searched.
 _LONGEST_REASON = 300
 _READ_OF_REASON = 100_000
+
+
+class OtherClientError(ValueError):
+    """A step is for clients of another kind: of this client's data the error says nothing."""
 
 
 class Limits(NamedTuple):
@@ -253,7 +264,17 @@ def decode(array: Array) -> Matrix:
     ValueError
         If the bytes are no ``.npy`` file, or fewer than its header says: nothing is allocated.
     """
-    return array.numpy() if array.stype != NPY else view_file(array.data)[0].copy("A")
+    return view(array).copy("A")
+
+
+def view(array: Array) -> Matrix:
+    """Return the array where its bytes lie, if they are a ``.npy`` file: not to be changed."""
+    return array.numpy() if array.stype != NPY else view_file(array.data)[0]
+
+
+def for_evaluations(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return a config of evaluations as a request to train carries it."""
+    return {f"{MEASURING}{key}": value for key, value in config.items()}
 
 
 def reply_to(
@@ -286,8 +307,8 @@ def reply_to(
 
 
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an evaluation's metrics, the loss first; a metric of that name does not replace it."""
-    return {"loss": loss} | {**metrics, "loss": loss}
+    """Return an evaluation's metrics, the loss first unless it is NaN: too few samples to say."""
+    return dict(metrics) if isnan(loss) else {"loss": loss} | {**metrics, "loss": loss}
 
 
 def route_of(message: Message) -> tuple[str, str]:
@@ -536,6 +557,12 @@ def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
             f"a request must carry an ArrayRecord {ARRAYS!r} and a ConfigRecord {CONFIG!r}"
         )
     return to_arrays(record), scalars(config)
+
+
+def config_of(message: Message) -> Mapping[str, Any]:
+    """Return a request's config; nothing where it has none."""
+    record = message.content.get(CONFIG)
+    return record if isinstance(record, ConfigRecord) else {}
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, Scalar]:

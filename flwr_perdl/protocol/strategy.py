@@ -33,7 +33,6 @@ from flwr_perdl.protocol.records import (
     CONFIG,
     STEP,
     Reply,
-    Scalar,
     brief,
     error_of,
     read_reply,
@@ -75,6 +74,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     Attributes
     ----------
+    protocol_name : str
+        Whose steps clients take, see `flwr_perdl.clients.step`; empty where they train and evaluate
+        as in FedAvg.
     flags, labels : tuple of str
         Metrics of which a mean over clients says nothing. The aggregate of a flag is the number of
         clients where it is not zero; of a label it is the number of clients with each label, under
@@ -103,14 +105,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     ['mean', 'mean']
     """
 
+    protocol_name: ClassVar[str] = ""
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
     labels: ClassVar[tuple[str, ...]] = ()
     #: Whether another strategy's `start` may call this one's steps.
     _wrappable: ClassVar[bool] = True
     #: What a run promises of privacy, for all of its sums; None: nothing.
     privacy: Promised | None = None
-    #: What is added to the config of all evaluations.
-    evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
     #: The names of the arrays that a request has before the model's.
     _before_model: ClassVar[tuple[str, ...]] = ()
     #: How options are given that are fields of another one.

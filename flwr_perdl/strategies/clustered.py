@@ -40,12 +40,12 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_perdl.clients._clusters import (
+from flwr_perdl.clients.clustered import (
     ALL_ALIKE,
     ALONE,
     CHOOSE,
@@ -55,7 +55,6 @@ from flwr_perdl.clients._clusters import (
     MEASURE,
     MOST_FITS,
     N_FITS,
-    for_evaluations,
 )
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import (
@@ -75,7 +74,7 @@ from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
 from flwr_perdl.protocol.combine import Combine, check_group, stacked
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import Reply, Scalar, scalars, to_record
+from flwr_perdl.protocol.records import Reply, Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.random import SERVER, spawn
@@ -228,7 +227,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
-    evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
+    protocol_name = CLUSTERED
     _before_model = (LABELS,)
 
     privacy: Noise | None
@@ -476,7 +475,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
-        config: dict[str, Scalar] = {CLUSTERED: True}
+        config: dict[str, Scalar] = {}
         if self.proximal_mu is not None:
             config |= {"proximal-mu": self.proximal_mu, "proximal_mu": self.proximal_mu}
         if self._evaluate_config is not None:

@@ -40,7 +40,7 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from flwr_perdl.clients.keep_private import check_patterns, matched
+from flwr_perdl.clients.personalized import check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr

@@ -17,8 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients._clusters import for_evaluations
-from flwr_perdl.clients.diffusion_averaging import averaging_config
+from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.network.averaging import Averaged
 from flwr_perdl.network.averaging import DiffusionAveraging as Learner
@@ -30,7 +29,7 @@ from flwr_perdl.network.topology import Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import Scalar, scalars, to_record
+from flwr_perdl.protocol.records import Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights
 
@@ -109,6 +108,8 @@ class DiffusionAveraging(NeighborRelay):
     >>> strategy.result.curves["evaluate-model"][-1].round(6)
     array([1.5, 1.5, 1.5, 1.5])
     """
+
+    protocol_name = AVERAGING
 
     def __init__(
         self,

@@ -29,9 +29,8 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from logging import WARNING
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from flwr.serverapp import Grid
 
@@ -40,7 +39,7 @@ from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Scalar
+from flwr_perdl.protocol.records import ANEW
 from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.strategies._models import (
     TRAIN,
@@ -111,7 +110,7 @@ class Ditto(ModelStrategy):
     [0.5, 1.25]
     """
 
-    evaluation_config: ClassVar[Mapping[str, Scalar]] = {DITTO: True}
+    protocol_name = DITTO
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class Ditto(ModelStrategy):
             replies = yield Request(
                 TRAIN,
                 model,
-                {DITTO: True, PULL: self.pull},
+                {PULL: self.pull},
                 state,
                 metrics=(ANEW,),
                 combine=Combine(start=model, rule=self.robust),

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
+from flwr_perdl.clients.mixed_regression import MIXED_REGRESSION, OPTION, RegressionClient
 from flwr_perdl.core.checks import Matrix, check_array, check_choice
 from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.privacy import Noise
@@ -61,6 +61,7 @@ _PHASE_2 = spelled("phase_2", Refinement)
 class _MixedRegression(ProtocolStrategy):
     """What the three strategies share: `two_phases` as a protocol."""
 
+    protocol_name = MIXED_REGRESSION
     labels = ("cluster",)
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
@@ -339,7 +340,7 @@ def _request(ask: Ask, count: int) -> Request:
     return Request(
         ask.step,
         ask.arrays,
-        {LINEAR: True, **{OPTION + name: value for name, value in ask.options.items()}},
+        {OPTION + name: value for name, value in ask.options.items()},
         {**ask.state.pack(), _COUNT: np.array(count)},
         partial(_check, ask),
         own=(lambda partition: ask.to(partition).arrays) if named else None,
@@ -357,7 +358,7 @@ def _check(ask: Ask, reply: Reply) -> None:
     if shapes != [wanted]:
         raise ValueError(
             f"wrong shapes: [{ask.shape or '(n_features + 1,)'}] is asked for, got {shapes}: "
-            f"{ONLY_LINEAR}"
+            f"{RegressionClient.only}"
         )
     k = len(ask.state.centers)  # an update is (loss, cluster, change): `fedx.update`
     if ask.step == "update" and reply.arrays[0][0, 1] not in range(k):

@@ -55,18 +55,19 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.clients.diffusion import (
+from flwr_perdl.clients.neighbor_relay import (
     ANNOUNCE,
     ASLEEP,
     AT,
     BROKEN,
     EXCHANGE,
     FLOATS,
-    ONLY_DIFFUSION,
     REJECTED,
+    RELAY,
     SEALED,
     SHOW,
     STATE,
+    DiffusionClient,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.core.packing import (
@@ -101,6 +102,9 @@ _TRAFFIC, _NODES, _REJECTED = "/traffic", "/nodes", "/rejected"
 _ABOUT_MESSAGES = NUM_EXAMPLES, ANEW, BROKEN, FLOATS
 #: The "receiver" of a message that is the same for all neighbors.
 EVERYBODY = -1
+
+#: What the sender of a reply of another kind is told.
+_ONLY = DiffusionClient.only
 
 
 class NeighborRelay(ProtocolStrategy):
@@ -154,6 +158,7 @@ class NeighborRelay(ProtocolStrategy):
     (30, [True, True, True, True])
     """
 
+    protocol_name = RELAY
     flags = (ANEW, BROKEN, f"{REJECTED}*")
     _default_rounds = None
 
@@ -702,17 +707,15 @@ def _check_reply(step: str, most: int | None, reply: Reply) -> None:
     if step == EXCHANGE and FLOATS in reply.metrics:
         return
     if most is None:
-        raise ValueError(f"metrics must have {FLOATS!r}, got none of that name: {ONLY_DIFFUSION}")
+        raise ValueError(f"metrics must have {FLOATS!r}, got none of that name: {_ONLY}")
     if len(reply.arrays) > most:
-        raise ValueError(
-            f"arrays must be at most {most} here, got {len(reply.arrays)}: {ONLY_DIFFUSION}"
-        )
+        raise ValueError(f"arrays must be at most {most} here, got {len(reply.arrays)}: {_ONLY}")
     for array in reply.arrays:
         try:
             unpack(array)
         except ValueError as error:
             raise ValueError(
-                f"arrays must hold packed bytes, got other numbers: {ONLY_DIFFUSION}"
+                f"arrays must hold packed bytes, got other numbers: {_ONLY}"
             ) from error
 
 

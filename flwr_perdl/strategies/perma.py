@@ -59,6 +59,7 @@ import numpy as np
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import (
     ATOMS,
+    PERMA,
     REFINE_STEPS,
     SENDS,
     START,
@@ -192,6 +193,7 @@ class PerMA(ProtocolStrategy):
     (2, 6)
     """
 
+    protocol_name = PERMA
     flags = (ANEW, "orthogonal")
     privacy: Noise | None
 

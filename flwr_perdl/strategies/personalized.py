@@ -40,10 +40,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.keep_private import (
-    ALTERNATE,
+from flwr_perdl.clients.personalized import (
     KEPT,
-    LEFT_OUT,
     check_patterns,
     matched,
     warn_of_unmatched,
@@ -53,7 +51,7 @@ from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ARRAYS, named
+from flwr_perdl.protocol.records import ALTERNATE, ARRAYS, LEFT_OUT, named
 from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.strategies._models import (
     TRAIN,

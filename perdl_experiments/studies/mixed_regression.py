@@ -42,7 +42,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.clients import RegressionClient
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.threads import in_threads
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays

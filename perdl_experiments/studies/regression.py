@@ -34,7 +34,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 from scipy import stats
 
-from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.clients import RegressionClient
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import DATA, SERVER, spawn

@@ -104,6 +104,7 @@ def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
         )
         config = {"perdl.step": "update", "perdl.run": "r", "perdl.seed": 0, "server-round": 1}
         config |= {"perdl.sends": "statistics", "perdl.promise": promise.text}
+        config["perdl.protocol"] = "perma"
         content = RecordDict({"arrays": ArrayRecord([atoms]), "config": ConfigRecord(config)})
         become_server(1)
         message = Message(content, dst_node_id=1, message_type="train")

@@ -350,6 +350,7 @@ class Node:
 
     def ask(self, arrays: list[Any], step: str, round_: int, **more: Any) -> Any:
         config = {"perdl.step": step, "perdl.at": round_, "server-round": round_ + 1}
+        config |= {"perdl.protocol": "neighbor_relay", "perdl.seed": 0}
         config |= {"perdl.run": "run", "perdl.asleep": "", "perdl.sealed": True, **more}
         self.ends: list[Any] = []
         client = DiffusionClient(MEAN, self.context, on_end=self.ends.append)

@@ -46,6 +46,7 @@ def unit(rows: np.ndarray) -> np.ndarray:
 def asks(step: str, round_: int = 1, run: str = "r", **more: Any) -> dict[str, Any]:
     own = {f"perdl.{key.replace('_', '-')}": value for key, value in more.items()}
     return {
+        "perdl.protocol": "perma",
         "perdl.step": step,
         "server-round": round_,
         "perdl.seed": 0,
@@ -288,16 +289,16 @@ def test_nothing_is_measured_of_fewer_than_min_support_samples() -> None:
     for make, names in ((few, {"anew"}), (one, {"anew", "mse_global_more", "mse_full_more"})):
         metrics = evaluated(make, np.eye(2, D))
         assert set(metrics) == {"num-examples", *names}
-    assert set(evaluated(pair, np.eye(2, D))) == {"num-examples"}
+    assert set(evaluated(pair, np.eye(2, D), protocol="mixed_regression")) == {"num-examples"}
     _, _, metrics = few(context_of()).fit([np.eye(2, D)], asks("update"))
     assert "mse" not in metrics
 
 
-def evaluated(make: Callable[[Context], Any], G: np.ndarray) -> dict[str, Any]:
+def evaluated(make: Callable[[Context], Any], G: np.ndarray, **more: Any) -> dict[str, Any]:
     """Return the metrics of an evaluation's reply."""
     grid = InProcessGrid(client_app(make), 1)
     (node,) = grid.get_node_ids()
-    config = ConfigRecord(asks("evaluate"))
+    config = ConfigRecord(asks("evaluate", **more))
     content = RecordDict({"arrays": ArrayRecord([G]), "config": config})
     (reply,) = grid.send_and_receive([Message(content, node, "evaluate")])
     return dict(reply.content["metrics"])
@@ -308,7 +309,7 @@ def test_metrics_have_six_digits() -> None:
     _, _, trained = client.fit([np.eye(2, D)], asks("update"))
     loss, _, measured = client.evaluate([np.eye(2, D)], asks("evaluate", n_nonzero="1,2"))
     regression = RegressionClient(X, LABELS, context_of()).evaluate(
-        [np.eye(2, D)], asks("evaluate")
+        [np.eye(2, D)], asks("evaluate", protocol="mixed_regression")
     )
     for value in (trained["mse"], loss, *measured.values(), regression[0]):
         assert float(f"{value:.6g}") == value
@@ -321,7 +322,8 @@ OPTIONS = {"local": "fedavg", "n_steps": 1, "step_size": 1.0}
 
 def for_models(step: str, **options: Any) -> dict[str, Any]:
     given = {f"perdl.option.{key}": value for key, value in {**OPTIONS, **options}.items()}
-    return {"perdl.step": step, "server-round": 1, "perdl.seed": 0, **given}
+    config = {"perdl.protocol": "mixed_regression", "perdl.step": step}
+    return {**config, "server-round": 1, "perdl.seed": 0, **given}
 
 
 @pytest.mark.parametrize(

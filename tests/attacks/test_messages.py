@@ -41,6 +41,7 @@ class Server:
     def ask(self, arrays: list[Any], **config: Any) -> Any:
         self.round += 1
         asked = {"perdl.step": "exchange", "perdl.at": self.round, "server-round": self.round}
+        asked |= {"perdl.protocol": "neighbor_relay", "perdl.seed": 0}
         asked |= {"perdl.run": "run", "perdl.asleep": "", "perdl.sealed": False, **config}
         learner = DataDiffusion(N_ATOMS, n_nonzero=1)
         program = learner.program({2: self.samples}, agreement=1)
@@ -169,7 +170,8 @@ def test_what_would_take_a_client_for_ever_is_refused_before_it_begins(
 
         evaluate = fit
 
-    request = {"perdl.clustered": True, "perdl.step": step, "server-round": 1, **config}
+    request = {"perdl.protocol": "clustered", "perdl.step": step, "perdl.seed": 0}
+    request |= {"server-round": 1, **config}
     content = RecordDict({"arrays": ArrayRecord([model]), "config": ConfigRecord(request)})
     grid = InProcessGrid(client_app(lambda context: Counting()), 1)
     (node,) = grid.get_node_ids()

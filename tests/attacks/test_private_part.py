@@ -90,7 +90,8 @@ def test_no_error_says_a_private_value(kept: str, start: float) -> None:
     arrays = ArrayRecord({"body": Array(np.zeros(3)), "head": Array(np.full(3, start))})
     config: dict[str, Any] = {"server-round": 1, "perdl.run": "r"}
     if kept == "ditto":
-        config |= {"perdl.ditto": 1, "perdl.pull": 0.5}
+        config |= {"perdl.protocol": "ditto", "perdl.step": "train"}
+        config |= {"perdl.seed": 0, "perdl.pull": 0.5}
     content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
     become_server(1)
     message = Message(content, dst_node_id=2, message_type="train")

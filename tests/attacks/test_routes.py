@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients import Member, client_app, keep_private
+from flwr_perdl.clients import Member, StepResult, client_app, keep_private, step
 from flwr_perdl.clients.diffusion_averaging import averaging_config
 from flwr_perdl.network import DiffusionAveraging
 from flwr_perdl.network.messages import Delivery
@@ -38,17 +38,22 @@ WEAK = Promise(
     **{"rounds": 9, "clients": 1, "limit": 2**40, "size": 4, "of": "changes"},
 )
 MARKS: dict[str, dict[str, Any]] = {
-    "clustered": {"perdl.clustered": True, "perdl.step": "train-alone", "perdl.n-fits": 1},
-    "ditto": {"perdl.ditto": True, "perdl.pull": 0.5},
+    "clustered": {
+        **{"perdl.protocol": "clustered", "perdl.step": "train-alone", "perdl.n-fits": 1},
+    },
+    "ditto": {"perdl.protocol": "ditto", "perdl.step": "train", "perdl.pull": 0.5},
     "averaging": {
         **averaging_config(DiffusionAveraging(method="atc"), 0, MODEL, False),
-        **{"perdl.step": "exchange", "perdl.at": 1, "perdl.asleep": ""},
+        **{"perdl.protocol": "diffusion_averaging", "perdl.step": "exchange"},
+        **{"perdl.at": 1, "perdl.asleep": ""},
     },
     "sealed": {"perdl.sealed": True},
     "unsealed": {"perdl.sealed": False},
     "promise": {"perdl.promise": WEAK.text},
     "left out": {"perdl.left-out": '["head"]'},
-    "linear": {"perdl.linear": True},
+    "relay": {"perdl.protocol": "neighbor_relay", "perdl.step": "exchange", "perdl.at": 1},
+    "linear": {"perdl.protocol": "mixed_regression", "perdl.step": "update"},
+    "own": {"perdl.protocol": "own", "perdl.step": "tell"},
     "masks": {},
 }
 CASES = [
@@ -77,6 +82,12 @@ class Quiet(Telling):
     """The same, with nothing to hide but arrays."""
 
     loss = 0.5
+
+
+@step("own", "tell")
+def tell(local: Any, request: Any) -> StepResult:
+    """Send the secret, by a protocol of the client's own."""
+    return StepResult([np.full(SHAPE, SECRET)], 7)
 
 
 class OwnMember(Member, Telling):  # type: ignore[misc]
@@ -146,9 +157,15 @@ NOISE = Noise(epsilon=1.0)
 
 @pytest.mark.parametrize("own", [False, True], ids=["client", "app"])
 def test_without_a_guard_the_attack_works(own: bool) -> None:
-    found = leaks(client_app(own_action(as_app(make(Telling))) if own else make(Telling)))
+    client = own_action(as_app(make(Telling))) if own else make(Telling)
+    found = leaks(client_app(client, protocols=[tell]))
     asked = {(kind, marks) for kind in ("train", "train.default") for marks in [(), ("averaging",)]}
-    asked |= {("evaluate.default", ()), ("train.default", ("clustered",)), ("train", ("ditto",))}
+    asked |= {
+        ("evaluate.default", ()),
+        ("train.default", ("clustered",)),
+        ("train", ("ditto",)),
+        ("train", ("own",)),
+    }
     assert asked <= found
     assert (("train.own", ()) in found) == own
     # Queries are no requests to train, whatever their config says.
@@ -158,15 +175,15 @@ def test_without_a_guard_the_attack_works(own: bool) -> None:
 @pytest.mark.parametrize(
     ("app", "pins"),
     [
-        (client_app(make(Telling), privacy=NOISE), False),
+        (client_app(make(Telling), privacy=NOISE, protocols=[tell]), False),
         (client_app(own_action(as_app(make(Telling))), privacy=NOISE), False),
         (client_app(make(Telling), privacy=NOISE, private=["head"]), False),
         (client_app(make(Telling), privacy=NOISE, secure=True), True),
-        (client_app(make(Telling)), True),
+        (client_app(make(Telling), protocols=[tell]), True),
         (client_app(OwnMember), True),
         (client_app(own_action(as_app(make(Telling)))), True),
         (client_app(make(Telling), private=["head"]), True),
-        (client_app(make(Quiet), secure=True), False),
+        (client_app(make(Quiet), secure=True, protocols=[tell]), False),
         (client_app(make(Quiet), private=["head"]), False),
         (client_app(own_action(as_app(make(Quiet))), private=["head"]), False),
         (client_app(make(Quiet), private=["head"], secure=True), False),

@@ -408,7 +408,7 @@ def test_an_update_is_rounded_to_its_largest_entrys_digits() -> None:
     parts, _ = digits()
 
     def run(digits_sent: int | None) -> np.ndarray:
-        own = {"perdl.step": "update", "perdl.sends": "statistics"}
+        own = {"perdl.protocol": "perma", "perdl.step": "update", "perdl.sends": "statistics"}
         config = {**own, "server-round": 1, "perdl.seed": 0, "perdl.run": "r"}
         learner, given = OrthogonalLearner(ATOMS), {"digits": digits_sent}
         ones = [DictionaryClient(parts[k], learner, context_of(k), **given) for k in range(2)]

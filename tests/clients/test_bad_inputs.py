@@ -37,6 +37,7 @@ def test_any_other_partition_id_is_one_sentence(partition: Any) -> None:
 REQUESTS = st.fixed_dictionaries(
     {},
     optional={
+        "perdl.protocol": st.sampled_from(["perma", "mixed_regression", "ditto", "app", ".."]),
         "perdl.step": st.sampled_from(["start", "update", "average", "components", "describe", ""]),
         "server-round": st.sampled_from([0, 1, -1]),
         "perdl.seed": st.sampled_from([0, 2**62]),

@@ -35,7 +35,8 @@ def samples(n: int = 120, seed: int = 0) -> np.ndarray:
 
 
 def asks(step: str, round_: int, **more: Any) -> dict[str, Any]:
-    return {"perdl.step": step, "server-round": round_, "perdl.seed": 0, "perdl.run": "r", **more}
+    config = {"perdl.protocol": "perma", "perdl.step": step, "server-round": round_}
+    return {**config, "perdl.seed": 0, "perdl.run": "r", **more}
 
 
 def test_the_start_is_the_warm_start_of_seed_and_partition() -> None:

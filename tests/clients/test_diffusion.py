@@ -48,6 +48,7 @@ def client(where: Context, value: Any = (6.0, 0.0), **options: Any) -> Diffusion
 def asked(at: int, step: str = "exchange", **more: Any) -> dict[str, Any]:
     """The config of an open exchange; rounds of server and algorithm are the same."""
     config = {"perdl.step": step, "perdl.at": at, "server-round": at, "perdl.run": "run"}
+    config |= {"perdl.protocol": "neighbor_relay", "perdl.seed": 0}
     return {**config, "perdl.asleep": "", "perdl.sealed": False, **more}
 
 

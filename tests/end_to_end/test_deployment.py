@@ -249,7 +249,7 @@ def _third_round(
         run_config={},
     )
     asked = {"perdl.step": "update", "server-round": 3, "perdl.seed": 0, "perdl.run": run}
-    sends = {"perdl.sends": "statistics"}
+    sends = {"perdl.protocol": "perma", "perdl.sends": "statistics"}
     sites.client(node, configure(find("sites"), options=OPTIONS)).fit(
         [global_atoms], {**asked, **sends}
     )

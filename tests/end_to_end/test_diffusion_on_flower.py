@@ -205,6 +205,7 @@ def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) 
         assert set(content["config"]) == {
             "perdl.asleep",
             "perdl.at",
+            "perdl.protocol",
             "perdl.run",
             "perdl.sealed",
             "perdl.seed",

@@ -186,6 +186,7 @@ def test_a_client_with_one_point_shows_its_direction_to_fedxs_server() -> None:
     node = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
     options = {"local": "fedavg", "n_steps": 3, "step_size": 0.1}
     config = {"perdl.step": "update", "server-round": 1, "perdl.seed": 0}
+    config["perdl.protocol"] = "mixed_regression"
     config |= {f"perdl.option.{k}": v for k, v in options.items()}
     (reply,), _, _ = RegressionClient(x, y, node, min_support=0).fit([np.zeros((2, 2))], config)
     assert closest(reply[:, 2:], x) == pytest.approx(1)

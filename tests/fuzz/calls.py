@@ -161,6 +161,8 @@ VALID: dict[str, Callable[[], Any]] = {
     "shared": lambda: np.array([True, False]),
     "shape": lambda: (2, 3),
     "stack": lambda: np.stack([_atoms(), _atoms()]),
+    "protocol": lambda: "own",
+    "request": lambda: clients.StepRequest("mean", [], {}, round=1, seed=0, run=""),
     "program": lambda: network.Averaging(np.array([0.0, 1.0, 5.0])),
     "theta": lambda: _normal(D),
     "threshold": lambda: 0.5,
@@ -196,6 +198,7 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
 #: What needs Ray, a folder, a round of a run, is Flower's own, has *arguments, or is made in every
 #: step by the library alone.
 LEFT_OUT = {
+    "Local",  # made by the dispatcher alone
     "Descent",
     "Inbox",
     "Member",

@@ -15,8 +15,9 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import (
     DictionaryClient,
-    Member,
+    LearnerClient,
     RegressionClient,
+    StepResult,
     client_app,
 )
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
@@ -305,11 +306,14 @@ def test_a_sum_of_too_few_is_not_opened_but_repeated(
 # Bad input ---------------------------------------------------------------------------------------
 
 
-class OwnFit(Member):
-    """A client that knows nothing of records."""
+class OwnUpdate(LearnerClient):
+    """A client of PerMA that knows nothing of records."""
 
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [np.zeros((ATOMS, ATOMS + FEATURES))], 1, {}
+    def __init__(self, context: Context) -> None:
+        super().__init__(SAMPLES[0], LassoLearner(ATOMS), context)
+
+    def update(self, request: Any, kept: Any) -> StepResult:
+        return StepResult([np.zeros((ATOMS, ATOMS + FEATURES))], 1)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +348,7 @@ def test_flowers_own_start_does_not_say_for_how_many_rounds_the_budget_is() -> N
 
 
 def test_a_client_that_bounds_no_record_is_named() -> None:
-    grid = Tapped(client_app(OwnFit), CLIENTS)
+    grid = Tapped(client_app(OwnUpdate), CLIENTS)
     with pytest.raises(TooFewReplies, match="level"):
         learn(Noise(epsilon=1.0, trust="central"), grid, 1)
 

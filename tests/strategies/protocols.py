@@ -43,6 +43,7 @@ from flwr_perdl.strategies import (
     Yogi,
 )
 from tests.grids import Dying, partition_of
+from tests.strategies import own_protocol
 
 N = 6
 SLOPES = np.array([[2.0, 0.0], [-2.0, 1.0]])
@@ -87,6 +88,8 @@ class Case(NamedTuple):
     privacy: Mapping[str, Any] | None = None
     #: Whether its clients may keep a part of the model private.
     private: bool = False
+    #: Where its client's steps are, if they are not the library's.
+    protocols: tuple[Any, ...] = ()
 
     def start(self, grid: Any, rounds: int, **options: Any) -> tuple[ProtocolStrategy, list[Any]]:
         """Return the strategy after so many rounds, and what it has learned."""
@@ -125,7 +128,7 @@ class Case(NamedTuple):
         faults: Any = None,
         **guards: Any,
     ) -> Any:
-        app = client_app(self.make_client, **guards)
+        app = client_app(self.make_client, protocols=self.protocols, **guards)
         return kind(app, n, state_dir=state_dir, faults=faults)
 
 
@@ -143,6 +146,10 @@ def models(context: Context, i: int) -> Any:
 
 def nodes(context: Context, i: int) -> Any:
     return DiffusionClient(Averaging(VALUES), context, max_delay=3)
+
+
+def owners(context: Context, i: int) -> Any:
+    return own_protocol.OwnClient(X[i])
 
 
 def relay(topology: Topology = RING, **options: Any) -> NeighborRelay:
@@ -191,6 +198,7 @@ CASES = {
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
     "relay": Case(relay, nodes, 3),
     "averaging": Case(averaging, models, 3, START, private=True),
+    "own": Case(own_protocol.OwnMean, owners, 1, protocols=(own_protocol,)),
 }
 SOME: dict[str, Any] = {"fraction_train": 0.8}
 PERTURBED = MomentDescent(n_products=2, n_iterations=2, perturbation=0.1)
@@ -231,4 +239,5 @@ class Everyone(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         case = str(message.content.get("config", {}).get("case", "clusters"))
-        return client_app(CASES[case].make_client)(message, context)
+        app = client_app(CASES[case].make_client, protocols=CASES[case].protocols)
+        return app(message, context)

@@ -18,8 +18,8 @@ from numpy.testing import assert_array_equal as assert_same_bits
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app, keep_private
-from flwr_perdl.clients.diffusion import SEALED
-from flwr_perdl.clients.diffusion_averaging import AVERAGING
+from flwr_perdl.clients.diffusion_averaging import ABOUT
+from flwr_perdl.clients.neighbor_relay import SEALED
 from flwr_perdl.network import (
     CombinationMatrix,
     Faults,
@@ -144,9 +144,9 @@ def test_a_node_whose_messages_are_sealed_shows_no_model(sealed: bool) -> None:
             asked = list(messages)
             for message in asked:
                 config = message.content.config_records.get("config", {})
-                if AVERAGING in config:
-                    about = {**json.loads(config[AVERAGING]), "shows": True}
-                    changed: dict[str, Any] = {AVERAGING: json.dumps(about)}
+                if ABOUT in config:
+                    about = {**json.loads(config[ABOUT]), "shows": True}
+                    changed: dict[str, Any] = {ABOUT: json.dumps(about)}
                     if config["perdl.step"] == "show":  # in the clear, too
                         changed[SEALED] = False
                         message.content["arrays"] = ArrayRecord(Delivery(()).to_arrays())

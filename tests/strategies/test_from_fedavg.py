@@ -67,7 +67,7 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
 @pytest.mark.parametrize(
     ("combine", "error", "said"),
     [
-        (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "perdl.step"),
+        (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "perdl.protocol"),
         (lambda: run(PerMA(2), MEANS), TooFewReplies, "DictionaryClient"),
         (lambda: run(PerMA(2), client_app(as_app(MeanClient))), TooFewReplies, "DictionaryClient"),
         (lambda: run(FedX(2), MEANS), TooFewReplies, "RegressionClient"),

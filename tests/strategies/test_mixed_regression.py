@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message
 
-from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.clients import RegressionClient
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
     LogisticLoss,

@@ -389,7 +389,7 @@ def test_ditto_keeps_what_it_has_if_a_training_fails() -> None:
     calls: list[int] = []
 
     def fails(own: dict[str, np.ndarray], config: Any) -> None:
-        assert not [key for key in config if key in ("perdl.ditto", "perdl.pull")]
+        assert not [key for key in config if key in ("perdl.protocol", "perdl.pull")]
         calls.append(config["server-round"])
         if len(calls) == 3 * 2 + 2:  # client 0 in round 2, its own model
             raise RuntimeError("no")
@@ -429,7 +429,11 @@ def test_ditto_goes_on_without_one_client_that_has_a_private_part() -> None:
 
 
 def test_a_server_of_ditto_that_sends_another_model_is_refused() -> None:
-    app, context, ditto = client_app(make_app()), context_of(), {"perdl.ditto": True}
+    app, context, ditto = (
+        client_app(make_app()),
+        context_of(),
+        {"perdl.protocol": "ditto", "perdl.step": "train", "perdl.seed": 0},
+    )
     ask(app, context, 1, model(), **ditto, **{"perdl.pull": 0.5})
     with pytest.raises(ValueError, match="arrays"):
         ask(app, context, 2, model(head=3), **ditto, **{"perdl.pull": 0.5})

@@ -8,7 +8,8 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients._requests import LimitedClient, rounded
-from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
@@ -24,16 +25,9 @@ from flwr_perdl.regression.losses import check_labels, check_loss, check_points
 from flwr_perdl.regression.phases import RULES
 from flwr_perdl.regression.two_phase import answer
 
+MIXED_REGRESSION = "mixed_regression"
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
-#: Marks the requests of clustered regression, which no other client can answer.
-LINEAR = "perdl.linear"
-#: The error of a client of another kind.
-ONLY_LINEAR = (
-    "this strategy clusters linear models, which RegressionClient fits, with a feature map and a "
-    "loss of one's own where wanted; ClusteredFedAvg clusters models of any kind by the clients' "
-    "own fit"
-)
 #: The largest norms of models by default. With the squared loss replies are linear in the model,
 #: and a large one shows no more; other gradients become steps, and show single points.
 _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
@@ -100,6 +94,12 @@ class RegressionClient(LimitedClient):
     array([[ 2., -1.]])
     """
 
+    only = (
+        "this strategy clusters linear models, which RegressionClient fits, with a feature map and "
+        "a loss of one's own where wanted; ClusteredFedAvg clusters models of any kind by the "
+        "clients' own fit"
+    )
+
     def __init__(
         self,
         X: Matrix,
@@ -132,27 +132,7 @@ class RegressionClient(LimitedClient):
         if evaluation is not None:
             self.held_out = self._checked(*evaluation, columns=self.X.shape[1])
 
-    @step("describe")
-    def describe(self, request: StepRequest) -> StepResult:
-        """Not in the paper: send the loss's curvature and the features' mean squares."""
-        return self._answer(request)
-
-    @step("moment")
-    def moment(self, request: StepRequest) -> StepResult:
-        """Phase 1, line 9: send the part of the products with the residual moment."""
-        return self._answer(request)
-
-    @step("anchors")
-    def anchor(self, request: StepRequest) -> StepResult:
-        """Phase 1, lines 10-15: send the estimate of the own model, of too few points zeros."""
-        return self._answer(request)
-
-    @step("update")
-    def update(self, request: StepRequest) -> StepResult:
-        """Phase 2, lines 5-7: find the cluster, and send its number, its loss and its change."""
-        return self._answer(request)
-
-    def _answer(self, request: StepRequest) -> StepResult:
+    def answer(self, request: StepRequest) -> StepResult:
         """Return what leaves the client: sums over at least ``min_support`` points."""
         ask, n = _read(request, self.max_norm), len(self.y)
         points = {"halves": n // 2, "pair": 1}.get(str(ask.options.get("estimate")), n)
@@ -172,7 +152,6 @@ class RegressionClient(LimitedClient):
             ) from error
         return StepResult([sent], n)
 
-    @step("evaluate", kind=EVALUATE)
     def measure(self, request: StepRequest) -> StepResult:
         """Find the cluster by the client's own data, and measure its model on the held-out data.
 
@@ -238,3 +217,26 @@ def _read(request: StepRequest, max_norm: float) -> Ask:
     given = {key.removeprefix(OPTION): value for key, value in request.config.items()}
     options = {key: RULES[key](key, value) for key, value in given.items() if key in RULES}
     return Ask(name, arrays, options)
+
+
+@step(MIXED_REGRESSION, "describe", client=RegressionClient)
+@step(MIXED_REGRESSION, "moment", client=RegressionClient)
+@step(MIXED_REGRESSION, "anchors", client=RegressionClient)
+@step(MIXED_REGRESSION, "update", client=RegressionClient)
+def answer_step(local: Local, request: StepRequest) -> StepResult:
+    """Send sums over the client's points.
+
+    "describe", not in the paper: the loss's curvature and the features' mean squares. "moment"
+    (Phase 1, line 9): the part of the products with the residual moment. "anchors" (lines 10-15):
+    the estimate of the client's model, of too few points zeros. "update" (Phase 2, lines 5-7): the
+    cluster's number, its loss, and its model's change.
+    """
+    client: RegressionClient = local.client
+    return client.answer(request)
+
+
+@step(MIXED_REGRESSION, EVALUATE, kind=EVALUATE, client=RegressionClient)
+def evaluate(local: Local, request: StepRequest) -> StepResult:
+    """Measure the model of the client's cluster on its held-out data."""
+    client: RegressionClient = local.client
+    return client.measure(request)

@@ -13,18 +13,18 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
+from flwr_perdl.clients.base import PrivateState
+from flwr_perdl.clients.dispatch import ProtocolClient, step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import (
     Matrix,
     check_choice,
     check_count,
     check_flag,
     check_function,
-    check_kind,
 )
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.packing import pack_arrays, text_array, texts_of
-from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.network.combine import (
     Array,
     Program,
@@ -36,9 +36,10 @@ from flwr_perdl.network.combine import (
 from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
 from flwr_perdl.privacy.sealed import Keys, read_key, read_pinned
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import ANEW, ROUND, RUN, Scalar
+from flwr_perdl.protocol.records import ANEW, Scalar
 
-#: The protocol's steps.
+#: The protocol, and its steps.
+RELAY = "neighbor_relay"
 ANNOUNCE = "announce"
 EXCHANGE = "exchange"
 SHOW = "show"
@@ -55,12 +56,6 @@ REJECTED = "rejected-"
 #: Prefix of the state's fields among what a node shows.
 STATE = "state."
 
-#: What a client of another kind is told.
-ONLY_DIFFUSION = (
-    "this strategy needs a DiffusionClient at every node; DiffusionAveraging.program makes its "
-    "program from an ordinary client"
-)
-
 SHOWS = ("observed", "state", "nothing")
 
 #: Names of the private arrays besides the program's state, see `_Kept`.
@@ -74,7 +69,7 @@ def pins_keys(context: Context) -> bool:
     return bool(context.node_config.get("neighbour-keys"))
 
 
-class DiffusionClient(Member):
+class DiffusionClient(ProtocolClient):
     """A node of a network that runs a distributed algorithm, with this node's data only.
 
     In every round the node receives its neighbors' messages of the last round, combines them,
@@ -137,6 +132,11 @@ class DiffusionClient(Member):
     (30, 240.0)
     """
 
+    only = (
+        "this strategy needs a DiffusionClient at every node; DiffusionAveraging.program makes its "
+        "program from an ordinary client"
+    )
+
     def __init__(
         self,
         program: Program[Any],
@@ -148,15 +148,14 @@ class DiffusionClient(Member):
         on_end: Callable[[Any], Any] | None = None,
         state_dir: str | Path | None = None,
     ) -> None:
-        super().__init__(context)
+        algorithm = f"diffusion, {type(program).__name__}"
+        super().__init__(context, algorithm=algorithm, state_dir=state_dir)
         for method in ("start", "message", "combine", "adapt", "observe"):
             if not callable(getattr(program, method, None)):
                 raise TypeError(
                     f"program must be a Program with a method {method}, got {program!r}."
                 )
-        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.program = program
-        self.context = context
         self.shows = check_choice("shows", shows, SHOWS)
         self.max_delay = check_count("max_delay", max_delay)
         self.on_end = check_function("on_end", on_end)
@@ -165,61 +164,42 @@ class DiffusionClient(Member):
         self._own_key = read_key(str(key_file)) if key_file else None
         self._pinned = read_pinned(str(pinned)) if pinned else None
         self.sealed = check_flag("sealed", sealed) or self._pinned is not None
-        algorithm = f"diffusion, {type(program).__name__}"
-        self._shelf = private_shelf(context, algorithm, state_dir)
 
-    @one_blas_thread()
-    def fit(
-        self, parameters: list[Matrix], config: dict[str, Scalar]
-    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
+    def exchange(self, request: StepRequest, private: PrivateState) -> StepResult:
         """Take in what the neighbors have sent, do the work of a round, and send a message.
 
-        Parameters
-        ----------
-        parameters : list of ndarray
-            What the neighbors have sent: a ``Delivery`` (``network/messages.py``).
-        config : dict
-            The step, the algorithm's round, whether messages are sealed, and who is asleep.
-
-        Returns
-        -------
-        parameters : list of ndarray
-            The node's message (``network/messages.py``); at the end, what the node shows, packed
-            into one array.
-        num_examples : int
-            One.
-        metrics : dict
-            ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
-            sent), ``"rejected-K": 1`` for every neighbor K whose message, or card, was left out,
-            ``"anew": 1`` if the node found no state after round one, and began from its start, and
-            what the program reports about the round before, as far as it is finite.
+        The request's arrays are a ``Delivery`` (``network/messages.py``). The reply is the node's
+        message; at the end, what the node shows, packed into one array. Its metrics are
+        ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
+        sent), ``"rejected-K": 1`` for every neighbor K whose message, or card, was left out,
+        ``"anew": 1`` if the node found no state after round one, and began from its start, and
+        what the program reports about the round before, as far as it is finite.
         """
-        step, run, server_round = step_of(config), str(config[RUN]), int(config[ROUND])
+        step_, config = request.step, request.config
         round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
-        check_choice("step", step, (ANNOUNCE, EXCHANGE, SHOW))
         sealed = bool(config.get(SEALED))
         if self.sealed and not sealed:
             raise ValueError(
                 f"node {self.node} sends sealed messages only, and was asked for others."
             )
-        private = PrivateState(self.context, run, self._shelf)
         newest = private.newest() or {}
         if _OVER in newest:
-            if step != SHOW:
+            if step_ != SHOW:
                 raise ValueError(
                     f"step must be {SHOW!r} after node {self.node} has deleted its key of this run,"
-                    f" got {step!r}."
+                    f" got {step_!r}."
                 )
             kept = self._kept(newest)
-            return self._end(kept.state, sealed=True), 1, kept.over or {}
+            return StepResult(self._end(kept.state, sealed=True), 1, kept.over or {})
         # A server that crashed asks for a round again, and must get the same messages.
-        found = private.before(server_round)
+        found = private.before(request.round)
         state, pending, run_key, _ = self._kept(found)
         keys = None
         if sealed:
-            keys = Keys(self.node, run, own_key=self._own_key, pinned=self._pinned, run_key=run_key)
+            own_key, pinned = self._own_key, self._pinned
+            keys = Keys(self.node, request.run, own_key=own_key, pinned=pinned, run_key=run_key)
             run_key = keys.run_key
-        delivery = Delivery() if step == ANNOUNCE else Delivery.from_arrays(parameters, sealed)
+        delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
         metrics: dict[str, Scalar] = {ANEW: 1} if round_ > 1 and found is None else {}
         # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
@@ -230,18 +210,17 @@ class DiffusionClient(Member):
             state, more = self._combined(state, pending, delivery, keys)
             metrics, pending = more | metrics, 0
         reply: list[Matrix] = [] if keys is None else [keys.card]
-        if step == SHOW:
+        if step_ == SHOW:
             reply = self._end(state, sealed=sealed or _RUN_KEY in newest)
-        elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
+        elif step_ == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
             message = check_message(self.program.message(state), 1)
             sent, more = self._sent(message, delivery, round_, keys)
             reply, metrics = [*reply, *sent], metrics | more
         # Past messages cannot be opened once the key is gone, by a thief of the disk either.
-        over = step == SHOW and (sealed or _RUN_KEY in newest)
+        over = step_ == SHOW and (sealed or _RUN_KEY in newest)
         kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
-        private.save(server_round, kept.to_arrays(), alone=over)
-        return reply, 1, metrics
+        return StepResult(reply, 1, metrics, kept.to_arrays(), last=over)
 
     def _combined(
         self, state: Any, round_: int, delivery: Delivery, keys: Keys | None
@@ -347,3 +326,12 @@ class _Kept(NamedTuple):
             arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
             json.loads(*texts_of(arrays[_OVER])) if _OVER in arrays else None,
         )
+
+
+@step(RELAY, ANNOUNCE, client=DiffusionClient, seals=True)
+@step(RELAY, EXCHANGE, client=DiffusionClient, seals=True)
+@step(RELAY, SHOW, client=DiffusionClient, seals=True)
+def exchange(local: Local, request: StepRequest) -> StepResult:
+    """Take a step of the network's algorithm."""
+    node: DiffusionClient = local.client
+    return node.exchange(request, local.kept)

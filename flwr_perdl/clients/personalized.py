@@ -36,30 +36,28 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients._handlers import says, sendable, state_of, unsaid, within
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
+from flwr_perdl.clients.local import sendable, state_of, unsaid, within
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_trained, fixed_entries
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
+    ALTERNATE,
     ANEW,
-    CONFIG,
+    LEFT_OUT,
     METRICS,
     ROUND,
     RUN,
+    config_of,
     decode,
     encode,
     named,
     route_of,
 )
 
-#: Keys of a request's config: the names, as JSON, that the server leaves out of its requests to a
-#: client that has them, and wants left out of replies; whether to train in two steps, as FedRep.
-LEFT_OUT = "perdl.left-out"
-ALTERNATE = "perdl.alternate"
-#: What the app reads in such a step: the names of the arrays to train, as JSON.
+#: What the app reads where a request wants two steps: the names of the arrays to train, as JSON.
 TRAIN_NAMES = "train-names"
 #: The metric of a reply that leaves arrays out: how many numbers stay at the client.
 KEPT = "kept-private"
@@ -149,9 +147,7 @@ def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> 
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
-    if not says(message, LEFT_OUT):
-        return None
-    left_out = json.loads(str(message.content[CONFIG][LEFT_OUT]))
+    left_out = json.loads(str(config_of(message).get(LEFT_OUT, "[]")))
     return KeepPrivate(tuple(map(escape, left_out))) if left_out else None
 
 

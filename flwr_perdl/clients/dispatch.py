@@ -1,0 +1,323 @@
+"""What a client does in a protocol: one function per step, found by the names in the request.
+
+A request names its protocol and its step. The dispatcher looks the pair up and calls a function of
+two arguments, ``(local, request) -> StepResult``: `Local` is what an algorithm may use at a client,
+whatever the user's app is, a client with ``fit`` and ``evaluate``, a ClientApp with handlers of its
+own, or a client that is made for the protocol.
+
+The protocols of this library are the files of ``flwr_perdl/clients`` that have steps. One of them
+is looked up among these when a request first names it, and is never imported as given. A user's own
+are arguments of `client_app`. What a step keeps is saved only after the step has succeeded, so that
+a step that fails leaves no trace, and can be asked for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from math import nan
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from flwr.app import Array, Context
+
+from flwr_perdl.clients.base import Member, private_shelf
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_list
+from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.protocol.records import (
+    EVALUATE,
+    LARGEST_INT,
+    PROTOCOL,
+    ROUND,
+    RUN,
+    SEED,
+    STEP,
+    OtherClientError,
+    Scalar,
+)
+
+TRAIN = "train"
+
+
+Function = Callable[[Local, StepRequest], StepResult]
+Registered = TypeVar("Registered", bound=Function)
+
+
+class Step(NamedTuple):
+    """A function that takes a step of a protocol, and what it wants."""
+
+    protocol: str
+    name: str
+    kind: str
+    function: Function
+    #: The class of the clients that can take it; None: any app, by its training and evaluation.
+    client: type[Any] | None
+    #: Whether it sends nothing that the server can read where the node pins its neighbors' keys.
+    seals: bool
+
+
+#: ``(protocol, kind, step) -> Step``.
+Steps = Mapping[tuple[str, str, str], Step]
+
+
+def step(
+    protocol: str,
+    name: str,
+    *,
+    kind: str = TRAIN,
+    client: type[Any] | None = None,
+    seals: bool = False,
+) -> Callable[[Registered], Registered]:
+    """Register a function ``(local, request) -> StepResult`` as a step of a protocol.
+
+    Parameters
+    ----------
+    protocol : str
+        The protocol: `ProtocolStrategy.protocol_name` of the strategy that asks for the step.
+    name : str
+        What requests call the step; an evaluation is called "evaluate".
+    kind : {"train", "evaluate"}, default "train"
+        The messages that it answers.
+    client : type, optional
+        The class of the clients that can take the step by data of their own. Mods around training
+        then stand around the step. Without it the step works with any app, by `Local.fit` and
+        `Local.evaluate`, and mods stand around these.
+    seals : bool, default False
+        Whether the step keeps to sealed messages where the node pins its neighbors' keys.
+
+    Returns
+    -------
+    callable
+        The decorator.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import StepResult, step
+    >>> @step("federated-mean", "mean", client=dict)
+    ... def mean(local, request):
+    ...     return StepResult([local.client["X"].mean(axis=0)], len(local.client["X"]))
+    """
+    for argument, value in (("protocol", protocol), ("name", name)):
+        check_kind(argument, value, str, "a text")
+    check_choice("kind", kind, (TRAIN, EVALUATE))
+    check_kind("client", client, (type, type(None)), "a class or None")
+
+    def register(function: Registered) -> Registered:
+        registered = Step(protocol, name, kind, function, client, seals)
+        vars(function)["_steps"] = [*vars(function).get("_steps", ()), registered]
+        return function
+
+    return register
+
+
+def steps_of(places: object) -> Steps:
+    """Return the steps in modules and among functions, which are a list of both.
+
+    Raises
+    ------
+    TypeError
+        If one is neither.
+    ValueError
+        If a module has no step, or a function is none.
+    """
+    found: dict[tuple[str, str, str], Step] = {}
+    for place in check_list("protocols", places):
+        if not isinstance(place, ModuleType) and not callable(place):
+            raise TypeError(f"protocols must be modules or steps, got {place!r}.")
+        functions = vars(place).values() if isinstance(place, ModuleType) else [place]
+        steps = [one for f in functions for one in getattr(f, "__dict__", {}).get("_steps", ())]
+        if not steps:
+            raise ValueError(f"protocols must have functions that @step registers, got {place!r}.")
+        found.update({(one.protocol, one.kind, one.name): one for one in steps})
+    return found
+
+
+@cache
+def _steps_here(protocol: str) -> Steps:
+    """Return the steps of one of the library's protocols; none of any other name."""
+    folder = str(Path(__file__).parent)
+    if protocol not in {module.name for module in iter_modules([folder])}:
+        return {}
+    functions = vars(import_module(f".{protocol}", __package__)).values()
+    steps = [one for f in functions for one in getattr(f, "__dict__", {}).get("_steps", ())]
+    return {(s.protocol, s.kind, s.name): s for s in steps if s.protocol == protocol}
+
+
+def find_step(config: Mapping[str, Any], kind: str, own: Steps) -> Step | None:
+    """Return the step that a request asks for; None if it is one as FedAvg's.
+
+    An evaluation of a protocol without one of its own is the app's.
+
+    Raises
+    ------
+    ValueError
+        If the client knows no such protocol, or step.
+    """
+    protocol = config.get(PROTOCOL)
+    if protocol is None:
+        return None
+    protocol, name = str(protocol), str(config.get(STEP, ""))
+    steps = own if any(one == protocol for one, _, _ in own) else _steps_here(protocol)
+    if not steps:
+        raise ValueError(
+            f"{PROTOCOL} must be one that this client knows, got {protocol[:100]!r}: a protocol of "
+            "your own is client_app(protocols=[...])."
+        )
+    known = [one for its, of_kind, one in steps if (its, of_kind) == (protocol, kind)]
+    if kind == EVALUATE and not known:
+        return None
+    check_choice("step", name, known)
+    return steps[protocol, kind, name]
+
+
+def read_step(
+    config: Mapping[str, Scalar],
+    arrays: list[Matrix],
+    names: Iterable[str] = (),
+    received: Sequence[Array] = (),
+) -> StepRequest:
+    """Return what a request says, or raise a ValueError."""
+    try:
+        round_ = check_count(ROUND, config[ROUND], 0, LARGEST_INT)
+        seed = check_count(SEED, config[SEED], 0, LARGEST_INT)
+    except KeyError as error:
+        raise ValueError(f"config must have {error}, got {sorted(config)}.") from None
+    step_, run = str(config.get(STEP, "")), str(config.get(RUN, ""))
+    return StepRequest(step_, arrays, config, round_, seed, run, tuple(names), received)
+
+
+def take(asked: Step, local: Local, request: StepRequest) -> StepResult:
+    """Return what a step comes to, and keep what it keeps."""
+    result = asked.function(local, request)
+    if result.keep is not None and asked.kind == TRAIN:
+        local.kept.save(request.round, result.keep, alone=result.last)
+    return result
+
+
+@one_blas_thread()
+def take_by(
+    client: Any,
+    context: Context,
+    asked: Step,
+    arrays: list[Matrix],
+    config: Mapping[str, Scalar],
+) -> StepResult:
+    """Return what a step comes to at a client that is made for it."""
+    reject_other_client(asked, client)
+    request = read_step(config, arrays)
+    if isinstance(client, ProtocolClient):
+        client.admit(asked.kind, request)
+        shelf = client.shelf
+    else:
+        shelf = private_shelf(context, asked.protocol)
+    return take(asked, Local(context, request, shelf, client=client), request)
+
+
+def reject_other_client(asked: Step | None, client: Any) -> None:
+    """Raise an OtherClientError if a step is for clients of another kind."""
+    if asked is None or asked.client is None or isinstance(client, asked.client):
+        return
+    name = asked.client.__name__
+    only = getattr(asked.client, "only", f"this protocol needs a {name} at every client")
+    raise OtherClientError(f"the client must be another one: {only}.")
+
+
+class ProtocolClient(Member):
+    """A NumPyClient of the library's protocols, which knows who it is and may keep private arrays.
+
+    Its ``fit`` and ``evaluate`` take the step that the request names.
+
+    Parameters
+    ----------
+    context : Context
+        What Flower hands to the client's factory; says who the client is and keeps its state.
+    algorithm : str, optional
+        What the private arrays are of, so that no other algorithm takes them up; by default the
+        class's name.
+    state_dir : str or Path, optional
+        Folder for the private arrays; by default as `private_shelf` finds it; nothing is kept on
+        disk where there is none.
+
+    Raises
+    ------
+    ValueError
+        If the context does not say who the client is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import Context, RecordDict
+    >>> from flwr_perdl.clients import DictionaryClient, ProtocolClient
+    >>> from flwr_perdl.dictionary import OrthogonalLearner
+    >>> context = Context(1, 1, {"partition-id": 3}, RecordDict(), {})
+    >>> isinstance(DictionaryClient(np.eye(4), OrthogonalLearner(2), context), ProtocolClient)
+    True
+    """
+
+    #: What the error says where a step needs a client of this class, and has another.
+    only: ClassVar[str]
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        algorithm: str | None = None,
+        state_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__(context)
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
+        check_kind("algorithm", algorithm, (str, type(None)), "a name or None")
+        self.context = context
+        self.shelf = private_shelf(context, algorithm or type(self).__name__, state_dir)
+
+    def fit(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
+        """Take the training step that ``config`` asks for, and keep what it returns for later.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            The request's arrays.
+        config : dict
+            The request's config.
+
+        Returns
+        -------
+        parameters : list of ndarray
+            What leaves the client.
+        num_examples : int
+            Number of samples.
+        metrics : dict
+            What the step says besides.
+        """
+        result = self._take(TRAIN, parameters, config)
+        return [*result.arrays], result.num_examples, dict(result.metrics)
+
+    def evaluate(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Take the evaluation step, whose metric ``"loss"`` is the loss, else NaN."""
+        result = self._take(EVALUATE, parameters, config)
+        metrics = dict(result.metrics)
+        return float(metrics.pop("loss", nan)), result.num_examples, metrics
+
+    def admit(self, kind: str, request: StepRequest) -> None:
+        """Raise a ValueError if the request may not be answered; a subclass's to say."""
+
+    def _take(
+        self, kind: str, parameters: list[Matrix], config: Mapping[str, Scalar]
+    ) -> StepResult:
+        asked = find_step(config, kind, {})
+        if asked is None:
+            raise ValueError(
+                f"config must have {PROTOCOL!r}, of a protocol with a step of this kind, got "
+                f"{sorted(config)}: the strategies that this client is made for send it, Flower's "
+                "own, such as FedAvg, do not."
+            )
+        return take_by(self, self.context, asked, list(parameters), config)
