@@ -21,18 +21,12 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_client import Promise
-from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, TooFewReplies
-from tests.grids import as_app, context_of
+from tests.grids import as_app, asks, context_of, promise
 
 ROUNDS = 4
 NOISE = Noise(epsilon=2.0, trust="central", level="client")
-PROMISE = Promise(
-    **{"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0},
-    **{"rounds": ROUNDS, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"},
-)
 
 
 class Moving(NumPyClient):
@@ -60,10 +54,10 @@ def restarted(folder: Path | None, partition: int = 0, **run_config: Any) -> Con
 
 def ask(context: Context, round_: int, run: str = "run", app: Any = APP, **config: Any) -> Message:
     """Ask for a sum."""
-    become_server(1)
-    known = {"perdl.promise": PROMISE.text, "perdl.run": run, "server-round": round_, **config}
+    said = promise(rounds=ROUNDS)
+    known = {"perdl.promise": said, "perdl.run": run, "server-round": round_, **config}
     content = RecordDict({"arrays": ArrayRecord([np.zeros(2)]), "config": ConfigRecord(known)})
-    reply: Message = app(Message(content, dst_node_id=1, message_type="train"), context)
+    reply: Message = app(asks(content), context)
     return reply
 
 

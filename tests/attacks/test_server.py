@@ -23,9 +23,8 @@ from rich.console import Console
 
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
-from flwr_perdl.protocol import compat, records
+from flwr_perdl.protocol import records
 from flwr_perdl.protocol.records import Reply, read_parts, read_reply
-from flwr_perdl.protocol.request import Replies
 from flwr_perdl.regression import Answers, TwoPhase, two_phases
 from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
@@ -33,6 +32,7 @@ from flwr_perdl.strategies import (
     FedMD,
     FedX,
     PerMA,
+    Replies,
     ServerSettings,
 )
 from perdl_experiments import runner
@@ -40,7 +40,7 @@ from perdl_experiments.liars import LyingDictionaryClient
 from perdl_experiments.report import write_report
 from perdl_experiments.terminal import Rows
 from perdl_experiments.watch import View
-from tests.grids import grid_of
+from tests.grids import asks, grid_of
 
 GIB = 2**30
 
@@ -113,15 +113,13 @@ def test_no_client_may_send_more_atoms_than_the_limit() -> None:
 
 def answer(metrics: dict[str, Any], arrays: list[Any] | None = None) -> Message:
     """Return a reply whose records are whatever the client says."""
-    compat.become_server(1)
-    request = Message(RecordDict(), dst_node_id=1, message_type="train")
     content = RecordDict(
         {
             "arrays": ArrayRecord([np.ones(1)] if arrays is None else arrays),
             "metrics": MetricRecord({"num-examples": 1, **metrics}),
         }
     )
-    return Message(content, reply_to=request)
+    return Message(content, reply_to=asks(RecordDict()))
 
 
 @pytest.mark.parametrize(

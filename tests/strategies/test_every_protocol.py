@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
-from flwr_perdl.simulations.grid import FAULTS
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
 from tests.grids import arrays_in, failing
 from tests.strategies.protocols import CASES, NOISED, START, VARIANTS
@@ -74,6 +73,7 @@ def spoil(key: str, value: Any) -> Callable[[RecordDict], None]:
     return change
 
 
+FAULTS = ("error", "silence", "nan", "shape", "empty")
 HOSTILE: dict[str, Any] = {
     "huge": spoil("arrays", lambda array: Array(np.full_like(array.numpy(), 1e101))),
     "text": spoil("arrays", lambda array: Array(np.full(array.shape, "x"))),
