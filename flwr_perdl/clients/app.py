@@ -47,6 +47,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     DEFAULT,
+    LEFT_OUT,
     NO_EVALUATE,
     PARTITION_ID,
     PRIVATE,
@@ -150,7 +151,8 @@ def client_app(
     """
     check_flag("secure", secure)
     check_count("min_clients", min_clients, 2)
-    names = check_patterns("private", private)
+    none = isinstance(private, tuple) and not private
+    names = () if none else check_patterns("private", private)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
     steps = steps_of(protocols)
     if isinstance(make_client, ClientApp):
@@ -175,7 +177,8 @@ def client_app(
             f"{make_client!r}."
         )
     for name, mods in (("train_mods", train_mods), ("evaluate_mods", evaluate_mods)):
-        check_mods(name, mods)
+        if not isinstance(mods, tuple) or mods:
+            check_mods(name, mods)
     return NumPyClientApp(
         make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy, steps
     )
@@ -294,7 +297,9 @@ class AnsweringApp(ClientApp):
 
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
-        keep = self._keep or (None if self.own_keep else asked_to_keep(message))
+        keep = self._keep
+        if keep is None and self.own_keep is None and LEFT_OUT in config_of(message):
+            keep = asked_to_keep(message)
         kind = route_of(message)[0]
         mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:

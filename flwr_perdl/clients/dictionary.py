@@ -15,8 +15,8 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, Batches, reader
-from flwr_perdl.clients._requests import LimitedClient, check_atoms, rounded
 from flwr_perdl.clients.base import PrivateArrays
+from flwr_perdl.clients.dispatch import ProtocolClient, rounded
 from flwr_perdl.clients.local import StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
@@ -37,6 +37,12 @@ from flwr_perdl.random import spawn
 LOCAL_STEPS = "perdl.local-steps"
 #: Maximum number of local steps, refinement steps and atoms per sample in a request.
 MOST_STEPS = 10_000
+#: How far from 1 the squared norm of an atom in a request may be, and from 0 the product of two
+#: that must be orthogonal.
+_ODD = 2e-3
+#: The largest cosine of two atoms in a request: differences of the replies' rows for two atoms that
+#: are almost equal would show single samples.
+_MOST_COHERENT = 0.99
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 #: Numbers in a client's samples from which on its products take longer than Python's own work.
@@ -68,11 +74,11 @@ class LearnerOptions(TypedDict, total=False):
     extra_metrics: ExtraMetrics | None
 
 
-class LearnerClient(LimitedClient):
+class LearnerClient(ProtocolClient):
     """A client with samples and a learner; the protocols' own clients say what leaves it.
 
     It refuses a request that its protocol does not send before it touches the samples, and answers
-    only so many (`flwr_perdl.clients._requests`). Metrics are means over at least ``min_support``
+    only so many. Metrics are means over at least ``min_support``
     samples, with six significant digits; with fewer samples none are sent.
 
     Parameters
@@ -293,3 +299,44 @@ def atom_counts(wanted: str) -> list[str]:
                 f"{N_NONZERO} must be integers between 1 and {MOST_STEPS}, got {wanted!r}."
             )
     return counts
+
+
+def check_atoms(atoms: Matrix, *, most: int) -> Matrix:
+    """Return the atoms of a request, or raise a ValueError unless they have norm 1.
+
+    Parameters
+    ----------
+    atoms : ndarray of shape (n_atoms, n_features)
+        Finite.
+    most : int
+        The client's own number of atoms, which is the largest in a request.
+    """
+    if len(atoms) > most:
+        raise ValueError(f"global atoms must be at most {most}, got {len(atoms)}.")
+    with np.errstate(over="ignore"):
+        squares = np.einsum("ij,ij->i", atoms, atoms)
+    odd = np.flatnonzero(~(np.abs(squares - 1) <= _ODD))
+    if len(odd):
+        norm = float(squares[odd[0]]) ** 0.5
+        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {odd[0]}.")
+    return atoms
+
+
+def check_products(atoms: Matrix, *, orthogonal: bool) -> None:
+    """Raise a ValueError if atoms of norm 1 are too alike to train with.
+
+    Parameters
+    ----------
+    atoms : ndarray of shape (n_atoms, n_features)
+        From `check_atoms`.
+    orthogonal : bool
+        Whether the rows must be orthogonal; else they must differ.
+    """
+    cosines = atoms @ atoms.T
+    np.fill_diagonal(cosines, 0)
+    largest, limit = float(np.abs(cosines).max(initial=0)), _ODD if orthogonal else _MOST_COHERENT
+    if largest > limit:
+        raise ValueError(
+            f"global atoms must have cosines of at most {limit:g} with each other for what is "
+            f"asked of this client's learner, got {largest:.3g}."
+        )

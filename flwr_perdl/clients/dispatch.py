@@ -9,12 +9,27 @@ The protocols of this library are the files of ``flwr_perdl/clients`` that have 
 is looked up among these when a request first names it, and is never imported as given. A user's own
 are arguments of `client_app`. What a step keeps is saved only after the step has succeeded, so that
 a step that fails leaves no trace, and can be asked for again.
+
+A server that sends what it likes learns more than one that follows its protocol: a second request
+that differs a little from the first isolates one sample in the difference of the replies. So a
+client of a protocol answers only so many requests. The rules, within one run of Flower (an engine
+binds ``context.state`` to ``context.run_id``, whatever the server's messages say):
+
+- At most ``max_runs`` tokens ``perdl.run``. A server that asks under a fresh token each time, to
+  meet the client without its state, ends there. A server app starts a few strategies one after
+  another; an `InProcessGrid` begins a new run of Flower with each.
+- Under a token the rounds only increase, separately for training and for evaluation. The last round
+  may be asked again, with the same request alone: a server that crashed does so when it resumes,
+  and receives the same reply.
+- A protocol's first step, which sends a whole dictionary, comes first under a token or not at all.
+- At most ``max_requests`` training requests and as many evaluations over all tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from math import nan
 from pathlib import Path
@@ -22,13 +37,15 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from flwr.app import Array, Context
+import numpy as np
+from flwr.app import Array, ConfigRecord, Context
 
 from flwr_perdl.clients.base import Member, private_shelf
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_list
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import (
+    ANSWERED,
     EVALUATE,
     LARGEST_INT,
     PROTOCOL,
@@ -41,6 +58,8 @@ from flwr_perdl.protocol.records import (
 )
 
 TRAIN = "train"
+#: Significant digits of the metrics that leave a client: more would tell what single samples are.
+DIGITS = 6
 
 
 Function = Callable[[Local, StepRequest], StepResult]
@@ -211,11 +230,63 @@ def take_by(
     reject_other_client(asked, client)
     request = read_step(config, arrays)
     if isinstance(client, ProtocolClient):
-        client.admit(asked.kind, request)
+        if client.limits is not None:
+            _admit(context, asked.kind, request, *client.limits)
         shelf = client.shelf
     else:
         shelf = private_shelf(context, asked.protocol)
     return take(asked, Local(context, request, shelf, client=client), request)
+
+
+def _digest(parameters: Sequence[Matrix], config: Mapping[str, Scalar]) -> str:
+    """Return what tells a request from every other one."""
+    own = {key: value for key, value in config.items() if key.startswith("perdl.")}
+    found = sha256(repr((sorted(own.items()), config[ROUND])).encode())
+    for array in parameters:
+        found.update(repr((array.shape, array.dtype.str)).encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:32]
+
+
+def _admit(
+    context: Context, kind: str, request: StepRequest, max_runs: int, max_requests: int
+) -> None:
+    """Note a request in ``context.state``, or raise a ValueError if it may not be answered."""
+    record = context.state.get(ANSWERED)
+    # By kind: how many; by "run/kind": the last round, and the digest of its request.
+    noted = record.copy() if isinstance(record, ConfigRecord) else ConfigRecord()
+    asked, round_ = _digest(request.arrays, request.config), request.round
+    token = sha256(request.run.encode()).hexdigest()[:16]
+    runs = {key.partition("/")[0] for key in noted if "/" in key}
+    if token not in runs and len(runs) >= max_runs:
+        raise ValueError(
+            f"max_runs must be more to go on: this client takes part in {max_runs} runs of a "
+            "strategy within one run of Flower."
+        )
+    before = str(noted.get(f"{token}/{kind}", "-1"))
+    last = int(before.partition(" ")[0])
+    if before == f"{round_} {asked}":
+        return
+    if round_ <= last:
+        raise ValueError(
+            f"{ROUND} must be more than the last one, {last}, or the same request again, got "
+            f"{round_}."
+        )
+    if not request.arrays and last >= 0:
+        raise ValueError("step must be a first one in a run's first request only, got it again.")
+    count = int(str(noted.get(kind, 0))) + 1
+    if count > max_requests:
+        raise ValueError(
+            f"max_requests must be more to go on: this client answers {max_requests} requests "
+            f"to {kind} within one run of Flower."
+        )
+    noted[kind], noted[f"{token}/{kind}"] = count, f"{round_} {asked}"
+    context.state[ANSWERED] = noted
+
+
+def rounded(value: float) -> float:
+    """Return a metric with as many digits as may leave the client."""
+    return float(f"{value:.{DIGITS}g}")
 
 
 def reject_other_client(asked: Step | None, client: Any) -> None:
@@ -242,6 +313,9 @@ class ProtocolClient(Member):
     state_dir : str or Path, optional
         Folder for the private arrays; by default as `private_shelf` finds it; nothing is kept on
         disk where there is none.
+    max_runs, max_requests : int, optional
+        Runs of a strategy (their tokens ``perdl.run``) within one run of Flower that the client
+        takes part in, and requests to train that it answers there, and as many evaluations.
 
     Raises
     ------
@@ -268,12 +342,18 @@ class ProtocolClient(Member):
         *,
         algorithm: str | None = None,
         state_dir: str | Path | None = None,
+        max_runs: int | None = None,
+        max_requests: int | None = None,
     ) -> None:
         super().__init__(context)
         check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         check_kind("algorithm", algorithm, (str, type(None)), "a name or None")
         self.context = context
         self.shelf = private_shelf(context, algorithm or type(self).__name__, state_dir)
+        self.limits: tuple[int, int] | None = None
+        if max_runs is not None and max_requests is not None:
+            runs = check_count("max_runs", max_runs, 1)
+            self.limits = runs, check_count("max_requests", max_requests, 1)
 
     def fit(
         self, parameters: list[Matrix], config: dict[str, Scalar]
@@ -306,9 +386,6 @@ class ProtocolClient(Member):
         result = self._take(EVALUATE, parameters, config)
         metrics = dict(result.metrics)
         return float(metrics.pop("loss", nan)), result.num_examples, metrics
-
-    def admit(self, kind: str, request: StepRequest) -> None:
-        """Raise a ValueError if the request may not be answered; a subclass's to say."""
 
     def _take(
         self, kind: str, parameters: list[Matrix], config: Mapping[str, Scalar]

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.clients._requests import LimitedClient, rounded
-from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import (
     LARGE,
@@ -33,11 +32,11 @@ OPTION = "perdl.option."
 _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
 
 
-class RegressionClient(LimitedClient):
+class RegressionClient(ProtocolClient):
     """A client whose data come from one of k unknown regression models.
 
     It rejects a request that a protocol does not send before it touches its data, answers only so
-    many (`flwr_perdl.clients._requests`), and keeps nothing but their number. What leaves it: first
+    many, and keeps nothing but their number. What leaves it: first
     its curvature and its features' mean squares; in Phase 1 its part of the residual moment, a d x
     w matrix that sums over its pairs of points, and, where it has enough points, its own estimate;
     in Phase 2 its cluster, its loss and its update of its own cluster's model. Of a client with one

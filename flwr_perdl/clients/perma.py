@@ -29,7 +29,6 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients._batches import Batched, reader, update_in_batches
-from flwr_perdl.clients._requests import check_products, rounded
 from flwr_perdl.clients.base import PrivateArrays
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
@@ -38,11 +37,12 @@ from flwr_perdl.clients.dictionary import (
     LearnerClient,
     LearnerOptions,
     atom_counts,
+    check_products,
     doubts,
     mean_square,
     read_local_steps,
 )
-from flwr_perdl.clients.dispatch import step
+from flwr_perdl.clients.dispatch import rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
