@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from copy import deepcopy
 from functools import partial
@@ -23,7 +24,7 @@ RESUME = ServerSettings(resume=True)
 
 
 @pytest.mark.parametrize("damage", ["missing", "another one"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "one-shot"])  # FedX's state
 def test_an_entry_that_is_missing_or_another_one_is_noticed(
     name: str, damage: str, tmp_path: Path, warned: Any
 ) -> None:
@@ -36,7 +37,9 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
     path = max((tmp_path / "whole").glob("round-*.npz"))
     states = {node: deepcopy(context.state) for node, context in grid.contexts.items()}
     saved = files.load(path)
-    for entry, array in saved.arrays.items():
+    alike = {re.sub(r"/\d+", "/#", entry): entry for entry in saved.arrays}
+    for entry in alike.values():
+        array = saved.arrays[entry]
         arrays, meta = dict(saved.arrays), dict(saved.meta)
         if damage == "another one":
             arrays[entry] = np.zeros((0, *array.shape))
