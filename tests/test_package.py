@@ -37,7 +37,7 @@ FLOORS = {
     "dictionary": {"core"},
     "regression": {"core"},
     "network": {"core", "dictionary"},
-    "protocol": {"core", "regression"},  # the rules of `average_updates`
+    "protocol": {"core"},
     "export": {"core", "protocol"},
     "pytorch": {"core"},
     "trackers": {"core", "protocol", "clients"},  # of clients, the name of a metric

@@ -12,7 +12,7 @@ from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.dictionary import Learner, reconstruct
 from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.dictionary.learners import CodeSums, SummedLearner, with_level
-from flwr_perdl.privacy.withholding import Terms
+from flwr_perdl.privacy.withholding import SupportRule
 
 #: The client's X where it comes in batches: a sequence of them, or what returns an iterator.
 Batched = Sequence[Matrix] | Callable[[], Iterable[Matrix]]
@@ -117,7 +117,8 @@ def update_in_batches(
     # `check_summed` has seen to it that the learner is one of this library's.
     learner = with_level(cast(SummedLearner, learner), batches.energy, batches.n_samples)
     r = n_global
-    found: list[Any] = []
+    sums: CodeSums | None = None
+    rules: list[SupportRule] = []
     squares, n_entries, energy = 0.0, 0, 0.0
     for X, weight in batches:
         C = learner.code(X, D)
@@ -125,18 +126,19 @@ def update_in_batches(
         squares += squared_norm(observed(X - reconstruct(C, D)))
         n_entries += X.size - int(np.count_nonzero(np.isnan(X)))
         energy += weight * squared_norm(full)
-        terms = Terms.of(own, full - reconstruct(C[:, r:], D[r:]))
-        part = [CodeSums.of(full, C).times(weight), terms]
-        part += [Terms.of_entries(own, X)] if batches.missing else []
-        found = [a.plus(b) for a, b in zip(found, part, strict=True)] if found else part
-    sums, terms, *entries = found
+        part = CodeSums.of(full, C).times(weight)
+        sums = part if sums is None else sums.plus(part)
+        rows = [SupportRule.count_rows(own, full - reconstruct(C[:, r:], D[r:]))]
+        rows += [SupportRule.count_entries(own, X)] if batches.missing else []
+        rules = [a.add(b) for a, b in zip(rules, rows, strict=True)] if rules else rows
+    assert sums is not None  # there is a batch
     sums = sums if past is None else sums.plus(past)
     # Withholding asks of the new samples alone: two replies differ by these, whatever the past.
-    shared = terms.enough(min_support)
+    shared = rules[0].allows(min_support)
     local = np.append(~shared, np.ones(len(D) - r, dtype=bool))
     moments = (sums.products[:r] - sums.gram[:r, local] @ D[local]) * shared[:, None]
     gram = sums.gram[:r, :r] * shared * shared[:, None]
-    for tally in entries:  # a withheld entry's sum is that of a reconstruction
-        moments = np.where(tally.enough(min_support), moments, gram @ D[:r])
+    for rule in rules[1:]:  # a withheld entry's sum is that of a reconstruction
+        moments = np.where(rule.allows(min_support), moments, gram @ D[:r])
     sent = (moments if learner.orthogonal else np.hstack([gram, moments])).astype(D.dtype)
     return Update(learner.update_sums(sums, D), sent, squares / n_entries, energy)

@@ -40,9 +40,8 @@ from flwr_perdl.clients.personalized import (
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_client import answer_noised, in_noised_round
-from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
-from flwr_perdl.protocol.compat import has_handler, is_legacy, like, mods_of
+from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
+from flwr_perdl.protocol.compat import SECAGG, has_handler, is_legacy, like, mods_of
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
@@ -50,7 +49,9 @@ from flwr_perdl.protocol.records import (
     LEFT_OUT,
     NO_EVALUATE,
     PARTITION_ID,
+    PINNED_KEYS,
     PRIVATE,
+    PROMISE,
     UNCOUNTED,
     Scalar,
     config_of,
@@ -242,6 +243,10 @@ class AnsweringApp(ClientApp):
                 answered = self._guarded(kind, message, context)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
+        except KeyError as error:
+            if error.args == (SECAGG,) and SECAGG not in message.content:
+                raise ValueError(OTHER_MOD) from error
+            raise
         reply: Any = directed(answered, message)
         answer: Message = reply
         return answer
@@ -261,16 +266,15 @@ class AnsweringApp(ClientApp):
         call = self._answer
         if asked is not None and asked.client is None:
             call = partial(self._take, asked)
-        if in_secure_round(message):
-            return masked(message, context, call, self._min_clients, self._own(context))
-        if self._secure and kind == MessageType.TRAIN and not _is_start(message, asked):
+        trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
+        if self._secure and trains and not secure and not _is_start(message, asked):
             raise ValueError(
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
-            call = partial(answer_noised, call_next=call, own=self._own(context))
-        return in_plain_round(message, context, call)
+        if trains and (self._privacy or secure or PROMISE in config_of(message)):
+            return answer_for_sum(message, context, call, self._min_clients, self._own(context))
+        return call(message, context)
 
     def _take(self, asked: Step, message: Message, context: Context) -> Message:
         """Take a step that works with any app."""
@@ -320,7 +324,7 @@ class AnsweringApp(ClientApp):
 
 def _pins_keys(context: Context) -> bool:
     """Whether a node's config names the only keys that its messages may be sealed for."""
-    return bool(context.node_config.get("neighbour-keys"))
+    return bool(context.node_config.get(PINNED_KEYS))
 
 
 def _is_start(message: Message, asked: Step | None) -> bool:

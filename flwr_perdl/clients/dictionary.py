@@ -29,7 +29,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS, check_samples, check_summed
-from flwr_perdl.privacy.withholding import Terms
+from flwr_perdl.privacy.withholding import SupportRule
 from flwr_perdl.protocol.records import ANEW, Scalar
 from flwr_perdl.random import spawn
 
@@ -213,7 +213,7 @@ class LearnerClient(ProtocolClient):
 
     def may_send(self, weights: Matrix, X: Matrix) -> NDArray[np.bool_]:
         """Return which of the sums ``weights.T @ X`` may leave this client."""
-        return Terms.of(weights, X).enough(self.min_support)
+        return SupportRule.count_rows(weights, X).allows(self.min_support)
 
     def result(
         self,
@@ -277,8 +277,8 @@ def read_local_steps(request: StepRequest) -> int:
     return check_count(LOCAL_STEPS, request.config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)
 
 
-def doubts(X: Matrix, n_atoms: int) -> list[str]:
-    """Return what is odd about the samples of a client with so many atoms, and what to do then."""
+def data_warnings(X: Matrix, n_atoms: int) -> list[str]:
+    """Return what is unusual about a client's samples for so many atoms, and what to do then."""
     n = int(np.count_nonzero(observed(X).any(axis=1)))
     zeros = "mostly samples of zeros: leave them out"
     few = "fewer samples than atoms, which may become copies of these: lower n_atoms or add samples"

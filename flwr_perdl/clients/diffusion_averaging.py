@@ -21,7 +21,6 @@ from flwr_perdl.clients.local import Evaluated, Local, NoEvaluateError, StepRequ
 from flwr_perdl.clients.neighbor_relay import (
     ANNOUNCE,
     EXCHANGE,
-    SEALED,
     SHOW,
     DiffusionClient,
 )
@@ -30,7 +29,7 @@ from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.network.averaging import DiffusionAveraging
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
-from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEED, Scalar, encode
+from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEALED, SEED, Scalar, encode
 
 AVERAGING = "diffusion_averaging"
 #: Says as JSON: the learner's options, how late a message may be, and name, shape and dtype of

@@ -33,21 +33,19 @@ from flwr_perdl.network.combine import (
     reported,
     screened,
 )
-from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
-from flwr_perdl.privacy.sealed import Keys, read_key, read_pinned
+from flwr_perdl.network.messages import Delivery, finite_rows, inbox_of
+from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import ANEW, Scalar
+from flwr_perdl.protocol.records import ANEW, PINNED_KEYS, SEALED, Scalar
 
 #: The protocol, and its steps.
 RELAY = "neighbor_relay"
 ANNOUNCE = "announce"
 EXCHANGE = "exchange"
 SHOW = "show"
-#: The keys of its requests' config: the algorithm's round, who is asleep in it, and whether
-#: messages are sealed.
+#: The keys of its requests' config: the algorithm's round, and who is asleep in it.
 AT = "perdl.at"
 ASLEEP = "perdl.asleep"
-SEALED = "perdl.sealed"
 #: The metrics of its replies: floats of the message, whether it is not finite, and whose messages
 #: were left out.
 FLOATS = "floats"
@@ -62,11 +60,6 @@ SHOWS = ("observed", "state", "nothing")
 _PENDING = "pending"
 _RUN_KEY = "run-key"
 _OVER = "over"
-
-
-def pins_keys(context: Context) -> bool:
-    """Whether a node's config names the only keys that its messages may be sealed for."""
-    return bool(context.node_config.get("neighbour-keys"))
 
 
 class DiffusionClient(ProtocolClient):
@@ -160,10 +153,8 @@ class DiffusionClient(ProtocolClient):
         self.max_delay = check_count("max_delay", max_delay)
         self.on_end = check_function("on_end", on_end)
         self.node = self.partition
-        key_file, pinned = (context.node_config.get(k) for k in ("key-file", "neighbour-keys"))
-        self._own_key = read_key(str(key_file)) if key_file else None
-        self._pinned = read_pinned(str(pinned)) if pinned else None
-        self.sealed = check_flag("sealed", sealed) or self._pinned is not None
+        self._lasting = lasting_keys(context.node_config)
+        self.sealed = check_flag("sealed", sealed) or bool(context.node_config.get(PINNED_KEYS))
 
     def exchange(self, request: StepRequest, private: PrivateState) -> StepResult:
         """Take in what the neighbors have sent, do the work of a round, and send a message.
@@ -196,8 +187,7 @@ class DiffusionClient(ProtocolClient):
         state, pending, run_key, _ = self._kept(found)
         keys = None
         if sealed:
-            own_key, pinned = self._own_key, self._pinned
-            keys = Keys(self.node, request.run, own_key=own_key, pinned=pinned, run_key=run_key)
+            keys = Keys(self.node, request.run, run_key=run_key, **self._lasting)
             run_key = keys.run_key
         delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
         metrics: dict[str, Scalar] = {ANEW: 1} if round_ > 1 and found is None else {}
@@ -256,14 +246,8 @@ class DiffusionClient(ProtocolClient):
             return [], {**metrics, BROKEN: 1}
         if keys is None or delivery.cards is None:
             return message, metrics
-        sealed: dict[int, Matrix] = {}
-        left_out: dict[int, str] = {}
-        for receiver, its_card in delivery.cards.items():
-            try:
-                sealed[receiver] = keys.seal(message, receiver, round_, its_card)
-            except Rejected as reason:
-                sealed[receiver], left_out[receiver] = np.zeros(0), str(reason)
-        return list(sealed.values()), metrics | self._left_out(left_out)
+        sealed, rejected = keys.seal_each(message, round_, delivery.cards)
+        return sealed, metrics | self._left_out(rejected)
 
     def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
         """Log which neighbors' messages or cards were rejected; return the metrics of that."""

@@ -38,7 +38,7 @@ from flwr_perdl.clients.dictionary import (
     LearnerOptions,
     atom_counts,
     check_products,
-    doubts,
+    data_warnings,
     mean_square,
     read_local_steps,
 )
@@ -64,13 +64,13 @@ from flwr_perdl.dictionary import (
     refine_local,
     update_weights,
 )
+from flwr_perdl.dictionary.bounded import bounded_statistics
 from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.dictionary.learners import CodeSums
-from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statistics
-from flwr_perdl.privacy.secure_client import MAX_WEIGHT
+from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import EVALUATE, Scalar
+from flwr_perdl.protocol.records import EVALUATE, MAX_WEIGHT, Scalar
 from flwr_perdl.random import spawn
 
 PERMA = "perma"
@@ -195,8 +195,8 @@ class DictionaryClient(LearnerClient):
         D = self.first_dictionary(request)
         C = self.learner.code(X, D)
         error = mean_square(X - reconstruct(C, D))
-        if self.warns and (odd := doubts(self.X, len(D))):
-            log(WARNING, "This client has %s.", "; and ".join(odd))
+        if self.warns and (warnings := data_warnings(self.X, len(D))):
+            log(WARNING, "This client has %s.", "; and ".join(warnings))
         allowed = self.may_send(C, observed(X))
         sent = D[allowed]
         if has_missing(X):

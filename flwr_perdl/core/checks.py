@@ -301,6 +301,18 @@ def own_numbers(record: Any) -> None:
         object.__setattr__(record, field.name, plain(getattr(record, field.name)))
 
 
+def check_robust(
+    robust: object, rules: Iterable[str], best: str = "filtered", plain: str = "mean"
+) -> str:
+    """Return the name of the rule that an argument ``robust`` asks for.
+
+    False is the ``plain`` one, True the ``best`` one; a text is the rule's name.
+    """
+    if robust is False:
+        return plain
+    return check_choice("robust", best if robust is True else robust, rules)
+
+
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``choices``, or raise a ValueError that lists them.
 

@@ -24,7 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.aggregate import LEFT_OUT, RULES, aggregate
+
 Array = NDArray[Any]
+#: An array of the model that replies began from, and its `fixed_entries`.
+Start = tuple[Array, NDArray[np.bool_] | None]
 
 #: The dtypes of a model's arrays.
 DTYPES = tuple(
@@ -158,6 +162,56 @@ def settled(found: Array, start: Array, fixed: NDArray[np.bool_] | None) -> Arra
         found = np.rint(found)
     mean = np.asarray(found).astype(start.dtype, copy=False)
     return mean if fixed is None else np.where(fixed, start, mean)
+
+
+def aggregate_models(
+    rule: str,
+    start: Sequence[Start],
+    models: Sequence[Sequence[Array]],
+    weights: Array,
+) -> tuple[list[Array], Array]:
+    """Return the model that models come to, and their outlyingness.
+
+    The rule sees the models' changes of all floats; integers are the weighted mean.
+
+    Parameters
+    ----------
+    rule : str
+        A name of `RULES`.
+    start : sequence of (ndarray, ndarray of bool or None)
+        The arrays of the model that all began from, with their `fixed_entries`.
+    models : sequence of sequence of ndarray
+        At least one.
+    weights : ndarray of shape (n_models,)
+        Positive.
+    """
+    step: Array = np.zeros(0)
+    outlyingness: Array = np.zeros(len(models))
+    if rule != "mean":
+        step, outlyingness, _ = aggregate(rule, stack_changes(start, models), weights)
+        if RULES[rule].effect == LEFT_OUT:  # whoever is left out has no part in integers either
+            weights = weights * (outlyingness < 1)
+    shares = (weights / weights.sum()).tolist()
+    found, at = [], 0
+    for i, (array, fixed) in enumerate(start):
+        if rule != "mean" and is_float(array):
+            moved = array + step[at : at + array.size].reshape(array.shape)
+            found.append(settled(moved, array, fixed))
+            at += array.size
+        else:
+            terms = ((share, model[i]) for share, model in zip(shares, models, strict=True))
+            found.append(mean_like(array, fixed, (term for term in terms if term[0])))
+    return found, outlyingness
+
+
+def stack_changes(start: Sequence[Start], models: Sequence[Sequence[Array]]) -> Array:
+    """Return each model's changes of all floats, as a row (see `aggregate_models`)."""
+    rows = []
+    for model in models:
+        pairs = zip(model, start, strict=True)
+        parts = [change(array, *before).ravel() for array, before in pairs if is_float(array)]
+        rows.append(np.concatenate([np.zeros(0, np.float32), *parts]))
+    return np.stack(rows)
 
 
 def as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:

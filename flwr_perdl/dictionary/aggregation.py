@@ -24,15 +24,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.arrays import row_products
-from flwr_perdl.core.checks import (
-    Matrix,
-    check_array,
-    check_choice,
-    check_flag,
-    check_mask,
+from flwr_perdl.core.aggregate import (
+    LEFT_OUT,
+    RULES,
+    aggregate,
+    clip_factors,
+    geometric_median,
+    reach,
 )
-from flwr_perdl.core.robust import EFFECTS, average_of, far, geometric_median, reach, shortening
+from flwr_perdl.core.arrays import row_products
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_flag, check_mask
 from flwr_perdl.core.threads import in_threads
 from flwr_perdl.dictionary.atoms import (
     coordinate_atoms,
@@ -42,7 +43,8 @@ from flwr_perdl.dictionary.atoms import (
 )
 from flwr_perdl.dictionary.polar import polar_factor
 
-METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
+#: Of directions; rules that compare lengths, or cap weights, are for changes of models.
+METHODS = ("mean", "weighted", *(name for name, rule in RULES.items() if rule.average))
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
 #: Numbers in a client's atoms from which on threads solve for them faster than one.
@@ -68,7 +70,7 @@ class Aggregation(NamedTuple):
     kept: NDArray[np.bool_]
     #: By what was done to them ("left out", "clipped", …): to which share of each client's
     #: contribution, (n_clients,).
-    odd: dict[str, Matrix]
+    outlyingness: dict[str, Matrix]
 
 
 def aggregate_atoms(
@@ -129,15 +131,16 @@ def aggregate_atoms(
         weights = np.ones(len(stack))
     sent = np.any(stack != 0, axis=2)
     # Atom by atom, since every client may withhold others.
-    average, odd = np.zeros_like(current), np.zeros(len(stack))
+    rule = "mean" if method == "weighted" else method
+    average, outlyingness = np.zeros_like(current), np.zeros(len(stack))
     for j in range(r):
         mine = sent[:, j]
         if mine.any():
-            average[j] = average_of(stack[mine, j], method, weights[mine])
-            odd[mine] += far(stack[mine, j], average[j])
+            average[j], far, _ = aggregate(rule, stack[mine, j], weights[mine])
+            outlyingness[mine] += far
     atoms = finish_atoms(average, current, sent.any(axis=0), orthogonal=orthogonal)
-    odd /= np.maximum(sent.sum(axis=1), 1)
-    return Aggregation(atoms, sent.any(axis=1), {EFFECTS[method]: odd})
+    outlyingness /= np.maximum(sent.sum(axis=1), 1)
+    return Aggregation(atoms, sent.any(axis=1), {RULES[rule].effect: outlyingness})
 
 
 def finish_atoms(
@@ -234,7 +237,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     kept = possible & ~_outliers(own, sent & possible[:, None])
     factors = np.zeros(len(stack), stack.dtype)
     if kept.any():
-        factors[kept] = shortening(stack if kept.all() else stack[kept])
+        factors[kept] = clip_factors(stack if kept.all() else stack[kept])
     # Line 13 on the pooled samples: their statistics are the sum of the clients'.
     total = np.tensordot(factors, stack, axes=1)
     if orthogonal:
@@ -242,7 +245,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     else:
         atoms = descended_atoms(total[:, :r], total[:, r:], current)
     left_out, clipped = (present & ~kept).astype(float), np.where(kept, 1 - factors, 0)
-    return Aggregation(atoms, kept, {"left out": left_out, "clipped": clipped})
+    return Aggregation(atoms, kept, {LEFT_OUT: left_out, RULES["clip"].effect: clipped})
 
 
 def _moments(grams: Matrix) -> NDArray[np.bool_]:

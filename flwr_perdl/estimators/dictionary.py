@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms
-from flwr_perdl.clients.dictionary import N_NONZERO, Start, doubts
+from flwr_perdl.clients.dictionary import N_NONZERO, Start, data_warnings
 from flwr_perdl.core.checks import (
     Matrix,
     check_choice,
@@ -598,7 +598,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         shared = np.any([own[:r] for own in used], axis=0)
         odd: dict[str, list[str]] = {}
         for i, (X, D) in enumerate(given):
-            found = doubts(X, len(D))
+            found = data_warnings(X, len(D))
             if not (shared.all() and used[i][r:].all()):
                 found.append("atoms that no sample uses: lower n_atoms")
             if (np.triu(np.abs(D @ D.T), 1) > COPY).any():

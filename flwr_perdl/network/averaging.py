@@ -23,7 +23,7 @@ gradient tracking                          ``method="gradient_tracking"``
 ``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker_i``; 0 at
 + g_k(t) - g_k(t-1)``                      the start
 ``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
-clipping, trimmed mean                     ``robust``: `flwr_perdl.network.robust`
+clipping, trimmed mean                     ``robust``: `flwr_perdl.core.aggregate`
 push-sum, stochastic gradient push         ``method="push_sum"``; ``a_kl = 1 / (out-degree of l
                                            + 1)`` by `push_weights`, columns sum to one
 ``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z``: ``state.model_i``
@@ -61,6 +61,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.aggregate import NEIGHBOR_RULES
 from flwr_perdl.core.checks import (
     brief_repr,
     check_choice,
@@ -69,6 +70,7 @@ from flwr_perdl.core.checks import (
     check_kind,
     check_list,
     check_real,
+    check_robust,
 )
 from flwr_perdl.core.models import (
     as_dtype,
@@ -85,7 +87,6 @@ from flwr_perdl.core.models import (
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.network.combine import Array, Inbox, run_program, weighted
 from flwr_perdl.network.compression import Compression, check_compression
-from flwr_perdl.network.robust import RULES, robust_means
 from flwr_perdl.network.schedule import schedule_of
 from flwr_perdl.network.topology import Topology, weights_of
 
@@ -209,11 +210,12 @@ class DiffusionAveraging:
         Which metrics of ``fit`` and ``evaluate`` are kept (and, on Flower, sent to the server).
     config : mapping, optional
         Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
-    robust : {"clip", "trimmed"}, optional
-        What replaces the mean where neighbors may lie (`flwr_perdl.network.robust`), for "atc"
-        and "cta". "clip": a node moves toward no neighbor by more than toward the farthest but
-        ``n_liars``. "trimmed": in every coordinate it leaves out the ``n_liars`` largest and
-        smallest values of its neighbors. Both cost accuracy where the nodes' data differ.
+    robust : bool or str, default False
+        What replaces the mean where neighbors may lie (`flwr_perdl.core.aggregate`), for "atc"
+        and "cta": True stands for "clip", False for "mean". "clip": a node moves toward no neighbor
+        by more than toward the farthest but ``n_liars``. "trimmed": in every coordinate it leaves
+        out the ``n_liars`` largest and smallest values of its neighbors. Both cost accuracy where
+        the nodes' data differ.
     n_liars : int, default 1
         How many neighbors of any node may lie: less than half. Without ``robust`` it is not used.
     max_magnitude : float, optional
@@ -254,13 +256,15 @@ class DiffusionAveraging:
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
-        robust: str | None = None,
+        robust: bool | str = False,
         n_liars: int = 1,
         max_magnitude: float | None = None,
     ) -> None:
+        self.robust = check_robust(robust, ("mean", *NEIGHBOR_RULES), best="clip")
+        trusting = self.robust == "mean"
         if method is None:
             plain = None if compression is None else "gradient_tracking"
-            method = plain if robust is None else "atc"
+            method = plain if trusting else "atc"
         self.method = None if method is None else check_choice("method", method, METHODS)
         self.compression, self.consensus_step = check_compression(
             self.method, compression, consensus_step
@@ -273,14 +277,13 @@ class DiffusionAveraging:
         self.config = dict(
             check_kind("config", {} if config is None else config, Mapping, "a mapping or None")
         )
-        self.robust = None if robust is None else check_choice("robust", robust, RULES)
         self.n_liars = check_count("n_liars", n_liars, 1)
         self.max_magnitude = max_magnitude
         if max_magnitude is not None:
             self.max_magnitude = check_real("max_magnitude", max_magnitude, 0, open_low=True)
-        if robust is not None and compression is not None:
-            raise ValueError(f"robust must be None with compression, got {robust!r}.")
-        if robust is not None and self.method not in ("atc", "cta"):
+        if not trusting and compression is not None:
+            raise ValueError(f"robust must be False with compression, got {robust!r}.")
+        if not trusting and self.method not in ("atc", "cta"):
             raise ValueError(
                 "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
                 f"would add up in the corrections of the others, got {method!r}."
@@ -393,7 +396,7 @@ class DiffusionAveraging:
         *stochastic, degrees = zip(*kinds, strict=True)
         rows, columns, symmetric = map(all, stochastic)
         fixed = last == 1 and schedule.repeats and symmetric
-        if self.robust is not None and min(degrees) <= 2 * self.n_liars:
+        if self.robust != "mean" and min(degrees) <= 2 * self.n_liars:
             raise ValueError(
                 "n_liars must be less than half of every node's number of neighbors, got "
                 f"{self.n_liars} where a node has {min(degrees)}."
@@ -611,7 +614,7 @@ class AveragingProgram:
         """Return the neighborhood's means of all arrays of the model that are sent."""
         form, rule = self._of(state), self.learner.robust
         floats = [k for k in range(len(form.sent)) if is_float(inbox.arrays[k])]
-        robust = {} if rule is None else robust_means(inbox, floats, rule, self.learner.n_liars)
+        robust = {} if rule == "mean" else inbox.robust_means(floats, rule, self.learner.n_liars)
         if self.learner.method != "push_sum":
             each = range(len(form.sent))
             return [robust[k] if k in robust else inbox.mean(k, ordered=True) for k in each]

@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import html
+from flwr_perdl.core.aggregate import NEIGHBOR_RULES
+from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import (
     FLOATS,
     brief_repr,
@@ -147,6 +149,28 @@ class Inbox:
         if array.dtype not in FLOATS:
             array = array.astype(np.float32 if array.dtype.kind == "f" else np.float64)
         return product(weights, array, dense=not ordered)
+
+    def robust_means(self, positions: Sequence[int], rule: str, n_liars: int) -> dict[int, Array]:
+        """Return what a rule makes of these arrays of each neighborhood, (m, ...) by position.
+
+        The received are in the order of their senders: the bits are those of any engine.
+        """
+        wide = (np.result_type(self.arrays[i], np.float32) for i in positions)
+        sent = {
+            i: self.arrays[i].reshape(len(self.senders), -1).astype(dtype, copy=False)
+            for i, dtype in zip(positions, wide, strict=True)
+        }
+        combined = {i: array[self.own] for i, array in sent.items()}
+        for k, own in enumerate(self.own):
+            weights = {at: weight for at, weight in self.weighed(k) if at != own}
+            received, squares = list(weights), np.zeros(len(weights))
+            for array in sent.values():
+                squares += np.square(row_norms(array[received] - array[own]))
+            for i, array in sent.items():
+                shares = np.array(list(weights.values()), array.dtype)
+                rows = array[own], array[received]
+                combined[i][k] = NEIGHBOR_RULES[rule](*rows, shares, n_liars, np.sqrt(squares))
+        return {i: rows.reshape(-1, *self.arrays[i].shape[1:]) for i, rows in combined.items()}
 
     @cached_property
     def _by_sender(self) -> Csr:

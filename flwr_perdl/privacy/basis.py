@@ -1,4 +1,4 @@
-"""A public space in which atoms are learned: it is chosen without the data, and costs no privacy.
+"""A public space in which a model is learned: it is chosen without the data, and costs no privacy.
 
 Noise has the same size in every direction, the data do not: of an image's pixels, few directions
 carry most. What is learned in those alone is hit by less noise, and loses what lies outside them.
@@ -20,7 +20,7 @@ _AXES, _NUMBERS = 32, 10**8
 
 
 class PublicBasis:
-    """An orthonormal basis of the space in which atoms are learned.
+    """An orthonormal basis of the space in which a model is learned.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class PublicBasis:
         return projected
 
     def lift(self, atoms: Matrix) -> Matrix:
-        """Return atoms of the basis as atoms of the samples' own space; norms stay."""
+        """Return a model's rows, such as atoms, in the samples' own space; norms stay."""
         atoms = check_array("atoms", atoms, columns=len(self.matrix))
         lifted: Matrix = atoms @ self.matrix.astype(atoms.dtype)
         return lifted

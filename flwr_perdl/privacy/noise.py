@@ -103,7 +103,7 @@ class Noise:
     clip : float, default 1.0
         The largest norm of a record, or of a client's reply; longer ones are scaled down.
     basis : PublicBasis, optional
-        The space in which atoms are learned; by default that of the samples.
+        The space in which the model is learned; by default that of the samples.
     rng : callable, optional
         Makes a NumPy generator for each draw, for tests and simulations whose results shall be
         reproducible: who knows its seed can take the noise off. By default OpenDP draws from the
@@ -224,7 +224,7 @@ class Release(NamedTuple):
         """The standard deviation of the sum's noise if just ``n_required`` clients answer."""
         return self.step * self.share * sqrt(self.n_required)
 
-    def noised(self, values: Matrix, rng: np.random.Generator | None = None) -> Matrix:
+    def add_noise(self, values: Matrix, rng: np.random.Generator | None = None) -> Matrix:
         """Return a client's sum in steps of the grid, with the client's share of the noise.
 
         Parameters
@@ -291,18 +291,6 @@ def spent(multiplier: float, delta: float, n_releases: int) -> float:
     with np.errstate(all="ignore"):
         accountant = _needed("dp_accounting.gaussian_mechanism", "dp-accounting")
         return float(accountant.get_epsilon_gaussian(multiplier / sqrt(n_releases), delta))
-
-
-def floor_eigenvalues(A: Matrix, floor: float) -> Matrix:
-    """Return a symmetric matrix whose eigenvalues below ``floor`` are raised to it.
-
-    It costs no privacy, as all that is computed from what was released. Symmetric noise whose
-    off-diagonal entries have standard deviation s has a largest eigenvalue of 2 sqrt(n) s; below
-    twice that, noise decides.
-    """
-    values, vectors = np.linalg.eigh(A)
-    floored: Matrix = (vectors * np.maximum(values, floor)) @ vectors.T
-    return floored
 
 
 def discrete_gaussian(deviation: float, size: int, rng: np.random.Generator | None) -> Matrix:

@@ -26,7 +26,7 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.app import ConfigRecord, Context, Message
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count
 from flwr_perdl.core.models import change, check_trained, fixed_entries, is_float
@@ -37,6 +37,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     LARGEST_INT,
+    PROMISE,
     ROUND,
     RUN,
     Limits,
@@ -45,26 +46,25 @@ from flwr_perdl.protocol.records import (
     read_reply,
     read_request,
     reply_to,
-    route_of,
 )
 
-#: The config key of a request whose replies are summed with noise.
-PROMISE = "perdl.promise"
+#: Answers a message.
+Handler = Callable[[Message, Context], Message]
+
 #: The norm by which a sample may move the sum at hand at most. No request can set it: under it a
 #: client withholds nothing.
 SAMPLE_BOUND: ContextVar[float | None] = ContextVar("sample_bound", default=None)
 #: The metric by which a client says that none moves it by more.
 BOUND = "perdl.bound"
 
-#: What is summed: the replies; their changes from the request; those of atoms, of which a row of
-#: zeros is one that stays as it is; or what follows a loss and a cluster in each row.
-SUMS, CHANGES, ATOMS, UPDATES = "sums", "changes", "atoms", "updates"
-#: The number of columns before an update.
-HEAD = 2
+#: What is summed, see `Summed`. A sample is bounded in the sums themselves: it moves more where a
+#: row is a change or none.
+SUMS, CHANGES, ROWS = "sums", "changes", "rows"
+_KINDS = {"record": (SUMS,), "client": (SUMS, CHANGES, ROWS)}
+#: What a promise says that a `Noise` says.
+BUDGET = "epsilon", "delta", "trust", "level", "clip"
 #: The record of a client's state with what it has spent.
 _SPENT = "perdl.noised"
-#: The weight of C'C in a sum of statistics: of the noise, C'X gets less.
-BALANCE = 7**-0.5
 #: Maximum number of values in a sum, and steps of the grid to a sensitivity per entry's rounding.
 _MOST, _FINE = 2**26, 256
 
@@ -86,8 +86,9 @@ class Promise:
     limit: int
     #: The number of values in a sum.
     size: int
-    #: What is summed.
+    #: What is summed, and the number of first columns that are not.
     of: str
+    skip: int = 0
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Promise:
@@ -99,9 +100,9 @@ class Promise:
             raise ValueError(f"{PROMISE} must be a promise, got {brief_repr(given)}.") from None
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
-        # A record is bounded in the sums themselves: it moves more where a row is a change or none.
-        kinds = (SUMS,) if promise.level == "record" else (SUMS, CHANGES, ATOMS, UPDATES)
-        check_choice(f"of in {PROMISE}", promise.of, kinds)
+        check_count(f"skip in {PROMISE}", promise.skip, 0, _MOST)
+        check_choice(f"level in {PROMISE}", promise.level, tuple(_KINDS))
+        check_choice(f"of in {PROMISE}", promise.of, _KINDS[promise.level])
         return promise
 
     @property
@@ -112,8 +113,7 @@ class Promise:
     @property
     def noise(self) -> Noise:
         """The promise without what one sum needs."""
-        names = ("epsilon", "delta", "trust", "level", "clip")
-        return Noise(**{name: getattr(self, name) for name in names})
+        return Noise(**{name: getattr(self, name) for name in BUDGET})
 
     @property
     def release(self) -> Release:
@@ -137,20 +137,8 @@ class Promise:
                 reach /= 4  # little noise takes a finer grid
 
 
-def in_noised_round(message: Message) -> bool:
-    """Whether a request is one for a sum with noise."""
-    config = message.content.get(CONFIG)
-    trains = route_of(message)[0] == MessageType.TRAIN
-    return trains and isinstance(config, ConfigRecord) and PROMISE in config
-
-
 def answer_noised(
-    message: Message,
-    context: Context,
-    call_next: Callable[[Message, Context], Message],
-    own: Own | None,
-    *,
-    masked: bool = False,
+    message: Message, context: Context, call_next: Handler, own: Own | None, *, masked: bool = False
 ) -> Message:
     """Answer a request with what the client adds to a noised sum, and nothing else.
 
@@ -173,23 +161,31 @@ def answer_noised(
     at = run, check_count(ROUND, config.get(ROUND), 1)
     _spend(context, own, promise, at, again=not distributed)
     spent = context.state[_SPENT]
+    values = _summand(promise, arrays, message, lambda: call_next(message, context))
+    context.state[_SPENT] = spent  # the client may have put another state in its place
+    if distributed:
+        values = release.add_noise(values, _generator(own))
+    return reply_to(message, [values], 1, {})
+
+
+def _summand(
+    promise: Promise, given: Sequence[Matrix], message: Message, call: Callable[[], Message]
+) -> Matrix:
+    """Return what the client adds to the sum before noise, bounded: zeros where it fails.
+
+    Raises
+    ------
+    ValueError
+        If its replies can be no part of this sum, whatever the data are.
+    """
     values: Matrix = np.zeros(promise.size)
-    found, by_record = values, promise.level == "record"
+    found, by_sample = values, promise.level == "record"
     bound: float | None = promise.clip
-    token = SAMPLE_BOUND.set(bound if by_record else None)
+    token = SAMPLE_BOUND.set(bound if by_sample else None)
     try:
-        reply = call_next(message, context)
-        if reply.has_error():
-            raise ValueError(error_of(reply))
-        given = message.content.array_records[ARRAYS]
-        names = [name for name in given if name in reply.content.array_records[ARRAYS]]
-        model = promise.of == CHANGES
-        limits = Limits(expect=arrays[len(arrays) - len(names) :]) if model else Limits()
-        sent, _, metrics, _ = read_reply(reply.content, limits, names=names)
-        bound = metrics.get(BOUND)
-        found = _flat(promise, sent, arrays)
+        found, bound = _read(promise, given, message, call())
         if found.shape == values.shape:
-            values = found if by_record else _clipped(found, promise.clip)
+            values = found if by_sample else _clip(found, promise.clip)
     except (KeyboardInterrupt, OtherClientError):  # not the data's
         raise
     # SystemExit and the panics of extension modules, which are no Exception, may depend on the
@@ -198,28 +194,40 @@ def answer_noised(
         log(WARNING, "This client failed, and adds nothing to the sum: %r", error)
     finally:
         SAMPLE_BOUND.reset(token)
-    context.state[_SPENT] = spent  # the client may have put another state in its place
-    # What is rejected here is so whatever the data are.
     if found.size != promise.size:
+        raise ValueError(f"a reply must have {promise.size} values for this sum, got {found.size}.")
+    if by_sample and bound != promise.clip:
         raise ValueError(
-            f"a reply must have {promise.size} values for this sum, got {found.size} (orthonormal "
-            "initial_arrays are for clients with an OrthogonalLearner)."
+            'level must be "client" for clients that do not bound what each sample adds, got '
+            '"record".'
         )
-    if by_record and bound != promise.clip:
-        raise ValueError(
-            'level must be "client" for clients that do not bound what each sample adds '
-            '(DictionaryClient with aggregation="statistics" does), got "record".'
-        )
-    if distributed:
-        values = release.noised(values, _generator(own))
-    return reply_to(message, [values], 1, {})
+    return values
+
+
+def _read(
+    promise: Promise, given: Sequence[Matrix], message: Message, reply: Message
+) -> tuple[Matrix, float | None]:
+    """Return a reply's values that are summed, as one vector, and its bound of each sample."""
+    if reply.has_error():
+        raise ValueError(error_of(reply))
+    sent = reply.content.array_records[ARRAYS]
+    names = [name for name in message.content.array_records[ARRAYS] if name in sent]
+    model = promise.of == CHANGES
+    limits = Limits(expect=given[len(given) - len(names) :]) if model else Limits()
+    arrays, _, metrics, _ = read_reply(reply.content, limits, names=names)
+    if promise.of != SUMS:
+        start = given[len(given) - len(arrays) :]
+        of, pairs = promise.of, enumerate(zip(arrays, start, strict=True))
+        arrays = [_change(of, i, *pair) for i, pair in pairs if is_summed(of, pair[1])]
+    summed = [array[:, promise.skip :] if promise.skip else array for array in arrays]
+    return _flat(summed), metrics.get(BOUND)
 
 
 def fewest(message: Message, context: Context, *, unmask: bool) -> int:
     """Return the fewest clients of which the sum at hand may be opened; 0 without a promise."""
     if not unmask:
-        promised = in_noised_round(message)
-        return Promise.read(message.content.config_records[CONFIG]).clients if promised else 0
+        config: Mapping[str, Any] = message.content.config_records.get(CONFIG, {})
+        return Promise.read(config).clients if PROMISE in config else 0
     return int(_spent(context).get("clients", 0))
 
 
@@ -304,60 +312,26 @@ def _spend(
         kept.update(new, clients=promise.clients)
 
 
-def bounded_statistics(X: Matrix, C: Matrix, bound: float, *, orthogonal: bool) -> Matrix:
-    """Return the statistics of samples, each of which adds ``bound`` at most to their norm.
-
-    Parameters
-    ----------
-    X, C : ndarray
-        Samples, and their codes with the global atoms alone.
-    bound : float
-        The largest norm of a sample's term; a longer one is scaled down.
-    orthogonal : bool
-        Whether the atoms are orthonormal.
-
-    Returns
-    -------
-    ndarray of shape (n_global, n_features) or (n_global, n_global + n_features)
-        ``C.T @ X``; unless orthogonal, `BALANCE` times ``C.T @ C`` comes before it.
-    """
-    rows = X if orthogonal else np.hstack([BALANCE * C, X])
-    norms = np.linalg.norm(C, axis=1) * np.linalg.norm(rows, axis=1)
-    statistics: Matrix = (C * (bound / np.maximum(norms, bound))[:, None]).T @ rows
-    return statistics
+def is_summed(of: str, array: Matrix) -> bool:
+    """Whether an array is a part of the sum: the integers of a model stay as they are."""
+    return of != CHANGES or is_float(array)
 
 
-def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> Matrix:
-    """Return what a client adds to the sum, as one vector in float64."""
-    if promise.of == SUMS:
-        return flat(sent)
-    if promise.of == UPDATES:
-        return flat([array[:, HEAD:] for array in sent])
-    if promise.of == CHANGES:  # of a model, whose integers stay as they are
-        arrays = zip(sent, given[len(given) - len(sent) :], strict=True)
-        return flat([_change(i, *pair) for i, pair in enumerate(arrays) if is_float(pair[1])])
-    changes: list[Matrix] = []
-    for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
-        moved = np.zeros(new.shape)
-        moved[: len(old)] = new[: len(old)].astype(np.float64) - old
-        moved *= new.any(axis=1, keepdims=True)  # what is below them is no atom
-        changes.append(moved)
-    return flat(changes)
-
-
-def _change(position: int, new: Matrix, old: Matrix) -> Matrix:
-    """Return the change of one array of a model, checked."""
+def _change(of: str, position: int, new: Matrix, old: Matrix) -> Matrix:
+    """Return the change of one array."""
+    if of == ROWS:
+        return (new.astype(np.float64) - old) * new.any(axis=1, keepdims=True)
     fixed = fixed_entries(old)
     check_trained(str(position), new, old, fixed)
     return change(new, old, fixed, np.float64)
 
 
-def flat(arrays: Sequence[Matrix]) -> Matrix:
+def _flat(arrays: Sequence[Matrix]) -> Matrix:
     """Return arrays as one vector in float64."""
     return np.concatenate([np.asarray(array, dtype=np.float64).ravel() for array in arrays])
 
 
-def _clipped(values: Matrix, clip: float) -> Matrix:
+def _clip(values: Matrix, clip: float) -> Matrix:
     """Return a vector that is scaled down to norm ``clip`` if it has a larger one."""
     peak = float(np.abs(values).max(initial=0))
     if not peak:

@@ -24,6 +24,9 @@ honest-but-curious server only. In all cases the server sees the size of every m
 and its receiver.
 
 Flower's replies carry floats: bytes travel as float64 arrays, seven in each number.
+
+A client and a server know of a card that it is an array, and of `Keys` its properties and methods:
+another way of sealing is a change of this file.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -46,8 +50,10 @@ from flwr_perdl.core.npy import read_files, write_files
 from flwr_perdl.core.packing import pack, unpack
 from flwr_perdl.network.combine import Array
 from flwr_perdl.network.messages import Rejected
+from flwr_perdl.protocol.records import KEY_FILE, PINNED_KEYS
 
-_KEY, _NONCE = 32, 12
+#: The cipher, and the bytes of its key and of its nonce.
+_CIPHER, _KEY, _NONCE = ChaCha20Poly1305, 32, 12
 _CARD = 2 * _KEY
 _NONE = bytes(_KEY)  # in place of the lasting key of a node without one
 
@@ -127,8 +133,25 @@ class Keys:
         key = self._key(self.node, receiver, _bytes(card))
         nonce = os.urandom(_NONCE)
         bound = self._bound(self.node, receiver, round_)
-        sealed = ChaCha20Poly1305(key).encrypt(nonce, write_files(arrays), bound)
+        sealed = _CIPHER(key).encrypt(nonce, write_files(arrays), bound)
         return pack(self._card + nonce + sealed)
+
+    def seal_each(
+        self, arrays: Sequence[Array], round_: int, cards: Mapping[int, Array]
+    ) -> tuple[list[Array], dict[int, str]]:
+        """Return the sealed message to each neighbor, and whose cards were rejected, and why.
+
+        A message of size 0 stands for that to a neighbor whose card was rejected.
+        """
+        sealed: list[Array] = []
+        rejected: dict[int, str] = {}
+        for receiver, card in cards.items():
+            try:
+                sealed.append(self.seal(arrays, receiver, round_, card))
+            except Rejected as reason:
+                sealed.append(np.zeros(0))
+                rejected[receiver] = str(reason)
+        return sealed, rejected
 
     def open(self, sealed: Array, sender: int, round_: int) -> tuple[Array, ...]:
         """Return the arrays of a sealed message.
@@ -154,7 +177,7 @@ class Keys:
         key = self._key(sender, self.node, card)
         try:
             bound = self._bound(sender, self.node, round_)
-            opened = ChaCha20Poly1305(key).decrypt(nonce, cipher, bound)
+            opened = _CIPHER(key).decrypt(nonce, cipher, bound)
         except InvalidTag:
             raise Rejected("it was changed, or is of another sender, round or run") from None
         try:
@@ -229,6 +252,15 @@ def make_key(path: str | Path) -> str:
     return key.public_key().public_bytes_raw().hex()
 
 
+def lasting_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lasting keys that a node's config names, as arguments of `Keys`."""
+    key_file, pinned = config.get(KEY_FILE), config.get(PINNED_KEYS)
+    return {
+        "own_key": read_key(str(key_file)) if key_file else None,
+        "pinned": read_pinned(str(pinned)) if pinned else None,
+    }
+
+
 def read_key(path: str | Path) -> X25519PrivateKey:
     """Return the lasting private key in a file.
 
@@ -240,9 +272,9 @@ def read_key(path: str | Path) -> X25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"key-file must hold a private key in PEM form, got {error}.") from error
+        raise ValueError(f"{KEY_FILE} must hold a private key in PEM form, got {error}.") from error
     if not isinstance(key, X25519PrivateKey):
-        raise ValueError(f"key-file must hold an X25519 key, got {type(key).__name__}.")
+        raise ValueError(f"{KEY_FILE} must hold an X25519 key, got {type(key).__name__}.")
     return key
 
 
@@ -258,12 +290,12 @@ def read_pinned(path: str | Path) -> dict[int, bytes]:
         pinned = {int(k): bytes.fromhex(v) for k, v in json.loads(Path(path).read_text()).items()}
     except (AttributeError, OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"neighbour-keys must be a JSON file of nodes and keys, got {error}."
+            f"{PINNED_KEYS} must be a JSON file of nodes and keys, got {error}."
         ) from error
     for node, key in pinned.items():
         if len(key) != _KEY or key == _NONE:
             raise ValueError(
-                f"neighbour-keys must be of {_KEY} bytes, not all zero, got {key.hex()} for {node}."
+                f"{PINNED_KEYS} must be of {_KEY} bytes, not all zero, got {key.hex()} for {node}."
             )
     return pinned
 

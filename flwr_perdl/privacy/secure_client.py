@@ -1,4 +1,4 @@
-"""A client's part in a secure round: what it sends leaves it masked, as a summand.
+"""A client's part in a sum: what it sends leaves it masked, with noise, or both.
 
 Flower's ``secaggplus_mod`` makes the keys, the shares of the keys and the masks. Here its requests
 are told from others and checked, and the reply of a NumPyClient becomes what the mod masks.
@@ -10,49 +10,46 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from flwr_perdl.core.checks import LARGE, Matrix, brief_repr, check_count, check_real
 from flwr_perdl.privacy.ledger import Own
-from flwr_perdl.privacy.noised_client import Promise, answer_noised, fewest, note_opened
+from flwr_perdl.privacy.noised_client import Handler, Promise, answer_noised, fewest, note_opened
 from flwr_perdl.protocol.compat import SECAGG, secagg_client
 from flwr_perdl.protocol.records import (
     CONFIG,
     LARGEST_INT,
+    MAX_WEIGHT,
+    NORM,
     NUM_EXAMPLES,
     error_of,
     read_reply,
     to_record,
 )
 
-#: The config key of a request whose replies are summed under masks: a client counts by its number
-#: of samples, and for at most so many.
-MAX_WEIGHT = "perdl.max-weight"
-#: And the largest norm of the arrays that it sends.
-NORM = "perdl.norm"
 #: The bits of the masks, and of the sum under them.
 MASK_BITS = 32
 #: The fewest clients whose sum a client takes part in, by default.
 MIN_CLIENTS = 3
+#: Why a request that is no step of SecAgg+ fails with a KeyError of its record.
+OTHER_MOD = (
+    "mods must be without Flower's secaggplus_mod, which fails in every round that is not secure: "
+    "leave it out, as an app of client_app takes part in secure rounds without it."
+)
 
 
-def in_secure_round(message: Message) -> bool:
-    """Whether a message is a step of SecAgg+; `masked` then masks the reply."""
+def answer_for_sum(
+    message: Message, context: Context, call_next: Handler, min_clients: int, own: Own | None
+) -> Message:
+    """Answer a request to train whose reply is a part of a sum, secure, with noise, or both."""
     # Of "train.default" Flower's mod masks nothing: an app of client_app makes it "train" before.
-    trains = message.metadata.message_type == MessageType.TRAIN
-    return trains and SECAGG in message.content
+    if SECAGG in message.content:
+        return _take_step(message, context, call_next, min_clients, own)
+    return answer_noised(message, context, call_next, own)
 
 
-def masked(
-    message: Message, context: Context, call_next: Any, min_clients: int, own: Own | None = None
+def _take_step(
+    message: Message, context: Context, call_next: Handler, min_clients: int, own: Own | None
 ) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked.
 
@@ -82,20 +79,6 @@ def masked(
         return _summand(request, reply, exact=True)
 
     answer: Message = secagg.mod(message, context, summand)
-    return answer
-
-
-def in_plain_round(message: Message, context: Context, call_next: Any) -> Message:
-    """Reply to a request that is no step of SecAgg+; Flower's mod for it fails there by a key."""
-    try:
-        answer: Message = call_next(message, context)
-    except KeyError as error:
-        if error.args != (SECAGG,):
-            raise
-        raise ValueError(
-            "mods must be without Flower's secaggplus_mod, which fails in every round that is not "
-            "secure: leave it out, as an app of client_app takes part in secure rounds without it."
-        ) from error
     return answer
 
 
@@ -170,7 +153,7 @@ def _summand(request: Message, reply: Message, *, exact: bool = False) -> Messag
     arrays = [array / norm for array in arrays]
     # The records in which Flower's older interface sends a FitRes.
     content: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {
-        "fitres.parameters": to_record(arrays if exact else _clipped(arrays)),
+        "fitres.parameters": to_record(arrays if exact else _clip(arrays)),
         "fitres.num_examples": MetricRecord({"num_examples": min(n_samples, most)}),
         "fitres.metrics": ConfigRecord({**metrics, NUM_EXAMPLES: n_samples}),
         "fitres.status": ConfigRecord({"code": 0, "message": ""}),
@@ -178,7 +161,7 @@ def _summand(request: Message, reply: Message, *, exact: bool = False) -> Messag
     return Message(RecordDict(content), reply_to=request)
 
 
-def _clipped(arrays: list[Matrix]) -> list[Matrix]:
+def _clip(arrays: list[Matrix]) -> list[Matrix]:
     """Return arrays that are scaled down to norm 1 if together they have a larger one."""
     peak = max((float(np.abs(array).max(initial=0)) for array in arrays), default=0.0)
     if peak > 1:  # a square must not overflow

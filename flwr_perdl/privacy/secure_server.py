@@ -7,7 +7,7 @@ sum. Here the workflow asks a strategy's own requests, and what comes back is ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from types import SimpleNamespace
@@ -16,15 +16,16 @@ from typing import Any, cast
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import LARGE, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.core.npy import view_file
-from flwr_perdl.privacy.secure_client import MASK_BITS, MAX_WEIGHT, MIN_CLIENTS, NORM
+from flwr_perdl.privacy.secure_client import MASK_BITS, MIN_CLIENTS
 from flwr_perdl.protocol.compat import SECAGG, log, secagg_server
 from flwr_perdl.protocol.options import refuse_unknown
 from flwr_perdl.protocol.records import (
     LARGEST_INT,
+    MAX_WEIGHT,
+    NORM,
     Limits,
     Reply,
     Scalar,
@@ -32,7 +33,7 @@ from flwr_perdl.protocol.records import (
     encode,
     read_parts,
 )
-from flwr_perdl.protocol.request import FAILED, REFUSED, Lost
+from flwr_perdl.protocol.request import FAILED, REFUSED, Kept, Lost, Sent
 from flwr_perdl.protocol.strategy import read_replies
 
 #: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
@@ -111,11 +112,7 @@ class SecureMean:
     ended = ""
 
     def begin(
-        self,
-        kept: dict[str, NDArray[Any]],
-        rounds: int | None,
-        min_clients: int,
-        save: Callable[[], None],
+        self, kept: Kept, rounds: int | None, min_clients: int, save: Callable[[], None]
     ) -> SecureMean:
         """Return the channel of a run."""
         return replace(self, min_clients=max(self.min_clients, min_clients))
@@ -125,13 +122,7 @@ class SecureMean:
         return {MAX_WEIGHT: self.max_weight, NORM: float(self.norm)}
 
     def gather(
-        self,
-        grid: Grid,
-        sent: Sequence[tuple[int, Message]],
-        round_: int,
-        *,
-        limits: Limits,
-        timeout: float | None,
+        self, grid: Grid, sent: Sent, round_: int, *, limits: Limits, timeout: float | None
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Ask requests of the clients under SecAgg+.
 
@@ -159,62 +150,59 @@ class SecureMean:
         return good, missing | lost
 
     def _gather(
-        self,
-        grid: Grid,
-        sent: Sequence[tuple[int, Message]],
-        n_clients: int,
-        round_: int,
-        limits: Limits,
-        timeout: float | None,
+        self, grid: Grid, sent: Sent, n: int, round_: int, limits: Limits, timeout: float | None
     ) -> tuple[dict[int, Reply], dict[int, Lost], set[int]]:
-        """Return what `gather` does, and who made clients that were there lose their sum."""
+        """Return what `gather` does of ``n`` clients, and who made those there lose it."""
         if len(sent) < 2:
             alone = Lost(FAILED, "a sum over one client hides nothing")
             return {}, {partition: alone for partition, _ in sent}, set()
-        secagg = secagg_server()
-        workflow = secagg.SecAggPlusWorkflow(
-            1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES,
-            _THRESHOLD if self.reconstruction_threshold is None else self.reconstruction_threshold,
+        # Flower's workflow knows nodes, and reports speak of partitions.
+        asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
+        state, exchanges = secagg_server().WorkflowState(), _Exchanges(grid, self.shape, limits)
+        workflow, reason = self._workflow(len(sent), n, timeout), ""
+        try:
+            results = _run(workflow, exchanges, state, asked, round_, self.min_clients)
+        except Exception as error:  # a client's keys or shares that Flower's code cannot read
+            # Any of them can end the workflow; the round is lost then, and the run is not.
+            results, reason = [], f": {type(error).__name__}: {error}"
+        lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
+        if results:
+            return *self._open({asked[p.node_id][0]: r for p, r in results}, lost, limits), set()
+        needed = max(state.threshold, self.min_clients) if state.threshold else 0
+        there = f"{exchanges.answered} of {len(sent)} clients answered, and the shares of "
+        there += f"{needed} are needed" if needed else "more are needed"
+        why = brief(f"the secure sum was lost: {there}{reason}")
+        # All fail alike where they cannot take part; not once replies were masked.
+        failed = set(lost) if len(lost) < len(sent) or exchanges.masked else set[int]()
+        return {}, {p: lost.get(p, Lost(FAILED, why)) for p, _ in sent}, failed
+
+    def _workflow(self, n_asked: int, n_clients: int, timeout: float | None) -> Any:
+        """Return Flower's workflow for a sum over ``n_asked`` of the round's clients."""
+        threshold = self.reconstruction_threshold
+        return secagg_server().SecAggPlusWorkflow(
+            1.0 if n_asked <= _MOST_SHARES else _MOST_SHARES,
+            _THRESHOLD if threshold is None else threshold,
             max_weight=float(self.max_weight),
             clipping_range=1.0,
             quantization_range=largest_range(n_clients),
             modulus_range=2**MASK_BITS,
             timeout=timeout,
         )
-        # Flower's workflow knows nodes, and reports speak of partitions.
-        asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
-        state, exchanges = secagg.WorkflowState(), _Exchanges(grid, self.shape, limits)
-        results: list[tuple[Any, Any]] = []  # of Flower's FitRes
-        reason = ""
-        try:
-            finished = _run(workflow, exchanges, state, asked, round_, results, self.min_clients)
-        except Exception as error:  # a client's keys or shares that Flower's code cannot read
-            # Any of them can end the workflow; the round is lost then, and the run is not.
-            finished, reason = False, f": {type(error).__name__}: {error}"
+
+    def _open(
+        self, results: Mapping[int, Any], lost: dict[int, Lost], limits: Limits
+    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
+        """Return the replies, each with the mean in it, and who is not among them."""
+        (file,) = next(iter(results.values())).parameters.tensors
+        mean = encode(self.norm * view_file(file)[0]).data
         good: dict[int, Reply] = {}
-        lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
-        failed: set[int] = set()
-        if finished:
-            (file,) = results[0][1].parameters.tensors
-            mean = encode(self.norm * view_file(file)[0]).data
-            for proxy, fitted in results:
-                # Metrics travel in the clear, and are checked as those of any reply.
-                partition = asked[proxy.node_id][0]
-                try:
-                    good[partition] = read_parts([mean], fitted.metrics, limits)
-                except ValueError as error:
-                    lost[partition] = Lost(REFUSED, brief(str(error)))
-                else:
-                    lost.pop(partition, None)  # it was silent after its masked reply had come
-        else:
-            needed = max(state.threshold, self.min_clients) if state.threshold else 0
-            there = f"{exchanges.answered} of {len(sent)} clients answered, and the shares of "
-            there += f"{needed} are needed" if needed else "more are needed"
-            why = brief(f"the secure sum was lost: {there}{reason}")
-            # All fail alike where they cannot take part; not once replies were masked.
-            failed = set(lost) if len(lost) < len(sent) or exchanges.masked else set()
-            lost = {partition: lost.get(partition, Lost(FAILED, why)) for partition, _ in sent}
-        return good, lost, failed
+        for partition, fitted in results.items():
+            lost.pop(partition, None)  # it was silent after its masked reply had come
+            try:  # metrics travel in the clear, and are checked as those of any reply
+                good[partition] = read_parts([mean], fitted.metrics, limits)
+            except ValueError as error:
+                lost[partition] = Lost(REFUSED, brief(str(error)))
+        return good, lost
 
 
 def largest_range(n_clients: int) -> int:
@@ -245,10 +233,10 @@ def _run(
     state: Any,
     asked: Mapping[int, tuple[int, Message]],
     round_: int,
-    results: list[tuple[Any, Any]],
     min_clients: int,
-) -> bool:
-    """Take the workflow's four steps, and return whether all went well; fill ``results``."""
+) -> list[tuple[Any, Any]]:
+    """Take the workflow's four steps, and return pairs of a client and its FitRes, none if lost."""
+    results: list[tuple[Any, Any]] = []
 
     def aggregate_fit(round_: int, fitted: Any, failures: Any) -> tuple[None, dict[str, Any]]:
         results.extend(fitted)
@@ -272,9 +260,9 @@ def _run(
     )
     grid = cast(Grid, exchanges)
     if not workflow.setup_stage(grid, context, state):
-        return False
+        return []
     if not workflow.share_keys_stage(grid, context, state):
-        return False
+        return []
     # Flower would go on to ask for shares of keys that clients lost until here never shared.
     state.sampled_node_ids = set(state.active_node_ids)
     for neighbors in state.nid_to_neighbours.values():
@@ -283,10 +271,10 @@ def _run(
         node: RecordDict(dict(message.content)) for node, (_, message) in asked.items()
     }
     if not workflow.collect_masked_vectors_stage(grid, context, state):
-        return False
+        return []
     if len(state.active_node_ids) < min_clients:
-        return False
-    return bool(workflow.unmask_stage(grid, context, state))
+        return []
+    return results if workflow.unmask_stage(grid, context, state) else []
 
 
 class _Exchanges:

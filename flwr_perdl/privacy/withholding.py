@@ -17,7 +17,7 @@ from flwr_perdl.core.checks import Matrix, check_array, check_count
 
 #: The largest share of a row's squared terms that one sample may have. A plain count of samples
 #: lets through rows of heavy-tailed samples that show one; with 1/2 clients of few samples withhold
-#: half of their atoms. benchmarks/secure.py measures what is left (results/attackers.md).
+#: half of their rows. benchmarks/secure.py measures what is left (results/attackers.md).
 MOST_OF_ONE = 2 / 3
 
 
@@ -58,7 +58,7 @@ def may_send(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
     weights = check_array("weights", weights)
     check_count("rows of weights", len(weights), len(X), len(X))
     check_count("min_support", min_support)
-    return Terms.of(weights, X).enough(min_support)
+    return SupportRule.count_rows(weights, X).allows(min_support)
 
 
 def may_send_entries(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
@@ -67,11 +67,11 @@ def may_send_entries(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np
     The rule of `may_send` for each entry: its terms are those of the samples that have the feature,
     which is NaN in the others.
     """
-    return Terms.of_entries(weights, X).enough(min_support)
+    return SupportRule.count_entries(weights, X).allows(min_support)
 
 
-class Terms(NamedTuple):
-    """What the rule asks of the terms of sums: of those of several batches together, by `plus`."""
+class SupportRule(NamedTuple):
+    """What the rule asks of the terms of sums: of those of several batches together, by `add`."""
 
     #: Terms that are not zero.
     n_terms: NDArray[Any]
@@ -82,33 +82,33 @@ class Terms(NamedTuple):
     shares: Matrix
 
     @classmethod
-    def of(cls, weights: Matrix, X: Matrix) -> Terms:
-        """Return those of the rows of ``weights.T @ X``."""
-        return cls._of(np.abs(weights) * row_norms(X)[:, None])
+    def count_rows(cls, weights: Matrix, X: Matrix) -> SupportRule:
+        """Count those of the rows of ``weights.T @ X``."""
+        return cls._count(np.abs(weights) * row_norms(X)[:, None])
 
     @classmethod
-    def of_entries(cls, weights: Matrix, X: Matrix) -> Terms:
-        """Return those of the entries of ``weights.T @ X``; NaN in ``X`` has no term."""
+    def count_entries(cls, weights: Matrix, X: Matrix) -> SupportRule:
+        """Count those of the entries of ``weights.T @ X``; NaN in ``X`` has no term."""
         seen, lengths = ~np.isnan(X), row_norms(observed(X))
         terms = (np.abs(weights) * lengths[:, None]).T
-        rows = [cls._of(row[:, None] * seen) for row in terms]
+        rows = [cls._count(row[:, None] * seen) for row in terms]
         return cls(*map(np.stack, zip(*rows, strict=True))) if rows else cls(*[X[:0]] * 3)
 
     @classmethod
-    def _of(cls, terms: Matrix) -> Terms:
-        """Return those of the columns."""
+    def _count(cls, terms: Matrix) -> SupportRule:
+        """Count those of the columns."""
         longest = terms.max(axis=0, initial=0)
         shares = (terms / np.where(longest > 0, longest, 1)) ** 2
         return cls(np.count_nonzero(terms, axis=0), longest, shares.sum(axis=0))
 
-    def plus(self, other: Terms) -> Terms:
+    def add(self, other: SupportRule) -> SupportRule:
         """Return those of the sums of both."""
         longest = np.maximum(self.longest, other.longest)
         unit = np.where(longest > 0, longest, 1)
         mine, others = (part.shares * (part.longest / unit) ** 2 for part in (self, other))
-        return Terms(self.n_terms + other.n_terms, longest, mine + others)
+        return SupportRule(self.n_terms + other.n_terms, longest, mine + others)
 
-    def enough(self, min_support: int) -> NDArray[np.bool_]:
+    def allows(self, min_support: int) -> NDArray[np.bool_]:
         """Return which sums may leave."""
         if not min_support:
             return np.ones(self.n_terms.shape, dtype=bool)

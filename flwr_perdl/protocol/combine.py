@@ -2,7 +2,7 @@
 
 A protocol says which rule it wants (`Request.combine`); the driver checks the replies, adds those
 of absent clients that are remembered, and puts what they come to into `Replies.combined`. The rules
-are those of `flwr_perdl.regression.aggregate`, for arrays of any shapes.
+are those of `flwr_perdl.core.aggregate`, for arrays of any shapes.
 """
 
 from __future__ import annotations
@@ -10,28 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_kind, check_list
 from flwr_perdl.core.models import (
     DTYPES,
-    change,
+    Start,
+    aggregate_models,
     check_trained,
     far_too_large,
     fixed_entries,
     is_float,
-    mean_like,
-    settled,
+    stack_changes,
 )
-from flwr_perdl.core.robust import EFFECTS
-from flwr_perdl.protocol.records import Reply
-from flwr_perdl.regression.clustering import ROBUST, average_updates
-
-if TYPE_CHECKING:
-    from flwr_perdl.protocol.request import Replies
+from flwr_perdl.protocol.records import Replies, Reply, check_group, check_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +40,7 @@ class Combine:
         "mean" in any case, and rounded; booleans and entries that are not finite must stay.
     rule : str, default "mean"
         "mean", weighted by numbers of examples; "filtered", "clip", "trimmed", "median" or
-        "geometric-median", of the changes from ``start`` (`flwr_perdl.regression.aggregate`), which
+        "geometric-median", of the changes from ``start`` (`flwr_perdl.core.aggregate`), which
         clients that lie do not move far. The report says what a rule did to whom.
     group : str, optional
         The metric that says which group a reply belongs to, from 0; by default all are of one.
@@ -88,12 +82,7 @@ class Combine:
                 f"{len(self.start)} of different lengths."
             )
         check_kind("group in combine", self.group, (str, type(None)), "a name or None")
-        check_choice("rule in combine", self.rule, ROBUST)
-
-    @property
-    def n_groups(self) -> int:
-        """The number of groups."""
-        return 1 if self.group is None else len(self.start[0])
+        check_choice("rule in combine", self.rule, RULES)
 
     @property
     def expected(self) -> list[Matrix]:
@@ -101,7 +90,7 @@ class Combine:
         return [array for array, _ in self._models[0]]
 
     @cached_property
-    def _models(self) -> list[list[tuple[Matrix, NDArray[np.bool_] | None]]]:
+    def _models(self) -> list[list[Start]]:
         """Each group's model: its arrays, and which of their entries stay."""
         stacks = [array[None] if self.group is None else array for array in self.start]
         each = (map(np.asarray, model) for model in zip(*stacks, strict=True))
@@ -111,7 +100,7 @@ class Combine:
         """Accept arrays of the shapes that are asked for, and the number of a group."""
         check_shapes([array.shape for array in self.expected], reply)
         if self.group is not None:
-            check_group(self.group, reply, self.n_groups)
+            check_group(self.group, reply, len(self._models))
 
     def magnitudes(self, reply: Reply) -> list[float]:
         """Return the largest value of each array, 0 if it is of no floats.
@@ -130,54 +119,25 @@ class Combine:
 
     def __call__(self, replies: Replies) -> list[Matrix]:
         """Return what the replies come to; a group without replies stays at its start."""
-        labels, sizes = list(map(self._label, replies.values())), sizes_of(replies)
-        steps = None
-        if self.rule != "mean":
-            steps, left_out = self._steps(replies, labels, sizes)
-            if self.rule == "filtered":  # whom the rule leaves out has no part in integers either
-                sizes = sizes * (left_out < 1)
-        models = []
-        for j, model in enumerate(self._models):
-            weights = np.where(np.array(labels) == j, sizes, 0)
-            weights /= weights.sum() or 1
-            own = [pair for pair in zip(weights.tolist(), replies.values(), strict=True) if pair[0]]
-            found, at = [], 0
-            for i, (start, fixed) in enumerate(model):
-                if steps is not None and is_float(start):
-                    step = steps[j, at : at + start.size].reshape(start.shape)
-                    found.append(settled(start + step, start, fixed))
-                    at += start.size
-                else:
-                    terms = ((weight, reply.arrays[i]) for weight, reply in own)
-                    found.append(mean_like(start, fixed, terms) if own else start)
-            models.append(found)
-        return models[0] if self.group is None else stacked(models)
+        models, shares = [], dict.fromkeys(replies, 0.0)
+        for j, start in enumerate(self._models):
+            own = replies.sharing({p: r for p, r in replies.items() if self._label(r) == j})
+            model = [array for array, _ in start]
+            if own:
+                arrays = [reply.arrays for reply in own.values()]
+                model, found = aggregate_models(self.rule, start, arrays, own.sizes)
+                shares.update(zip(own, found.tolist(), strict=True))
+            models.append(model)
+        replies.note(RULES[self.rule].effect, shares)
+        return models[0] if self.group is None else stack_models(models)
 
     def _label(self, reply: Reply) -> int:
         """Return a reply's group."""
         return 0 if self.group is None else int(reply.metrics[self.group])
 
-    def _steps(
-        self, replies: Replies, labels: Sequence[int], sizes: Matrix
-    ) -> tuple[Matrix, Matrix]:
-        """Return what the rule makes of the changes of floats, and to which share of whose."""
-        packed = self._packed(replies, labels)[:, None]
-        mean = average_updates(packed, sizes, self.n_groups, robust=self.rule)
-        replies.note(EFFECTS[self.rule], dict(zip(replies, mean.odd.tolist(), strict=True)))
-        return mean.change, mean.odd
-
     def changes(self, replies: Replies) -> Matrix:
-        """Return the changes of all floats of each reply, as a row."""
-        return self._packed(replies, list(map(self._label, replies.values())))[:, 1:]
-
-    def _packed(self, replies: Replies, labels: Sequence[int]) -> Matrix:
-        """Return each reply's group, and the changes of all its floats, as a row."""
-        rows = []
-        for j, reply in zip(labels, replies.values(), strict=True):
-            pairs = zip(reply.arrays, self._models[j], strict=True)
-            parts = [change(a, *own).ravel() for a, own in pairs if is_float(a)]
-            rows.append(np.concatenate([np.full(1, j, np.float32), *parts]))
-        return np.stack(rows)
+        """Return the changes of all floats of each reply, as a row, where there is one group."""
+        return stack_changes(self._models[0], [reply.arrays for reply in replies.values()])
 
 
 def check_models(
@@ -207,25 +167,6 @@ def check_models(
     return wrong
 
 
-def check_shapes(shapes: Sequence[tuple[int, ...]], reply: Reply) -> None:
-    """Accept arrays of these shapes."""
-    given = [array.shape for array in reply.arrays]
-    if given != list(shapes):
-        raise ValueError(f"wrong shapes: {list(shapes)} are asked for, got {given}")
-
-
-def check_group(name: str, reply: Reply, n_groups: int) -> None:
-    """Accept the number of one of the groups."""
-    group = reply.metrics.get(name, np.nan)
-    if group not in range(n_groups):
-        raise ValueError(f"{name} must be one of {n_groups}, from 0, got {group:g}")
-
-
-def sizes_of(replies: Replies) -> Matrix:
-    """Return the replies' numbers of examples."""
-    return np.array([float(reply.num_examples) for reply in replies.values()])
-
-
-def stacked(models: Sequence[Sequence[Matrix]]) -> list[Matrix]:
+def stack_models(models: Sequence[Sequence[Matrix]]) -> list[Matrix]:
     """Return models as stacks: one array per array of a model."""
     return [np.stack(arrays) for arrays in zip(*models, strict=True)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from flwr_perdl.core.aggregate import LEFT_OUT
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canonical_identity
@@ -35,6 +36,7 @@ from flwr_perdl.protocol.records import (
     SEED,
     STEP,
     Limits,
+    Replies,
     Reply,
     Scalar,
     brief,
@@ -42,11 +44,9 @@ from flwr_perdl.protocol.records import (
 from flwr_perdl.protocol.report import RoundReport, first_reason, summarized
 from flwr_perdl.protocol.request import (
     CAPPED,
-    LEFT_OUT,
     REFUSED,
     REMEMBERED,
     Lost,
-    Replies,
     Request,
     TooFewReplies,
     check_arrays,
@@ -462,7 +462,9 @@ class Conversation:
 
     def _ask(self, request: object) -> None:
         """Take up what the protocol asks next."""
-        asked = check_request(request)
+        asked, sums = check_request(request), self._strategy._sums
+        if asked.summed is not None and sums is not None:
+            asked = check_request(asked._replace(secure=sums(asked.summed)))
         if asked.secure is not None:
             least = self.options.min_clients
             channel = asked.secure.begin(

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import dropwhile, takewhile
-from math import isfinite, isnan
+from math import isfinite, isnan, nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,17 @@ ROUND = "server-round"
 SEED = "perdl.seed"
 #: A token of the run: private state of another run is not taken up.
 RUN = "perdl.run"
+
+#: How a request's replies travel. Under masks, in a sum: a client counts by its number of samples,
+#: and for at most so many; and the largest norm of the arrays that it sends. With noise: what the
+#: run promises of privacy. Encrypted, to a neighbor.
+MAX_WEIGHT = "perdl.max-weight"
+NORM = "perdl.norm"
+PROMISE = "perdl.promise"
+SEALED = "perdl.sealed"
+#: Keys of a node's config: the file of its lasting private key; that of its neighbors' public keys,
+#: with which it sends sealed messages alone.
+KEY_FILE, PINNED_KEYS = "key-file", "neighbour-keys"
 
 #: What a client says of itself when it is asked who it is; the last, with a promise of privacy of
 #: its own, where it keeps no count of what it has answered over several runs.
@@ -184,6 +196,98 @@ class Reply(NamedTuple):
     def name(self, position: int) -> str:
         """Return an array's name, by default its position."""
         return self.names[position] if self.names else str(position)
+
+
+class Replies(dict[int, Reply]):
+    """The good replies of a round, by partition, in ascending order.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import Replies
+    >>> list(Replies({}))
+    []
+    """
+
+    #: What the replies come to by `Request.combine`; groups are a first axis.
+    combined: Sequence[Matrix] = ()
+
+    @cached_property
+    def noted(self) -> dict[int, dict[str, float]]:
+        """What the protocol noted of each client, see `note`."""
+        return {}
+
+    def note(self, what: str, shares: Mapping[int, float]) -> None:
+        """Note for the report what the aggregation did to clients' replies.
+
+        Parameters
+        ----------
+        what : str
+            Such as "left out", "clipped" or "trimmed".
+        shares : mapping of int to float
+            By partition, to which share of the reply; 0 is not noted.
+        """
+        for partition, share in shares.items():
+            if share > 0:
+                self.noted.setdefault(partition, {})[what] = float(share)
+
+    @cached_property
+    def unlike(self) -> dict[int, str]:
+        """Why replies are left out that do not fit the others, see `leave_out`."""
+        return {}
+
+    def leave_out(self, reasons: Mapping[int, str]) -> Replies:
+        """Return the other replies: these do not fit them, and count as dropped.
+
+        Parameters
+        ----------
+        reasons : mapping of int to str
+            By partition, what does not fit, for log and report.
+        """
+        self.unlike.update(reasons)
+        return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
+
+    def keep_majority(
+        self, trait: Callable[[Reply], Any], describe: Callable[[Any], str]
+    ) -> Replies:
+        """Return the replies that have the trait that most have; the others are left out.
+
+        Parameters
+        ----------
+        trait : callable
+            ``reply -> anything`` that can be compared.
+        describe : callable
+            ``trait -> str``: in words, for log and report.
+        """
+        found = {partition: trait(reply) for partition, reply in self.items()}
+        most = Counter(found.values()).most_common(1)[0][0]
+        others = {partition: own for partition, own in found.items() if own != most}
+        why = f"it has {{}}, and most have {describe(most)}"
+        return self.leave_out({p: why.format(describe(own)) for p, own in others.items()})
+
+    @property
+    def sizes(self) -> Matrix:
+        """The replies' numbers of examples."""
+        return np.array([float(reply.num_examples) for reply in self.values()])
+
+    def sharing(self, replies: Mapping[int, Reply]) -> Replies:
+        """Return other replies whose notes are added to these."""
+        others = Replies(replies)
+        others.noted, others.unlike = self.noted, self.unlike
+        return others
+
+
+def check_shapes(shapes: Sequence[tuple[int, ...]], reply: Reply) -> None:
+    """Accept arrays of these shapes."""
+    given = [array.shape for array in reply.arrays]
+    if given != list(shapes):
+        raise ValueError(f"wrong shapes: {list(shapes)} are asked for, got {given}")
+
+
+def check_group(name: str, reply: Reply, n_groups: int) -> None:
+    """Accept the number of one of the groups."""
+    group = reply.metrics.get(name, nan)
+    if group not in range(n_groups):
+        raise ValueError(f"{name} must be one of {n_groups}, from 0, got {group:g}")
 
 
 #: How Flower writes the dtypes of models; NumPy takes long to find a dtype's name.

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -38,74 +37,21 @@ from flwr_perdl.core.checks import (
     check_real,
     plain,
 )
-from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.protocol.combine import Combine
-from flwr_perdl.protocol.records import Limits, Reply, Scalar
+from flwr_perdl.protocol.records import Limits, Replies, Reply, Scalar
 
-#: Named arrays from which a protocol continues.
+#: Named arrays from which a protocol continues, and those that a channel keeps.
 State = Mapping[str, NDArray[Any]]
+Kept = dict[str, NDArray[Any]]
+#: Partitions and the requests to them.
+Sent = Sequence[tuple[int, Message]]
 
 #: Kinds of anomaly that the driver itself notes: an error or no reply; a reply that broke a rule.
 FAILED, REFUSED = "failed", "refused"
-#: The weight was brought down to the request's bound; the reply does not fit the others'.
-CAPPED, LEFT_OUT = "capped", EFFECTS["filtered"]
+#: The weight was brought down to the request's bound.
+CAPPED = "capped"
 #: The client has no good reply, and its last one counts.
 REMEMBERED = "remembered"
-
-
-class Replies(dict[int, Reply]):
-    """The good replies of a round, by partition, in ascending order.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import Replies
-    >>> list(Replies({}))
-    []
-    """
-
-    #: What the replies come to by `Request.combine`; groups are a first axis.
-    combined: Sequence[Matrix] = ()
-
-    @cached_property
-    def noted(self) -> dict[int, dict[str, float]]:
-        """What the protocol noted of each client, see `note`."""
-        return {}
-
-    def note(self, what: str, shares: Mapping[int, float]) -> None:
-        """Note for the report what the aggregation did to clients' replies.
-
-        Parameters
-        ----------
-        what : str
-            Such as "left out", "clipped" or "trimmed".
-        shares : mapping of int to float
-            By partition, to which share of the reply; 0 is not noted.
-        """
-        for partition, share in shares.items():
-            if share > 0:
-                self.noted.setdefault(partition, {})[what] = float(share)
-
-    @cached_property
-    def unlike(self) -> dict[int, str]:
-        """Why replies are left out that do not fit the others, see `leave_out`."""
-        return {}
-
-    def leave_out(self, reasons: Mapping[int, str]) -> Replies:
-        """Return the other replies: these do not fit them, and count as dropped.
-
-        Parameters
-        ----------
-        reasons : mapping of int to str
-            By partition, what does not fit, for log and report.
-        """
-        self.unlike.update(reasons)
-        return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
-
-    def sharing(self, replies: Mapping[int, Reply]) -> Replies:
-        """Return other replies whose notes are added to these."""
-        others = Replies(replies)
-        others.noted, others.unlike = self.noted, self.unlike
-        return others
 
 
 def accept(reply: Reply) -> None:
@@ -161,11 +107,7 @@ class Channel(typing.Protocol):
         ...
 
     def begin(
-        self,
-        kept: dict[str, NDArray[Any]],
-        rounds: int | None,
-        min_clients: int,
-        save: Callable[[], None],
+        self, kept: Kept, rounds: int | None, min_clients: int, save: Callable[[], None]
     ) -> Channel:
         """Return the channel of a run, or raise a ValueError that says why there is none.
 
@@ -187,13 +129,7 @@ class Channel(typing.Protocol):
         ...
 
     def gather(
-        self,
-        grid: Grid,
-        sent: Sequence[tuple[int, Message]],
-        round_: int,
-        *,
-        limits: Limits,
-        timeout: float | None,
+        self, grid: Grid, sent: Sent, round_: int, *, limits: Limits, timeout: float | None
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Return, by partition, what stands for each reply, and who is not in it.
 
@@ -211,6 +147,52 @@ class Channel(typing.Protocol):
             Seconds to wait for each exchange.
         """
         ...
+
+
+class Summed(NamedTuple):
+    """What of a request's replies is summed where the server is to get no single one.
+
+    Attributes
+    ----------
+    start : sequence of ndarray
+        The arrays of a reply: their shapes and dtypes and, of changes, what they begin from.
+    of : {"sums", "changes", "rows"}, default "sums"
+        With noise: the arrays themselves; their changes from ``start``, of floats alone; or changes
+        of rows, where a row of zeros stands for no change. A secure sum without noise is of one
+        array, itself.
+    skip : int, default 0
+        So many first columns of each array are no part of the sum.
+    norm : float, default 1.0
+        The bound per client in a secure sum, of the norm of its array; with noise it is ``clip``.
+    max_weight : int, default 1
+        A client counts in a secure sum by its number of examples, and for at most so many.
+    by_sample : bool, default False
+        Whether an array is a sum over samples, of which the client can bound each.
+    earlier : float, default 0.0
+        The weight with which a sum with noise counts in that of the next round.
+    finish : callable, optional
+        ``(arrays, deviation) -> arrays``: what is made of a mean, in whose entries noise has this
+        standard deviation.
+    metrics : mapping of str to float
+        What a reply in a sum with noise is taken to say.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.protocol.request import Summed
+    >>> Summed([np.zeros(2)], norm=3.0).of
+    'sums'
+    """
+
+    start: Sequence[Matrix]
+    of: str = "sums"
+    skip: int = 0
+    norm: float = 1.0
+    max_weight: int = 1
+    by_sample: bool = False
+    earlier: float = 0.0
+    finish: Callable[[list[Matrix], float], list[Matrix]] | None = None
+    metrics: Mapping[str, float] = {}
 
 
 class Promised(typing.Protocol):
@@ -248,6 +230,9 @@ class Request(NamedTuple):
     max_weight : float or None, default 10.0
         A reply's ``num_examples`` count for at most this many times the round's median; a client
         that says more is named in the log and in `client_report` (``"capped"``). None: no bound.
+    summed : Summed or None, default None
+        What of the replies is summed where the strategy has secure sums or privacy; None: nothing
+        may be, and with privacy the request is refused.
     secure : Channel or None, default None
         How the replies travel where the server is not to see the single ones, such as `SecureMean`.
         The clients need `client_app`.
@@ -281,6 +266,7 @@ class Request(NamedTuple):
     most: int | None = None
     metrics: Sequence[str] = ()
     max_weight: float | None = 10.0
+    summed: Summed | None = None
     secure: Channel | None = None
     remember: int = 0
     combine: Combine | None = None

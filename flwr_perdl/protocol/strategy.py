@@ -45,10 +45,12 @@ from flwr_perdl.protocol.report import History, RoundReport, in_words
 from flwr_perdl.protocol.request import (
     FAILED,
     REFUSED,
+    Channel,
     Lost,
     Promised,
     Protocol,
     State,
+    Summed,
     TooFewReplies,
 )
 from flwr_perdl.protocol.roster import settle
@@ -112,6 +114,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _wrappable: ClassVar[bool] = True
     #: What a run promises of privacy, for all of its sums; None: nothing.
     privacy: Promised | None = None
+    #: How what requests declare is summed, where the server is to get no single reply.
+    _sums: Callable[[Summed], Channel] | None = None
     #: The names of the arrays that a request has before the model's.
     _before_model: ClassVar[tuple[str, ...]] = ()
     #: How options are given that are fields of another one.

@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.aggregate import clip_factors, keep_consistent, keep_supported
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.core.robust import supported
 from flwr_perdl.regression import moments
 from flwr_perdl.regression.anchors import cluster_anchors, kmeans, nearest_group
-from flwr_perdl.regression.clustering import factors_of
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State
 from flwr_perdl.regression.losses import SQUARED
 from flwr_perdl.regression.phases import MomentDescent, TwoPhase
@@ -133,7 +132,8 @@ def _multiplied(
     # Parts are weighted by their points already, so that sums, not means, are added up.
     stack, odd, how = answers.stack, state.odd[:0], settings.phase_1
     if settings.robust != "mean":
-        factors = factors_of(stack, "filtered" if settings.robust == "filtered" else "clip")
+        find: Any = keep_consistent if settings.robust == "filtered" else clip_factors
+        factors = find(stack)
         stack, odd = stack * factors[:, None, None, None], answers.odd(1 - factors)
     product = stack.sum(axis=0) / answers.n_samples.sum()
     state = replace(state, odd=odd, products=state.products + 1)
@@ -208,7 +208,7 @@ def _grouped(settings: TwoPhase, state: Descent) -> Refining:
     if not len(estimates):
         return Refining.start(state, state.centers)
     if settings.robust != "mean":
-        estimates = estimates[supported(estimates)]
+        estimates = estimates[keep_supported(estimates)]
     delta, most = settings.phase_1.separation, settings.max_clusters
     group = partial(cluster_anchors, estimates, separation=delta, max_clusters=most)
     k = None if settings.n_clusters == "auto" or len(state.centers) else int(settings.n_clusters)
@@ -235,6 +235,6 @@ def one_shot(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
         return labels
 
     if settings.robust != "mean":
-        estimates = estimates[supported(estimates, k, group)]
+        estimates = estimates[keep_supported(estimates, k, group)]
     groups = kmeans(estimates, k, rng)
     return Refining.start(state, groups, groups)

@@ -134,8 +134,8 @@ def _averaged(
         trusted = state.received[:, 1] <= 0  # down a convex loss
     chosen = slice(None) if trusted.all() else trusted  # where all count, nothing is copied
     packed, n, odd = answers.stack[chosen, :, 1:], answers.n_samples[chosen], np.ones(len(trusted))
-    how = {"normalise": settings.phase_2.normalise, "robust": settings.robust}
-    change, counts, odd[chosen] = average_updates(packed, n, len(ahead), **how)
+    how = {"normalise": settings.phase_2.normalise, "robust": str(settings.robust)}
+    change, odd[chosen], counts = average_updates(packed, n, len(ahead), **how)
     return change, counts, replace(state, odd=answers.odd(odd))
 
 

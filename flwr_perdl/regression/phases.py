@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl.core import checks
+from flwr_perdl.core import aggregate, checks
 from flwr_perdl.core.checks import (
     LARGE,
     MOST_CLUSTERS,
@@ -29,8 +29,9 @@ from flwr_perdl.core.checks import (
     check_count,
     check_kind,
     check_real,
+    check_robust,
 )
-from flwr_perdl.regression.clustering import LOCALS, ROBUST
+from flwr_perdl.regression.clustering import LOCALS
 from flwr_perdl.regression.exchange import Refining, State
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
 
@@ -43,7 +44,6 @@ RULES: dict[str, Callable[[str, Any], float | int | str]] = {
     "anchor_step": partial(check_choice, choices=STEPS),
     "local": partial(check_choice, choices=LOCALS),
     "normalise": partial(check_choice, choices=("cluster", "all")),
-    "robust": partial(check_choice, choices=ROBUST),
     "start": partial(check_choice, choices=STARTS),
     "n_steps": partial(check_count, low=1, high=10_000),  # a client's time is its own
     **dict.fromkeys(("check_every", "min_points"), check_count),
@@ -204,13 +204,14 @@ class TwoPhase:
         How models are refined.
     max_clusters : int, default 8
         Most models, with "auto"; most groups of anchors that are looked for otherwise.
-    robust : str, default "mean"
-        Against clients that lie: "filtered", the one to take, withstands three in ten of them
-        (docs/faults.md). Both phases leave out answers that are not consistent with the others
-        (`core.robust.consistent`); Phase 1 looks for liars' groups too, and takes the largest k;
-        Phase 2 leaves out clients whose steps do not follow the models as those down a convex loss
-        do, for which the server, and its checkpoints, hold every client's last update. "clip",
-        "trimmed", "median" and "geometric-median": Phase 2's average (`average_updates`).
+    robust : bool or str, default False
+        Against clients that lie: True stands for "filtered", which withstands three in ten of them
+        (docs/faults.md), False for "mean". "filtered": both phases leave out answers that are not
+        consistent with the others (`flwr_perdl.core.aggregate`); Phase 1 looks for liars' groups
+        too, and takes the largest k; Phase 2 leaves out clients whose steps do not follow the
+        models as those down a convex loss do, for which the server, and its checkpoints, hold every
+        client's last update. "clip", "trimmed", "median" and "geometric-median": Phase 2's average
+        (`average_updates`).
     start : {"fedmd", "random", "one-shot"}, default "fedmd"
         Where the first models come from: Phase 1; draws of ``N(0, I) / sqrt(d)``, as in IFCA; or,
         for good, clusters of what the clients estimate alone: k-means of the least squares on their
@@ -240,12 +241,13 @@ class TwoPhase:
     phase_1: MomentDescent = DESCENT
     phase_2: Refinement = REFINEMENT
     max_clusters: int = 8
-    robust: str = "mean"
+    robust: bool | str = False
     start: str = "fedmd"
 
     def __post_init__(self) -> None:
         """Check the options."""
         _check_each(self)
+        object.__setattr__(self, "robust", check_robust(self.robust, aggregate.RULES))
         check_kind("phase_1", self.phase_1, MomentDescent, "a MomentDescent")
         check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
         auto = checks.is_auto("n_clusters", self.n_clusters)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from flwr_perdl.core.aggregate import CAP, cap_sizes
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.core.robust import CAP, capped
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update
@@ -127,7 +127,7 @@ def _described(
     likely = curvature <= _STEEP * middle
     if settings.robust != "mean":  # one client decides neither by its numbers nor by their weight
         power = float(np.median(squares))
-        curvature, n = np.minimum(curvature, CAP * middle), capped(n)
+        curvature, n = np.minimum(curvature, CAP * middle), cap_sizes(n)
     # A gradient step that is too long for a client ruins a mean; a proximal one is never too long.
     ruins = settings.robust == "mean" and phase.local == "fedavg" and phase.step_size is None
     centers = state.centers if len(state.centers) else np.zeros((0, d))

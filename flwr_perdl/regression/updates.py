@@ -82,7 +82,7 @@ def nested_groups(changes: Matrix, most: int) -> Nested:
     return Nested(members, of)
 
 
-def supported_groups(changes: Matrix, n_groups: int) -> NDArray[np.intp]:
+def find_supported_groups(changes: Matrix, n_groups: int) -> NDArray[np.intp]:
     """Return the clients whose groups may start a model where clients may lie.
 
     Clients who lie alike are a group, too, for which two of the others share one. So more groups
@@ -176,7 +176,7 @@ def smallest_as_good(losses: Matrix, robust: bool = False) -> int:
     return int(good.argmax()) + 1
 
 
-def perturbed(model: Sequence[Matrix], n_models: int, rng: np.random.Generator) -> list[Matrix]:
+def perturb(model: Sequence[Matrix], n_models: int, rng: np.random.Generator) -> list[Matrix]:
     """Return random models around one, as a stack: per array, one of shape (n_models, ...).
 
     The standard deviation of the perturbation is that of the array's own values: where these are

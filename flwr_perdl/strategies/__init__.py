@@ -3,8 +3,9 @@
 from flwr_perdl.privacy.secure_server import SecureMean
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
+from flwr_perdl.protocol.records import Replies
 from flwr_perdl.protocol.report import RoundReport, client_report
-from flwr_perdl.protocol.request import Protocol, Replies, Request, TooFewReplies
+from flwr_perdl.protocol.request import Protocol, Request, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies._models import Adam, Momentum, Yogi
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters

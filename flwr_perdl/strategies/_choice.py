@@ -18,9 +18,9 @@ import numpy as np
 from flwr_perdl.clients.perma import CHOOSE, HELD_OUT
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import Reply, Scalar
-from flwr_perdl.protocol.request import Replies, Request, State
-from flwr_perdl.strategies._dictionaries import alike, atoms_kind, atoms_of, is_orthogonal
+from flwr_perdl.protocol.records import Replies, Reply, Scalar
+from flwr_perdl.protocol.request import Request, State
+from flwr_perdl.strategies._dictionaries import atoms_kind, atoms_of, is_orthogonal
 
 #: Which shares of a client's atoms are tried, in how many rounds at most, and how the state calls
 #: them.
@@ -82,7 +82,7 @@ def choose(state: State, update: Update) -> Generator[Request, Replies, tuple[Ma
             most=sum(G.size + len(G) ** 2 for G in candidates),
             max_weight=None,
         )
-        replies = alike(replies, is_orthogonal, atoms_kind)
+        replies = replies.keep_majority(is_orthogonal, atoms_kind)
         by_client, before = _errors(candidates, replies), state["errors"]
         errors = update.mean(by_client, axis=0)
         errors = FADES * before + (1 - FADES) * errors if before.any() else errors

@@ -5,16 +5,14 @@ The clients' side of this is `flwr_perdl.clients.dictionary`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.request import Replies
+from flwr_perdl.protocol.records import Replies, Reply
 
 #: By default a client may send at most this many times the median number of atoms, and never more
 #: than `MOST_ATOMS`: the work of the matching round grows with the square of these numbers.
@@ -34,11 +32,11 @@ def check_dictionary(max_atoms: int | None, reply: Reply) -> None:
     if len(D) > most:
         raise ValueError(f"too many atoms: at most {most} are accepted (max_atoms), got {len(D)}")
     norms = np.linalg.norm(D, axis=1)
-    odd = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
-    if len(odd):
+    wrong = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
+    if len(wrong):
         raise ValueError(
             "atoms must have norm 1: the client's dictionary is asked for, one atom per row, "
-            f"and row {odd[0]} has norm {norms[odd[0]]:g}"
+            f"and row {wrong[0]} has norm {norms[wrong[0]]:g}"
         )
 
 
@@ -85,19 +83,6 @@ def atoms_of(reply: Reply) -> int:
     return int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
 
 
-def alike(replies: Replies, trait: Callable[[Reply], Any], words: Callable[[Any], str]) -> Replies:
-    """Return the replies that have the trait that most have; the others are left out."""
-    most = Counter(trait(reply) for reply in replies.values()).most_common(1)[0][0]
-    found = {partition: trait(reply) for partition, reply in replies.items()}
-    return replies.leave_out(
-        {
-            partition: f"it has {words(own)}, and most have {words(most)}"
-            for partition, own in found.items()
-            if own != most
-        }
-    )
-
-
 def atoms_kind(orthogonal: bool) -> str:
     """Return what a client's atoms are, in words."""
     return "orthonormal atoms" if orthogonal else "atoms of a general learner"
@@ -112,10 +97,3 @@ def given_atoms(initial: list[Matrix]) -> Matrix:
     if len(zero):
         raise ValueError(f"initial_arrays must have no zero row, got one at {zero[0]}.")
     return normalize_atoms(atoms)
-
-
-def check_shape(shape: tuple[int, int], reply: Reply) -> None:
-    """Accept one matrix of this shape."""
-    shapes: list[Any] = [array.shape for array in reply.arrays]
-    if shapes != [shape]:
-        raise ValueError(f"wrong shape: {shape} is asked for, got {shapes}")

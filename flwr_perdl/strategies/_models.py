@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from logging import WARNING
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
+from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
-    check_choice,
     check_kind,
     check_real,
+    check_robust,
     own_numbers,
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
@@ -23,7 +24,6 @@ from flwr_perdl.protocol.driver import Conversation
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
-from flwr_perdl.regression.clustering import ROBUST
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
@@ -167,7 +167,7 @@ class ModelStrategy(ProtocolStrategy):
         self.optimizer: Momentum | Adam | None = check_kind(
             "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
         )
-        self.robust = check_robust(robust)
+        self.robust = check_robust(robust, RULES)
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run, or take it up from its checkpoint."""
@@ -179,7 +179,7 @@ class ModelStrategy(ProtocolStrategy):
         run = self._running().run
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
 
-    def moved(
+    def take_step(
         self,
         model: Sequence[Matrix],
         means: Sequence[Matrix],
@@ -194,18 +194,12 @@ class ModelStrategy(ProtocolStrategy):
         own = [model[i].astype(np.result_type(model[i], np.float32), copy=False) for i in steps]
         fixed = [fixed_entries(model[i]) for i in steps]
         changes = [change(means[i], model[i], f) for i, f in zip(steps, fixed, strict=True)]
-        memory = unpacked(state, _MEMORY) or self.optimizer.begin(own)
+        memory = unpack_model(state, _MEMORY) or self.optimizer.begin(own)
         moved, memory = self.optimizer.step(own, changes, memory)
         found = list(means)
         for i, array, entries in zip(steps, moved, fixed, strict=True):
             found[i] = settled(array, model[i], entries)
         return found, [np.asarray(array) for array in memory]
-
-
-def check_robust(robust: Any) -> str:
-    """Return the name of the rule."""
-    rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
-    return check_choice("robust", rule, ROBUST)
 
 
 def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matrix]:
@@ -226,13 +220,13 @@ def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matri
     return list(initial)
 
 
-def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
+def pack_model(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
     """Return the state that a checkpoint holds."""
     both = ((_MODEL, model), (_MEMORY, memory))
     arrays = {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
     return {**arrays, **{kind: np.array(len(some)) for kind, some in both}}
 
 
-def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
+def unpack_model(state: State, kind: str = _MODEL) -> list[Matrix]:
     """Return the model in a state, or the optimizer's memory."""
     return [state[f"{kind}/{i:06d}"] for i in range(int(state[kind]))]

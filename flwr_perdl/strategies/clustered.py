@@ -12,7 +12,7 @@ paper (P2, Phase 2)                     here
                                         returns
 local update (line 7)                   the client's own ``fit``
 ``theta_t = sum_i w_i theta_{i.,t}``    the mean of the cluster's models, by numbers of samples,
-                                        or `flwr_perdl.regression.aggregate`'s robust rules
+                                        or `flwr_perdl.core.aggregate`'s robust rules
 ======================================= ====================================================
 
 Deviations, and why: the client's loss may be one on held-out data, as ``evaluate`` mostly is, which
@@ -57,6 +57,7 @@ from flwr_perdl.clients.clustered import (
     N_FITS,
 )
 from flwr_perdl.core import html
+from flwr_perdl.core.aggregate import LEFT_OUT, keep_supported
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
@@ -67,31 +68,32 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.core.robust import EFFECTS, supported
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_client import CHANGES
-from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import Combine, check_group, stacked
+from flwr_perdl.privacy.noised_server import sums_with
+from flwr_perdl.protocol.combine import Combine, stack_models
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import Reply, Scalar, for_evaluations, scalars, to_record
-from flwr_perdl.protocol.report import summarized
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State
-from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression.updates import (
-    choose_anchors,
-    nested_groups,
-    perturbed,
-    smallest_as_good,
-    supported_groups,
+from flwr_perdl.protocol.records import (
+    Replies,
+    Reply,
+    Scalar,
+    check_group,
+    check_shapes,
+    for_evaluations,
+    scalars,
+    to_record,
 )
+from flwr_perdl.protocol.report import summarized
+from flwr_perdl.protocol.request import Protocol, Request, State, Summed
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.regression import updates
 from flwr_perdl.strategies._models import (
     Adam,
     ModelStrategy,
     Momentum,
     check_initial,
-    packed,
-    unpacked,
+    pack_model,
+    unpack_model,
 )
 
 STARTS = ("given", "random", "one-shot", "anchors")
@@ -179,7 +181,7 @@ class ClusteredFedAvg(ModelStrategy):
         The model of a cluster that nobody has trained in a round stays as it is.
     robust : bool or str, default False
         Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`. With any but "mean", no model starts from a
+        rules: see `flwr_perdl.core.aggregate`. With any but "mean", no model starts from a
         change ten times as long as the median, nor, of k models, from a small group of clients
         for which larger groups would share a model; ``k="auto"`` is not one client's decision; and
         clusters that few choose are reported.
@@ -248,8 +250,8 @@ class ClusteredFedAvg(ModelStrategy):
     ) -> None:
         super().__init__(optimizer, robust, **options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
-        self.privacy, self._secure = privacy, check_privacy(privacy)
-        if privacy is not None and (self.k != 1 or robust):
+        self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
+        if privacy is not None and (self.k != 1 or self.robust != "mean"):
             raise ValueError(
                 "k must be 1 and robust False with privacy, since which cluster a client chooses "
                 "depends on its data, and noise is on sums, got "
@@ -336,7 +338,8 @@ class ClusteredFedAvg(ModelStrategy):
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""
-        check_cluster(reply, len(model[0]))
+        if CLUSTER in reply.metrics:
+            check_group(CLUSTER, reply, len(model[0]))
 
     # The protocol ---------------------------------------------------------------------------
 
@@ -345,7 +348,7 @@ class ClusteredFedAvg(ModelStrategy):
         if state is None:
             state = yield from self._start(check_initial(initial, self._names))
         if _GROUPS in state:
-            state = yield from self._measured(state)
+            state = yield from self._measure(state)
         while True:
             state = yield from self._round(state)
 
@@ -362,7 +365,7 @@ class ClusteredFedAvg(ModelStrategy):
         if self.k == 1:
             return _state([array[None] for array in model])
         if self.start_from == "random":
-            return _state(self._perturbed(model, int(self.k)))
+            return _state(self._perturb(model, int(self.k)))
         if self.k == _AUTO and self._num_rounds == 1:
             log(
                 WARNING,
@@ -375,29 +378,29 @@ class ClusteredFedAvg(ModelStrategy):
             model=[array[None] for array in model],
             expect=model,
         )
-        return self._grouped(model, replies)
+        return self._group(model, replies)
 
-    def _perturbed(self, model: list[Matrix], k: int) -> list[Matrix]:
+    def _perturb(self, model: list[Matrix], k: int) -> list[Matrix]:
         """Return random models around one, stacked; what is averaged plainly is the same in all."""
         stacks = [np.stack([array] * k) for array in model]
         names = zip(self._names, model, strict=True)
         moved = [i for i, (name, array) in enumerate(names) if not is_plain(name, array)]
         fixed = [fixed_entries(model[i]) for i in moved]
         own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
-        drawn = perturbed(own, k, spawn(self.options.seed, SERVER, 0))
+        drawn = updates.perturb(own, k, spawn(self.options.seed, SERVER, 0))
         for i, stack, entries in zip(moved, drawn, fixed, strict=True):
             stacks[i] = settled(stack, stacks[i], entries)
         return stacks
 
-    def _measured(self, state: State) -> Generator[Request, Replies, State]:
+    def _measure(self, state: State) -> Generator[Request, Replies, State]:
         """Have the clients measure the groups' mean models, and keep as few as are needed."""
-        stacks = unpacked(state)
+        stacks = unpack_model(state)
         replies = yield Request(
             MEASURE,
             stacks,
             self._config(),
             state,
-            partial(_check_losses, len(stacks[0])),
+            partial(check_shapes, [(len(stacks[0]),)]),
             model=[stack[:1] for stack in stacks],  # the mean of all
             most=len(stacks[0]),
         )
@@ -409,7 +412,7 @@ class ClusteredFedAvg(ModelStrategy):
                 "clients only."
             )
         robust = self.robust != "mean"
-        k = smallest_as_good(np.stack(losses), robust)
+        k = updates.smallest_as_good(np.stack(losses), robust)
         groups, sizes = np.unique(state[_GROUPS][:, k], return_counts=True)
         if robust and sizes.max() > 1:
             groups = groups[sizes > 1]
@@ -417,7 +420,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _round(self, state: State) -> Generator[Request, Replies, State]:
         """Lines 5-8: clients choose in every `choose_every`th round, as in IFCA, and train."""
-        stacks, round_ = unpacked(state), int(state[_ROUND])
+        stacks, round_ = unpack_model(state), int(state[_ROUND])
         k, choice = len(stacks[0]), round_ - round_ % self.choose_every
         # An absent client keeps the cluster that it chose last, until the next choice.
         chosen = {int(p): (int(j), int(at)) for p, j, at in state[_CHOSEN]}
@@ -436,12 +439,12 @@ class ClusteredFedAvg(ModelStrategy):
             own=(lambda partition: known.get(partition, everything)) if known else None,
             model=stacks,
             combine=combine,
-            secure=sum_channel(self._secure, self.privacy, one, of=CHANGES, metrics={CLUSTER: 0.0}),
+            summed=Summed(one, "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,
         )
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:
             self._report_few(k, replies, first=not round_)
-        moved, memory = self.moved(stacks, replies.combined, state)
+        moved, memory = self.take_step(stacks, replies.combined, state)
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained = {chosen[p][0] for p in replies}
         if not round_ and all(ALL_ALIKE in reply.metrics for reply in replies.values()):
@@ -463,15 +466,13 @@ class ClusteredFedAvg(ModelStrategy):
             if 2 * k * len(own) < len(replies):
                 replies.note(FEW, dict.fromkeys(own, 1.0))
                 if first:
+                    names = ", ".join(map(self._running().roster.label, own)) or "none"
                     log(
                         WARNING,
                         "Cluster %d is chosen by %d of %d clients (%s): a small group, or "
                         "malicious clients.",
-                        *(j, len(own), len(replies), ", ".join(map(self._label, own)) or "none"),
+                        *(j, len(own), len(replies), names),
                     )
-
-    def _label(self, partition: int) -> str:
-        return self._running().roster.label(partition)
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
@@ -482,7 +483,7 @@ class ClusteredFedAvg(ModelStrategy):
             config |= for_evaluations(scalars(self._evaluate_config))
         return config
 
-    def _grouped(self, model: list[Matrix], replies: Replies) -> State:
+    def _group(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from what the clients learned alone."""
         combine = Combine(start=model, rule=self.robust)
         changes = combine.changes(replies)
@@ -496,24 +497,26 @@ class ClusteredFedAvg(ModelStrategy):
         robust = self.robust != "mean"
         if robust:
             n = 1 if self.k == _AUTO else most
-            kept = supported(changes)
-            kept = kept[supported_groups(changes[kept], n)]
+            kept = keep_supported(changes)
+            kept = kept[updates.find_supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
-            replies.note(EFFECTS["filtered"], dict.fromkeys(alone, 1.0))
+            replies.note(LEFT_OUT, dict.fromkeys(alone, 1.0))
             changes, partitions = changes[kept], partitions[kept]
         most = min(most, len(changes))
         if self.start_from == "anchors":
-            anchors = partitions[choose_anchors(changes, most, robust)].tolist()
-            return _state(stacked([replies[partition].arrays for partition in anchors]))
-        groups = nested_groups(changes, most)
+            anchors = partitions[updates.choose_anchors(changes, most, robust)].tolist()
+            return _state(stack_models([replies[partition].arrays for partition in anchors]))
+        groups = updates.nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
         # could not tell that it has several.
         if robust and self.k == _AUTO:
             combine = replace(combine, rule="clip")
         members = [partitions[groups.members[j]].tolist() for j in wanted]
-        stacks = stacked([combine(replies.sharing({p: replies[p] for p in m})) for m in members])
+        stacks = stack_models(
+            [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
+        )
         if self.k != _AUTO:
             return _state(stacks)
         table = np.column_stack([partitions, groups.of.T])
@@ -539,22 +542,7 @@ def _state(
     """Return the state: models, round, who chose which cluster when, and an optimizer's memory."""
     rows = [(partition, *what) for partition, what in sorted((chosen or {}).items())]
     return {
-        **packed(stacks, memory),
+        **pack_model(stacks, memory),
         _ROUND: np.array(round_),
         _CHOSEN: np.array(rows, dtype=np.int64).reshape(-1, 3),
     }
-
-
-# Checks of replies ----------------------------------------------------------------------------
-
-
-def _check_losses(n_models: int, reply: Reply) -> None:
-    """Accept a loss for each model."""
-    if [array.shape for array in reply.arrays] != [(n_models,)]:
-        raise ValueError(f"wrong shape: {n_models} losses are asked for")
-
-
-def check_cluster(reply: Reply, k: int) -> None:
-    """Accept the number of one of k clusters, or none."""
-    if CLUSTER in reply.metrics:
-        check_group(CLUSTER, reply, k)

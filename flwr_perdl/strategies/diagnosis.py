@@ -42,9 +42,9 @@ from scipy.special import stdtrit
 
 from flwr_perdl.clients.personalized import check_patterns, matched
 from flwr_perdl.core import html
+from flwr_perdl.core.aggregate import TRIM
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
-from flwr_perdl.core.robust import TRIM
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays

@@ -116,7 +116,7 @@ class DiffusionAveraging(NeighborRelay):
         topology: Topology | Schedule,
         *,
         method: str | None = None,
-        robust: str | None = None,
+        robust: bool | str = False,
         n_liars: int = 1,
         compression: TopK | RandomQuantization | None = None,
         consensus_step: float | None = None,

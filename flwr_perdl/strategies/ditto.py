@@ -47,8 +47,8 @@ from flwr_perdl.strategies._models import (
     ModelStrategy,
     Momentum,
     check_initial,
-    packed,
-    unpacked,
+    pack_model,
+    unpack_model,
 )
 
 
@@ -67,7 +67,7 @@ class Ditto(ModelStrategy):
         The server's step along the mean change. By default the mean is the next model.
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`.
+        rules: see `flwr_perdl.core.aggregate`.
     **options
         See `ServerOptions`.
 
@@ -126,9 +126,9 @@ class Ditto(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            state = packed(check_initial(initial, self._names))
+            state = pack_model(check_initial(initial, self._names))
         while True:
-            model = unpacked(state)
+            model = unpack_model(state)
             replies = yield Request(
                 TRAIN,
                 model,
@@ -137,7 +137,7 @@ class Ditto(ModelStrategy):
                 metrics=(ANEW,),
                 combine=Combine(start=model, rule=self.robust),
             )
-            state = packed(*self.moved(model, replies.combined, state))
+            state = pack_model(*self.take_step(model, replies.combined, state))
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients; who keeps a part private has no place for a whole model."""

@@ -33,26 +33,24 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 
 from flwr_perdl.clients.mixed_regression import MIXED_REGRESSION, OPTION, RegressionClient
-from flwr_perdl.core.checks import Matrix, check_array, check_choice
-from flwr_perdl.core.robust import EFFECTS
+from flwr_perdl.core.aggregate import LEFT_OUT, RULES
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import sizes_of
+from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, spelled
-from flwr_perdl.protocol.records import Reply
-from flwr_perdl.protocol.request import Protocol, Replies, Request
+from flwr_perdl.protocol.records import Replies, Reply, check_group
+from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
-from flwr_perdl.strategies._dictionaries import alike
-from flwr_perdl.strategies._models import check_robust
-from flwr_perdl.strategies.clustered import check_cluster
 
 _COUNT = "rounds"
+#: The number of columns before an update's change.
+_HEAD = 2
 
 _PHASE_1 = spelled("phase_1", MomentDescent)
 _PHASE_2 = spelled("phase_2", Refinement)
@@ -66,7 +64,6 @@ class _MixedRegression(ProtocolStrategy):
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     privacy: Noise | None = None
-    _secure: dict[str, float] | None = None
     #: Whether the run is over where Phase 2 would begin.
     _phase_1_only = False
     #: Whether models may be given as initial arrays.
@@ -83,7 +80,8 @@ class _MixedRegression(ProtocolStrategy):
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""
-        check_cluster(reply, len(model[0]))
+        if "cluster" in reply.metrics:
+            check_group("cluster", reply, len(model[0]))
 
     def protocol(self, initial: list[Matrix], state: Saved | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""
@@ -99,18 +97,16 @@ class _MixedRegression(ProtocolStrategy):
         # FedX stays in this loop: the driver ends it, and the next request's model is the result.
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
-            request = _request(ask.drawn(rng), count)
-            if ask.step == "update":  # of which the server may get no more than the sum
-                summed = sum_channel(self._secure, self.privacy, [before.centers], of="updates")
-                request = request._replace(secure=summed)
-            replies = yield request
+            replies = yield _request(ask.drawn(rng), count)
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
                 answered = replies if settings.start == "one-shot" else self._running().roster.names
                 self._check_clusters(len(answered), f"{len(answered)} clients")
             ask = run.send((answers, rng))
-            replies.note(EFFECTS[settings.robust], {int(p): odd for p, odd in ask.state.odd})
+            replies.note(
+                RULES[str(settings.robust)].effect, {int(p): share for p, share in ask.state.odd}
+            )
             if before.step == "describe":
                 self._note_steep(replies, ask.state)
         return [ask.state.centers]
@@ -118,7 +114,7 @@ class _MixedRegression(ProtocolStrategy):
     def _note_steep(self, replies: Replies, state: State) -> None:
         """Say in report and log which clients the models are learned without."""
         if len(state.steep):
-            replies.note(EFFECTS["filtered"], dict.fromkeys(state.steep.tolist(), 1.0))
+            replies.note(LEFT_OUT, dict.fromkeys(state.steep.tolist(), 1.0))
             log(
                 WARNING,
                 "Left out of the models: clients [%s], whose curvature is more than ten times the "
@@ -200,10 +196,8 @@ class FedMD(_MixedRegression):
         robust: str | bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        if not isinstance(robust, bool):
-            check_choice("robust", robust, ("mean", "filtered", "clip"))
+        rule = check_robust(robust, ("mean", "filtered", "clip"))
         unchecked = Refinement(check_every=0)
-        rule = check_robust(robust)
         super().__init__(TwoPhase(n_clusters, phase_1, unchecked, max_clusters, rule), options)
 
 
@@ -277,14 +271,13 @@ class FedX(_MixedRegression):
         **options: Unpack[ServerOptions],
     ) -> None:
         check_choice("start", start, ("fedmd", "random"))
-        rule, secure = check_robust(robust), check_privacy(privacy)
-        how = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule, start)
+        how = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, robust, start)
         if privacy is not None:  # an extrapolation would multiply the noise of earlier rounds
             how = replace(how, phase_2=replace(phase_2, momentum=False))
         super().__init__(how, options)
-        self.privacy, self._secure = privacy, secure
-        asked = n_clusters, phase_2.step_size is not None, bool(robust)
-        if privacy is not None and asked != (1, True, False):
+        self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
+        asked = n_clusters, phase_2.step_size is not None, how.robust
+        if privacy is not None and asked != (1, True, "mean"):
             raise ValueError(
                 "n_clusters must be 1, the step_size of phase_2 given and robust False with "
                 "privacy, since all others depend on single clients' data, got "
@@ -327,9 +320,8 @@ class OneShotClustering(_MixedRegression):
         robust: str | bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        rule = check_robust(robust)
         super().__init__(
-            TwoPhase(n_clusters, phase_2=phase_2, robust=rule, start="one-shot"), options
+            TwoPhase(n_clusters, phase_2=phase_2, robust=robust, start="one-shot"), options
         )
 
 
@@ -347,7 +339,13 @@ def _request(ask: Ask, count: int) -> Request:
         model=[models] if models.size else (),
         most=None if ask.shape is None else prod(ask.shape),
         max_weight=None,
+        summed=_summed(models) if ask.step == "update" and len(models) == 1 else None,
     )
+
+
+def _summed(models: Matrix) -> Summed:
+    """Return what of updates of one model is summed: of (loss, cluster, change) the change."""
+    return Summed([np.pad(models, ((0, 0), (_HEAD, 0)))], skip=_HEAD)
 
 
 def _check(ask: Ask, reply: Reply) -> None:
@@ -367,6 +365,6 @@ def _check(ask: Ask, reply: Reply) -> None:
 
 def _collect(replies: Replies) -> Answers:
     """Return the answers of the width that most have: in round one no other is known."""
-    same = alike(replies, lambda reply: reply.arrays[0].shape[-1] - 1, "{} features".format)
+    same = replies.keep_majority(lambda r: r.arrays[0].shape[-1] - 1, "{} features".format)
     stack = np.stack([reply.arrays[0] for reply in same.values()])
-    return Answers(np.array(list(same), dtype=np.intp), sizes_of(same), stack)
+    return Answers(np.array(list(same), dtype=np.intp), same.sizes, stack)

@@ -64,7 +64,6 @@ from flwr_perdl.clients.neighbor_relay import (
     FLOATS,
     REJECTED,
     RELAY,
-    SEALED,
     SHOW,
     STATE,
     DiffusionClient,
@@ -88,9 +87,18 @@ from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.progress import observers
-from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
+from flwr_perdl.protocol.records import (
+    ANEW,
+    NUM_EXAMPLES,
+    SEALED,
+    Replies,
+    Reply,
+    Scalar,
+    brief,
+    check_names,
+)
 from flwr_perdl.protocol.report import RoundReport
-from flwr_perdl.protocol.request import Protocol, Replies, Request, State, TooFewReplies
+from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None

@@ -66,32 +66,25 @@ from flwr_perdl.clients.perma import (
     STATISTICS,
     UPDATE,
 )
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
-from flwr_perdl.core.robust import CAP
-from flwr_perdl.dictionary import (
-    Aggregation,
-    aggregate_atoms,
-    global_matching,
-    polar_factor,
-)
+from flwr_perdl.core.aggregate import CAP, RULES
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
+from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
 from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
 from flwr_perdl.dictionary.atoms import merged_atoms
+from flwr_perdl.dictionary.bounded import BALANCE, denoise_moments
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_server import check_privacy, sum_channel
-from flwr_perdl.protocol.combine import sizes_of
+from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Reply, Scalar, scalars
-from flwr_perdl.protocol.request import Channel, Protocol, Replies, Request, State
+from flwr_perdl.protocol.records import ANEW, Replies, Reply, Scalar, check_shapes, scalars
+from flwr_perdl.protocol.request import Protocol, Request, State, Summed
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
-    alike,
     are_orthonormal,
     atoms_kind,
     check_dictionary,
-    check_shape,
     given_atoms,
     is_orthogonal,
     with_enough,
@@ -104,6 +97,8 @@ SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
 #: `PerMA.n_global` by name: the best on samples held out; on how many the clients agree.
 AUTO, AGREE = NAMED = "auto", "agree"
+#: The weight with which statistics with noise count in those of the next round.
+EARLIER = 0.5
 #: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
 
@@ -141,10 +136,10 @@ class PerMA(ProtocolStrategy):
         Update rounds for which a client that gives no good reply counts with its last one, so
         that its absence does not cost what its data say. The server, and its checkpoints, then
         hold a contribution per client; 0, the paper's, holds none.
-    robust : bool, default False
-        Whether to expect clients that lie: the aggregation is then "geometric-median". Four liars
-        in ten who agree on a small push cost it 2.3 times the error, and "statistics" 10 times
-        (docs/faults.md). `FedX` has the same argument.
+    robust : bool or str, default False
+        Whether to expect clients that lie: with True the aggregation is "geometric-median", with a
+        rule's name that rule. Four liars in ten who agree on a small push cost "geometric-median"
+        2.3 times the error, and "statistics" 10 times (docs/faults.md).
     secure : bool or mapping, default False
         Whether the server gets the clients' updates as a sum only, through Flower's SecAgg+
         (docs/security.md). ``{"reconstruction_threshold": 0.8}`` sets the share of clients that
@@ -153,7 +148,8 @@ class PerMA(ProtocolStrategy):
     privacy : Noise, optional
         A promise of differential privacy for the whole run: the sum of every round has noise, and
         nothing else leaves the clients (`flwr_perdl.privacy.Noise`). It takes initial arrays that
-        depend on no client's data, and "statistics", or "mean" with ``level="client"``.
+        depend on no client's data, orthonormal ones only with an `OrthogonalLearner`, and
+        "statistics", or "mean" with ``level="client"``.
     max_atoms : int, optional
         Maximum number of atoms in a client's dictionary; by default ten times the median over the
         clients, and at most 4,096. A client with more is left out of the matching round and named.
@@ -206,7 +202,7 @@ class PerMA(ProtocolStrategy):
         local_steps: int = 1,
         refine_steps: int = 0,
         remember: int = 0,
-        robust: bool = False,
+        robust: bool | str = False,
         secure: bool | Mapping[str, float] = False,
         privacy: Noise | None = None,
         max_atoms: int | None = None,
@@ -218,17 +214,19 @@ class PerMA(ProtocolStrategy):
         self.n_global = n_global if named else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
-        if check_flag("robust", robust):
-            if aggregation not in ("statistics", ROBUST):
-                raise ValueError(
-                    f"robust=True must come with aggregation={ROBUST!r}, its own, got "
-                    f"aggregation={aggregation!r}."
-                )
-            self.aggregation = ROBUST
+        rules = [rule for rule in METHODS if rule in RULES]
+        self.aggregation = check_robust(robust, rules, ROBUST, plain=self.aggregation)
+        if robust and aggregation not in ("statistics", self.aggregation):
+            raise ValueError(
+                f"robust={robust!r} must come with aggregation={self.aggregation!r}, its own, got "
+                f"aggregation={aggregation!r}."
+            )
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
-        self.privacy, self.secure = privacy, check_privacy(privacy, secure)
+        self.privacy, self.secure = privacy, secure
+        if privacy is not None or secure is not False:
+            self._sums = sums_with(privacy, secure)
         if self._only_sums:
             name = "secure" if privacy is None else "privacy"
             sums = SUMS if privacy is None else SUMS[:2]
@@ -276,11 +274,11 @@ class PerMA(ProtocolStrategy):
                 partial(self._check, global_atoms, orthogonal),
                 most=global_atoms.size + len(global_atoms) ** 2,
                 max_weight=None,
-                secure=self._channel(state, orthogonal),
+                summed=self._summed(state, orthogonal),
                 remember=self.remember,
             )
             if not self._only_sums:  # what is summed is of the kind that was known before
-                replies = alike(replies, is_orthogonal, atoms_kind)
+                replies = replies.keep_majority(is_orthogonal, atoms_kind)
                 orthogonal = is_orthogonal(next(iter(replies.values())))
             state = {
                 **state,
@@ -309,16 +307,16 @@ class PerMA(ProtocolStrategy):
         config = self._config
         if self._evaluate_config is not None:
             config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
-        robust = self.aggregation in (ROBUST, "median", "trimmed")
-        return Update(config, self._check, self._aggregate, np.median if robust else np.mean)
+        mean = np.mean if self.aggregation in SUMS else np.median
+        return Update(config, self._check, self._aggregate, mean)
 
     @property
     def _only_sums(self) -> bool:
         """Whether the server gets the sum of the clients' updates alone."""
-        return self.secure is not None or self.privacy is not None
+        return self._sums is not None
 
-    def _channel(self, state: State, orthogonal: bool) -> Channel | None:
-        """Return how the sum of the updates is gathered where the server gets no more."""
+    def _summed(self, state: State, orthogonal: bool) -> Summed:
+        """Return what of the updates is summed where the server gets no more."""
         atoms = state["global_atoms"]
         shape = self._shape(atoms, orthogonal)
         if self._only_sums and not shape[0]:
@@ -332,23 +330,24 @@ class PerMA(ProtocolStrategy):
         most = 1
         if self.aggregation != "mean" and "samples" in state:
             most = max(int(CAP * float(state["samples"])), 1)
-        return sum_channel(
-            self.secure,
-            self.privacy,
-            [np.zeros(shape, atoms.dtype) if statistics else atoms],
-            # Statistics come at a scale at which 1 is their largest norm, atoms have norm 1 each.
-            1.0 if statistics else shape[0] ** 0.5,
-            most,
-            of="sums" if statistics else "atoms",
-            records=statistics,
-            moments=shape[1] - atoms.shape[1],
-        )
+        if not statistics:  # atoms have norm 1 each
+            return Summed([atoms], "rows", norm=shape[0] ** 0.5, max_weight=most)
+        # Statistics come at a scale at which 1 is their largest norm.
+        start = [np.zeros(shape, atoms.dtype)]
+        finish = None if orthogonal else self._finish
+        return Summed(start, max_weight=most, by_sample=True, earlier=EARLIER, finish=finish)
+
+    def _finish(self, arrays: list[Matrix], deviation: float) -> list[Matrix]:
+        """Return the mean of statistics, in whose second moments noise does not decide."""
+        by_sample = self.privacy is not None and self.privacy.level == "record"
+        weight = BALANCE if by_sample else 1.0
+        return [denoise_moments(array, deviation, weight=weight) for array in arrays]
 
     def _check(self, atoms: Matrix, orthogonal: bool, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
         if not self._only_sums:
             orthogonal = is_orthogonal(reply)
-        check_shape(self._shape(atoms, orthogonal), reply)
+        check_shapes([self._shape(atoms, orthogonal)], reply)
 
     def _shape(self, atoms: Matrix, orthogonal: bool) -> tuple[int, int]:
         """Return the shape of an update's reply."""
@@ -366,8 +365,8 @@ class PerMA(ProtocolStrategy):
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
-        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
-        replies = alike(replies, is_orthogonal, atoms_kind)
+        replies = replies.keep_majority(lambda r: r.arrays[0].shape[1], "{} features".format)
+        replies = replies.keep_majority(is_orthogonal, atoms_kind)
         if self.max_atoms is None:
             replies = within_bounds(replies)
         orthogonal = is_orthogonal(next(iter(replies.values())))
@@ -383,7 +382,7 @@ class PerMA(ProtocolStrategy):
                 "smaller penalty or threshold."
             )
         state = {"orthogonal": np.array(orthogonal), "samples": median_samples(replies)}
-        matched = partial(self._matched, dictionaries, orthogonal=orthogonal)
+        matched = partial(self._match_atoms, dictionaries, orthogonal=orthogonal)
         found = matched(numbers[-1] if numbers else "auto")
         if self.n_global == AUTO and len(found) == numbers[-1]:
             others = [*map(matched, numbers[:-1])]
@@ -402,7 +401,7 @@ class PerMA(ProtocolStrategy):
             )
         return {**state, "global_atoms": found}
 
-    def _matched(
+    def _match_atoms(
         self, dictionaries: list[Matrix], n_global: int | Literal["auto"], *, orthogonal: bool
     ) -> Matrix:
         """Return the global atoms (line 6)."""
@@ -431,24 +430,24 @@ class PerMA(ProtocolStrategy):
         if self._only_sums:
             stack = stack[:1]  # every reply holds the same mean
         if self.aggregation == "statistics":
-            return _noted(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
+            return _note(replies, aggregate_statistics(stack, current, orthogonal=orthogonal))
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
-        weights, method = sizes_of(replies), self.aggregation
+        weights, method = replies.sizes, self.aggregation
         found = aggregate_atoms(
             stack, current, method=method, weights=weights, orthogonal=orthogonal
         )
-        return _noted(replies, found)
+        return _note(replies, found)
 
 
-def _noted(replies: Replies, found: Aggregation) -> Matrix:
+def _note(replies: Replies, found: Aggregation) -> Matrix:
     """Return the new atoms, and note what the aggregation did to the replies."""
-    for effect, shares in found.odd.items():
+    for effect, shares in found.outlyingness.items():
         replies.note(effect, dict(zip(replies, shares, strict=False)))
     return found.global_atoms
 
 
 def median_samples(replies: Replies) -> Matrix:
     """Return the median over clients of their numbers of samples."""
-    return np.array(np.median(sizes_of(replies)))
+    return np.array(np.median(replies.sizes))

@@ -59,8 +59,8 @@ from flwr_perdl.strategies._models import (
     ModelStrategy,
     Momentum,
     check_initial,
-    packed,
-    unpacked,
+    pack_model,
+    unpack_model,
 )
 
 #: The name in a checkpoint of which arrays are private.
@@ -87,7 +87,7 @@ class PersonalizedFedAvg(ModelStrategy):
         FedAvg.
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`.
+        rules: see `flwr_perdl.core.aggregate`.
     **options
         See `ServerOptions`.
 
@@ -184,11 +184,11 @@ class PersonalizedFedAvg(ModelStrategy):
         """Train everywhere, and average what is shared."""
         if state is None:
             model = check_initial(initial, self._names)
-            state = {**packed(model), _PRIVATE: np.array(self._is_private)}
+            state = {**pack_model(model), _PRIVATE: np.array(self._is_private)}
         self._is_private = state[_PRIVATE].tolist()
         config = {ALTERNATE: True} if self.alternate else {}
         while True:
-            model = unpacked(state)
+            model = unpack_model(state)
             shared = self._shared(model)
             replies = yield Request(
                 TRAIN,
@@ -200,11 +200,11 @@ class PersonalizedFedAvg(ModelStrategy):
             )
             self._known = (self._known - self._asked_now) | set(replies)
             names = self._shared(self._array_names())
-            moved, memory = self.moved(shared, replies.combined, state, names)
+            moved, memory = self.take_step(shared, replies.combined, state, names)
             rest = iter(moved)
             pairs = zip(model, self._is_private, strict=True)
             model = [array if private else next(rest) for array, private in pairs]
-            state = {**packed(model, memory), _PRIVATE: state[_PRIVATE]}
+            state = {**pack_model(model, memory), _PRIVATE: state[_PRIVATE]}
 
     def _shared(self, all_of_them: Sequence[Any]) -> list[Any]:
         """Return what belongs to shared arrays of a list with an entry per array."""

@@ -11,7 +11,7 @@ key             meaning
 ``above``,
 ``most``
 ``limit``       maximum of an integer that only protects time and memory; a million if not stated
-``choices``     the words that it may be
+``choices``     the words that it may be, "{choices}" in ``help``; `CHOICES` has the library's
 ``type``        of a text: "integers" or "words", separated by commas; or "count or auto",
                 "number or auto"
 =============== ================================================================================
@@ -46,6 +46,7 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
 )
 from flwr_perdl.strategies import PerMA, ProtocolStrategy
+from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
 from perdl_experiments.engine import EvaluateFn, Federated, arranged
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Page
@@ -65,6 +66,9 @@ GENERAL: dict[str, Callable[..., Learner]] = {
     "ksvd": KSVDLearner,
 }
 GENERAL_N_NONZERO = 10
+
+#: Words that options may be, where the library says them.
+CHOICES = {"aggregation": AGGREGATIONS, "matching": MATCHINGS}
 
 
 # Options -------------------------------------------------------------------------------------
@@ -338,7 +342,7 @@ def load(name: str) -> Experiment:
     page = dict(read_page(name))
     shared = read_page("shared")["options"]
     options = {
-        option: Option(option, **{**shared.get(option, {}), **said})
+        option: _read_option(option, {**shared.get(option, {}), **said})
         for option, said in page["options"].items()
     }
     code = import_module(f"{__package__}.{page.get('extends', name)}")
@@ -348,6 +352,14 @@ def load(name: str) -> Experiment:
     page["constants"] = constants
     about, source, error = (str(page[key]) for key in ("about", "source", "error"))
     return Experiment(page["name"], about, source, error, options, page, cast(Study, code))
+
+
+def _read_option(name: str, said: Mapping[str, Any]) -> Option:
+    """Return an option as its file describes it."""
+    choices = tuple(said.get("choices", CHOICES.get(name, ())))
+    listed = " or ".join(", ".join(f"`{one}`" for one in choices).rsplit(", ", 1))
+    text = said["help"].replace("{choices}", listed)
+    return Option(name, **{**said, "choices": choices, "help": text})
 
 
 @cache

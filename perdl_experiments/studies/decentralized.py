@@ -158,7 +158,7 @@ class _Softmax:
         return 1 - accuracy, len(self.nodes.test[0]), {"accuracy": accuracy}
 
 
-def among_liars(config: Config, seed: int, robust: str | None, attack: str | None) -> float:
+def among_liars(config: Config, seed: int, robust: bool | str, attack: str | None) -> float:
     """Return the accuracy of the worst honest node among two liars of the exponential graph.
 
     Without an ``attack`` it is the worst of the same nodes, and all are honest.

@@ -45,11 +45,12 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import CHOOSE, held_out_errors
+from flwr_perdl.core.aggregate import LEFT_OUT
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.protocol.request import FAILED as FAILED_REPLY
-from flwr_perdl.protocol.request import LEFT_OUT, REFUSED
+from flwr_perdl.protocol.request import REFUSED
 from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
 from flwr_perdl.strategies import PerMA, RoundReport, client_report

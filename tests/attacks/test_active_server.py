@@ -87,9 +87,9 @@ def test_an_audit_of_a_run_keeps_below_its_epsilon_and_finds_noise_that_is_too_s
     assert broken(right_guesses(spent(multiplier / 4, DELTA, ROUNDS)), epsilon)
 
 
-@pytest.mark.parametrize("of", ["sums", "atoms"])
+@pytest.mark.parametrize("of", ["sums", "rows"])
 def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
-    """As changes of atoms, rows that no sample has are zero, and others an atom away from that."""
+    """As changes of rows, those that no sample has are zero, and others an atom away from that."""
     noise = Noise(epsilon=2, trust="central")
     atoms, found = np.eye(2, 4), []
     for record in ([0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]):
@@ -102,9 +102,9 @@ def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
         config["perdl.protocol"] = "perma"
         content = RecordDict({"arrays": ArrayRecord([atoms]), "config": ConfigRecord(config)})
         message = asks(content)
-        if of == "atoms":
+        if of == "rows":
             with pytest.raises(ValueError, match=r"perdl\.promise"):
                 app(message, context_of())
             continue
         found.append(app(message, context_of()).content["arrays"]["0"].numpy())
-    assert of == "atoms" or 0 < np.linalg.norm(found[1] - found[0]) <= 1e-3 + 1e-9
+    assert of == "rows" or 0 < np.linalg.norm(found[1] - found[0]) <= 1e-3 + 1e-9

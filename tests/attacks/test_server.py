@@ -13,8 +13,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,16 +24,22 @@ from rich.console import Console
 
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
+from flwr_perdl.network import Topology
 from flwr_perdl.protocol import records
-from flwr_perdl.protocol.records import Reply, read_parts, read_reply
+from flwr_perdl.protocol.records import Replies, Reply, read_parts, read_reply
 from flwr_perdl.regression import Answers, TwoPhase, two_phases
 from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    DiffusionAveraging,
+    Ditto,
     FedMD,
     FedX,
+    OneShotClustering,
     PerMA,
-    Replies,
+    PersonalizedFedAvg,
+    ProtocolStrategy,
     ServerSettings,
 )
 from perdl_experiments import runner
@@ -460,9 +467,22 @@ def test_who_is_too_steep_for_the_step_moves_no_model(warned: pytest.LogCaptureF
 def test_robust_is_the_same_argument_of_all_strategies() -> None:
     assert PerMA(robust=True).aggregation == PerMA(aggregation="geometric-median").aggregation
     assert PerMA(robust=True).settings() == PerMA(aggregation="geometric-median").settings()
-    for strategy in (FedX, FedMD):
-        assert strategy(2, robust=True).settings() == strategy(2, robust="filtered").settings()
-        assert strategy(2, robust=False).settings() == strategy(2).settings()
+    assert PerMA(robust="median").settings() == PerMA(aggregation="median").settings()
+    network = partial(DiffusionAveraging, n_liars=1)
+    for strategy, argument, best in (
+        (FedX, 2, "filtered"),
+        (FedMD, 2, "filtered"),
+        (OneShotClustering, 2, "filtered"),
+        (ClusteredFedAvg, 2, "filtered"),
+        (PersonalizedFedAvg, "head", "filtered"),
+        (Ditto, 0.1, "filtered"),
+        (network, Topology.complete(4), "clip"),
+    ):
+        make = cast("Callable[..., ProtocolStrategy]", strategy)
+        assert make(argument, robust=True).settings() == make(argument, robust=best).settings()
+        assert make(argument, robust=False).settings() == make(argument, robust="mean").settings()
+        with pytest.raises(ValueError, match=r"^robust"):
+            make(argument, robust="krum")
     with pytest.raises(ValueError, match="robust=True"):
         PerMA(robust=True, aggregation="mean")
     with pytest.raises(ValueError, match=r"^robust"):

@@ -11,6 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from flwr.common.secure_aggregation.quantization import dequantize, quantize
 from scipy.stats import beta, chi2, chisquare, norm
 
+from flwr_perdl.dictionary.bounded import bounded_statistics
 from flwr_perdl.privacy import Noise, PublicBasis
 from flwr_perdl.privacy.noise import (
     Release,
@@ -18,7 +19,6 @@ from flwr_perdl.privacy.noise import (
     noise_multiplier,
     spent,
 )
-from flwr_perdl.privacy.noised_client import bounded_statistics
 
 N_TRIALS = 100_000
 
@@ -34,7 +34,7 @@ def audited(release: Release, delta: float) -> float:
     seen = []
     for total in sums:
         shares = [np.zeros((N_TRIALS, 2))] * (release.n_required - 1)
-        replies = [release.noised(own, rng) for own in (*shares, np.tile(total, (N_TRIALS, 1)))]
+        replies = [release.add_noise(own, rng) for own in (*shares, np.tile(total, (N_TRIALS, 1)))]
         seen.append(np.sum([release.read(reply) for reply in replies], axis=0).sum(axis=1))
     without, with_ = np.array(seen).reshape(2, 2, -1)
     n = without.shape[1]
@@ -154,7 +154,7 @@ def test_rounding_to_the_grid_is_in_the_noise() -> None:
     a, b = rng.uniform(-2, 2, (2, 400))
     b = a + (b - a) / np.linalg.norm(b - a)  # one apart
     moved = max(
-        float(np.linalg.norm(exact.noised(a + shift, rng) - exact.noised(b + shift, rng)))
+        float(np.linalg.norm(exact.add_noise(a + shift, rng) - exact.add_noise(b + shift, rng)))
         for shift in rng.uniform(0, release.step, 50)
     )
     far = release.share / noise_multiplier(1.0, 1e-5)  # steps that the noise is for
@@ -172,7 +172,7 @@ def test_secure_sums_do_not_change_whole_numbers(n_clients: int) -> None:
         6, size=600, sensitivity=2**0.5, reach=500.0, n_required=2, limit=limit
     )
     sums = rng.uniform(-700, 700, (n_clients, 600))  # some are cut
-    replies = [release.noised(one, rng) for one in sums]
+    replies = [release.add_noise(one, rng) for one in sums]
     replies[0][:2] = -limit, limit
     sent = [quantize([reply / limit], 1.0, 2 * limit)[0] for reply in replies]
     total = sum(one.astype(np.int64) for one in sent)
@@ -183,9 +183,9 @@ def test_secure_sums_do_not_change_whole_numbers(n_clients: int) -> None:
     found = release.read(mean * limit * n_clients)
     np.testing.assert_array_equal(found, release.step * np.sum(replies, axis=0))
     plain = release._replace(share=0.0)
-    cut = np.sum([plain.read(plain.noised(one, rng)) for one in sums], axis=0)
+    cut = np.sum([plain.read(plain.add_noise(one, rng)) for one in sums], axis=0)
     assert np.abs(found - cut)[2:].max() < 6 * release.sigma * (n_clients / 2) ** 0.5
-    assert np.abs(plain.read(plain.noised(sums[0], rng))).max() <= 500
+    assert np.abs(plain.read(plain.add_noise(sums[0], rng))).max() <= 500
 
 
 @pytest.mark.parametrize("n_required", [1, 16])
@@ -196,7 +196,7 @@ def test_the_required_shares_have_the_promised_variance(n_required: int) -> None
         6, size=size, sensitivity=1.0, reach=500.0, n_required=n_required, limit=2**30
     )
     zeros = np.zeros(size)
-    total = np.sum([release.read(release.noised(zeros, rng)) for _ in range(n_required)], axis=0)
+    total = np.sum([release.read(release.add_noise(zeros, rng)) for _ in range(n_required)], axis=0)
     low, high = np.sqrt(chi2.ppf([1e-6, 1 - 1e-6], size) / size)
     assert low < total.std() / release.sigma < high
     assert release.sigma == pytest.approx(noise_multiplier(2.0, 1e-5, 6), rel=0.002)
@@ -213,7 +213,7 @@ def test_noise_comes_from_the_operating_system_unless_a_generator_is_given() -> 
         both = np.concatenate([found, rest[0]]), np.concatenate([one.size * expected, rest[1]])
         assert chisquare(*both).pvalue > 1e-6
     release = Noise(epsilon=1.0).release(1, size=3, sensitivity=1.0, reach=1.0)
-    seeded = [release.noised(np.ones(3), np.random.default_rng(1)) for _ in range(2)]
+    seeded = [release.add_noise(np.ones(3), np.random.default_rng(1)) for _ in range(2)]
     np.testing.assert_array_equal(*seeded)
 
 

@@ -95,21 +95,21 @@ def test_averages_by_hand() -> None:
     packed = np.array([[[0.0, 1.0, 1.0]], [[0.0, 4.0, 1.0]], [[2.0, 5.0, 0.0]]])
     n = np.array([1.0, 2.0, 7.0])
     by_cluster = average_updates(packed, n, 3)
-    np.testing.assert_allclose(by_cluster.change, [[3, 1], [0, 0], [5, 0]])
-    np.testing.assert_array_equal(by_cluster.counts, [3, 0, 7])
+    np.testing.assert_allclose(by_cluster.value, [[3, 1], [0, 0], [5, 0]])
+    np.testing.assert_array_equal(by_cluster.weight, [3, 0, 7])
     by_all = average_updates(packed, n, 3, normalise="all")
-    np.testing.assert_allclose(by_all.change, [[0.9, 0.3], [0, 0], [3.5, 0]])
+    np.testing.assert_allclose(by_all.value, [[0.9, 0.3], [0, 0], [3.5, 0]])
 
 
 @pytest.mark.parametrize("robust", ["clip", "trimmed", "median", "geometric-median"])
 def test_robust_averages_withstand_one_huge_update(robust: str) -> None:
     rng = np.random.default_rng(0)
     packed = np.column_stack([np.zeros(20), 1 + 0.1 * rng.standard_normal((20, 3))])[:, None]
-    clean = average_updates(packed, np.ones(20), 1, robust=robust).change
+    clean = average_updates(packed, np.ones(20), 1, robust=robust).value
     packed[7, 0, 1:] = -1e100
     n = np.ones(20)
     n[7] = 1e9
-    dirty = average_updates(packed, n, 1, robust=robust).change
+    dirty = average_updates(packed, n, 1, robust=robust).value
     assert np.abs(dirty - clean).max() < 1.2
     assert (dirty > 0).all()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import minimize
 
-from flwr_perdl.core.robust import consistent, far, geometric_median
+from flwr_perdl.core.aggregate import geometric_median, keep_consistent, mark_far
 
 
 @settings(max_examples=40)
@@ -32,12 +32,14 @@ def test_points_that_pull_together_are_found_though_none_is_farther_out():
     points[:20, 0] = 1.0
     distances = np.linalg.norm(points - geometric_median(points), axis=1)
     assert distances[:20].max() < 1.1 * np.median(distances)
-    np.testing.assert_array_equal(np.flatnonzero(~consistent(points)), np.arange(20))
+    np.testing.assert_array_equal(np.flatnonzero(~keep_consistent(points)), np.arange(20))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 40, 200])
 def test_honest_points_are_kept(n):
-    kept = [consistent(np.random.default_rng(s).standard_normal((n, 30))).mean() for s in range(10)]
+    kept = [
+        keep_consistent(np.random.default_rng(s).standard_normal((n, 30))).mean() for s in range(10)
+    ]
     assert np.mean(kept) > 0.95
 
 
@@ -50,8 +52,8 @@ def test_honest_points_are_kept(n):
     )
 )
 def test_whatever_comes_at_least_half_are_kept(points):
-    assert 2 * consistent(points).sum() >= len(points)
-    assert len(far(points, points.mean(axis=0))) == len(points)
+    assert 2 * keep_consistent(points).sum() >= len(points)
+    assert len(mark_far(points, points.mean(axis=0))) == len(points)
 
 
 @pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
@@ -59,6 +61,8 @@ def test_what_is_far_does_not_depend_on_the_unit(unit):
     rng = np.random.default_rng(0)
     points = rng.standard_normal((30, 4))
     points[:5] *= -50
-    np.testing.assert_array_equal(consistent(unit * points), consistent(points))
+    np.testing.assert_array_equal(keep_consistent(unit * points), keep_consistent(points))
     average = points.mean(axis=0)
-    np.testing.assert_array_equal(far(unit * points, unit * average), far(points, average))
+    np.testing.assert_array_equal(
+        mark_far(unit * points, unit * average), mark_far(points, average)
+    )
