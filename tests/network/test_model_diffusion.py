@@ -179,7 +179,7 @@ def test_an_entry_that_leaves_its_bounds_comes_back() -> None:
     learner = ModelDiffusion(
         objective, method="exact_diffusion", n_iterations=40_000, tolerance=1e-9, compress=True
     )
-    found = learner.infer(replace(learner.start(4, 30), dictionaries=atoms), X, network)
+    found = learner.infer(learner.start(4, 30)._replace(dictionaries=atoms), X, network)
     exact = exact_dual(objective, X, list(atoms))
     assert exact.nu[0, 1] == -1
     np.testing.assert_allclose(found.nu, np.broadcast_to(exact.nu, found.nu.shape), atol=1e-5)
@@ -209,7 +209,7 @@ def test_an_agent_with_several_atoms_learns_as_several_agents_with_one(
     assert (np.linalg.norm(start.dictionaries, axis=2) > 0).sum(axis=1).tolist() == list(N_K)
     cells = [(k, j) for k, n in enumerate(N_K) for j in range(n)]
     apart = np.stack([start.dictionaries[cell] for cell in cells])[:, None]
-    alone = replace(start, dictionaries=apart)
+    alone = start._replace(dictionaries=apart)
     expected = replace(many, method="exact").partial_fit(alone, X, NETWORK).dictionaries[:, 0]
     ring, short = Topology.ring(3), replace(few, n_iterations=20, tolerance=0)
     for learner, model, network, atol in (
