@@ -6,6 +6,7 @@ On Ray and on SuperNodes: ``tests/end_to_end/test_all_protocols.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +86,26 @@ HOSTILE: dict[str, Any] = {
 }
 
 
+@cache
+def run(name: str, fault: str) -> tuple[Any, list[np.ndarray]]:
+    """Return a run in whose round 2 client 4 fails so, or its reply is lost."""
+    case = CASES[name]
+    grid = case.grid(faults=failing(fault, [4], [2]) if fault in FAULTS else None)
+    grid.spoil, grid.lost = HOSTILE.get(fault), fault == "lost"
+    return case.start(grid, case.cut + 2)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fault", [*FAULTS, *HOSTILE])
 def test_a_hostile_reply_counts_as_none_and_is_named(name: str, fault: str) -> None:
     """And who was absent is there again in the next round."""
-    case = CASES[name]
-
-    def run(fault: str) -> tuple[Any, list[np.ndarray]]:
-        grid = case.grid(faults=failing(fault, [4], [2]) if fault in FAULTS else None)
-        grid.spoil, grid.lost = HOSTILE.get(fault), fault == "lost"
-        return case.start(grid, case.cut + 2)
-
-    strategy, found = run(fault)
+    strategy, found = run(name, fault)
     assert named(strategy, 2) == {"client 4"}
     assert 4 in strategy.history[-1].metrics
     if isinstance(strategy, NeighborRelay):  # neighbors leave it out, each by what it has itself
         return
     none = "silence" if fault in ("silence", "error") else "lost"  # where the client has trained
-    for array, same in zip(found, run(none)[1], strict=True):
+    for array, same in zip(found, run(name, none)[1], strict=True):
         np.testing.assert_array_equal(array, same)
 
 
