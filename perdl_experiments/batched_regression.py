@@ -66,7 +66,7 @@ class Clients:
     def answer(self, ask: Ask) -> Answers:
         """Return the clients' answers to what is asked."""
         everyone = np.arange(len(self))
-        if ask.own or ask.noise:
+        if ask.per_client or ask.noise:
             each = [(self.X[i][None], self.y[i][None], ask.to(int(i)), self.loss) for i in everyone]
             return Answers(everyone, self.n_samples, np.concatenate([answer(*one) for one in each]))
         parts = []
@@ -133,5 +133,5 @@ def simulate_rounds(
     ask = next(run)
     for round_ in range(1, n_rounds + 1):
         rng = spawn(seed, SERVER, round_)
-        ask = run.send((clients.answer(ask.drawn(rng)), rng))
+        ask = run.send((clients.answer(ask.draw_seed(rng)), rng))
         yield ask.state

@@ -19,8 +19,12 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.protocol.records import EVALUATE, Scalar
 from flwr_perdl.regression import SQUARED, Ask, FeatureMap, Loss, SquaredLoss
-from flwr_perdl.regression.features import apply_features
-from flwr_perdl.regression.losses import check_labels, check_loss, check_points
+from flwr_perdl.regression.losses import (
+    apply_features,
+    check_labels,
+    check_loss,
+    check_points,
+)
 from flwr_perdl.regression.phases import RULES
 from flwr_perdl.regression.two_phase import answer
 

@@ -115,9 +115,10 @@ def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
     if not D.shape[1] or fine.all():
         return D, np.ones_like(squares)
     scaled, norms = _measured(D)
-    peaks = (np.abs(A).max(axis=1, keepdims=True) for A in (D, np.where(fine, 1, scaled)))
+    largest = np.abs(D).max(axis=1, keepdims=True)
+    largest_scaled = np.abs(np.where(fine, 1, scaled)).max(axis=1, keepdims=True)
     atoms = np.where(fine, D, scaled / np.where(fine, 1, norms))
-    return atoms, np.where(fine, 1, norms * (next(peaks) / next(peaks)))
+    return atoms, np.where(fine, 1, norms * (largest / largest_scaled))
 
 
 def signs_of(cosines: Matrix) -> Matrix:

@@ -163,8 +163,10 @@ class MixedRegression(Federated):
                 f"k must be at most the number of groups with min_support={self.min_support} "
                 f"samples or more, {len(enough)}, got {asked}."
             )
-        units = Units.of(inputs, responses, np.isin(which, enough)) if self.fit_intercept else None
-        design, target = (inputs, responses) if units is None else units.apply(inputs, responses)
+        design, target, scaler = inputs, responses, None
+        if self.fit_intercept:
+            scaler = Standardizer.of(inputs, responses, np.isin(which, enough))
+            design, target = scaler.apply(inputs, responses)
         own = [(design[which == i], target[which == i]) for i in enough]
         strategy = partial(FedX, self.k, max_clusters=self.max_clusters)
 
@@ -174,8 +176,8 @@ class MixedRegression(Federated):
 
         models, _ = self._federate(strategy, make_client, len(own), n_rounds)
         self.coef_, self.intercept_ = models, np.zeros(len(models), models.dtype)
-        if units is not None:
-            self.coef_, self.intercept_ = units.models(models)
+        if scaler is not None:
+            self.coef_, self.intercept_ = scaler.models(models)
         self.groups_ = names
         self.labels_ = np.array(
             [self._nearest(inputs[which == i], responses[which == i]) for i in range(len(names))]
@@ -301,7 +303,7 @@ class MixedRegression(Federated):
         return int((errors**2).sum(axis=0).argmin())
 
 
-class Units(NamedTuple):
+class Standardizer(NamedTuple):
     """Means and standard deviations of columns and responses.
 
     Attributes
@@ -318,8 +320,8 @@ class Units(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, X: Matrix, y: Matrix, rows: NDArray[np.bool_]) -> Units:
-        """Return the units of these rows."""
+    def of(cls, X: Matrix, y: Matrix, rows: NDArray[np.bool_]) -> Standardizer:
+        """Return the means and standard deviations of these rows."""
         table = np.column_stack([X, y])[rows].astype(np.float64)  # sums of many, as of few
         means, scales = table.mean(axis=0), table.std(axis=0)
         scales[scales <= _CONSTANT * np.abs(table).max(axis=0)] = 0
@@ -347,11 +349,7 @@ def as_column(name: str, values: Any, length: int, *, missing: bool = False) -> 
         raise ValueError(
             f"{name} should be a 1d array of {length} numbers, got one of shape {column.shape}."
         )
-    if not missing:
-        return as_matrix(name, column, ndim=1)
-    numbers: Matrix = column.astype(float)
-    as_matrix(name, numbers[~np.isnan(numbers)], ndim=1)
-    return numbers
+    return as_matrix(name, column, ndim=1, missing=missing)
 
 
 def as_groups(groups: Any, length: int) -> NDArray[Any]:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from flwr_perdl.regression.anchors import cluster_anchors
-from flwr_perdl.regression.clustering import model_error
-from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
-from flwr_perdl.regression.features import FeatureMap, Polynomial
+from flwr_perdl.regression.fedmd import cluster_anchors
 from flwr_perdl.regression.fedx import estimate_alone
-from flwr_perdl.regression.losses import SQUARED, LogisticLoss, Loss, SquaredLoss
+from flwr_perdl.regression.losses import (
+    SQUARED,
+    FeatureMap,
+    LogisticLoss,
+    Loss,
+    Polynomial,
+    SquaredLoss,
+    model_error,
+)
 from flwr_perdl.regression.moments import moment_step, residual_moment
-from flwr_perdl.regression.phases import MomentDescent, Refinement, TwoPhase
+from flwr_perdl.regression.phases import (
+    Answers,
+    Ask,
+    Descent,
+    MomentDescent,
+    Refinement,
+    State,
+    TwoPhase,
+)
 from flwr_perdl.regression.statistics import choose_mixture, sufficient_statistics
 from flwr_perdl.regression.two_phase import answer, two_phases
 

@@ -32,14 +32,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.core.checks import (
-    Matrix,
-    as_array,
-    check_array,
-    check_choice,
-    check_count,
-    check_flag,
-)
+from flwr_perdl.core.checks import Matrix, as_array, check_array, check_choice, check_flag
 from flwr_perdl.regression.losses import check_points
 
 #: Along directions in which a client's points vary less than this, over the most, nothing moves.
@@ -117,8 +110,7 @@ def residual_moment(
     b = second[..., half : 2 * half] @ X[..., half : 2 * half, :] / half
     if transpose:
         a, b = b, a
-    product: Matrix = weight * a[..., None] * (b[..., None, :] @ Q)
-    return product
+    return weight * a[..., None] * (b[..., None, :] @ Q)
 
 
 def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
@@ -131,12 +123,6 @@ def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
     return pairs / 2 - same
 
 
-def orthonormal(Q: Matrix) -> Matrix:
-    """Return orthonormal columns that span those of each ``Q[h]`` (n, d, width)."""
-    Q = check_array("Q", Q, ndim=max(as_array("Q", Q).ndim, 2), floor=np.inf)
-    return np.linalg.qr(Q)[0]
-
-
 def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = None) -> Matrix:
     """Return the leading eigenspaces of the symmetric ``Y_h``, of which ``Y_h @ Q_h`` is known.
 
@@ -146,9 +132,6 @@ def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = No
     have eigenvalues above 1.25 times the size of the most negative one (noise is as likely to be
     negative, and an over-estimate does no harm), and the same number for all estimates.
     """
-    Q, product = _like(Q, product)
-    if n_dimensions is not None:
-        check_count("n_dimensions", n_dimensions, 1)
     B = Q.swapaxes(1, 2) @ product
     values, vectors = np.linalg.eigh((B + B.swapaxes(1, 2)) / 2)
     values, vectors = values[:, ::-1], vectors[:, :, ::-1]
@@ -156,15 +139,6 @@ def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = No
         noise = 1.25 * np.maximum(-values[:, -1:], 0)
         n_dimensions = max(int((values > noise).sum(axis=1).max()), 1)
     return np.linalg.qr(product @ vectors[:, :, :n_dimensions])[0]
-
-
-def _like(Q: Matrix, product: Matrix) -> tuple[Matrix, Matrix]:
-    """Return columns and their products, or raise a ValueError unless they are of one shape."""
-    Q = check_array("Q", Q, ndim=3, floor=np.inf)
-    product = check_array("product", product, ndim=3, floor=np.inf)
-    if product.shape != Q.shape:
-        raise ValueError(f"product must have shape {Q.shape} as Q, got {product.shape}.")
-    return Q, product
 
 
 def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Matrix:
@@ -182,8 +156,6 @@ def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Matrix:
     ndarray of shape (n_estimates, d, n_dimensions)
         Orthonormal columns.
     """
-    Q, product = _like(Q, product)
-    check_count("n_dimensions", n_dimensions, 1)
     rotations = np.linalg.svd(product, full_matrices=False)[2]
     U: Matrix = Q @ rotations[:, :n_dimensions].swapaxes(1, 2)
     return U
@@ -228,8 +200,7 @@ def moment_step(
     projected = X @ U
     if step == "least-squares":
         coefficients: Matrix = np.linalg.lstsq(projected, residual, rcond=_VARIES)[0]
-        fitted: Matrix = theta + U @ coefficients
-        return fitted
+        return theta + U @ coefficients
     eps = projected * residual[:, None]
     half = max(len(X) // 2, 1)
     A = eps[:half].T @ eps[-half:] / half

@@ -1,4 +1,4 @@
-"""How each of the two phases is done: the options, and their rules.
+"""What both phases share: their options, what the server knows, and what travels.
 
 ======================================= ====================================================
 paper (Su, Xu, Yang, NeurIPS 2022)      here
@@ -9,69 +9,103 @@ Phase 1, federated moment descent       :class:`MomentDescent`
 Phase 2, FedX + clustering              :class:`Refinement`
 ``eta``, ``s``                          ``step_size``, ``n_steps``
 ======================================= ====================================================
+
+An option of a phase is declared in one line (:func:`option`): default, rule, whether clients
+receive it. The code that acts on it, at the server or at a client, is in ``fedmd.py`` or
+``fedx.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl.core import aggregate, checks
-from flwr_perdl.core.checks import (
-    LARGE,
-    MOST_CLUSTERS,
-    Matrix,
-    check_choice,
-    check_count,
-    check_kind,
-    check_real,
-    check_robust,
-)
-from flwr_perdl.regression.clustering import LOCALS
-from flwr_perdl.regression.exchange import Refining, State
+from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix, check_count, check_kind
+from flwr_perdl.random import spawn
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
 
-STARTS = ("fedmd", "random", "one-shot")
-_SIZE = partial(check_real, low=0, high=LARGE)
-_COUNTS = "n_anchors", "n_iterations", "n_products", "max_clusters"
-#: The rules of the options that have one of their own, and of what a request asks for.
-RULES: dict[str, Callable[[str, Any], float | int | str]] = {
-    "estimate": partial(check_choice, choices=ESTIMATES),
-    "anchor_step": partial(check_choice, choices=STEPS),
-    "local": partial(check_choice, choices=LOCALS),
-    "normalise": partial(check_choice, choices=("cluster", "all")),
-    "start": partial(check_choice, choices=STARTS),
-    "n_steps": partial(check_count, low=1, high=10_000),  # a client's time is its own
-    **dict.fromkeys(("check_every", "min_points"), check_count),
-    "variance": partial(check_real, low=0),
-    "perturbation": _SIZE,
-    **dict.fromkeys(_COUNTS, partial(check_count, low=1)),
-    **dict.fromkeys(("random_start", "momentum", "transpose"), checks.check_flag),
-    **dict.fromkeys(("separation", "step_size", "work"), partial(_SIZE, open_low=True)),
-}
+#: The steps that a client takes: not in the paper; Phase 1, line 9; lines 10-15; Phase 2.
+Step = Literal["describe", "moment", "anchors", "update"]
+#: The check of a value, by its name: returns it, or raises a ValueError or TypeError.
+Rule = Callable[[str, Any], Any]
+
+T = TypeVar("T")
+K = TypeVar("K", bound="State")
+
+_COUNT = partial(check_count, low=1)
+_SIZE = partial(checks.check_real, low=0, high=LARGE)
+_POSITIVE = partial(_SIZE, open_low=True)
 
 
-def _check_each(options: Any) -> None:
-    """Raise a ValueError if an option breaks its own rule; None may stay what it is by default."""
-    checks.own_numbers(options)
-    for own in fields(options):
-        value = getattr(options, own.name)
-        if own.name in RULES and (value is not None or own.default is not None):
-            RULES[own.name](own.name, value)
+# Options ------------------------------------------------------------------------------------------
 
 
-def reject_idle(options: Any, where: str, **harmless: Any) -> None:
-    """Raise a ValueError if an option is given that does nothing ``where``.
+def option(
+    default: Any,
+    rule: Rule,
+    *,
+    sent: Step | None = None,
+    needs: tuple[str, Callable[[Any], bool]] | None = None,
+) -> Any:
+    """Declare an option: a field of a dataclass, with all that other code has to know about it.
 
-    ``harmless`` are the options, each with the value that says what happens anyway.
+    Parameters
+    ----------
+    default : Any
+        Its default; None: there need not be one.
+    rule : callable
+        Its check, at the server and, if it is sent, at the clients.
+    sent : str, optional
+        The step whose requests carry it, under its name in ``Ask.options``, unless it is None.
+    needs : tuple of str and callable, optional
+        The option on whose value it depends whether this one does anything, and the test of that
+        value.
     """
-    for name, value in harmless.items():
-        given = getattr(options, name)
-        if given not in (getattr(type(options), name), value):
+    return field(default=default, metadata={"rule": rule, "sent": sent, "needs": needs})
+
+
+def _choice(*choices: str) -> Rule:
+    return partial(checks.check_choice, choices=choices)
+
+
+def _check_clusters(name: str, value: Any) -> int | str:
+    return "auto" if checks.is_auto(name, value) else check_count(name, value, 1, MOST_CLUSTERS)
+
+
+def _check_robust(_: str, value: Any) -> str:
+    return checks.check_robust(value, aggregate.RULES)
+
+
+def _check_options(options: Any) -> None:
+    """Raise an error if an option breaks its rule, or is given where it does nothing.
+
+    Afterwards the options are what their rules return: Python's own numbers, a rule's name.
+    """
+    declared = [own for own in fields(options) if own.metadata]
+    for own in declared:
+        value = getattr(options, own.name)
+        if value is not None or own.default is not None:
+            object.__setattr__(options, own.name, own.metadata["rule"](own.name, value))
+    for own in declared:
+        other, used = own.metadata["needs"] or (own.name, lambda _: True)
+        if not used(value := getattr(options, other)):
+            reject_unused(options, f"with {other}={value!r}", own.name)
+
+
+def reject_unused(options: Any, where: str, *names: str, **harmless: Any) -> None:
+    """Raise a ValueError if one of these options is given, which do nothing ``where``.
+
+    ``harmless`` are further ones, each with the value that says what happens anyway.
+    """
+    for name in (*names, *harmless):
+        default, given = getattr(type(options), name), getattr(options, name)
+        if given not in (default, harmless.get(name, default)):
             raise ValueError(
                 f"{name} must be left out {where}, where it does nothing, got {given}."
             )
@@ -113,22 +147,20 @@ class MomentDescent:
     >>> strategy = FedMD(3, phase_1=MomentDescent(n_anchors=50))
     """
 
-    estimate: str = "u-statistic"
-    anchor_step: str = "least-squares"
-    n_anchors: int | None = None
-    n_iterations: int = 1
-    n_products: int = 2
-    separation: float | None = None
-    random_start: bool = False
-    perturbation: float = 0.0
+    estimate: str = option("u-statistic", _choice(*ESTIMATES), sent="moment")
+    anchor_step: str = option("least-squares", _choice(*STEPS), sent="anchors")
+    n_anchors: int | None = option(None, _COUNT)
+    n_iterations: int = option(1, _COUNT)
+    n_products: int = option(2, _COUNT)
+    separation: float | None = option(None, _POSITIVE)
+    random_start: bool = option(False, checks.check_flag)
+    perturbation: float = option(0.0, _SIZE, needs=("n_iterations", lambda count: count > 1))
 
     def __post_init__(self) -> None:
         """Check the options."""
-        _check_each(self)
+        _check_options(self)
         if self.estimate != "u-statistic" and self.n_products % 2:
             raise ValueError(f"n_products must be even, got {self.n_products}.")
-        if self.n_iterations == 1:
-            reject_idle(self, "with n_iterations=1", perturbation=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,25 +201,34 @@ class Refinement:
     >>> strategy = FedX(3, phase_2=Refinement(local="fedprox"))
     """
 
-    local: str = "fedavg"
-    n_steps: int = 1
-    step_size: float | None = None
-    work: float = 1.0
-    normalise: str = "cluster"
-    momentum: bool = True
-    check_every: int = 60
+    local: str = option("fedavg", _choice("fedavg", "fedprox"), sent="update")
+    n_steps: int = option(
+        1,
+        partial(_COUNT, high=10_000),  # a client's time is its own
+        sent="update",
+        needs=("local", lambda local: local == "fedavg"),
+    )
+    step_size: float | None = option(None, _POSITIVE, sent="update")
+    work: float = option(1.0, _POSITIVE, needs=("step_size", lambda size: size is None))
+    normalise: str = option("cluster", _choice("cluster", "all"))
+    momentum: bool = option(True, checks.check_flag)
+    check_every: int = option(60, check_count)
 
     def __post_init__(self) -> None:
         """Check the options."""
-        _check_each(self)
-        if self.local != "fedavg":
-            reject_idle(self, f"with local={self.local!r}", n_steps=1)
-        if self.step_size is not None:
-            reject_idle(self, "with step_size given", work=1)
+        _check_options(self)
 
 
 #: The defaults.
 DESCENT, REFINEMENT = MomentDescent(), Refinement()
+_SENT = [own for own in (*fields(MomentDescent), *fields(Refinement)) if own.metadata["sent"]]
+#: The rules of what a request carries: of the options that are sent, and of what the server finds.
+RULES: dict[str, Rule] = {
+    "variance": partial(checks.check_real, low=0),
+    "min_points": check_count,
+    "transpose": checks.check_flag,
+    **{own.name: own.metadata["rule"] for own in _SENT},
+}
 
 
 @dataclass(frozen=True)
@@ -237,22 +278,19 @@ class TwoPhase:
     3
     """
 
-    n_clusters: int | str = "auto"
+    n_clusters: int | str = option("auto", _check_clusters)
     phase_1: MomentDescent = DESCENT
     phase_2: Refinement = REFINEMENT
-    max_clusters: int = 8
-    robust: bool | str = False
-    start: str = "fedmd"
+    max_clusters: int = option(8, _COUNT)
+    robust: bool | str = option(False, _check_robust)
+    start: str = option("fedmd", _choice("fedmd", "random", "one-shot"))
 
     def __post_init__(self) -> None:
         """Check the options."""
-        _check_each(self)
-        object.__setattr__(self, "robust", check_robust(self.robust, aggregate.RULES))
+        _check_options(self)
         check_kind("phase_1", self.phase_1, MomentDescent, "a MomentDescent")
         check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
-        auto = checks.is_auto("n_clusters", self.n_clusters)
-        if not auto:
-            check_count("n_clusters", self.n_clusters, 1, MOST_CLUSTERS)
+        auto = self.n_clusters == "auto"
         if auto and (self.phase_1.estimate != "u-statistic" or self.start != "fedmd"):
             raise ValueError(
                 'n_clusters must be given unless estimate="u-statistic" and start="fedmd", got '
@@ -260,12 +298,13 @@ class TwoPhase:
             )
         where = f"with start={self.start!r}"
         if self.start == "one-shot":
-            reject_idle(self.phase_2, where, check_every=0)
-            reject_idle(self, where, phase_1=DESCENT, max_clusters=8)
+            reject_unused(self.phase_2, where, check_every=0)
+            reject_unused(self, where, "phase_1", "max_clusters")
         if self.start == "random" and not self.phase_2.check_every:
-            reject_idle(self, f"{where} and check_every=0", phase_1=DESCENT)
+            reject_unused(self, f"{where} and check_every=0", "phase_1")
         if not auto and self.robust != "filtered" and not self.phase_2.check_every:
-            reject_idle(self, "with n_clusters given and no checks of the models", max_clusters=8)
+            where = "with n_clusters given and no checks of the models"
+            reject_unused(self, where, "max_clusters")
 
     @classmethod
     def paper(cls, n_clusters: int, separation: float | None = None) -> TwoPhase:
@@ -311,7 +350,219 @@ class TwoPhase:
         alone = self.n_clusters != "auto" and n_clusters == 1
         return self.phase_2.check_every > 0 and not alone and self.start != "one-shot"
 
+    def sent_options(self, step: Step) -> dict[str, Any]:
+        """Return the options of the phases that the requests of a step carry."""
+        values = vars(self.phase_1) | vars(self.phase_2)
+        names = [own.name for own in _SENT if own.metadata["sent"] == step]
+        return {name: values[name] for name in names if values[name] is not None}
+
     @property
     def most_clusters(self) -> int:
         """Most models there may be."""
         return self.max_clusters if self.n_clusters == "auto" else int(self.n_clusters)
+
+
+# What the server knows, and what travels ------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class State:
+    """What the server knows in every step; alone, before the clients have described their data.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import TwoPhase
+    >>> TwoPhase(2).begin(np.eye(2)).step
+    'describe'
+    """
+
+    #: The step to take next; of Phase 1, its first one.
+    step: ClassVar[Step] = "describe"
+    #: Models, (k, d).
+    centers: Matrix
+    #: Whose answers to the last exchange stood out: partition and share, (m, 2).
+    outliers: Matrix = field(default_factory=lambda: np.zeros((0, 2)))
+    #: Step size, mean square of the features, noise variance.
+    step_size: float = 0.0
+    power: float = 1.0
+    variance: float = 0.0
+    #: Checks of the models left that need not wait.
+    patience: int = 5
+    #: Clients too steep for the step size, which Phase 2 leaves out.
+    steep: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
+    #: "filtered": of each client's last update the partition, how its changes have followed the
+    #: models so far, cluster and change, (m, 3 + d); and the models that they are of, (k, d).
+    received: Matrix = field(default_factory=lambda: np.zeros((0, 3)))
+    sent: Matrix = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def __post_init__(self) -> None:
+        """Check that each field is an array or a number."""
+        for own in fields(self):
+            kinds = (np.ndarray, np.generic, int, float)
+            check_kind(own.name, getattr(self, own.name), kinds, "an array or a number")
+
+    def to(self, kind: type[K], **more: Any) -> K:
+        """Return the state of another step: what every state knows, and what is given."""
+        return kind(**{own.name: getattr(self, own.name) for own in fields(State)} | more)
+
+    def pack(self) -> dict[str, NDArray[Any]]:
+        """Return the state as named arrays, such as a checkpoint holds."""
+        return {"step": np.asarray(self.step)} | {n: np.asarray(v) for n, v in vars(self).items()}
+
+    @staticmethod
+    def unpack(arrays: Mapping[str, NDArray[Any]]) -> State:
+        """Return the state that was packed."""
+        (kind,) = (k for k in (State, Descent, Refining) if k.step == arrays["step"])
+        values: dict[str, Any] = {own.name: arrays[own.name] for own in fields(kind)}
+        return kind(**{name: v if v.ndim else v.item() for name, v in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Descent(State):
+    """What it knows in Phase 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Answers, Descent, TwoPhase, answer, two_phases
+    >>> X, settings = np.random.default_rng(0).standard_normal((20, 8, 2)), TwoPhase(1)
+    >>> run = two_phases(settings, settings.begin())
+    >>> answers = Answers(np.arange(20), np.full(20, 8.0), answer(X, X[..., 0], next(run)))
+    >>> state = run.send((answers, np.random.default_rng(1))).state
+    >>> isinstance(state, Descent), state.columns.shape
+    (True, (1, 2, 2))
+    """
+
+    step = "moment"
+    #: The anchors' estimates theta_{i,t}, (h, d), or where all start, (1, d).
+    thetas: Matrix
+    #: Columns to multiply with; after the last product the subspaces U_{i,t}. (h, d, width)
+    columns: Matrix
+    #: The anchors' partitions, where they are named, and who of them has answered so far.
+    anchors: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
+    moved: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    #: Iterations done, products done in this one, and the fewest points of an anchor.
+    iteration: int = 0
+    products: int = 0
+    min_points: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Refining(State):
+    """What it knows in Phase 2."""
+
+    step = "update"
+    #: The models of the round before, (k, d).
+    previous: Matrix
+    #: Rounds since the restart of each model's momentum, and its cluster's points, (k,): of the
+    #: clients that answered, and of the absent ones as they last did since the last check.
+    tempo: Matrix
+    counts: Matrix
+    #: Who answered since the last check, and in the last round, and its points in every cluster,
+    #: (m, 1 + k).
+    checked: Matrix
+    answered: Matrix
+    #: What the acceleration remembers: the models that the clients had and their mean changes, the
+    #: last round last, (m, k, d), and how many of these rounds count for each model, (k,).
+    points: Matrix
+    changes: Matrix
+    memory: Matrix
+    #: One-shot: the groups to which clients belong for good, (k, d), else (0, d).
+    groups: Matrix
+    #: Rounds since the last check of the models.
+    since: int = 0
+
+    @classmethod
+    def start(cls, known: State, centers: Matrix, groups: Matrix | None = None) -> Refining:
+        """Return the state in which Phase 2 starts from these models."""
+        k = len(centers)
+        more: dict[str, Any] = dict.fromkeys(("tempo", "counts", "memory"), np.zeros(k))
+        more |= dict.fromkeys(("checked", "answered"), np.zeros((0, 1 + k)))
+        more |= dict.fromkeys(("points", "changes"), np.zeros((0, *centers.shape)))
+        more |= {"previous": centers, "groups": centers[:0] if groups is None else groups}
+        return known.to(cls, centers=centers, **more)
+
+
+class Ask(NamedTuple):
+    """One request to every client.
+
+    Attributes
+    ----------
+    step : str
+        "describe", "moment", "anchors" or "update".
+    arrays : tuple of ndarray
+        What every client receives.
+    options : mapping
+        Scalars.
+    per_client : mapping of int to tuple of ndarray
+        What these clients receive instead of ``arrays``; only where anchors are named
+        (``n_anchors`` or ``n_iterations``).
+    noise, seed : float, int
+        Remark 2: the first array is followed by a second copy, and this noise, a client's own, is
+        added to both.
+    shape : tuple of int or None
+        The shape of an answer; None in the exchange that finds the dimension.
+    state : State, optional
+        What the server knows before the exchange.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import TwoPhase, two_phases
+    >>> settings = TwoPhase(2)
+    >>> next(two_phases(settings, settings.begin(np.eye(2)))).step
+    'describe'
+    """
+
+    step: Step
+    arrays: tuple[Matrix, ...] = ()
+    options: Mapping[str, float | int | str] = {}
+    per_client: Mapping[int, tuple[Matrix, ...]] = {}
+    noise: float = 0.0
+    seed: int = 0
+    shape: tuple[int, ...] | None = None
+    state: State = State(centers=np.zeros((0, 0)))
+
+    def draw_seed(self, rng: np.random.Generator) -> Ask:
+        """Return the request with the seed of its noise, if it has any."""
+        return self._replace(seed=int(rng.integers(2**31))) if self.noise else self
+
+    def to(self, partition: int) -> Ask:
+        """Return the request as this client receives it."""
+        arrays = self.per_client.get(partition, self.arrays)
+        if self.noise:
+            rng = spawn(self.seed, partition)
+            copies = np.concatenate([arrays[0], arrays[0]])
+            copies += self.noise * rng.standard_normal(copies.shape)
+            arrays = (copies, *arrays[1:])
+        return Ask(self.step, arrays, self.options)
+
+
+class Answers(NamedTuple):
+    """The clients' answers, in ascending order of partition.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Answers, Ask, answer
+    >>> X = np.random.default_rng(0).standard_normal((3, 10, 2))
+    >>> Answers(np.arange(3), np.full(3, 10.0), answer(X, X[..., 0], Ask("describe"))).partitions
+    array([0, 1, 2])
+    """
+
+    #: Who answered, (n_clients,).
+    partitions: NDArray[np.intp]
+    #: Their numbers of points, (n_clients,).
+    n_samples: Matrix
+    #: Their answers, (n_clients, ...).
+    stack: Matrix
+
+    def outliers(self, shares: NDArray[Any]) -> Matrix:
+        """Return the partitions of outliers, and to which share of the answer they are, as rows."""
+        return np.column_stack([self.partitions, shares])[shares > 0]
+
+
+#: A protocol, or a part of one: it yields what to ask, receives the answers and the round's own
+#: source of randomness, and returns what it came to.
+Exchanges = Generator[Ask, tuple[Answers, np.random.Generator], T]

@@ -123,7 +123,7 @@ def sufficient_statistics(
     return np.stack([np.concatenate([[len(F)], (F.T @ F).ravel()]) for F in folds])
 
 
-def _checked(statistics: Matrix, ndim: int) -> Matrix:
+def _check_statistics(statistics: Matrix, ndim: int) -> Matrix:
     """Return the clients' statistics, if there are any and their width is that of some d."""
     statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1).astype(float)
     check_magnitude("statistics", statistics, floor=np.inf)
@@ -159,9 +159,9 @@ class _Sums(NamedTuple):
     pooled: Matrix
 
 
-def _sums(statistics: Matrix) -> _Sums:
+def _add_sums(statistics: Matrix) -> _Sums:
     moments = _moments(statistics)
-    pooled = _pooled(moments.sum(axis=0))
+    pooled = _fit_pooled(moments.sum(axis=0))
     packed = moments[:, *np.triu_indices(len(pooled) + 1)]
     turn = np.append(-pooled, 1.0)
     last = moments @ turn
@@ -176,7 +176,7 @@ def _moments(statistics: Matrix) -> Matrix:
     return statistics[:, 1:].reshape(-1, d + 1, d + 1)
 
 
-def _pooled(total: Matrix) -> Matrix:
+def _fit_pooled(total: Matrix) -> Matrix:
     """Return least squares on the points of all clients, whatever their features' scales."""
     scale = np.sqrt(np.maximum(np.diag(total)[:-1], np.finfo(float).tiny))
     gram = total[:-1, :-1] / np.outer(scale, scale)
@@ -312,7 +312,7 @@ def choose_mixture(
     >>> choose_mixture(folds, (1, 2, 3), rng=rng).mixture.centers.shape
     (2, 1)
     """
-    statistics = _checked(statistics, 3)
+    statistics = _check_statistics(statistics, 3)
     if statistics.shape[1] < 2:
         raise ValueError(f"statistics must have at least 2 folds, got {statistics.shape[1]}.")
     if not len(check_list("candidates", candidates)):
@@ -326,7 +326,7 @@ def choose_mixture(
     whole = statistics.sum(axis=1)
     tried = np.zeros((len(strengths), len(candidates), len(whole)))
     for fold in np.moveaxis(statistics, 1, 0):
-        sums, moments = _sums(whole - fold), _moments(fold)
+        sums, moments = _add_sums(whole - fold), _moments(fold)
         for i, k in enumerate(candidates):
             mixtures = _fit(sums, _starts(len(whole), k, restarts, rng), strengths)
             for squares, mixture in zip(tried[:, i], mixtures, strict=True):
@@ -336,9 +336,9 @@ def choose_mixture(
     chosen = tried.sum(axis=2).min(axis=1).argmin()
     squares = tried[chosen]
     errors = squares.sum(axis=1) / max(float(whole[:, 0].sum()), 1)
-    best = min(k for k, good in zip(candidates, _as_good(squares), strict=True) if good)
+    best = min(k for k, good in zip(candidates, _find_as_good(squares), strict=True) if good)
     starts = _starts(len(whole), best, restarts, rng)
-    (mixture,) = _fit(_sums(whole), starts, strengths[chosen : chosen + 1])
+    (mixture,) = _fit(_add_sums(whole), starts, strengths[chosen : chosen + 1])
     used = np.unique(mixture.weights.argmax(axis=1))
     if len(used) >= min(candidates):
         weights = mixture.weights[:, used]
@@ -347,7 +347,7 @@ def choose_mixture(
     return Choice(mixture, tuple(candidates), tuple(errors.tolist()))
 
 
-def _as_good(squares: Matrix) -> NDArray[np.bool_]:
+def _find_as_good(squares: Matrix) -> NDArray[np.bool_]:
     """Tell which rows of sums per client exceed the least by a standard error at most."""
     excess = squares - squares[squares.sum(axis=1).argmin()]
     error = np.sqrt(squares.shape[1] * excess.var(axis=1))

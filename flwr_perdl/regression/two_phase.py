@@ -18,12 +18,11 @@ import numpy as np
 
 from flwr_perdl.core.aggregate import CAP, cap_sizes
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update
 from flwr_perdl.regression.losses import SQUARED, Loss, of_stacks
 from flwr_perdl.regression.moments import random_models
-from flwr_perdl.regression.phases import Refinement, TwoPhase
+from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, State, TwoPhase
 
 #: Clients whose curvature is above this many times the median do not count for the step size.
 _STEEP = 10
@@ -64,7 +63,7 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
     if not isinstance(state, Descent | Refining):
         shape = (state.centers.shape[1] + 1,) if len(state.centers) else None
         answers, rng = yield Ask("describe", shape=shape, state=state)
-        state = _described(settings, state, answers, rng)
+        state = _prepare(settings, state, answers, rng)
     while True:
         if isinstance(state, Descent):
             phase_1 = one_shot if settings.start == "one-shot" else fedmd
@@ -116,7 +115,7 @@ def answer(
     return found.astype(X.dtype, copy=False)
 
 
-def _described(
+def _prepare(
     settings: TwoPhase, state: State, answers: Answers, rng: np.random.Generator
 ) -> Descent | Refining:
     """Take the step size and the features' scale from the clients' descriptions, and go on."""
@@ -135,7 +134,7 @@ def _described(
         centers = random_models(int(settings.n_clusters), d, rng)
     known = State(
         centers=centers,
-        step_size=phase.step_size or _automatic_step(phase, curvature[likely], n[likely]),
+        step_size=phase.step_size or _find_step_size(settings, curvature[likely], n[likely]),
         power=max(power, 1e-300),
         steep=answers.partitions[~likely & ruins],
     )
@@ -146,13 +145,13 @@ def _described(
     return start_descent(settings, known, rng)
 
 
-def _automatic_step(phase: Refinement, curvature: Matrix, n_samples: Matrix) -> float:
+def _find_step_size(settings: TwoPhase, curvature: Matrix, n_samples: Matrix) -> float:
     """Return the step size of which all local steps together come to ``work`` over the curvature.
 
     It is that of any client but those that hold the last tenth of the points; gradient steps are
     stable at all clients.
     """
-    order = np.argsort(curvature, kind="stable")
+    phase, order = settings.phase_2, np.argsort(curvature, kind="stable")
     held = np.cumsum(n_samples[order]) / n_samples.sum()
     typical = float(curvature[order][np.argmax(held >= _TYPICAL)])
     if typical <= 0:

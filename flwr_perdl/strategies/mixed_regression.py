@@ -45,8 +45,7 @@ from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
-from flwr_perdl.regression.exchange import Answers, Ask, State
-from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
+from flwr_perdl.regression.phases import DESCENT, REFINEMENT, Answers, Ask, State, reject_unused
 
 _COUNT = "rounds"
 #: The number of columns before an update's change.
@@ -97,16 +96,15 @@ class _MixedRegression(ProtocolStrategy):
         # FedX stays in this loop: the driver ends it, and the next request's model is the result.
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
-            replies = yield _request(ask.drawn(rng), count)
+            replies = yield _request(ask.draw_seed(rng), count)
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
                 answered = replies if settings.start == "one-shot" else self._running().roster.names
                 self._check_clusters(len(answered), f"{len(answered)} clients")
             ask = run.send((answers, rng))
-            replies.note(
-                RULES[str(settings.robust)].effect, {int(p): share for p, share in ask.state.odd}
-            )
+            outliers = {int(partition): share for partition, share in ask.state.outliers}
+            replies.note(RULES[str(settings.robust)].effect, outliers)
             if before.step == "describe":
                 self._note_steep(replies, ask.state)
         return [ask.state.centers]
@@ -128,7 +126,7 @@ class _MixedRegression(ProtocolStrategy):
         if not initial:
             return None
         if not self.two_phase.phase_2.check_every:
-            reject_idle(self.two_phase, "from given models with check_every=0", phase_1=DESCENT)
+            reject_unused(self.two_phase, "from given models with check_every=0", "phase_1")
         if len(initial) > self._takes_models:
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
@@ -327,7 +325,7 @@ class OneShotClustering(_MixedRegression):
 
 def _request(ask: Ask, count: int) -> Request:
     """Return what is asked as a message."""
-    named = bool(ask.own or ask.noise)  # what clients receive is not the same for all
+    named = bool(ask.per_client or ask.noise)  # what clients receive is not the same for all
     models = ask.state.centers
     return Request(
         ask.step,

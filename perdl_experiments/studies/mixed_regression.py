@@ -276,8 +276,8 @@ class _Counted(Clients):
     def answer(self, ask: Ask) -> Answers:
         """Return the answers, and note what they cost."""
         answers = super().answer(ask)
-        shared = sum(array.size for array in ask.arrays) * (len(self) - len(ask.own))
-        own = sum(array.size for arrays in ask.own.values() for array in arrays)
+        shared = sum(array.size for array in ask.arrays) * (len(self) - len(ask.per_client))
+        own = sum(array.size for arrays in ask.per_client.values() for array in arrays)
         self.floats.append((float(answers.stack[0].size), (shared + own) / len(self)))
         return answers
 

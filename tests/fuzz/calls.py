@@ -335,7 +335,14 @@ INNER = {
         "DataDiffusion.program",
         "DiffusionAveraging.program",
     ),
-    *("TwoPhase.adapts", "State.unpack", "Descent.unpack", "Options.of", "Schedule.of"),
+    *(
+        "TwoPhase.adapts",
+        "TwoPhase.sent_options",
+        "State.unpack",
+        "Descent.unpack",
+        "Options.of",
+        "Schedule.of",
+    ),
 }
 
 

@@ -86,3 +86,13 @@ def test_phase_1_of_many_is_that_of_one(
     together = answer(X, y, ask)
     for A, b, found in zip(X, y, together, strict=True):
         np.testing.assert_array_equal(found, answer(A[None].copy(), b[None].copy(), ask)[0])
+
+
+def test_a_loss_that_is_no_number_is_rejected() -> None:
+    class Broken(LogisticLoss):
+        def values(self, X: np.ndarray, y: np.ndarray, centers: np.ndarray) -> np.ndarray:
+            return np.full(len(centers), np.nan)
+
+    ask = Ask("update", (np.eye(2),), UPDATE)
+    with pytest.raises(ValueError, match="losses"):
+        answer(np.ones((1, 3, 2)), np.ones((1, 3)), ask, Broken())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from flwr_perdl.regression import SQUARED, LogisticLoss, model_error
-from flwr_perdl.regression.clustering import assign, average_updates, local_changes
+from flwr_perdl.regression.fedx import average_updates, local_changes
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -32,20 +32,6 @@ def lemma_1(gram: np.ndarray, step: float, s: int, local: str) -> np.ndarray:
     if local == "fedprox":
         return np.linalg.inv(one + step * gram)
     return sum(np.linalg.matrix_power(one - step * gram, i) for i in range(s))
-
-
-def test_hard_assignment_takes_the_least_loss() -> None:
-    losses = np.array([[3.0, 1.0, 2.0], [0.5, 0.5, 4.0]])
-    np.testing.assert_array_equal(assign(losses, np.ones(2)), [[0, 1, 0], [1, 0, 0]])
-
-
-def test_soft_assignment_is_the_posterior_of_a_gaussian_mixture() -> None:
-    X, y, _ = client(5)
-    centers = np.random.default_rng(0).standard_normal((3, 6))
-    variance = 0.7
-    likelihood = np.exp([-np.sum((y - X @ t) ** 2) / (2 * variance) for t in centers])
-    weights = assign(SQUARED.values(X, y, centers)[None], np.array([5]), variance)[0]
-    np.testing.assert_allclose(weights, likelihood / likelihood.sum())
 
 
 @pytest.mark.parametrize("n", [1, 4, 6, 15])

@@ -138,8 +138,8 @@ def test_an_anchor_that_never_answers_is_left_out() -> None:
     data, lost = planted(), list[int]()
 
     def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
-        if ask.own and not lost:
-            lost.append(next(iter(ask.own)))
+        if ask.per_client and not lost:
+            lost.append(next(iter(ask.per_client)))
         return of(answers, ~np.isin(answers.partitions, lost))
 
     states = list(simulate_rounds(Faulty(data, fault), TwoPhase.paper(3), 79))
@@ -153,7 +153,7 @@ def test_an_anchor_that_never_answers_is_left_out() -> None:
 
 def test_without_any_anchor_phase_1_says_so() -> None:
     def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
-        return of(answers, ~np.isin(answers.partitions, list(ask.own)))
+        return of(answers, ~np.isin(answers.partitions, list(ask.per_client)))
 
     with pytest.raises(ValueError, match="anchors"):
         simulate(Faulty(planted(), fault), TwoPhase.paper(3), 60)

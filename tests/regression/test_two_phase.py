@@ -172,7 +172,7 @@ def test_the_request_holds_nothing_of_an_anchor_by_default() -> None:
     """All start from zero, so that estimates go up and only cluster means come down."""
     asked = [ask for ask, _ in recorded(TwoPhase(3), 5, small())]
     assert [ask.step for ask in asked] == ["describe", "moment", "moment", "anchors", "update"]
-    assert not any(ask.own for ask in asked)
+    assert not any(ask.per_client for ask in asked)
     assert not any(ask.arrays[0].any() for ask in asked[1:4])
 
 
