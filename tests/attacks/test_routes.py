@@ -32,7 +32,7 @@ TYPES = [
 ]
 ABOUT = {
     "learner": {"method": "atc", "compression": None, "evaluate_every": 1, "metrics": []}
-    | {"robust": None, "n_liars": 1, "max_magnitude": None},
+    | {"robust": "mean", "n_liars": 1, "max_magnitude": None},
     **{"max_delay": 0, "shows": False},
     "arrays": [[name, SHAPE, "<f8"] for name in MODEL],
 }
