@@ -36,7 +36,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("fixed", settings.get_profile("fuzz"), derandomize=True)
+settings.register_profile("fixed", settings.get_profile("fuzz"), derandomize=True, max_examples=50)
 settings.load_profile("fixed")
 #: How many times the examples of `make test` each test draws in one pass of `make fuzz`.
 MORE = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
+from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 
 
@@ -21,6 +23,19 @@ def partition_of(context: Context) -> int:
 def context_of(partition: Any = 0, **node_config: Any) -> Context:
     """Return a node's context, with nothing in its state."""
     return Context(1, 2, {"partition-id": partition, **node_config}, RecordDict(), {})
+
+
+def asks(content: RecordDict, node: int = 1, kind: str = "train") -> Message:
+    """Return a request of a server outside of a Flower run."""
+    become_server(1)
+    return Message(content, dst_node_id=node, message_type=kind)
+
+
+def promise(**said: Any) -> str:
+    """Return what a request says of the noise on a sum, by default of one client's two changes."""
+    budget = {"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0}
+    of = {"rounds": 1, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"}
+    return json.dumps({**budget, **of, **said})
 
 
 def grid_of(

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from flwr_perdl.protocol import compat
 from flwr_perdl.protocol.records import decode, encode, read_parts, reply_to
+from tests.grids import asks
 
 FLOATS = arrays.arrays(
     st.sampled_from([np.float64, np.float32]),
@@ -68,11 +68,10 @@ def test_objects_are_neither_sent_nor_read() -> None:
 
 
 def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Message:
-    compat.become_server(1)
     content = RecordDict(
         {"arrays": ArrayRecord([np.full(2, value)]), "config": ConfigRecord({"step": step})}
     )
-    return Message(content, dst_node_id=3, message_type=kind)
+    return asks(content, 3, kind)
 
 
 @pytest.mark.parametrize("metrics", [{"name": "x"}, {"bytes": b"x"}, {3: 1.0}])

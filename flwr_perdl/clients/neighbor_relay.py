@@ -36,7 +36,7 @@ from flwr_perdl.network.combine import (
 from flwr_perdl.network.messages import Delivery, finite_rows, inbox_of
 from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import ANEW, PINNED_KEYS, SEALED, Scalar
+from flwr_perdl.protocol.records import ANEW, KEY_FILE, PINNED_KEYS, SEALED, Scalar
 
 #: The protocol, and its steps.
 RELAY = "neighbor_relay"
@@ -153,8 +153,9 @@ class DiffusionClient(ProtocolClient):
         self.max_delay = check_count("max_delay", max_delay)
         self.on_end = check_function("on_end", on_end)
         self.node = self.partition
-        self._lasting = lasting_keys(context.node_config)
-        self.sealed = check_flag("sealed", sealed) or bool(context.node_config.get(PINNED_KEYS))
+        config = context.node_config
+        self._lasting = lasting_keys(config) if {KEY_FILE, PINNED_KEYS} & config.keys() else {}
+        self.sealed = check_flag("sealed", sealed) or bool(config.get(PINNED_KEYS))
 
     def exchange(self, request: StepRequest, private: PrivateState) -> StepResult:
         """Take in what the neighbors have sent, do the work of a round, and send a message.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from scipy.stats import binom
 
 from benchmarks.active import SAMPLES, read
@@ -21,11 +21,9 @@ from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noise import noise_multiplier, spent
-from flwr_perdl.privacy.noised_client import Promise
-from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
-from tests.grids import context_of
+from tests.grids import asks, context_of, promise
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -98,18 +96,14 @@ def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
         X = np.vstack([np.tile(np.eye(4)[3], (9, 1)), record])
         learner = OrthogonalLearner(2, n_nonzero=1)
         app = client_app(lambda c, X=X, a=learner: DictionaryClient(X, a, c), privacy=noise)
-        promise = Promise(
-            **{"epsilon": 2.0, "delta": noise.delta, "trust": "central", "level": "record"},
-            **{"clip": 1e-3, "rounds": 1, "clients": 1, "limit": 2**40, "size": 8, "of": of},
-        )
+        said = promise(delta=noise.delta, level="record", clip=1e-3, size=8, of=of)
         config = {"perdl.step": "update", "perdl.run": "r", "perdl.seed": 0, "server-round": 1}
-        config |= {"perdl.sends": "statistics", "perdl.promise": promise.text}
+        config |= {"perdl.sends": "statistics", "perdl.promise": said}
         config["perdl.protocol"] = "perma"
         content = RecordDict({"arrays": ArrayRecord([atoms]), "config": ConfigRecord(config)})
-        become_server(1)
-        message = Message(content, dst_node_id=1, message_type="train")
+        message = asks(content)
         if of == "rows":
-            with pytest.raises(ValueError, match=r"^of in perdl\.promise"):
+            with pytest.raises(ValueError, match=r"perdl\.promise"):
                 app(message, context_of())
             continue
         found.append(app(message, context_of()).content["arrays"]["0"].numpy())

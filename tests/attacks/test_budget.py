@@ -21,18 +21,12 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_client import Promise
-from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, TooFewReplies
-from tests.grids import as_app, context_of
+from tests.grids import as_app, asks, context_of, promise
 
 ROUNDS = 4
 NOISE = Noise(epsilon=2.0, trust="central", level="client")
-PROMISE = Promise(
-    **{"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0},
-    **{"rounds": ROUNDS, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"},
-)
 
 
 class Moving(NumPyClient):
@@ -60,10 +54,10 @@ def restarted(folder: Path | None, partition: int = 0, **run_config: Any) -> Con
 
 def ask(context: Context, round_: int, run: str = "run", app: Any = APP, **config: Any) -> Message:
     """Ask for a sum."""
-    become_server(1)
-    known = {"perdl.promise": PROMISE.text, "perdl.run": run, "server-round": round_, **config}
+    said = promise(rounds=ROUNDS)
+    known = {"perdl.promise": said, "perdl.run": run, "server-round": round_, **config}
     content = RecordDict({"arrays": ArrayRecord([np.zeros(2)]), "config": ConfigRecord(known)})
-    reply: Message = app(Message(content, dst_node_id=1, message_type="train"), context)
+    reply: Message = app(asks(content), context)
     return reply
 
 
@@ -142,7 +136,7 @@ def test_processes_at_once_share_a_budget_and_what_a_crash_answered_is_counted(
         each.stdin.flush()
     # Before the one that died could answer, its sum was spent.
     assert sum(int(each.communicate()[0]) for each in two) == ROUNDS - 1
-    with pytest.raises(ValueError, match="rounds must be more"):
+    with pytest.raises(ValueError, match=r"^rounds"):
         ask(restarted(tmp_path), 1, "last")
 
 
@@ -166,7 +160,7 @@ def test_a_ledger_is_the_owners_alone_and_one_that_cannot_be_read_stops_the_clie
         assert file.read_bytes() == damaged
     file.unlink()
     file.symlink_to(tmp_path / "client-1" / "noise.npz")
-    with pytest.raises(ValueError, match="symbolic link"):
+    with pytest.raises(ValueError, match=r"noise\.npz"):
         ask(restarted(tmp_path), 2)
 
 
@@ -192,5 +186,5 @@ def test_a_client_without_a_folder_says_that_nothing_limits_further_runs(
     assert counts == ([0, 0] if kept else [3, 3])
     assert ("Nothing limits further runs at client 0, client 1, client 2" in warned.text) != kept
     for again in (grid, *([grid_of()] if kept else [])):
-        with pytest.raises(TooFewReplies, match="which are spent"):
+        with pytest.raises(TooFewReplies, match="rounds"):
             start(again)

@@ -20,7 +20,6 @@ from flwr.client import NumPyClient
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.network import DataDiffusion, Topology
 from flwr_perdl.privacy.sealed import Keys, make_key
-from flwr_perdl.protocol import driver
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, DiffusionAveraging
 from tests.grids import Tapped, context_of
@@ -120,35 +119,36 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
 
 
 HUGE = 1e300
+CARD = Keys(0, "run").card[None]
 
 
 @pytest.mark.parametrize(
-    ("arrays", "config"),
+    ("arrays", "config", "named"),
     [
-        ([], {}),
-        ([np.zeros(4)], {}),
-        ([np.array([[HUGE, 0.0, 0.5, 1.0]])], {}),
-        ([np.array([[0.0, 0.0, 0.5, HUGE]])], {}),
-        ([np.array([[0.0, 0.0, 0.5, -1.0]]), np.ones((1, 2))], {}),
-        ([np.array([[0.5, 0.0, 0.5, 1.0]]), np.ones((1, 2))], {}),
-        ([NOBODY], {"perdl.at": -1}),
-        ([NOBODY], {"perdl.at": 10**30}),
-        ([NOBODY], {"server-round": -1}),
-        ([NOBODY], {"server-round": 10**30}),
-        ([NOBODY], {"perdl.step": "state"}),
-        ([NOBODY], {"perdl.run": "x" * 1000}),
-        ([NOBODY], {"perdl.sealed": True}),
-        ([NOBODY, np.array([-1.0]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
-        ([NOBODY, np.array([HUGE]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
-        ([NOBODY, np.array([0.0, 1.0]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
+        ([], {}, "parameters"),
+        ([np.zeros(4)], {}, "messages"),
+        ([np.array([[HUGE, 0.0, 0.5, 1.0]])], {}, "messages"),
+        ([np.array([[0.0, 0.0, 0.5, HUGE]])], {}, "messages"),
+        ([np.array([[0.0, 0.0, 0.5, -1.0]]), np.ones((1, 2))], {}, "messages"),
+        ([np.array([[0.5, 0.0, 0.5, 1.0]]), np.ones((1, 2))], {}, "messages"),
+        ([NOBODY], {"perdl.at": -1}, "perdl.at"),
+        ([NOBODY], {"perdl.at": 10**30}, "perdl.at"),
+        ([NOBODY], {"server-round": -1}, "server-round"),
+        ([NOBODY], {"server-round": 10**30}, "server-round"),
+        ([NOBODY], {"perdl.step": "state"}, "step"),
+        ([NOBODY], {"perdl.run": "x" * 1000}, "run"),
+        ([NOBODY], {"perdl.sealed": True}, "parameters"),
+        ([NOBODY, np.array([-1.0]), CARD], {"perdl.sealed": True}, "receivers"),
+        ([NOBODY, np.array([HUGE]), CARD], {"perdl.sealed": True}, "receivers"),
+        ([NOBODY, np.array([0.0, 1.0]), CARD], {"perdl.sealed": True}, "cards"),
     ],
 )
-def test_a_malformed_request_is_refused_in_a_sentence_and_changes_nothing(
-    arrays: list[Any], config: dict[str, Any]
+def test_a_malformed_request_is_refused_by_name_and_changes_nothing(
+    arrays: list[Any], config: dict[str, Any], named: str
 ) -> None:
     server = Server()
     before = {name: dict(server.context.state[name]) for name in server.context.state}
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match=f"^{named}"):
         server.ask(arrays, **config)
     assert {name: dict(server.context.state[name]) for name in server.context.state} == before
 
@@ -201,7 +201,7 @@ def test_a_size_that_a_request_announces_takes_no_memory() -> None:
     assert peak < 10**7
 
 
-def test_a_client_cannot_fill_the_history_with_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_cannot_fill_the_history_with_metrics() -> None:
     class Talking(NumPyClient):
         def __init__(self, context: Any) -> None:
             self.partition = context.node_config["partition-id"]
@@ -210,19 +210,11 @@ def test_a_client_cannot_fill_the_history_with_metrics(monkeypatch: pytest.Monke
             fresh = {f"{config['server-round']} {i}": 1.0 for i in range(600)}
             return parameters, 1, {"loss": 2.0, **(fresh if self.partition == 0 else {})}
 
-    def run() -> ClusteredFedAvg:
-        strategy = ClusteredFedAvg(1, fraction_evaluate=0.0)
-        grid = InProcessGrid(client_app(Talking), 3)
-        strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=4)
-        return strategy
-
-    def names(strategy: ClusteredFedAvg) -> int:
-        return len(set().union(*(report.metrics[0] for report in strategy.history)))
-
-    strategy = run()
-    assert names(strategy) == 1001  # and the number of examples
+    strategy = ClusteredFedAvg(1, fraction_evaluate=0.0)
+    grid = InProcessGrid(client_app(Talking), 3)
+    strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=4)
+    names = set().union(*(report.metrics[0] for report in strategy.history))
+    assert len(names) == 1001  # and the number of examples
     assert all("loss" in report.metrics[0] for report in strategy.history)
     assert strategy.history[-1].metrics[1]["loss"] == 2.0
     assert [sorted(report.anomalies) for report in strategy.history] == [[], [0], [0], [0]]
-    monkeypatch.setattr(driver, "_MOST_METRICS", 10**6)
-    assert names(run()) > 2400

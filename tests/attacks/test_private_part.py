@@ -13,9 +13,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app, keep_private
-from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.strategies import PersonalizedFedAvg, TooFewReplies
-from tests.grids import Tapped, arrays_in, context_of, partition_of
+from tests.grids import Tapped, arrays_in, asks, context_of, partition_of
 
 SECRET = 1234.5
 
@@ -93,8 +92,7 @@ def test_no_error_says_a_private_value(kept: str, start: float) -> None:
         config |= {"perdl.protocol": "ditto", "perdl.step": "train"}
         config |= {"perdl.seed": 0, "perdl.pull": 0.5}
     content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
-    become_server(1)
-    message = Message(content, dst_node_id=2, message_type="train")
+    message = asks(content, 2)
     if kept == "nothing":
         assert app(message, context_of()).content["arrays"]["head"].numpy()[0] == SECRET
         return

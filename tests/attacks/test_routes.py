@@ -6,6 +6,7 @@ out, by whatever type and with whatever keys of protocols it comes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -18,14 +19,10 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import Member, StepResult, client_app, keep_private, step
-from flwr_perdl.clients.diffusion_averaging import averaging_config
-from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.privacy.sealed import make_key
-from flwr_perdl.protocol.compat import become_server, like
-from tests.grids import as_app, context_of
+from tests.grids import as_app, asks, context_of, promise
 
 SECRET, SHAPE = 0.1234567, (2,)
 MODEL = {"body": np.zeros(SHAPE), "head": np.zeros(SHAPE)}
@@ -33,23 +30,25 @@ TYPES = [
     *("train", "evaluate", "query", "train.default", "evaluate.default", "query.default"),
     *("train.own", "evaluate.own", "query.own", "system", "train.", "train.default.more", "Train"),
 ]
-WEAK = Promise(
-    **{"epsilon": 1e6, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1e3},
-    **{"rounds": 9, "clients": 1, "limit": 2**40, "size": 4, "of": "changes"},
-)
+ABOUT = {
+    "learner": {"method": "atc", "compression": None, "evaluate_every": 1, "metrics": []}
+    | {"robust": "mean", "n_liars": 1, "max_magnitude": None},
+    **{"max_delay": 0, "shows": False},
+    "arrays": [[name, SHAPE, "<f8"] for name in MODEL],
+}
 MARKS: dict[str, dict[str, Any]] = {
     "clustered": {
         **{"perdl.protocol": "clustered", "perdl.step": "train-alone", "perdl.n-fits": 1},
     },
     "ditto": {"perdl.protocol": "ditto", "perdl.step": "train", "perdl.pull": 0.5},
     "averaging": {
-        **averaging_config(AveragingOptions(method="atc"), 0, MODEL, False),
+        "perdl.averaging": json.dumps(ABOUT),
         **{"perdl.protocol": "diffusion_averaging", "perdl.step": "exchange"},
         **{"perdl.at": 1, "perdl.asleep": ""},
     },
     "sealed": {"perdl.sealed": True},
     "unsealed": {"perdl.sealed": False},
-    "promise": {"perdl.promise": WEAK.text},
+    "promise": {"perdl.promise": promise(epsilon=1e6, clip=1e3, rounds=9, size=4)},
     "left out": {"perdl.left-out": '["head"]'},
     "relay": {"perdl.protocol": "neighbor_relay", "perdl.step": "exchange", "perdl.at": 1},
     "linear": {"perdl.protocol": "mixed_regression", "perdl.step": "update"},
@@ -106,8 +105,7 @@ def ask(app: Any, context: Context, kind: str, marks: tuple[str, ...]) -> Messag
     content = RecordDict({"arrays": ArrayRecord(model), "config": ConfigRecord(config)})
     if "masks" in marks:
         content["secaggplus_configs"] = ConfigRecord({"stage": "collect_masked_vectors"})
-    become_server(1)
-    message = Message(content, dst_node_id=1, message_type="train")
+    message = asks(content)
     vars(message.metadata)["_message_type"] = kind  # a server need not check it
     try:
         reply = app(message, context)
@@ -144,7 +142,13 @@ def pinning(tmp_path: Path) -> dict[str, str]:
 
 def own_action(app: ClientApp) -> ClientApp:
     """Return the app, with a training handler of another action."""
-    app.train("own")(lambda message, context: app(like(message, message.content, "train"), context))
+
+    @app.train("own")
+    def own(message: Message, context: Context) -> Message:
+        vars(message.metadata)["_message_type"] = "train"
+        reply: Message = app(message, context)
+        return reply
+
     return app
 
 

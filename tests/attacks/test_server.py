@@ -25,7 +25,7 @@ from rich.console import Console
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.network import Topology
-from flwr_perdl.protocol import compat, records
+from flwr_perdl.protocol import records
 from flwr_perdl.protocol.records import Replies, Reply, read_parts, read_reply
 from flwr_perdl.regression import Answers, TwoPhase, two_phases
 from flwr_perdl.regression import State as RegressionState
@@ -47,7 +47,7 @@ from perdl_experiments.liars import LyingDictionaryClient
 from perdl_experiments.report import write_report
 from perdl_experiments.terminal import Rows
 from perdl_experiments.watch import View
-from tests.grids import grid_of
+from tests.grids import asks, grid_of
 
 GIB = 2**30
 
@@ -120,38 +120,36 @@ def test_no_client_may_send_more_atoms_than_the_limit() -> None:
 
 def answer(metrics: dict[str, Any], arrays: list[Any] | None = None) -> Message:
     """Return a reply whose records are whatever the client says."""
-    compat.become_server(1)
-    request = Message(RecordDict(), dst_node_id=1, message_type="train")
     content = RecordDict(
         {
             "arrays": ArrayRecord([np.ones(1)] if arrays is None else arrays),
             "metrics": MetricRecord({"num-examples": 1, **metrics}),
         }
     )
-    return Message(content, reply_to=request)
+    return Message(content, reply_to=asks(RecordDict()))
 
 
 @pytest.mark.parametrize(
-    ("metrics", "sentence"),
+    ("metrics", "named"),
     [
-        ({"x" * 101: 1.0}, "at most 100 characters, got 101"),
-        ({"\x1b]0;" + "x" * 10**6: 1.0}, "at most 100 characters, got 1000004"),
-        ({"\x1b[2Jmse": 1.0}, r"must be printable, got '\\x1b\[2Jmse'"),
-        ({"right\u202eleft": 1.0}, "must be printable"),
-        ({"two\nlines": 1.0}, "must be printable"),
-        ({"many": [0.0] * 10_000}, "at most 10000 numbers, got 10001"),
-        ({f"m{i}": 0.0 for i in range(10_001)}, "at most 10000 numbers, got 1000[12]"),
+        ({"x" * 101: 1.0}, " 101\\b"),
+        ({"\x1b]0;" + "x" * 10**6: 1.0}, " 1000004\\b"),
+        ({"\x1b[2Jmse": 1.0}, r"'\\x1b\[2Jmse'"),
+        ({"right\u202eleft": 1.0}, r"'right\\u202eleft'"),
+        ({"two\nlines": 1.0}, r"'two\\nlines'"),
+        ({"many": [0.0] * 10_000}, "10001"),
+        ({f"m{i}": 0.0 for i in range(10_001)}, "1000[12]"),
     ],
 )
 def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
-    monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], sentence: str
+    monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], named: str
 ) -> None:
     hostile = answer(metrics)
     monkeypatch.setattr(records, "view_file", None)  # arrays are not read
-    with pytest.raises(ValueError, match=sentence) as caught:
+    with pytest.raises(ValueError, match=named) as caught:
         read_reply(hostile.content)
     assert len(str(caught.value)) < 200
-    with pytest.raises(ValueError, match=sentence):  # of a secure round
+    with pytest.raises(ValueError, match=named):  # of a secure round
         read_parts([], {**metrics, "num-examples": 1})
 
 

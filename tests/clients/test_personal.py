@@ -9,7 +9,6 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms, local_atoms
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.privacy.at_rest import KEY_VARIABLE
 from flwr_perdl.strategies import PerMA
 from tests.grids import grid_of
 
@@ -47,11 +46,11 @@ def test_of_several_runs_the_last_one_is_read(tmp_path: Path) -> None:
 
 
 def test_an_encrypted_folder_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    monkeypatch.setenv("FLWR_PERDL_STATE_KEY", "ab" * 32)
     atoms = run(tmp_path).local_atoms()[0]
     np.testing.assert_array_equal(local_atoms(tmp_path / "client-0"), atoms)
-    monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(ValueError, match=KEY_VARIABLE):
+    monkeypatch.delenv("FLWR_PERDL_STATE_KEY")
+    with pytest.raises(ValueError, match="FLWR_PERDL_STATE_KEY"):
         local_atoms(tmp_path / "client-0")
 
 
@@ -71,7 +70,7 @@ def test_a_folder_of_all_clients_has_everybodys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     if key:
-        monkeypatch.setenv(KEY_VARIABLE, key)
+        monkeypatch.setenv("FLWR_PERDL_STATE_KEY", key)
     apart = run(tmp_path / "apart").local_atoms()
     run(state_dir=tmp_path / "together")
     for folder in ("apart", "together"):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.clients.mixed_regression import OPTION, RegressionClient
+from flwr_perdl.clients.mixed_regression import RegressionClient
 from flwr_perdl.regression import LogisticLoss, Polynomial
 from tests.grids import context_of
 
@@ -18,7 +18,7 @@ Y = X @ THETA[1] + 0.1 * RNG.standard_normal(15)
 
 
 def asks(step: str, round_: int = 1, **options: Any) -> dict[str, Any]:
-    given = {OPTION + name: value for name, value in options.items()}
+    given = {f"perdl.option.{name}": value for name, value in options.items()}
     config = {"perdl.protocol": "mixed_regression", "perdl.step": step}
     return {**config, "server-round": round_, "perdl.seed": 0, **given}
 

@@ -102,16 +102,10 @@ def test_lungs() -> None:
     assert lungs.metrics["cost_falling"] < lungs.metrics["cost_paper"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda X: 1e-200 * X, id="small units"),
-        pytest.param(lambda X: 1000 * (X + np.arange(45)), id="levels"),
-    ],
-)
-def test_units_and_levels_of_genes_do_not_matter(outcome: Ran, change: Any, tmp_path: Path) -> None:
+def test_units_and_levels_of_genes_do_not_matter(outcome: Ran, tmp_path: Path) -> None:
     data = small()
-    other = run(data=save(tmp_path, X=change(data["X"]), y=data["y"]), seeds=1, atoms=2, rounds=2)
+    X = 1e-200 * (data["X"] + np.arange(45))
+    other = run(data=save(tmp_path, X=X, y=data["y"]), seeds=1, atoms=2, rounds=2)
     np.testing.assert_allclose(other.arrays["atoms_ssvd"], outcome.arrays["atoms_ssvd"], atol=1e-9)
     for name in biclustering.METHODS:
         np.testing.assert_array_equal(

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from scipy.linalg import subspace_angles
 
-from flwr_perdl.core.arrays import squared_norm
 from flwr_perdl.dictionary import principal_directions
 from perdl_experiments.perpca import (
     PCAStep,
@@ -33,7 +32,7 @@ def planted(
 
 
 def step_of(X: np.ndarray, U: np.ndarray, V: np.ndarray) -> PCAStep:
-    return take_step(X, squared_norm(X), U, V, 1.0)
+    return take_step(X, float(np.vdot(X, X)), U, V, 1.0)
 
 
 def angle(A: np.ndarray, B: np.ndarray) -> float:

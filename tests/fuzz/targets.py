@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients.base import PrivateState, Shelf, run_folder
+from flwr_perdl.clients.base import PrivateState, private_shelf, run_folder
 from flwr_perdl.core import files
 from flwr_perdl.core.npy import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, Rejected
-from flwr_perdl.protocol import compat
 from flwr_perdl.protocol.events import read_events
 from flwr_perdl.protocol.records import Limits, read_properties, read_reply, reply_to
+from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments._run_config import all_keys, read_run_config
 from perdl_experiments.clips import load_clip
@@ -46,7 +47,7 @@ from perdl_experiments.watch import View
 
 #: What a state file of the client at hand says.
 _OURS = {"client": "0", "algorithm": "fuzzing", "run": "here", "round": 1, "key": None}
-_SHELF = Shelf(Path(), "0", "fuzzing")
+_SHELF: Any = private_shelf(Context(1, 1, {"partition-id": 0}, RecordDict(), {}), "fuzzing", ".")
 
 
 #: How a PerMA of two features calls its own checkpoint.
@@ -273,4 +274,4 @@ def seeds(name: str) -> list[bytes]:
     return found
 
 
-compat.become_server(1)
+InProcessGrid(ClientApp(), 1)  # so that this process can make messages

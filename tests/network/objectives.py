@@ -8,6 +8,10 @@ import pytest
 
 from flwr_perdl.network import Biclustering, HuberNMF, NonnegativeMF, Objective, SparseSVD
 
+#: The methods of dual inference, and of model averaging.
+INFERENCE = ("admm", "atc", "exact_diffusion", "jacobian_admm", "consensus")
+AVERAGING = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
+
 
 def four(gamma: float, delta: float, *, beta: float = 0.01, eta: float = 0.3) -> list[Objective]:
     return [

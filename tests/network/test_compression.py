@@ -22,7 +22,6 @@ from flwr_perdl.network import (
     metropolis_weights,
 )
 from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FlowerNetwork
@@ -58,7 +57,7 @@ def learn(rounds: int, network: Any = RING, dtype: type = float, **options: Any)
     )
 
 
-def program_of(clients: Any, dtype: type = float, **options: Any) -> AveragingProgram:
+def program_of(clients: Any, dtype: type = float, **options: Any) -> Any:
     checked = AveragingOptions(evaluate_every=0, **options)
     return checked.program(clients, initial=[np.zeros(SIZE, dtype)])
 

@@ -9,11 +9,12 @@ import pytest
 
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.network import Faults, InMemoryNetwork, Topology
-from flwr_perdl.network.data_diffusion import DataDiffusion, Diffused
-from flwr_perdl.network.inference import METHODS, exact_dual, infer
+from flwr_perdl.network.data_diffusion import DataDiffusion
+from flwr_perdl.network.inference import exact_dual, infer
 from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.random import spawn
+from tests.network.objectives import INFERENCE
 
 N, BAD = 12, 4
 TOPOLOGY = Topology.erdos_renyi(N, 0.4, seed=1)
@@ -41,7 +42,7 @@ def test_the_default_inference_is_exact_although_nodes_sleep(objective: Objectiv
     assert found.converged
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", INFERENCE)
 def test_every_inference_survives_dropping_links(method: str) -> None:
     found, errors = inferred(OBJECTIVES[1], method, Faults(drop=0.2, seed=3))
     assert np.isfinite(found.nu).all()
@@ -53,7 +54,7 @@ def test_every_inference_survives_dropping_links(method: str) -> None:
     assert found.residual.max() > errors.max() / 10
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", INFERENCE)
 @pytest.mark.parametrize("faults", [Faults(dead={BAD: 30}), Faults(corrupt={BAD: 10})])
 def test_without_one_agent_the_others_end_well(method: str, faults: Faults) -> None:
     found, errors = inferred(OBJECTIVES[1], method, faults)
@@ -102,7 +103,7 @@ def samples(node: int, n: int = 80) -> np.ndarray:
     return codes @ D
 
 
-def learned_with(faults: Faults, replacement: str | None) -> Diffused:
+def learned_with(faults: Faults, replacement: str | None) -> Any:
     learner = DataDiffusion(8, n_nonzero=2, replacement=replacement)
     network = InMemoryNetwork(TOPOLOGY, faults=faults)
     return learner.fit([samples(k) for k in range(N)], network, 40)

@@ -6,18 +6,13 @@ from typing import Any
 import cvxpy as cp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import optimize
 
 from flwr_perdl.network import CombinationMatrix, InMemoryNetwork, Topology, metropolis_weights
-from flwr_perdl.network._minimize import minimize
 from flwr_perdl.network.combine import LONG
 from flwr_perdl.network.inference import (
     ATC,
-    METHODS,
     ConsensusADMM,
-    DualInference,
     JacobianADMM,
     exact_dual,
     infer,
@@ -29,13 +24,13 @@ from flwr_perdl.network.objectives import (
 )
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.studies.inference import FOUND, draw, trace
-from tests.network.objectives import each_of, four
+from tests.network.objectives import INFERENCE, each_of, four
 
 OBJECTIVES = four(0.2, 0.5, beta=0.1)
 #: Biclustering infers as SparseSVD does.
 LOSSES = [OBJECTIVES[0], *OBJECTIVES[2:]]
 each, every = each_of(LOSSES), each_of(OBJECTIVES)
-every_method = pytest.mark.parametrize("method", METHODS)
+every_method = pytest.mark.parametrize("method", INFERENCE)
 
 
 def problem(
@@ -144,31 +139,14 @@ def test_the_exact_dual_of_float32_is_that_of_float64_rounded(eta: float) -> Non
         np.testing.assert_array_equal(mine, theirs.astype(np.float32))
 
 
-@settings(deadline=None)
-@given(seed=st.integers(0, 10**6), n_atoms=st.integers(1, 6), scale=st.floats(0.01, 100))
-@each
-def test_the_minimum_of_an_agents_cost_meets_the_optimality_conditions(
-    objective: Objective, seed: int, n_atoms: int, scale: float
-) -> None:
-    rng = np.random.default_rng(seed)
-    W = rng.standard_normal((2, n_atoms, 5))
-    b, a = scale * rng.standard_normal((2, 3, 5)), rng.uniform(0.01, 3, 2)
-    nu, codes = minimize(objective, W, b / a[:, None, None], a)
-    np.testing.assert_allclose(
-        codes, objective.code(np.matmul(nu, W.swapaxes(1, 2))), rtol=1e-9, atol=1e-9 * scale
-    )
-    free = (b - np.matmul(codes, W)) / a[:, None, None]
-    np.testing.assert_allclose(nu, objective.project(free), rtol=1e-9, atol=1e-9 * scale)
-
-
-def program(kind: type[DualInference], objective: Objective, **options: Any) -> DualInference:
+def program(kind: type[Any], objective: Objective, **options: Any) -> Any:
     shape = {"n_atoms": options.pop("atoms", 1), "n_features": options.pop("features", 12)}
     X, D = problem(objective, n_agents=6, **shape)
     topology = Topology.erdos_renyi(6, 0.5, seed=3)
     return kind(objective, topology, D, X, **options)
 
 
-def estimates(found: DualInference, n_rounds: int, **network: Any) -> np.ndarray:
+def estimates(found: Any, n_rounds: int, **network: Any) -> np.ndarray:
     run = InMemoryNetwork(found.topology, **network).run(found, n_rounds)
     nu: np.ndarray = run.observed["nu"]
     return nu

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.network.inference import exact_dual, infer, local_costs
-from flwr_perdl.network.model_diffusion import Model, ModelDiffusion, update_dictionary
+from flwr_perdl.network.model_diffusion import ModelDiffusion, update_dictionary
 from flwr_perdl.network.objectives import (
     HuberNMF,
     NonnegativeMF,
@@ -154,7 +154,7 @@ def test_fewer_coordinates_change_nothing(method: str) -> None:
     X = samples(12, 60)
     assert (X > 0.2).any()  # some residuals exceed eta
 
-    def learned(compress: bool | None) -> Model:
+    def learned(compress: bool | None) -> Any:
         return ModelDiffusion(
             HuberNMF(0.05, 0.1, 0.1),
             2,
@@ -179,7 +179,7 @@ def test_an_entry_that_leaves_its_bounds_comes_back() -> None:
     learner = ModelDiffusion(
         objective, method="exact_diffusion", n_iterations=40_000, tolerance=1e-9, compress=True
     )
-    found = learner.infer(Model(atoms), X, network)
+    found = learner.infer(learner.start(4, 30)._replace(dictionaries=atoms), X, network)
     exact = exact_dual(objective, X, list(atoms))
     assert exact.nu[0, 1] == -1
     np.testing.assert_allclose(found.nu, np.broadcast_to(exact.nu, found.nu.shape), atol=1e-5)
@@ -208,7 +208,8 @@ def test_an_agent_with_several_atoms_learns_as_several_agents_with_one(
     start = few.start(3, 20)
     assert (np.linalg.norm(start.dictionaries, axis=2) > 0).sum(axis=1).tolist() == list(N_K)
     cells = [(k, j) for k, n in enumerate(N_K) for j in range(n)]
-    alone = Model(np.stack([start.dictionaries[cell] for cell in cells])[:, None])
+    apart = np.stack([start.dictionaries[cell] for cell in cells])[:, None]
+    alone = start._replace(dictionaries=apart)
     expected = replace(many, method="exact").partial_fit(alone, X, NETWORK).dictionaries[:, 0]
     ring, short = Topology.ring(3), replace(few, n_iterations=20, tolerance=0)
     for learner, model, network, atol in (

@@ -14,8 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.npy import pack, unpack
-from flwr_perdl.privacy.sealed import Keys, Rejected, make_key, read_key, read_pinned
+from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
+from tests.clients.test_diffusion import client
+from tests.grids import context_of
 
 MESSAGE = (np.arange(6.0).reshape(1, 3, 2), np.array([7.5], dtype=np.float32))
 
@@ -100,11 +103,13 @@ def test_key_files(tmp_path: Path) -> None:
     path = tmp_path / "node.pem"
     public = make_key(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert public == read_key(path).public_key().public_bytes_raw().hex()
     with pytest.raises(FileExistsError):
         make_key(path)
-    (tmp_path / "pinned.json").write_text(json.dumps({"4": public}))
-    assert read_pinned(tmp_path / "pinned.json") == {4: bytes.fromhex(public)}
+    assert len(bytes.fromhex(public)) == 32
+
+
+def node(key: str, path: Path) -> DiffusionClient:
+    return client(context_of(0, **{key: str(path)}))
 
 
 def test_bad_key_files_are_named(tmp_path: Path) -> None:
@@ -114,11 +119,11 @@ def test_bad_key_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.pem").write_text("")
     for name in ("missing.pem", "empty.pem", "other.pem"):
         with pytest.raises(ValueError, match=r"^key-file"):
-            read_key(tmp_path / name)
+            node("key-file", tmp_path / name)
 
 
 @pytest.mark.parametrize("key", ["00", "00" * 32])
 def test_bad_keys_of_neighbours_are_named(tmp_path: Path, key: str) -> None:
     (tmp_path / "pinned.json").write_text(json.dumps({"1": key}))
     with pytest.raises(ValueError, match=r"^neighbour-keys"):
-        read_pinned(tmp_path / "pinned.json")
+        node("neighbour-keys", tmp_path / "pinned.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from flwr_perdl.clients import (
 )
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
 from flwr_perdl.privacy import Noise, PublicBasis
-from flwr_perdl.privacy.noised_client import Promise
-from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.regression import Refinement
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -32,7 +29,7 @@ from flwr_perdl.strategies import (
     ServerSettings,
     TooFewReplies,
 )
-from tests.grids import Tapped, context_of, stage
+from tests.grids import Tapped, asks, context_of, promise, stage
 
 CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 2
 RNG = np.random.default_rng(0)
@@ -244,17 +241,12 @@ def test_a_client_counts_what_it_spends() -> None:
     """Of a server that asks for more sums than it says, or says something else later."""
     app = client_app(Moving, privacy=Noise(epsilon=2.0, trust="central", level="client"))
     context = context_of(0)
-    known = Promise(
-        **{"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0},
-        **{"rounds": 2, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"},
-    )
 
     def ask(round_: int, **changed: Any) -> np.ndarray:
-        become_server(1)
-        promise = replace(known, **changed).text
-        config = ConfigRecord({"perdl.promise": promise, "server-round": round_})
+        said = promise(**{"rounds": 2, **changed})
+        config = ConfigRecord({"perdl.promise": said, "server-round": round_})
         content = RecordDict({"arrays": ArrayRecord([np.zeros(2)]), "config": config})
-        reply = app(Message(content, dst_node_id=1, message_type="train"), context)
+        reply = app(asks(content), context)
         found: np.ndarray = reply.content.array_records["arrays"]["0"].numpy()
         return found
 
@@ -320,7 +312,7 @@ class OwnUpdate(LearnerClient):
     ("noise", "options", "named"),
     [
         ({}, {"initial": None}, "initial_arrays"),
-        ({}, {"aggregation": "mean"}, "level in privacy"),
+        ({}, {"aggregation": "mean"}, "level"),
         ({}, {"aggregation": "weighted"}, "aggregation"),
         ({}, {"robust": True}, "robust"),
         ({}, {"remember": 1}, "remember"),

@@ -18,7 +18,6 @@ from numpy.testing import assert_array_equal as assert_same_bits
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app, keep_private
-from flwr_perdl.clients.diffusion_averaging import ABOUT
 from flwr_perdl.network import (
     CombinationMatrix,
     Faults,
@@ -30,13 +29,11 @@ from flwr_perdl.network import (
     metropolis_weights,
     push_weights,
 )
-from flwr_perdl.network.averaging import METHODS
-from flwr_perdl.network.messages import Delivery
-from flwr_perdl.protocol.records import SEALED
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
 from tests.grids import Forgetting, Tapped, arrays_in, grid_of, partition_of
+from tests.network.objectives import AVERAGING
 
 N, FEATURES, ROUNDS = 5, 3, 6
 NET = Topology.from_edges(5, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3)])
@@ -104,7 +101,7 @@ def assert_same(strategy: DiffusionAveraging, learned: Any) -> None:
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", AVERAGING)
 def test_the_bits_are_those_in_memory(method: str, sealed: bool) -> None:
     strategy, result = start(InProcessGrid(APP, N), method=method, sealed=sealed)
     here = averaged(NET, method=method)
@@ -149,12 +146,12 @@ def test_a_node_whose_messages_are_sealed_shows_no_model(sealed: bool) -> None:
             asked = list(messages)
             for message in asked:
                 config = message.content.config_records.get("config", {})
-                if ABOUT in config:
-                    about = {**json.loads(config[ABOUT]), "shows": True}
-                    changed: dict[str, Any] = {ABOUT: json.dumps(about)}
+                if "perdl.averaging" in config:
+                    about = {**json.loads(config["perdl.averaging"]), "shows": True}
+                    changed: dict[str, Any] = {"perdl.averaging": json.dumps(about)}
                     if config["perdl.step"] == "show":  # in the clear, too
-                        changed[SEALED] = False
-                        message.content["arrays"] = ArrayRecord(Delivery(()).to_arrays())
+                        changed["perdl.sealed"] = False
+                        message.content["arrays"] = ArrayRecord([np.zeros((0, 4))])
                     message.content["config"] = ConfigRecord({**config, **changed})
             return super().send_and_receive(asked, timeout=timeout)
 

@@ -6,6 +6,7 @@ On Ray and on SuperNodes: ``tests/end_to_end/test_all_protocols.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
-from flwr_perdl.simulations.grid import FAULTS
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
 from tests.grids import arrays_in, failing
 from tests.strategies.protocols import CASES, NOISED, START, VARIANTS
@@ -74,6 +74,7 @@ def spoil(key: str, value: Any) -> Callable[[RecordDict], None]:
     return change
 
 
+FAULTS = ("error", "silence", "nan", "shape", "empty")
 HOSTILE: dict[str, Any] = {
     "huge": spoil("arrays", lambda array: Array(np.full_like(array.numpy(), 1e101))),
     "text": spoil("arrays", lambda array: Array(np.full(array.shape, "x"))),
@@ -85,24 +86,26 @@ HOSTILE: dict[str, Any] = {
 }
 
 
+@cache
+def run(name: str, fault: str) -> tuple[Any, list[np.ndarray]]:
+    """Return a run in whose round 2 client 4 fails so, or its reply is lost."""
+    case = CASES[name]
+    grid = case.grid(faults=failing(fault, [4], [2]) if fault in FAULTS else None)
+    grid.spoil, grid.lost = HOSTILE.get(fault), fault == "lost"
+    return case.start(grid, case.cut + 2)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fault", [*FAULTS, *HOSTILE])
 def test_a_hostile_reply_counts_as_none_and_is_named(name: str, fault: str) -> None:
     """And who was absent is there again in the next round."""
-    case = CASES[name]
-
-    def run(fault: str) -> tuple[Any, list[np.ndarray]]:
-        grid = case.grid(faults=failing(fault, [4], [2]) if fault in FAULTS else None)
-        grid.spoil, grid.lost = HOSTILE.get(fault), fault == "lost"
-        return case.start(grid, case.cut + 2)
-
-    strategy, found = run(fault)
+    strategy, found = run(name, fault)
     assert named(strategy, 2) == {"client 4"}
     assert 4 in strategy.history[-1].metrics
     if isinstance(strategy, NeighborRelay):  # neighbors leave it out, each by what it has itself
         return
     none = "silence" if fault in ("silence", "error") else "lost"  # where the client has trained
-    for array, same in zip(found, run(none)[1], strict=True):
+    for array, same in zip(found, run(name, none)[1], strict=True):
         np.testing.assert_array_equal(array, same)
 
 
@@ -151,7 +154,7 @@ def test_sums_are_secure_or_noised_or_the_option_is_refused(name: str, guard: st
     options = getattr(case, guard)
     wanted = True if guard == "secure" else (options or NOISED)["privacy"]
     grid = case.grid(**{guard: wanted})
-    with pytest.raises(TooFewReplies, match=f"{guard}.* must be the strategy's option"):
+    with pytest.raises(TooFewReplies, match=guard):
         case.run(grid, case.cut + 2)
     if options is None:
         with pytest.raises((ValueError, TypeError), match=guard):

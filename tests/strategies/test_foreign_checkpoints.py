@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from copy import deepcopy
 from functools import partial
@@ -23,7 +24,7 @@ RESUME = ServerSettings(resume=True)
 
 
 @pytest.mark.parametrize("damage", ["missing", "another one"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "one-shot"])  # FedX's state
 def test_an_entry_that_is_missing_or_another_one_is_noticed(
     name: str, damage: str, tmp_path: Path, warned: Any
 ) -> None:
@@ -36,7 +37,9 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
     path = max((tmp_path / "whole").glob("round-*.npz"))
     states = {node: deepcopy(context.state) for node, context in grid.contexts.items()}
     saved = files.load(path)
-    for entry, array in saved.arrays.items():
+    alike = {re.sub(r"/\d+", "/#", entry): entry for entry in saved.arrays}
+    for entry in alike.values():
+        array = saved.arrays[entry]
         arrays, meta = dict(saved.arrays), dict(saved.meta)
         if damage == "another one":
             arrays[entry] = np.zeros((0, *array.shape))
@@ -70,7 +73,7 @@ def test_a_checkpoint_of_another_version_is_rejected_not_passed_over(tmp_path: P
     path = max(tmp_path.glob("round-*.npz"))
     saved = files.load(path)
     files.save(path, saved.arrays, {**saved.meta, "format": 2})
-    with pytest.raises(ValueError, match=rf"{path.name} .*format.* got 2"):
+    with pytest.raises(ValueError, match=rf"{path.name} .*format.*\b2\b"):
         case.run(grid, case.cut + 2, checkpoint_dir=tmp_path, server=RESUME)
 
 

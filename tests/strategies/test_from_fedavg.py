@@ -71,7 +71,7 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
         (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "perdl.protocol"),
         (lambda: run(PerMA(2), MEANS), TooFewReplies, "DictionaryClient"),
         (lambda: run(PerMA(2), client_app(as_app(MeanClient))), TooFewReplies, "DictionaryClient"),
-        (lambda: run(FedX(2), MEANS), TooFewReplies, "linear models"),
+        (lambda: run(FedX(2), MEANS), TooFewReplies, "RegressionClient"),
         (lambda: run(ClusteredFedAvg(2), ClientApp(), MODEL), TooFewReplies, "client_app"),
         (
             lambda: client_app(ClientApp(client_fn=lambda c: MeanClient(c).to_client())),

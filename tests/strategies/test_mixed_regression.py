@@ -20,7 +20,6 @@ from flwr_perdl.regression import (
     TwoPhase,
     model_error,
 )
-from flwr_perdl.regression.moments import random_models
 from flwr_perdl.strategies import ProtocolStrategy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from perdl_experiments.batched_regression import Clients, simulate
@@ -107,7 +106,7 @@ def test_fedx_is_the_batched_path(name: str) -> None:
 @pytest.mark.parametrize("options", [{}, refined(check_every=0, momentum=False, step_size=0.05)])
 def test_a_random_start_is_the_batched_path_from_the_same_models(options: dict[str, Any]) -> None:
     data, settings = planted(), TwoPhase(3, **options)
-    start = random_models(3, D, spawn(7, SERVER, 1))
+    start = spawn(7, SERVER, 1).standard_normal((3, D)) / np.sqrt(D)
     found = learn(data, FedX(3, start="random", seed=7, **options, **QUIET), 12, make=FREE)
     skipped = int(bool(options))  # round one only finds the dimension
     batched = simulate(Clients(data.X, data.y), settings, 12 - skipped, centers=start, seed=7)
@@ -209,10 +208,7 @@ def test_the_default_number_of_rounds_is_enough_from_given_models_only() -> None
 # Faults -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("n_clusters", "fault"),
-    [(3, "error"), ("auto", "silence"), (3, "nan"), ("auto", "shape"), (3, "empty")],
-)
+@pytest.mark.parametrize(("n_clusters", "fault"), [("auto", "silence"), (3, "nan")])
 def test_clients_fail_at_random(n_clusters: int | str, fault: str) -> None:
     data = planted()
 
@@ -228,8 +224,9 @@ def test_clients_fail_at_random(n_clusters: int | str, fault: str) -> None:
     assert 0.15 < dropped / (40 * len(data.X)) < 0.25
 
 
-@pytest.mark.parametrize("robust", ["trimmed", "geometric-median"])
-@pytest.mark.parametrize(("n_clusters", "size"), [(3, 1e6), ("auto", 1e100)])
+@pytest.mark.parametrize(
+    ("n_clusters", "size", "robust"), [(3, 1e6, "trimmed"), ("auto", 1e100, "geometric-median")]
+)
 def test_one_adversary_does_no_harm_to_a_robust_average(
     n_clusters: int | str, size: float, robust: str
 ) -> None:

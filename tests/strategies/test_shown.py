@@ -18,7 +18,6 @@ from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from flwr_perdl.network import Topology, metropolis_weights
-from flwr_perdl.protocol.report import History
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -193,7 +192,9 @@ def test_what_a_notebook_shows_is_escaped() -> None:
     clusters = Clusters([], {0: 0}, [1], [{"<script>": 1.0}])
     diagnosed = Diagnosed("shared", "<script>", 1.0, {"shared": np.ones(2)}, [0, 1], {})
     report = RoundReport(1, "<script>", {}, {}, {"a": "<script>"}, 0.0, 0.0, {})
-    for one in (clusters, diagnosed, report, History([report])):
+    history = PerMA(2).history
+    history.append(report)
+    for one in (clusters, diagnosed, report, history):
         shown = one._repr_html_()
         assert "script" in shown
         assert not Pictures(shown).tags["script"]
