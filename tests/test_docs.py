@@ -80,5 +80,6 @@ def test_what_strategies_support_is_on_the_page_as_they_declare_it() -> None:
         for name in ("secure", "privacy", "robust", "remember"):
             assert (name in signature(strategy).parameters) == (name not in strategy.unsupported)
             if name in strategy.unsupported:
-                with pytest.raises(TypeError, match=f"'{name}'"):
+                with pytest.raises(TypeError, match=f"'{name}'") as error:
                     ProtocolStrategy.__init__(object.__new__(strategy), **{name: True})
+                assert strategy.unsupported[name] in str(error.value)

@@ -62,7 +62,7 @@ def check_support(algorithm: Any, options: Mapping[str, Any]) -> None:
     ValueError
         If an option is not what another one needs.
     """
-    for name in algorithm.unsupported.keys() & options.keys():
+    for name in [name for name in options if name in algorithm.unsupported]:
         reason, name_of = algorithm.unsupported[name], type(algorithm).__name__
         raise TypeError(f"{name_of} has no option {name!r}, since {reason}, got {options[name]!r}.")
     for need in algorithm.needs:
