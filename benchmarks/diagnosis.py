@@ -27,7 +27,7 @@ from perdl_experiments.studies import configure, find, personal
 #: Rounds of the diagnosis, and of the run that is judged; the length of a step.
 FEW, ROUNDS, STEP = 40, 60, 0.3
 #: What is judged, by the candidate's name.
-CANDIDATES = {"shared": "fedavg", "head": "fedper", "body": "lg-fedavg", "clusters": "clustered"}
+CANDIDATES = {"fedavg": "fedavg", "head": "fedper", "body": "lg-fedavg", "clusters": "clustered"}
 #: Accuracy that a choice may cost.
 POINT = 0.01
 KINDS = (*personal.KINDS, "none")
@@ -50,15 +50,15 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
         strategies = {
             name: personal.strategies(ROUNDS)[method][""] for name, method in CANDIDATES.items()
         }
-        strategies["near"] = Ditto(server=ServerSettings(evaluate_every=ROUNDS))
+        strategies["ditto"] = Ditto(server=ServerSettings(evaluate_every=ROUNDS))
         found = {}
         for name, strategy in strategies.items():
             method = CANDIDATES.get(name, "ditto")
             measured, shared = personal.federated(clients, model, method, strategy, ROUNDS)
             found[name] = float(np.mean([each["accuracy"] for each in measured.values()]))
-            if name == "shared":
-                found["tuned"] = personal.stopped(clients, shared, ROUNDS).accuracy.mean()
-        found["alone"] = personal.stopped(clients, model, ROUNDS).accuracy.mean()
+            if name == "fedavg":
+                found["fine-tuned"] = personal.stopped(clients, shared, ROUNDS).accuracy.mean()
+        found["local"] = personal.stopped(clients, model, ROUNDS).accuracy.mean()
     return diagnosis.result.choice, found
 
 

@@ -52,7 +52,7 @@ SUPPORT = {
     "secure": "`secure` sums",
     "privacy": "`privacy` (noise)",
     "robust": "`robust` to malicious clients",
-    "remember": "`remember` last replies",
+    "reuse_last_reply": "`reuse_last_reply` last replies",
     "missing": "missing entries",
     "batches": "data in batches",
     "clusters": "several clusters",

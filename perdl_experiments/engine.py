@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import Matrix, check_choice
-from flwr_perdl.protocol.records import ANEW, EVALUATE
+from flwr_perdl.protocol.records import EVALUATE, NEW_STATE
 from flwr_perdl.simulations.grid import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, RoundReport, ServerSettings, client_report
 from perdl_experiments.words import plural
@@ -214,7 +214,7 @@ def mishaps(history: Sequence[RoundReport], names: Mapping[int, str] | None = No
         if report.step == EVALUATE:
             continue
         for partition, metrics in report.metrics.items():
-            if metrics.get(ANEW) and report.round > 1:
+            if metrics.get(NEW_STATE) and report.round > 1:
                 anew.setdefault(partition, []).append(report.round if partition in seen else 0)
         seen |= set(report.metrics)
     notes = []

@@ -77,7 +77,7 @@ def test_what_strategies_support_is_on_the_page_as_they_declare_it() -> None:
     assert len(figures["learners"]()) == 8
     for strategy in figures["learners"]().values():
         assert strategy.unsupported.keys() <= figures["SUPPORT"].keys()
-        for name in ("secure", "privacy", "robust", "remember"):
+        for name in ("secure", "privacy", "robust", "reuse_last_reply"):
             assert (name in signature(strategy).parameters) == (name not in strategy.unsupported)
             if name in strategy.unsupported:
                 with pytest.raises(TypeError, match=f"'{name}'") as error:

@@ -1,7 +1,7 @@
 """NumPyClients of the protocols, and the way to a Message-API ClientApp."""
 
 from flwr_perdl.clients.app import client_app
-from flwr_perdl.clients.base import Member, PrivateState, private_shelf
+from flwr_perdl.clients.base import Member, PrivateState, private_store
 from flwr_perdl.clients.dictionary import LearnerClient
 from flwr_perdl.clients.dispatch import ProtocolClient, step
 from flwr_perdl.clients.kept_atoms import kept_local_atoms, local_atoms
@@ -26,6 +26,6 @@ __all__ = [
     "keep_private",
     "kept_local_atoms",
     "local_atoms",
-    "private_shelf",
+    "private_store",
     "step",
 ]

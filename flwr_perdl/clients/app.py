@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients.base import identify, private_shelf
+from flwr_perdl.clients.base import identify, private_store
 from flwr_perdl.clients.dispatch import (
     ProtocolClient,
     Step,
@@ -281,17 +281,17 @@ class AnsweringApp(ClientApp):
         record = message.content.array_records[ARRAYS]
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
-        shelf, keeps = private_shelf(context, asked.protocol), self._keep or self.own_keep
+        store, keeps = private_store(context, asked.protocol), self._keep or self.own_keep
         call = self._answer
-        local = Local(context, request, shelf, message=message, call=call, keeps=keeps)
+        local = Local(context, request, store, message=message, call=call, keeps=keeps)
         return _reply(message, asked, take(asked, local, request))
 
     def _own(self, context: Context) -> Own | None:
         """Return what the client insists on, and where it counts what it spends."""
         if self._privacy is None:
             return None
-        shelf = private_shelf(context, "noise")
-        return Own(self._privacy, *((None, "") if shelf is None else shelf[:2]))
+        store = private_store(context, "noise")
+        return Own(self._privacy, *((None, "") if store is None else store[:2]))
 
     def _who(self, context: Context) -> dict[str, Scalar]:
         """Return who the client is, and whether it counts what it spends over all runs."""

@@ -132,7 +132,7 @@ class Member(NumPyClient):
         return dict(self.properties)
 
 
-class Shelf(NamedTuple):
+class StateStore(NamedTuple):
     """Where a client keeps its private state on disk, and what the files are bound to.
 
     Attributes
@@ -150,9 +150,9 @@ class Shelf(NamedTuple):
     algorithm: str
 
 
-def private_shelf(
+def private_store(
     context: Context, algorithm: str, state_dir: str | Path | None = None
-) -> Shelf | None:
+) -> StateStore | None:
     """Return where a client keeps its private state on disk, None where it does not.
 
     Parameters
@@ -169,9 +169,9 @@ def private_shelf(
     Examples
     --------
     >>> from flwr.app import Context, RecordDict
-    >>> from flwr_perdl.clients import private_shelf
+    >>> from flwr_perdl.clients import private_store
     >>> context = Context(1, 1, {"partition-id": 3}, RecordDict(), {})
-    >>> private_shelf(context, "perma") is None  # the node config has no state-dir
+    >>> private_store(context, "perma") is None  # the node config has no state-dir
     True
     """
     check_kind("context", context, Context, "a Context")
@@ -182,12 +182,12 @@ def private_shelf(
     name = f"client-{quote(own, safe='')}"
     if len(name) > _NAME_MAX:  # no quoted name has "="
         name = f"client-sha256={sha256(own.encode()).hexdigest()}"
-    return Shelf(Path(str(given)) / name, own, algorithm)
+    return StateStore(Path(str(given)) / name, own, algorithm)
 
 
-def run_folder(shelf: Shelf, run: str) -> Path:
+def run_folder(store: StateStore, run: str) -> Path:
     """Return the folder of a run's files; the run's token comes from the server."""
-    return shelf.folder / f"run-{sha256(run.encode()).hexdigest()[:16]}"
+    return store.folder / f"run-{sha256(run.encode()).hexdigest()[:16]}"
 
 
 class PrivateState:
@@ -199,7 +199,7 @@ class PrivateState:
         The client's Flower context; its ``state`` keeps the arrays between messages.
     run : str
         Token of the run; arrays of another run are not taken up.
-    shelf : Shelf or None
+    store : StateStore or None
         Where this client's files are; None keeps nothing on disk.
 
     Raises
@@ -222,15 +222,15 @@ class PrivateState:
            [0., 1.]])
     """
 
-    def __init__(self, context: Context, run: str, shelf: Shelf | None = None) -> None:
+    def __init__(self, context: Context, run: str, store: StateStore | None = None) -> None:
         check_kind("context", context, Context, "a Context")
-        check_kind("shelf", shelf, (Shelf, type(None)), "a Shelf or None")
+        check_kind("store", store, (StateStore, type(None)), "a StateStore or None")
         if len(check_kind("run", run, str, "a text")) > _TOKEN:
             raise ValueError(f"run must have at most {_TOKEN} characters, got {len(run)}.")
         self._records = context.state
         self._run = run
         self._name = f"{PREFIX}{run}"
-        self._shelf = shelf
+        self._store = store
         self._held = _by_round(context.state.get(self._name, {}))
 
     def before(self, round_: int) -> PrivateArrays | None:
@@ -254,10 +254,10 @@ class PrivateState:
 
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._held if r <= last), default=-1)
-        if self._shelf is not None:
-            _refuse_links(self._shelf, self._run)
-            for round_ in reversed(files.rounds_in(run_folder(self._shelf, self._run))):
-                saved = self._read(self._shelf, round_) if in_memory < round_ <= last else None
+        if self._store is not None:
+            _refuse_links(self._store, self._run)
+            for round_ in reversed(files.rounds_in(run_folder(self._store, self._run))):
+                saved = self._read(self._store, round_) if in_memory < round_ <= last else None
                 if saved is not None:
                     return saved
         if in_memory < 0:
@@ -281,8 +281,8 @@ class PrivateState:
             if not isinstance(name, str) or as_array("arrays", array).dtype.hasobject:
                 raise ValueError(f"arrays must be arrays of numbers by name, got {name!r}.")
         alone = check_flag("alone", alone)
-        if self._shelf is not None:
-            self._write(self._shelf, round_, arrays, kept=1 if alone else 2)
+        if self._store is not None:
+            self._write(self._store, round_, arrays, kept=1 if alone else 2)
         before = [] if alone else sorted(r for r in self._held if r < round_)[-1:]
         self._held = {r: self._held[r] for r in before}
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
@@ -295,27 +295,27 @@ class PrivateState:
 
     # On disk ---------------------------------------------------------------------------------
 
-    def _about(self, shelf: Shelf, round_: int) -> dict[str, Any]:
+    def _about(self, store: StateStore, round_: int) -> dict[str, Any]:
         """Return what a file says in the clear."""
         return {
-            "client": shelf.client,
-            "algorithm": shelf.algorithm,
+            "client": store.client,
+            "algorithm": store.algorithm,
             "run": self._run,
             "round": round_,
         }
 
     def _write(
-        self, shelf: Shelf, round_: int, arrays: Mapping[str, NDArray[Any]], kept: int
+        self, store: StateStore, round_: int, arrays: Mapping[str, NDArray[Any]], kept: int
     ) -> None:
         """Save a round; only the owner of this process may look into the folder."""
-        written = locked(arrays, self._about(shelf, round_))
-        folder = run_folder(shelf, self._run)
-        _refuse_links(shelf, self._run)
+        written = locked(arrays, self._about(store, round_))
+        folder = run_folder(store, self._run)
+        _refuse_links(store, self._run)
         if not folder.is_dir():
-            self._begin(shelf, folder)
+            self._begin(store, folder)
         files.save_round(folder, round_, *written, kept=kept)
 
-    def _begin(self, shelf: Shelf, folder: Path) -> None:
+    def _begin(self, store: StateStore, folder: Path) -> None:
         """Make a run's folder, and delete the oldest ones."""
         begun = self._records.config_records.get(_BEGUN, ConfigRecord())
         if len(begun) >= _RUNS_BEGUN:
@@ -323,22 +323,22 @@ class PrivateState:
                 f"a Flower run must begin at most {_RUNS_BEGUN} runs of a client that keeps its "
                 "state on disk, got another one."
             )
-        others = [path for path in shelf.folder.glob("run-*") if not path.is_symlink()]
+        others = [path for path in store.folder.glob("run-*") if not path.is_symlink()]
         others.sort(key=lambda path: path.stat().st_mtime)
         old = time.time() - _STANDSTILL
         for path in others:
             if path in others[: -_RUNS + 1] or path.stat().st_mtime < old:
                 rmtree(path, ignore_errors=True)
-        for own in (shelf.folder, folder):
+        for own in (store.folder, folder):
             own.mkdir(parents=True, exist_ok=True)
             own.chmod(0o700)
         begun[folder.name] = True
         self._records[_BEGUN] = begun
 
-    def _read(self, shelf: Shelf, round_: int) -> PrivateArrays | None:
+    def _read(self, store: StateStore, round_: int) -> PrivateArrays | None:
         """Return what a round's file holds; None if it is not ours."""
-        path = files.round_path(run_folder(shelf, self._run), round_)
-        wanted = self._about(shelf, round_)
+        path = files.round_path(run_folder(store, self._run), round_)
+        wanted = self._about(store, round_)
 
         def check(about: Mapping[str, Any]) -> None:
             for name, own in wanted.items():
@@ -349,9 +349,9 @@ class PrivateState:
         return None if saved is None else saved.arrays
 
 
-def _refuse_links(shelf: Shelf, run: str) -> None:
+def _refuse_links(store: StateStore, run: str) -> None:
     """Refuse folders that lead elsewhere: files there would be read, deleted, and opened to us."""
-    for own in (shelf.folder, run_folder(shelf, run)):
+    for own in (store.folder, run_folder(store, run)):
         files.refuse_link(own)
 
 

@@ -38,7 +38,7 @@ from flwr_perdl.dictionary.learners import (
     with_level,
 )
 from flwr_perdl.privacy.withholding import SupportRule
-from flwr_perdl.protocol.records import ANEW, Scalar
+from flwr_perdl.protocol.records import NEW_STATE, Scalar
 from flwr_perdl.random import spawn
 
 #: Iterations of the client's learner that an update asks for.
@@ -113,7 +113,7 @@ class LearnerClient(ProtocolClient):
         How many samples must stand behind a row of a reply (`flwr_perdl.privacy.may_send`); 0
         sends every row.
     state_dir : str or Path, optional
-        Folder for the private state; by default as `private_shelf` finds it; nothing is kept on
+        Folder for the private state; by default as `private_store` finds it; nothing is kept on
         disk where there is none.
     max_runs : int, default 8
         Runs of a strategy (their tokens ``perdl.run``) within one run of Flower that the client
@@ -243,7 +243,7 @@ class LearnerClient(ProtocolClient):
         """Return a training step's result, with what it says besides its array."""
         mse = {} if self.n_samples < self.min_support else {"mse": rounded(error)}
         orthogonal = int(self.learner.orthogonal)
-        metrics = {**mse, "n_atoms": n_atoms, "orthogonal": orthogonal, ANEW: int(anew)}
+        metrics = {**mse, "n_atoms": n_atoms, "orthogonal": orthogonal, NEW_STATE: int(anew)}
         return StepResult([sent], self.n_samples, metrics, keep)
 
     # Evaluation -------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class LearnerClient(ProtocolClient):
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         G = self.global_atoms(request)
         local_atoms, anew = self.own_atoms(G, request, kept)
-        metrics: dict[str, Scalar] = {ANEW: 1} if anew else {}
+        metrics: dict[str, Scalar] = {NEW_STATE: 1} if anew else {}
         D = np.vstack([G, local_atoms])
         losses: list[float] = []
         for name, samples in self.evaluation.items():

@@ -40,7 +40,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 from flwr.app import Array, ConfigRecord, Context
 
-from flwr_perdl.clients.base import Member, private_shelf
+from flwr_perdl.clients.base import Member, private_store
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_list
 from flwr_perdl.core.threads import one_blas_thread
@@ -232,10 +232,10 @@ def take_by(
     if isinstance(client, ProtocolClient):
         if client.limits is not None:
             _admit(context, asked.kind, request, *client.limits)
-        shelf = client.shelf
+        store = client.store
     else:
-        shelf = private_shelf(context, asked.protocol)
-    return take(asked, Local(context, request, shelf, client=client), request)
+        store = private_store(context, asked.protocol)
+    return take(asked, Local(context, request, store, client=client), request)
 
 
 def _digest(parameters: Sequence[Matrix], config: Mapping[str, Scalar]) -> str:
@@ -311,7 +311,7 @@ class ProtocolClient(Member):
         What the private arrays are of, so that no other algorithm takes them up; by default the
         class's name.
     state_dir : str or Path, optional
-        Folder for the private arrays; by default as `private_shelf` finds it; nothing is kept on
+        Folder for the private arrays; by default as `private_store` finds it; nothing is kept on
         disk where there is none.
     max_runs, max_requests : int, optional
         Runs of a strategy (their tokens ``perdl.run``) within one run of Flower that the client
@@ -349,7 +349,7 @@ class ProtocolClient(Member):
         check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         check_kind("algorithm", algorithm, (str, type(None)), "a name or None")
         self.context = context
-        self.shelf = private_shelf(context, algorithm or type(self).__name__, state_dir)
+        self.store = private_store(context, algorithm or type(self).__name__, state_dir)
         self.limits: tuple[int, int] | None = None
         if max_runs is not None and max_requests is not None:
             runs = check_count("max_runs", max_runs, 1)

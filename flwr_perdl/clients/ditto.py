@@ -15,7 +15,7 @@ from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult, unsaid
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
-from flwr_perdl.protocol.records import ANEW, EVALUATE, with_loss
+from flwr_perdl.protocol.records import EVALUATE, NEW_STATE, with_loss
 
 DITTO, TRAIN = "ditto", "train"
 #: The share of the way to the server's model that a client's own goes.
@@ -32,7 +32,7 @@ def train(local: Local, request: StepRequest) -> StepResult:
     trained = local.fit(own).arrays
     pulled = [_pulled(*one, pull) for one in zip(request.names, trained, given, strict=True)]
     keep = {f"{i:06d}": array for i, array in enumerate(pulled)}
-    metrics = {**sent.metrics, ANEW: int(kept is None)}
+    metrics = {**sent.metrics, NEW_STATE: int(kept is None)}
     return StepResult(sent.sent, sent.num_examples, metrics, keep)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients._states import NodeStates
-from flwr_perdl.clients.base import PREFIX, PrivateState, Shelf
+from flwr_perdl.clients.base import PREFIX, PrivateState, StateStore
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_kind
@@ -148,9 +148,9 @@ def _of_folder(folder: Path) -> PrivateState | None:
     files.refuse_link(newest.parent)
     files.refuse_link(newest)
     about = files.load(newest).meta
-    shelf = Shelf(folder, str(about["client"]), str(about["algorithm"]))
+    store = StateStore(folder, str(about["client"]), str(about["algorithm"]))
     empty = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
-    return PrivateState(empty, str(about["run"]), shelf)
+    return PrivateState(empty, str(about["run"]), store)
 
 
 def _name(folder: Path) -> str:

@@ -24,7 +24,7 @@ from flwr.app import (
 )
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import PrivateState, Shelf, identify
+from flwr_perdl.clients.base import PrivateState, StateStore, identify
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.models import as_dtype
 from flwr_perdl.protocol.compat import NumPyClient, like
@@ -196,7 +196,7 @@ class Local:
         self,
         context: Context,
         request: StepRequest,
-        shelf: Shelf | None,
+        store: StateStore | None,
         *,
         client: Any = None,
         message: Message | None = None,
@@ -204,7 +204,7 @@ class Local:
         keeps: Any = None,
     ) -> None:
         self.context, self.client, self.keeps = context, client, keeps
-        self._request, self._shelf, self._message, self._call = request, shelf, message, call
+        self._request, self._store, self._message, self._call = request, store, message, call
 
     @cached_property
     def partition(self) -> int:
@@ -219,7 +219,7 @@ class Local:
     @cached_property
     def kept(self) -> PrivateState:
         """The client's private arrays in this run."""
-        return PrivateState(self.context, self._request.run, self._shelf)
+        return PrivateState(self.context, self._request.run, self._store)
 
     def fit(
         self, arrays: Sequence[Any], names: Sequence[str] = (), *, state: str = "", **config: Any

@@ -36,7 +36,7 @@ from flwr_perdl.network.combine import (
 from flwr_perdl.network.messages import Delivery, finite_rows, inbox_of
 from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import ANEW, KEY_FILE, PINNED_KEYS, SEALED, Scalar
+from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, PINNED_KEYS, SEALED, Scalar
 
 #: The protocol, and its steps.
 RELAY = "neighbor_relay"
@@ -95,7 +95,7 @@ class DiffusionClient(ProtocolClient):
     on_end : callable, optional
         Called at the node with its last state; more than once if the server asks again.
     state_dir : str or Path, optional
-        Folder for the private state; by default as `private_shelf` finds it; nothing is kept on
+        Folder for the private state; by default as `private_store` finds it; nothing is kept on
         disk where there is none.
 
     Notes
@@ -191,7 +191,7 @@ class DiffusionClient(ProtocolClient):
             keys = Keys(self.node, request.run, run_key=run_key, **self._lasting)
             run_key = keys.run_key
         delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
-        metrics: dict[str, Scalar] = {ANEW: 1} if round_ > 1 and found is None else {}
+        metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and found is None else {}
         # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
             if self.max_delay:  # after an absence it takes in what its neighbors have sent since

@@ -36,7 +36,7 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients.base import PrivateArrays, PrivateState, Shelf, private_shelf
+from flwr_perdl.clients.base import PrivateArrays, PrivateState, StateStore, private_store
 from flwr_perdl.clients.local import sendable, state_of, unsaid, within
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
@@ -45,9 +45,9 @@ from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
     ALTERNATE,
-    ANEW,
     LEFT_OUT,
     METRICS,
+    NEW_STATE,
     ROUND,
     RUN,
     config_of,
@@ -229,11 +229,11 @@ class KeepPrivate:
         config = next((one for one in configs if ROUND in one), ConfigRecord())
         round_ = check_count(ROUND, config.get(ROUND))
         run = str(config.get(RUN, context.run_id))
-        shelf = private_shelf(context, _ALGORITHM)
-        state = PrivateState(context, run, shelf)
+        store = private_store(context, _ALGORITHM)
+        state = PrivateState(context, run, store)
         kept = state.before(round_) if kind == MessageType.TRAIN else state.after(round_)
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
-        first = _first_names(context, shelf) if self._by_position else part.names
+        first = _first_names(context, store) if self._by_position else part.names
         if first not in (None, part.names):
             raise ValueError(
                 f"arrays must be called {_list(first)}, as in the first run of this client, which "
@@ -261,18 +261,18 @@ class KeepPrivate:
             model = {**model, **{name: sendable(found[name], model[name]) for name in names}}
         state.save(round_, _to_keep(part, model))
         if first is None:
-            _keep_names(context, shelf, part.names)
+            _keep_names(context, store, part.names)
         answered, _ = _only_arrays(reply.content, "a training reply")
         reply.content[answered] = _record(_to_send(part, model))
         numbers = reply.content.get(METRICS)
         if part.left_out and isinstance(numbers, MetricRecord):
             numbers[KEPT] = sum(prod(model[name].shape) for name in part.left_out)
-            numbers[ANEW] = int(kept is None)
+            numbers[NEW_STATE] = int(kept is None)
         return reply
 
     def begin(self, context: Context, run: str, model: Mapping[str, Array]) -> None:
         """Keep this model's private arrays for requests without them, unless there are some."""
-        state = PrivateState(context, run, private_shelf(context, _ALGORITHM))
+        state = PrivateState(context, run, private_store(context, _ALGORITHM))
         if state.newest() is None:
             part = self._part(_record(model), None, [])
             state.save(0, _to_keep(part, dict(model)))
@@ -434,26 +434,26 @@ def _read_names(array: Matrix) -> list[str]:
     return names
 
 
-def _first_names(context: Context, shelf: Shelf | None) -> list[str] | None:
+def _first_names(context: Context, store: StateStore | None) -> list[str] | None:
     """Return the names of the arrays in this client's first run, None before its training."""
     record = context.state.array_records.get(_FIRST)
     if record is not None:
         return _read_names(decode(record[_NAMES]))
-    path = None if shelf is None else shelf.folder / _FIRST_FILE
-    if shelf is None or path is None or not path.exists():
+    path = None if store is None else store.folder / _FIRST_FILE
+    if store is None or path is None or not path.exists():
         return None
-    files.refuse_link(shelf.folder)
+    files.refuse_link(store.folder)
     saved = read(path, ["client"], lambda _: None)
     return None if saved is None else _read_names(saved.arrays[_NAMES])
 
 
-def _keep_names(context: Context, shelf: Shelf | None, names: Sequence[str]) -> None:
+def _keep_names(context: Context, store: StateStore | None, names: Sequence[str]) -> None:
     """Keep the names of a client's first run, where it keeps its private arrays."""
     written = _written_names(names)
     context.state[_FIRST] = named([encode(written)], [_NAMES])
-    if shelf is not None:  # its folder is there: a state was saved
-        path = shelf.folder / _FIRST_FILE
-        files.save(path, *locked({_NAMES: written}, {"client": shelf.client}))
+    if store is not None:  # its folder is there: a state was saved
+        path = store.folder / _FIRST_FILE
+        files.save(path, *locked({_NAMES: written}, {"client": store.client}))
 
 
 def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:

@@ -112,11 +112,11 @@ class Averaged(NamedTuple):
     floats_sent, bytes_sent : float
         Floats that reached a neighbor, counted once per link, all nodes and rounds, and the bytes
         of these arrays, before messages are sealed.
-    unheard : dict of int to int
+    dropped_messages : dict of int to int
         Node -> in how many rounds its message was left out: not finite, too large, or unreadable.
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
-    unheard_by : dict of int to list of int
+    dropped_by : dict of int to list of int
         Node -> which nodes say that they have left out its message; a node that lies may.
     """
 
@@ -126,9 +126,9 @@ class Averaged(NamedTuple):
     rounds: int
     floats_sent: float
     bytes_sent: float
-    unheard: dict[int, int]
+    dropped_messages: dict[int, int]
     alive: NDArray[np.bool_]
-    unheard_by: dict[int, list[int]]
+    dropped_by: dict[int, list[int]]
 
 
 def diffusion_averaging(
@@ -157,8 +157,8 @@ def diffusion_averaging(
 
     A node leaves out a message that has a value far larger than those of its neighborhood (see
     ``max_magnitude``), or one that is not finite, or a push-sum weight that is not positive. The
-    weight of that message falls to the node itself, ``unheard`` of the result names the sender, and
-    ``unheard_by`` who has left it out.
+    weight of that message falls to the node itself, ``dropped_messages`` of the result names it,
+    and ``dropped_by`` who has left it out.
 
     **What each party receives**:
 
@@ -350,12 +350,12 @@ class AveragingOptions:
                 text = f"In {few.sum()} rounds a third of the nodes or more had no finite loss."
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
         received = run.curves.get(FLOATS, np.zeros((1, 1)))
-        lost = run.unheard or (received != received.max(axis=0, initial=0)).any()
+        lost = run.dropped_messages or (received != received.max(axis=0, initial=0)).any()
         if self.compression is not None and lost:
             text = "Messages were lost: with compression the models keep an error of that."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
-        for node, n_times in run.unheard.items():
-            by = ", ".join(map(str, run.unheard_by.get(node, ())))
+        for node, n_times in run.dropped_messages.items():
+            by = ", ".join(map(str, run.dropped_by.get(node, ())))
             said = f", as node {by} says" if by else ""
             _LOG.warning("Messages of node %d were left out in %d rounds%s.", node, n_times, said)
         models: dict[int, list[Array]] = {}
@@ -364,7 +364,9 @@ class AveragingOptions:
             models = {} if program is None else program.models(run.state)
             apart = _disagreement(run.state, run.alive[run.state.nodes])
         costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
-        return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive, run.unheard_by)
+        return Averaged(
+            models, run.curves, apart, *costs, run.dropped_messages, run.alive, run.dropped_by
+        )
 
     def suited_to(self, network: Any, n_rounds: int) -> AveragingOptions:
         """Return these options with a method: its own, or the one that suits a network.

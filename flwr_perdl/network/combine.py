@@ -349,7 +349,7 @@ class Run(NamedTuple):
         Floats that reached a neighbor, in all, counted once per link.
     traffic : sparse array of shape (n_nodes, n_nodes)
         Floats that node k heard from node j.
-    unheard : dict of int to int
+    dropped_messages : dict of int to int
         Node -> in how many rounds its message was left out: for NaN or infinite values, or because
         a receiver says that it has rejected it (`Program`).
     alive : ndarray of shape (n_nodes,)
@@ -357,7 +357,7 @@ class Run(NamedTuple):
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round (``report`` of a `Program`); NaN where a node has
         reported nothing.
-    unheard_by : dict of int to list of int
+    dropped_by : dict of int to list of int
         Node -> which receivers say so; one that lies may accuse whom it likes.
 
     Examples
@@ -375,10 +375,10 @@ class Run(NamedTuple):
     rounds: int
     floats_sent: float
     traffic: Csr
-    unheard: dict[int, int]
+    dropped_messages: dict[int, int]
     alive: NDArray[np.bool_]
     curves: dict[str, Array]
-    unheard_by: dict[int, list[int]]
+    dropped_by: dict[int, list[int]]
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""

@@ -155,7 +155,7 @@ class Network(ABC, ShownAsCalled):
         there = np.zeros(n, dtype=bool)
         there[np.concatenate([end.nodes for end in ends])] = True
         traffic = sum((end.traffic for end in ends), sparse.csr_array((n, n)))
-        unheard, unheard_by = tally(set().union(*(end.left_out for end in ends)))
+        dropped_messages, dropped_by = tally(set().union(*(end.left_out for end in ends)))
         return Run(
             state=joined([end.state for end in ends]),
             observed={
@@ -165,10 +165,10 @@ class Network(ABC, ShownAsCalled):
             rounds=len(rows),
             floats_sent=float(traffic.sum()),
             traffic=traffic,
-            unheard=unheard,
+            dropped_messages=dropped_messages,
             alive=self.plan.awake(max(len(rows), 1)) & there,
             curves=curves(rows, n),
-            unheard_by=unheard_by,
+            dropped_by=dropped_by,
         )
 
 

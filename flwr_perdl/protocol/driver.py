@@ -25,9 +25,9 @@ from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import (
     AFTER,
-    ANEW,
     EVALUATE,
     LOSSES,
+    NEW_STATE,
     NO_EVALUATE,
     NUM_EXAMPLES,
     PROTOCOL,
@@ -288,7 +288,7 @@ class ProtocolRun:
         if request is None:
             return limits
         expect = request.expect if request.models is None else request.models.expected
-        return limits._replace(most=request.most, expect=expect)
+        return limits._replace(max_values=request.max_values, expect=expect)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
@@ -307,12 +307,12 @@ class ProtocolRun:
             )
         # Drawn by the round, not by a generator that lives on: a resumed run asks the same clients.
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
-        request, own, same = self.request, self.request.own, list(self.request.arrays)
+        request, own, same = self.request, self.request.per_client, list(self.request.arrays)
         arrays = dict.fromkeys(chosen, same)
         if own is not None:
             # The first thing that a state from another program would break.
             with self._going_on():
-                arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
+                arrays = {p: check_arrays("Request.per_client(partition)", own(p)) for p in chosen}
         secure = {} if request.secure is None else request.secure.config(len(chosen))
         return self._begin_exchange(round_, request.step, arrays, {**request.config, **secure})
 
@@ -384,14 +384,14 @@ class ProtocolRun:
 
     def _with_absent(self, request: Request, good: Replies) -> Replies:
         """Return the replies, with the last ones of clients that have none and are remembered."""
-        if not request.remember:
+        if not request.reuse_last_reply:
             self.record.last = {}
             return good
         step, round_ = request.step, self._plan.round
         absent = {
             p: reply
             for p, (of, when, reply) in self.record.last.items()
-            if p not in good and of == step and when >= round_ - request.remember
+            if p not in good and of == step and when >= round_ - request.reuse_last_reply
         }
         recalled, _ = _check_each(partial(_check, request), absent)
         new = {p: (step, round_, reply) for p, reply in good.items()}
@@ -417,9 +417,11 @@ class ProtocolRun:
 
     def _warn_of_lost_state(self, good: Mapping[int, Reply]) -> None:
         """Warn of clients that took part before and have lost their private state since."""
-        if ANEW not in self._strategy.flags:  # of anybody's clients it is a metric of their own
+        if (
+            NEW_STATE not in self._strategy.flags
+        ):  # of anybody's clients it is a metric of their own
             return
-        anew = {partition for partition, reply in good.items() if reply.metrics.get(ANEW)}
+        anew = {partition for partition, reply in good.items() if reply.metrics.get(NEW_STATE)}
         past = self.record.history if anew else ()
         before = {p for report in past if report.step != EVALUATE for p in report.metrics}
         if lost := sorted(anew & before):

@@ -7,7 +7,7 @@ name                where it stands
 ``ROUND``, ``RUN``  keys of a request's config: the round, and the token of the strategy's run
 ``SEED``, ``STEP``  keys of a request's config: the seed, and which step is asked for
 ``NUM_EXAMPLES``,   keys of a reply's metrics: weight, and whether the private state was made anew
-``ANEW``
+``NEW_STATE``
 ``EVALUATE``        the step of a report that is an evaluation
 ``Scalar``          type of a value in a config or in metrics
 ``to_arrays``       the arrays of a record, in order
@@ -51,8 +51,8 @@ from flwr_perdl.core.npy import file_header, view_file
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
 
 __all__ = [
-    "ANEW",
     "EVALUATE",
+    "NEW_STATE",
     "NUM_EXAMPLES",
     "PARTITION_ID",
     "ROUND",
@@ -116,7 +116,7 @@ NAME = "name"
 PRIVATE = "perdl.keeps-private"
 UNCOUNTED = "perdl.uncounted-runs"
 #: The metric of a client that found no private state of the run and had to make it anew.
-ANEW = "anew"
+NEW_STATE = "anew"
 
 #: What apps call the loss of an evaluation, the first of these that is there.
 LOSSES = ("loss", "eval_loss")
@@ -159,7 +159,7 @@ class Limits(NamedTuple):
     ----------
     n_bytes : int
         Maximum number of bytes of all its arrays.
-    most : int or None
+    max_values : int or None
         Maximum number of values in all its arrays, as their headers announce them.
     magnitude : float
         Maximum absolute value of a number in an array or a metric.
@@ -169,7 +169,7 @@ class Limits(NamedTuple):
     """
 
     n_bytes: int = 2**28
-    most: int | None = None
+    max_values: int | None = None
     magnitude: float = np.inf
     expect: Sequence[Matrix] | None = ()
 
@@ -612,8 +612,8 @@ def read_parts(
         raise ValueError(f"too large: {size} bytes of arrays, at most {limits.n_bytes} are read")
     views = [view_file(data)[0] for data in files]
     count = sum(view.size for view in views)
-    if limits.most is not None and count > limits.most:
-        raise ValueError(f"too many numbers: {limits.most} are asked for, {count} came")
+    if limits.max_values is not None and count > limits.max_values:
+        raise ValueError(f"too many numbers: {limits.max_values} are asked for, {count} came")
     arrays = views if limits.expect else _numbers(views, limits)
     if limits.expect:
         _check_forms(views, limits.expect)

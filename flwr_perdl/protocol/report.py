@@ -119,7 +119,7 @@ class RunRecord:
     server_metrics : dict of int to dict
         The server's own evaluations, by round.
     last : dict of int to (str, int, Reply)
-        The step, the round and the reply of each client's last good one (`Request.remember`).
+        Step, round and reply of each client's last good one (`Request.reuse_last_reply`).
     initial : list of str
         Digests of the arrays that it began with, once there is a checkpoint.
     kept : dict of str to ndarray

@@ -431,11 +431,11 @@ class Request(NamedTuple):
         The state from which the protocol asks this request again; None for a fresh start.
     check : callable
         Raises a ValueError that says what is wrong with a reply, which is then left out.
-    own : callable, optional
+    per_client : callable, optional
         ``partition -> arrays``: what each client receives instead of ``arrays``.
     model : sequence of ndarray, optional
         The model that evaluations and the result see; by default ``arrays``.
-    most : int, optional
+    max_values : int, optional
         Maximum number of values in a reply; one that announces more is refused before it is read.
     metrics : sequence of str, default ()
         Metrics that the protocol needs; a reply without one of them is refused.
@@ -448,7 +448,7 @@ class Request(NamedTuple):
     secure : Channel or None, default None
         How the replies travel where the server is not to see the single ones, such as `SecureMean`.
         The clients need `client_app`.
-    remember : int, default 0
+    reuse_last_reply : int, default 0
         Rounds for which a client that gives no good reply counts with its last one, which is
         checked again and named in the report. For replies that do not refer to an older model. The
         server, and its checkpoints, then hold a reply per client.
@@ -473,14 +473,14 @@ class Request(NamedTuple):
     config: Mapping[str, Scalar] = {}
     state: State | None = None
     check: Callable[[Reply], None] = accept
-    own: Callable[[int], Sequence[Matrix]] | None = None
+    per_client: Callable[[int], Sequence[Matrix]] | None = None
     model: Sequence[Matrix] | None = None
-    most: int | None = None
+    max_values: int | None = None
     metrics: Sequence[str] = ()
     max_weight: float | None = 10.0
     summed: Summed | None = None
     secure: Channel | None = None
-    remember: int = 0
+    reuse_last_reply: int = 0
     combine: Combine | None = None
     expect: Sequence[Matrix] | None = ()
 
@@ -518,12 +518,14 @@ def check_request(request: object) -> Request:
         check_kind("Request.metrics", name, str, "a list of names")
     if request.max_weight is not None:
         check_real("Request.max_weight", request.max_weight, 1)
-    check_count("Request.remember", request.remember)
+    check_count("Request.reuse_last_reply", request.reuse_last_reply)
     check_kind("Request.combine", request.combine, (Combine, type(None)), "a Combine or None")
     if request.expect is not None:
         check_arrays("Request.expect", request.expect)
-    if request.remember and request.secure is not None:  # there is no single reply to keep
-        raise ValueError(f"Request.remember must be 0 with secure, got {request.remember}.")
+    if request.reuse_last_reply and request.secure is not None:  # there is no single reply to keep
+        raise ValueError(
+            f"Request.reuse_last_reply must be 0 with secure, got {request.reuse_last_reply}."
+        )
     check_kind("Request.secure", request.secure, (Channel, type(None)), "a SecureMean or None")
     return request
 

@@ -21,9 +21,9 @@ from flwr_perdl.protocol.compat import log, poll_faster
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings, refuse_unknown, spell_fields
 from flwr_perdl.protocol.records import (
-    ANEW,
     ARRAYS,
     CONFIG,
+    NEW_STATE,
     Reply,
     read_reply,
     scalars,
@@ -92,7 +92,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     """
 
     protocol_name: ClassVar[str] = ""
-    flags: ClassVar[tuple[str, ...]] = (ANEW,)
+    flags: ClassVar[tuple[str, ...]] = (NEW_STATE,)
     labels: ClassVar[tuple[str, ...]] = ()
     #: What it does not support, and why: options, and what docs/which-algorithm.md's table has.
     unsupported: ClassVar[Mapping[str, str]] = {}

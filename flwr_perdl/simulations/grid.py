@@ -84,7 +84,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
     state_dir : str or Path, optional
         Folder in which the arrays of all nodes' ``context.state`` are kept, in ``nodes/nodes.npz``,
         one file for all of them, from which a later grid of as many nodes goes on. With a folder of
-        its own (`private_shelf`) a node keeps files there as well, which takes longer than all else
+        its own (`private_store`) a node keeps files there as well, which takes longer than all else
         that thousands of small nodes do.
 
     Examples

@@ -79,7 +79,7 @@ def choose(state: State, update: Update) -> Generator[Request, Replies, tuple[Ma
             {**state, "rounds_left": np.array(left)},
             partial(_check_each, candidates, update),
             model=[candidates[_best(candidates, state)]],
-            most=sum(G.size + len(G) ** 2 for G in candidates),
+            max_values=sum(G.size + len(G) ** 2 for G in candidates),
             max_weight=None,
         )
         replies = replies.keep_majority(is_orthogonal, atoms_kind)

@@ -160,7 +160,7 @@ class ModelStrategy(ProtocolStrategy):
     unsupported: ClassVar[Mapping[str, str]] = {
         "secure": SECURE,
         "privacy": "no bound of a client's change is declared: use Flower's LocalDpMod",
-        "remember": OLD,
+        "reuse_last_reply": OLD,
         "clusters": "one model is for all: use ClusteredFedAvg",
     }
 

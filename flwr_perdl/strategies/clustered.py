@@ -227,7 +227,7 @@ class ClusteredFedAvg(ModelStrategy):
     >>> strategy = ClusteredFedAvg("auto", max_clusters=6, choose_every=5)
     """
 
-    unsupported: ClassVar = {"secure": SECURE, "remember": OLD}
+    unsupported: ClassVar = {"secure": SECURE, "reuse_last_reply": OLD}
     needs = (
         Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
@@ -402,7 +402,7 @@ class ClusteredFedAvg(ModelStrategy):
             state,
             partial(check_shapes, [(len(stacks[0]),)]),
             model=[stack[:1] for stack in stacks],  # the mean of all
-            most=len(stacks[0]),
+            max_values=len(stacks[0]),
         )
         groups_of = {int(row[0]): row[1:] for row in state[_GROUPS]}
         losses = [r.arrays[0][groups_of[p]] for p, r in replies.items() if p in groups_of]
@@ -436,7 +436,7 @@ class ClusteredFedAvg(ModelStrategy):
             everything,
             self._config(),
             state,
-            own=(lambda partition: known.get(partition, everything)) if known else None,
+            per_client=(lambda partition: known.get(partition, everything)) if known else None,
             model=stacks,
             combine=combine,
             summed=Summed(one, "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,

@@ -6,13 +6,13 @@ model, lets every client evaluate what it would have, and says which to take:
 ==============  ==================================================================================
 candidate       what is trained
 ==============  ==================================================================================
-``shared``      FedAvg
-``tuned``       FedAvg's model after half of the rounds, fine-tuned by each client
+``fedavg``      FedAvg
+``fine-tuned``  FedAvg's model after half of the rounds, fine-tuned by each client
 ``head``        `PersonalizedFedAvg`, the last layer private (or the arrays that are given)
 ``body``        `PersonalizedFedAvg`, the first layer private
-``near``        `Ditto`
+``ditto``       `Ditto`
 ``clusters``    `ClusteredFedAvg` with ``k="auto"``, robust
-``alone``       each client alone
+``local``       each client alone
 ==============  ==================================================================================
 
 They stand in the order in which a simpler one is preferred. By each of them a client's model is
@@ -57,13 +57,13 @@ from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
 #: What to write for each candidate, the simplest first.
 WRITE = {
-    "shared": "FedAvg: share all, it is enough",
-    "tuned": "FedAvg, then fine-tuning at each client",
+    "fedavg": "FedAvg: share all, it is enough",
+    "fine-tuned": "FedAvg, then fine-tuning at each client",
     "head": "PersonalizedFedAvg({private})",
     "body": "PersonalizedFedAvg({private})",
-    "near": "Ditto()",
+    "ditto": "Ditto()",
     "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
-    "alone": "no federation: clients are better off alone",
+    "local": "no federation: clients are better off alone",
 }
 #: Where all candidates are equally good, another one than the simplest is taken with at most this
 #: probability; and never for a gain of less than this share: what nobody would notice is no reason.
@@ -101,10 +101,10 @@ class Diagnosed(NamedTuple):
     --------
     >>> import numpy as np
     >>> from flwr_perdl.strategies import Diagnosed
-    >>> values = {"shared": np.array([0.7, 0.8])}
-    >>> print(Diagnosed("shared", "Share all.", 1.0, values, [0, 1], {0: 0, 1: 0}).table())
+    >>> values = {"fedavg": np.array([0.7, 0.8])}
+    >>> print(Diagnosed("fedavg", "Share all.", 1.0, values, [0, 1], {0: 0, 1: 0}).table())
     candidate      median        gain    interval  clients that gain
-    shared           0.75           0  +-       0             0 of 2
+    fedavg           0.75           0  +-       0             0 of 2
     """
 
     choice: str
@@ -122,7 +122,7 @@ class Diagnosed(NamedTuple):
         """
         lines = ["candidate      median        gain    interval  clients that gain"]
         for name, values in self.values.items():
-            gains = (values - self.values["shared"]) * (1 if self.higher_is_better else -1)
+            gains = (values - self.values["fedavg"]) * (1 if self.higher_is_better else -1)
             gain, width = _middle(gains, len(self.values))
             n_gain = f"{int(np.sum(gains > 0))} of {len(gains)}"
             lines.append(
@@ -274,12 +274,12 @@ class Diagnosis(ShownAsCalled):
 
         def keep(round_: int, _: Result) -> bool:
             if round_ == half:
-                models.extend(candidates["shared"][0].result.models)
+                models.extend(candidates["fedavg"][0].result.models)
             return False
 
         for name, (strategy, rounds) in candidates.items():
             log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
-            first, start = name == "shared", models[0] if name == "tuned" else initial_arrays
+            first, start = name == "fedavg", models[0] if name == "fine-tuned" else initial_arrays
             configs = timeout, train_config, evaluate_config
             stop = keep if first else None
             try:
@@ -311,18 +311,18 @@ class Diagnosis(ShownAsCalled):
         self, parts: Mapping[str, list[str]], num_rounds: int
     ) -> Iterator[tuple[str, tuple[Any, int]]]:
         """Yield each candidate's strategy and rounds, after which all have trained as often."""
-        yield "shared", (self._make(ClusteredFedAvg, 1), num_rounds)
+        yield "fedavg", (self._make(ClusteredFedAvg, 1), num_rounds)
         # From the shared model after the other half of the rounds.
-        yield "tuned", (self._make(Ditto, 0.0), num_rounds - num_rounds // 2)
+        yield "fine-tuned", (self._make(Ditto, 0.0), num_rounds - num_rounds // 2)
         for name, patterns in parts.items():
             yield name, (self._make(PersonalizedFedAvg, patterns), num_rounds)
-        yield "near", (self._make(Ditto), num_rounds)
+        yield "ditto", (self._make(Ditto), num_rounds)
         # The first round trains several times, and the second one measures only. Robust, since one
         # client with huge losses would join all clusters.
         first = min(_START_ROUNDS, num_rounds // 3)
         clusters = self._make(ClusteredFedAvg, "auto", start_rounds=first, robust=True)
         yield "clusters", (clusters, num_rounds - first + 2)
-        yield "alone", (self._make(Ditto, 0.0), num_rounds)
+        yield "local", (self._make(Ditto, 0.0), num_rounds)
 
     def _make(self, kind: Any, *arguments: Any, **more: Any) -> Any:
         """Return a strategy whose clients evaluate in every round."""
@@ -359,7 +359,7 @@ class Diagnosis(ShownAsCalled):
         parts: Mapping[str, list[str]],
     ) -> Diagnosed:
         sign = 1 if self.higher_is_better else -1
-        partitions = sorted({p for one in measured["shared"] for p in one})
+        partitions = sorted({p for one in measured["fedavg"] for p in one})
         n, rng = len(partitions), spawn(self._seed, SERVER, 2)
         half = _halves([groups.get(p, -1) for p in partitions], rng)
         n_times = min(map(len, measured.values()))
@@ -374,7 +374,7 @@ class Diagnosis(ShownAsCalled):
                 log(WARNING, "Diagnosis leaves out %s: most clients evaluate it in no round.", name)
         all_of_them = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
         clients = [p for p, has_all in zip(partitions, all_of_them, strict=True) if has_all]
-        if "shared" not in found or len(clients) < 2:
+        if "fedavg" not in found or len(clients) < 2:
             raise ValueError(
                 f"at least 2 clients must evaluate all candidates, got {len(clients)}."
             )
@@ -391,7 +391,7 @@ class Diagnosis(ShownAsCalled):
         if taken != best:
             why = f"{names[best]} with {typical[names[best]]} is not clearly better: {lead}"
         else:
-            why = f"one shared model has {typical['shared']}: {lead}" if taken else "the best"
+            why = f"one shared model has {typical['fedavg']}: {lead}" if taken else "the best"
         write = WRITE[choice].format(private=parts.get(choice))
         sure = f"taken in {confidence:.0%} of draws of the clients"
         sentence = f"{write} (median {self.metric} {typical[choice]}; {why}; {sure})."

@@ -111,7 +111,7 @@ class DiffusionAveraging(NeighborRelay):
     unsupported: ClassVar = {
         "secure": "no server sums: sealed hides the messages from it",
         "privacy": "neighbors receive a node's own model, not a sum",
-        "remember": "staleness says for how long a neighbor's message counts",
+        "reuse_last_reply": "staleness says for how long a neighbor's message counts",
         "clusters": "all nodes agree on one model",
     }
     needs = (Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),)

@@ -38,7 +38,7 @@ from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW
+from flwr_perdl.protocol.records import NEW_STATE
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
     TRAIN,
@@ -137,7 +137,7 @@ class Ditto(ModelStrategy):
                 model,
                 {PULL: self.pull},
                 state,
-                metrics=(ANEW,),
+                metrics=(NEW_STATE,),
                 combine=Combine(start=model, rule=self.robust),
             )
             state = pack_model(*self.take_step(model, replies.combined, state))

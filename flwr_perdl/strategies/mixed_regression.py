@@ -63,7 +63,7 @@ class _MixedRegression(ProtocolStrategy):
     unsupported: ClassVar[Mapping[str, str]] = {
         "secure": SECURE,
         "privacy": "the models begin with estimates of single clients",
-        "remember": OLD,
+        "reuse_last_reply": OLD,
         "missing": "a linear model has no prediction without all features",
         "batches": "clients are for few points each, held in memory",
         "private": "a linear model is one array",
@@ -344,9 +344,9 @@ def _request(ask: Ask, count: int) -> Request:
         {OPTION + name: value for name, value in ask.options.items()},
         {**ask.state.pack(), _COUNT: np.array(count)},
         partial(_check, ask),
-        own=(lambda partition: ask.to(partition).arrays) if named else None,
+        per_client=(lambda partition: ask.to(partition).arrays) if named else None,
         model=[models] if models.size else (),
-        most=None if ask.shape is None else prod(ask.shape),
+        max_values=None if ask.shape is None else prod(ask.shape),
         max_weight=None,
         summed=_summed(models) if ask.step == "update" and len(models) == 1 else None,
     )

@@ -88,7 +88,7 @@ from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import (
-    ANEW,
+    NEW_STATE,
     NUM_EXAMPLES,
     SEALED,
     Replies,
@@ -107,7 +107,7 @@ Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 #: node how many messages were not heard, whether it took part in the last round, and showed all.
 _TRAFFIC, _NODES, _LEFT_OUT = "/traffic", "/nodes", "/left-out"
 #: The metrics of a reply that are no report of the node's program.
-_ABOUT_MESSAGES = NUM_EXAMPLES, ANEW, BROKEN, FLOATS
+_ABOUT_MESSAGES = NUM_EXAMPLES, NEW_STATE, BROKEN, FLOATS
 
 #: What the sender of a reply of another kind is told.
 _ONLY = DiffusionClient.only
@@ -165,7 +165,7 @@ class NeighborRelay(ProtocolStrategy):
     """
 
     protocol_name = RELAY
-    flags = (ANEW, BROKEN, f"{REJECTED}*")
+    flags = (NEW_STATE, BROKEN, f"{REJECTED}*")
     _default_rounds = None
 
     def __init__(
@@ -207,7 +207,7 @@ class NeighborRelay(ProtocolStrategy):
         """How the run ended.
 
         ``state`` is that of the nodes that show theirs (its field ``nodes``), None if there are
-        none; what a node did not observe is NaN. ``unheard`` counts the rounds in which a node's
+        none; what a node did not observe is NaN. ``dropped_messages`` counts rounds where its
         message was not finite, or was left out by a node that received it.
 
         Raises
@@ -219,7 +219,7 @@ class NeighborRelay(ProtocolStrategy):
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
         ended, n = unpack_arrays(self._run.record.model[0]), self.topology.n_nodes
         (alive, whole), traffic = ended.pop(_NODES), ended.pop(_TRAFFIC)
-        unheard, unheard_by = tally(map(tuple, ended.pop(_LEFT_OUT).tolist()))
+        dropped_messages, dropped_by = tally(map(tuple, ended.pop(_LEFT_OUT).tolist()))
         state = {name: rows for name, rows in ended.items() if name.startswith(STATE)}
         reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(
@@ -228,10 +228,10 @@ class NeighborRelay(ProtocolStrategy):
             rounds=self.n_rounds,
             floats_sent=float(traffic[2].sum()),
             traffic=matrix_of(traffic, n),
-            unheard=unheard,
+            dropped_messages=dropped_messages,
             alive=alive.astype(bool),
             curves=curves([reported.get(i + 1, {}) for i in range(self.n_rounds)], n),
-            unheard_by=unheard_by,
+            dropped_by=dropped_by,
         )
 
     def round_of(self, report: RoundReport) -> int:
@@ -337,7 +337,7 @@ class NeighborRelay(ProtocolStrategy):
                 config={**config, **besides},
                 state=held.pack(),
                 check=partial(_check_reply, step, 1 if last else silent),
-                own=contents.__getitem__,
+                per_client=contents.__getitem__,
                 model=(),
                 max_weight=None,
                 expect=None,
@@ -363,7 +363,9 @@ class NeighborRelay(ProtocolStrategy):
         """Count what was received: a node that replies names the senders it has left out."""
         # A node that begins anew has no message with which it could combine those.
         reads = [
-            node for node in replies if node in deliveries and ANEW not in replies[node].metrics
+            node
+            for node in replies
+            if node in deliveries and NEW_STATE not in replies[node].metrics
         ]
         left_out = {
             (message.sender, node)

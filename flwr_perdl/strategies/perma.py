@@ -78,7 +78,7 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ANEW, Replies, Reply, Scalar, check_shapes, scalars
+from flwr_perdl.protocol.records import NEW_STATE, Replies, Reply, Scalar, check_shapes, scalars
 from flwr_perdl.protocol.request import Protocol, Request, State, Summed
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
@@ -135,7 +135,7 @@ class PerMA(ProtocolStrategy):
         Iterations of the client's learner per round.
     refine_steps : int, default 0
         Iterations of local refinement (Algorithm 6) before each update.
-    remember : int, default 0
+    reuse_last_reply : int, default 0
         Update rounds for which a client that gives no good reply counts with its last one, so
         that its absence does not cost what its data say. The server, and its checkpoints, then
         hold a contribution per client; 0, the paper's, holds none.
@@ -193,14 +193,14 @@ class PerMA(ProtocolStrategy):
     """
 
     protocol_name = PERMA
-    flags = (ANEW, "orthogonal")
+    flags = (NEW_STATE, "orthogonal")
     unsupported: ClassVar = {"clusters": "its clients share one set of global atoms"}
     needs = (
         Needs(_SUMMED, "n_global", (AUTO, 0), _NO_ERRORS, never=True),
         Needs(_SUMMED, "robust", (False,), JUDGED),
         Needs(("secure",), "aggregation", SUMS, "others are of single updates"),
         Needs(("privacy",), "aggregation", SUMS[:2], "noise does not cover numbers of samples"),
-        Needs(_SUMMED, "remember", (0,), "the server has no client's own contribution"),
+        Needs(_SUMMED, "reuse_last_reply", (0,), "the server has no client's own contribution"),
         Needs(("robust",), "aggregation", ("statistics",), "robust names the aggregation"),
         # Of the clients' data, which say so themselves.
         Needs(("missing", "batches"), "aggregation", ("statistics",), "only sums remain of them"),
@@ -215,7 +215,7 @@ class PerMA(ProtocolStrategy):
         aggregation: str = "statistics",
         local_steps: int = 1,
         refine_steps: int = 0,
-        remember: int = 0,
+        reuse_last_reply: int = 0,
         robust: bool | str = False,
         secure: bool | Mapping[str, float] = False,
         privacy: Noise | None = None,
@@ -232,7 +232,7 @@ class PerMA(ProtocolStrategy):
         self.aggregation = check_robust(robust, rules, ROBUST, plain=self.aggregation)
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
-        self.remember = check_count("remember", remember)
+        self.reuse_last_reply = check_count("reuse_last_reply", reuse_last_reply)
         self.privacy, self.secure = privacy, secure
         if privacy is not None or secure is not False:
             self._sums = sums_with(privacy, secure)
@@ -262,10 +262,10 @@ class PerMA(ProtocolStrategy):
                 self._config,
                 state,
                 partial(self._check, global_atoms, orthogonal),
-                most=global_atoms.size + len(global_atoms) ** 2,
+                max_values=global_atoms.size + len(global_atoms) ** 2,
                 max_weight=None,
                 summed=self._summed(state, orthogonal),
-                remember=self.remember,
+                reuse_last_reply=self.reuse_last_reply,
             )
             if not self._only_sums:  # what is summed is of the kind that was known before
                 replies = replies.keep_majority(is_orthogonal, atoms_kind)

@@ -22,7 +22,7 @@ from flwr.client import NumPyClient
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.clients.base import (
     PrivateState,
-    private_shelf,
+    private_store,
     run_folder,
 )
 from flwr_perdl.core import files
@@ -51,13 +51,13 @@ class Adds(NumPyClient):
 RESUME = ServerSettings(resume=True)
 
 
-def shelf(folder: Path, client: str = "ward-7") -> Any:
-    return private_shelf(context_of(client), "dictionary", folder)
+def store(folder: Path, client: str = "ward-7") -> Any:
+    return private_store(context_of(client), "dictionary", folder)
 
 
 def kept(folder: Path, run: str = "run", client: str = "ward-7") -> Any:
     """Return what a restarted client finds in round 9."""
-    return PrivateState(context_of(), run, shelf(folder, client)).before(9)
+    return PrivateState(context_of(), run, store(folder, client)).before(9)
 
 
 # A server that names folders ---------------------------------------------------------------------
@@ -93,27 +93,27 @@ def test_a_run_config_names_no_folder(
 def test_naming_runs_removes_no_runs_state(tmp_path: Path) -> None:
     """Before: nine of them did."""
     node = context_of()
-    PrivateState(node, "run", shelf(tmp_path)).save(1, ATOMS)
+    PrivateState(node, "run", store(tmp_path)).save(1, ATOMS)
     for i in range(1, MOST_BEGUN):
-        PrivateState(node, f"another {i}", shelf(tmp_path)).save(1, ATOMS)
+        PrivateState(node, f"another {i}", store(tmp_path)).save(1, ATOMS)
     for i in range(MOST_RUNS):
         with pytest.raises(ValueError, match="16"):
-            PrivateState(node, f"one more {i}", shelf(tmp_path)).save(1, ATOMS)
+            PrivateState(node, f"one more {i}", store(tmp_path)).save(1, ATOMS)
     assert kept(tmp_path) is not None
-    assert len(list(shelf(tmp_path).folder.iterdir())) == MOST_BEGUN
-    PrivateState(node, "run", shelf(tmp_path)).save(2, ATOMS)  # goes on
+    assert len(list(store(tmp_path).folder.iterdir())) == MOST_BEGUN
+    PrivateState(node, "run", store(tmp_path)).save(2, ATOMS)  # goes on
 
 
 def test_the_newest_runs_are_kept_for_a_month(tmp_path: Path) -> None:
     """So that the disk does not fill, and no key of a run that was given up stays for ever."""
     now = time.time()
     for i in range(MOST_RUNS + 2):
-        folder = run_folder(shelf(tmp_path), f"{i}")
+        folder = run_folder(store(tmp_path), f"{i}")
         folder.mkdir(parents=True)
         os.utime(folder, (now - 3600 + i,) * 2)
-    os.utime(run_folder(shelf(tmp_path), "40"), (now - 31 * 86400,) * 2)
-    PrivateState(context_of(), "run", shelf(tmp_path)).save(1, ATOMS)
-    gone = {i for i in range(MOST_RUNS + 2) if not run_folder(shelf(tmp_path), f"{i}").exists()}
+    os.utime(run_folder(store(tmp_path), "40"), (now - 31 * 86400,) * 2)
+    PrivateState(context_of(), "run", store(tmp_path)).save(1, ATOMS)
+    gone = {i for i in range(MOST_RUNS + 2) if not run_folder(store(tmp_path), f"{i}").exists()}
     assert gone == {40, 0, 1}
 
 
@@ -121,7 +121,7 @@ def test_the_newest_runs_are_kept_for_a_month(tmp_path: Path) -> None:
 def test_no_round_leaves_a_file_that_is_never_removed(tmp_path: Path, round_: int) -> None:
     """Before: a file for each round outside of 0 to 999,999, as many as the server likes."""
     with pytest.raises(ValueError, match=r"^round"):
-        PrivateState(context_of(), "run", shelf(tmp_path)).save(round_, ATOMS)
+        PrivateState(context_of(), "run", store(tmp_path)).save(round_, ATOMS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,7 +134,7 @@ def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, w
     elsewhere = tmp_path / "elsewhere"
     files.save_round(elsewhere, 9, {}, {})
     elsewhere.chmod(0o755)
-    own = shelf(tmp_path / "all")
+    own = store(tmp_path / "all")
     link = own.folder if which == "client" else run_folder(own, "run")
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere)
@@ -147,8 +147,8 @@ def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, w
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path, warned: Any) -> None:
-    PrivateState(context_of(), "run", shelf(tmp_path)).save(1, ATOMS)
-    path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
+    PrivateState(context_of(), "run", store(tmp_path)).save(1, ATOMS)
+    path = run_folder(store(tmp_path), "run") / "round-000001.npz"
     path.rename(tmp_path / "elsewhere.npz")
     path.symlink_to(tmp_path / "elsewhere.npz")
     assert kept(tmp_path) is None
@@ -194,10 +194,10 @@ def test_a_small_file_takes_little_memory(
     tmp_path: Path, warned: Any, make: Callable[[Path], None]
 ) -> None:
     """Before: 64 megabytes, or three gigabytes for a file of three megabytes."""
-    state = PrivateState(context_of(), "run", shelf(tmp_path))
+    state = PrivateState(context_of(), "run", store(tmp_path))
     for round_ in (1, 2):
         state.save(round_, ATOMS)
-    path = run_folder(shelf(tmp_path), "run") / "round-000002.npz"
+    path = run_folder(store(tmp_path), "run") / "round-000002.npz"
     make(path)
     assert path.stat().st_size < 2**21
     checkpoints = tmp_path / "checkpoints"
@@ -221,11 +221,11 @@ def test_a_file_of_another_client_run_or_round_is_not_taken_up(
 ) -> None:
     """Encrypted files of one machine's clients have one key: each still opens in its place only."""
     monkeypatch.setenv("FLWR_PERDL_STATE_KEY", "0f" * 32)
-    own = run_folder(shelf(tmp_path, "a"), "run")
+    own = run_folder(store(tmp_path, "a"), "run")
     foreign = []
     for client, run, round_ in [("a", "run", 1), ("b", "run", 2), ("a", "old", 2)]:
-        PrivateState(context_of(), run, shelf(tmp_path, client)).save(round_, ATOMS)
-        path = run_folder(shelf(tmp_path, client), run) / f"round-{round_:06d}.npz"
+        PrivateState(context_of(), run, store(tmp_path, client)).save(round_, ATOMS)
+        path = run_folder(store(tmp_path, client), run) / f"round-{round_:06d}.npz"
         foreign.append(path.read_bytes())
         path.unlink()
     for content in foreign:
@@ -245,8 +245,8 @@ def test_a_locked_file_cut_short_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any
 ) -> None:
     monkeypatch.setenv("FLWR_PERDL_STATE_KEY", "0f" * 32)
-    PrivateState(context_of(), "run", shelf(tmp_path)).save(1, ATOMS)
-    path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
+    PrivateState(context_of(), "run", store(tmp_path)).save(1, ATOMS)
+    path = run_folder(store(tmp_path), "run") / "round-000001.npz"
     arrays, meta = files.load(path)
     for size in (0, 5, 12, 27, len(arrays["sealed"]) - 1):
         files.save(path, {"sealed": arrays["sealed"][:size]}, meta)
@@ -321,7 +321,7 @@ def test_a_client_with_a_long_name_keeps_its_state(tmp_path: Path) -> None:
     folders = set()
     for name in ("n" * 248, "n" * 249, "n" * 300, "m" * 300, "\N{SNOWMAN}" * 100):
         node = context_of(2, **{"state-dir": str(tmp_path), "name": name})
-        own = private_shelf(node, "dictionary")
+        own = private_store(node, "dictionary")
         assert own is not None
         PrivateState(node, "run", own).save(1, ATOMS)
         assert PrivateState(context_of(), "run", own).before(2) is not None

@@ -114,7 +114,7 @@ def test_two_nodes_of_sixteen_take_no_honest_node_along(method: str, value: floa
 
     guarded, result = largest()
     assert guarded < 10
-    assert set(result.unheard) == set(liars)
+    assert set(result.dropped_messages) == set(liars)
     assert largest(server=ServerSettings(max_magnitude=inf))[0] > 50
 
 
@@ -148,8 +148,8 @@ def test_a_negative_weight_is_refused_by_the_name_of_its_sender() -> None:
 
     guarded, learned = run(NegativeWeight)
     assert guarded < 4
-    assert learned.unheard == {2: 30}
-    assert 2 not in learned.unheard_by[2]
+    assert learned.dropped_messages == {2: 30}
+    assert 2 not in learned.dropped_by[2]
     assert run(Believing)[0] > 100
 
 
@@ -193,5 +193,5 @@ def test_a_nodes_further_field_hides_no_state(name: str, warned: pytest.LogCaptu
 
 def test_who_has_rejected_whom_is_said() -> None:
     run = shown_with(**{"rejected-2": 1})
-    assert run.unheard_by == {2: [1]}
-    assert shown_with().unheard_by == {}
+    assert run.dropped_by == {2: [1]}
+    assert shown_with().dropped_by == {}

@@ -559,7 +559,7 @@ def test_a_masked_reply_that_is_none_is_left_out(wrong: dict[str, Any], reason: 
         ({"aggregation": "geometric-median"}, "secure"),
         ({"aggregation": "trimmed"}, "secure"),
         ({"robust": True}, "secure"),
-        ({"remember": 1}, "secure"),
+        ({"reuse_last_reply": 1}, "secure"),
         ({"secure": {"reconstruction_threshold": 0.5}}, "reconstruction_threshold"),
     ],
 )

@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients.base import (
     PrivateState,
-    private_shelf,
+    private_store,
 )
 from flwr_perdl.core import files
 from tests.grids import context_of
@@ -19,8 +19,8 @@ def context() -> Context:
     return Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
 
 
-def shelf(folder: Path, client: str = "ward-7", algorithm: str = "dictionary") -> Any:
-    own: Any = private_shelf(context_of("ward-7"), algorithm, folder)
+def store(folder: Path, client: str = "ward-7", algorithm: str = "dictionary") -> Any:
+    own: Any = private_store(context_of("ward-7"), algorithm, folder)
     return own._replace(client=client)
 
 
@@ -35,7 +35,7 @@ def atoms(value: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_the_newest_state_before_a_round_is_taken(tmp_path: Path, on_disk: bool) -> None:
-    folder = shelf(tmp_path) if on_disk else None
+    folder = store(tmp_path) if on_disk else None
     node = context()
     for round_ in (1, 2, 5):
         PrivateState(node, "run", folder).save(round_, atoms(round_))
@@ -54,7 +54,7 @@ def test_the_newest_state_before_a_round_is_taken(tmp_path: Path, on_disk: bool)
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_round_asked_again_starts_from_the_state_before_it(tmp_path: Path, on_disk: bool) -> None:
-    state = PrivateState(context(), "run", shelf(tmp_path) if on_disk else None)
+    state = PrivateState(context(), "run", store(tmp_path) if on_disk else None)
     for round_ in (1, 2, 3):
         state.save(round_, atoms(round_))
     state.save(3, atoms(30))  # the server asked for round 3 again
@@ -66,7 +66,7 @@ def test_a_round_asked_again_starts_from_the_state_before_it(tmp_path: Path, on_
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_the_state_of_another_run_is_not_taken_up(tmp_path: Path, on_disk: bool) -> None:
-    folder = shelf(tmp_path) if on_disk else None
+    folder = store(tmp_path) if on_disk else None
     node = context()
     PrivateState(node, "first", folder).save(1, atoms(1))
     second = PrivateState(node, "second", folder)
@@ -89,7 +89,7 @@ def test_what_others_keep_in_the_context_is_left_alone() -> None:
 
 def kept(folder: Path, **binding: str) -> Any:
     """Return what a restarted client finds in round 3."""
-    return PrivateState(context(), "run", shelf(folder, **binding)).before(3)
+    return PrivateState(context(), "run", store(folder, **binding)).before(3)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def kept(folder: Path, **binding: str) -> Any:
 def test_a_foreign_file_is_refused_by_name(
     tmp_path: Path, warned: Any, binding: dict[str, str]
 ) -> None:
-    PrivateState(context(), "run", shelf(tmp_path)).save(2, atoms(2))
+    PrivateState(context(), "run", store(tmp_path)).save(2, atoms(2))
     assert kept(tmp_path, **binding) is None
     assert "round-000002.npz" in warned.text
     assert kept(tmp_path) is not None
@@ -109,7 +109,7 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
     node = context()
     node.node_config["state-dir"] = str(tmp_path / "all")
     node.node_config["name"] = "../ward 7"
-    own = private_shelf(node, "dictionary")
+    own = private_store(node, "dictionary")
     assert own is not None
     assert (own.client, own.folder) == ("../ward 7", tmp_path / "all" / "client-..%2Fward%207")
     PrivateState(node, "run", own).save(1, atoms(1))
@@ -121,7 +121,7 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_servers_token_leads_nowhere_else(tmp_path: Path) -> None:
-    PrivateState(context(), "../../elsewhere", shelf(tmp_path / "own")).save(1, atoms(1))
+    PrivateState(context(), "../../elsewhere", store(tmp_path / "own")).save(1, atoms(1))
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
@@ -130,7 +130,7 @@ def test_locked_files_say_nothing_and_open_with_their_key_alone(
 ) -> None:
     secret = {"local_atoms": np.full((50, 4), np.pi)}
     monkeypatch.setenv("FLWR_PERDL_STATE_KEY", "0f" * 32)
-    PrivateState(context(), "run", shelf(tmp_path)).save(2, secret)
+    PrivateState(context(), "run", store(tmp_path)).save(2, secret)
     path = file(tmp_path, 2)
     assert np.full(2, np.pi).tobytes() not in path.read_bytes()
     found = kept(tmp_path)
@@ -150,7 +150,7 @@ def test_locked_files_say_nothing_and_open_with_their_key_alone(
 
 
 def test_a_file_of_another_version_stops_the_client(tmp_path: Path) -> None:
-    PrivateState(context(), "run", shelf(tmp_path)).save(1, atoms(1))
+    PrivateState(context(), "run", store(tmp_path)).save(1, atoms(1))
     path = file(tmp_path, 1)
     saved = files.load(path)
     files.save(path, saved.arrays, {**saved.meta, "format": 2})
@@ -164,7 +164,7 @@ def test_a_locked_file_that_somebody_changed_is_left_out(
 ) -> None:
     """Whoever can write may also write the right checksum; without the key that is of no use."""
     monkeypatch.setenv("FLWR_PERDL_STATE_KEY", "0f" * 32)
-    state = PrivateState(context(), "run", shelf(tmp_path))
+    state = PrivateState(context(), "run", store(tmp_path))
     for round_ in (1, 2):
         state.save(round_, atoms(round_))
     path = file(tmp_path, 2)

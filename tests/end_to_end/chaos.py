@@ -200,7 +200,7 @@ def strategy(out: Path, **settings: Any) -> PerMA:
         min_clients=MIN_CLIENTS,
         num_clients=N_CLIENTS,
         fraction_evaluate=0.0,
-        remember=REMEMBER,
+        reuse_last_reply=REMEMBER,
         checkpoint_dir=out / "checkpoints",
         server=ServerSettings(events=out / "events.jsonl", **settings),
     )

@@ -92,7 +92,7 @@ def test_without_memory_absence_costs(
     errors = [chaos.run(seed, folder / str(seed)).error for seed in range(n_runs)]
     close = sum(error is not None and error < CLOSE * clean for error in errors)
     with capsys.disabled():
-        print(f"\nchaos without PerMA(remember=...), {n_runs} runs: {close} close")
+        print(f"\nchaos without PerMA(reuse_last_reply=...), {n_runs} runs: {close} close")
     assert close < 0.9 * n_runs
 
 

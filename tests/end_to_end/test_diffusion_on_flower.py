@@ -336,7 +336,7 @@ def test_pinned_and_undisturbed_the_numbers_are_those_in_memory(tmp_path: Path) 
     run = FlowerNetwork(tap, TOPOLOGY, sealed=True).run(None, ROUNDS)
     written = Written(TOPOLOGY, private_data(5))
     np.testing.assert_allclose(run.observed["size"], written.run.observed["size"], atol=1e-14)
-    assert run.unheard == {}
+    assert run.dropped_messages == {}
     np.testing.assert_array_equal(run.traffic.toarray(), written.run.traffic.toarray())
 
 
@@ -371,7 +371,7 @@ def test_changed_and_replayed_letters_are_rejected_named_and_counted() -> None:
         if name.startswith("rejected")
     }
     assert named == {(1, 0, "rejected-1"), (2, 0, "rejected-1"), (3, 4, "rejected-3")}
-    assert relay.outcome.unheard == {1: 2, 3: 1}
+    assert relay.outcome.dropped_messages == {1: 2, 3: 1}
     assert relay.outcome.traffic.toarray()[0, 1] == 3 * (ROUNDS - 2)
     assert relay.outcome.traffic.toarray()[4, 3] == 3 * (ROUNDS - 1)
     # The same by hand: what was not heard falls to the node itself.

@@ -65,7 +65,7 @@ def test_the_kinds_of_an_app_of_the_template_are_found(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert 'ClusteredFedAvg("auto")' in result.output
     # One model for both kinds is at best between 0 and 1: a mean loss of a quarter.
-    (shared,) = [line for line in result.output.splitlines() if line.startswith("shared")]
+    (shared,) = [line for line in result.output.splitlines() if line.startswith("fedavg")]
     assert abs(float(shared.split()[1]) - 0.25) < 0.01
     assert (tmp_path / "found.png").is_file()
 
@@ -93,7 +93,7 @@ def test_the_table_is_printed_before_the_picture(
     monkeypatch.setattr(Figure, "savefig", fails)
     result = diagnose(tmp_path, *TRAINS)
     assert result.exit_code != 0
-    assert "shared" in result.output
+    assert "fedavg" in result.output
 
 
 def test_the_direction_of_a_metric_is_an_option(tmp_path: Path) -> None:

@@ -14,4 +14,4 @@ def test_the_choice_costs_at_most_a_point_of_accuracy(kind: str, seed: int) -> N
     choice, found = one(kind, seed)
     assert found[choice] >= max(found.values()) - POINT
     if kind == "none":
-        assert choice == "shared"
+        assert choice == "fedavg"

@@ -208,7 +208,7 @@ LEFT_OUT = {
     "kept_local_atoms",
     "local_atoms",
     "make_key",
-    "private_shelf",
+    "private_store",
     "two_phases",
 }
 #: Files and folders; any text is one.

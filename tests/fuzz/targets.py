@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients.base import PrivateState, private_shelf, run_folder
+from flwr_perdl.clients.base import PrivateState, private_store, run_folder
 from flwr_perdl.core import files
 from flwr_perdl.core.npy import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, Rejected
@@ -47,7 +47,7 @@ from perdl_experiments.watch import View
 
 #: What a state file of the client at hand says.
 _OURS = {"client": "0", "algorithm": "fuzzing", "run": "here", "round": 1, "key": None}
-_SHELF: Any = private_shelf(Context(1, 1, {"partition-id": 0}, RecordDict(), {}), "fuzzing", ".")
+_SHELF: Any = private_store(Context(1, 1, {"partition-id": 0}, RecordDict(), {}), "fuzzing", ".")
 
 
 #: How a PerMA of two features calls its own checkpoint.

@@ -48,5 +48,5 @@ def assert_same(run: Run, here: Run, rtol: float = 0.0) -> None:
         np.testing.assert_allclose(run.observed[name], rows, rtol=rtol, atol=1e-12, err_msg=name)
     np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
     assert (run.floats_sent, run.rounds) == (here.floats_sent, here.rounds)
-    assert run.unheard == here.unheard
+    assert run.dropped_messages == here.dropped_messages
     assert run.alive.tolist() == here.alive.tolist()

@@ -98,7 +98,7 @@ def test_corrected_methods_end_at_the_solution_of_all_data(method: str, network:
     )
     np.testing.assert_allclose(models_of(learned), np.tile(CONSENSUS, (N, 1)), rtol=0, atol=1e-6)
     assert learned.disagreement < 1e-6
-    assert learned.unheard == {}  # no message of an honest node is beyond a limit
+    assert learned.dropped_messages == {}  # no message of an honest node is beyond a limit
 
 
 @pytest.mark.parametrize("method", ["atc", "cta"])
@@ -230,7 +230,7 @@ def assert_same_bits(learned: Any, expected: Any) -> None:
     for name, rows in expected.curves.items():
         np.testing.assert_array_equal(learned.curves[name], rows, err_msg=name)
     assert learned.floats_sent == expected.floats_sent
-    assert learned.unheard == expected.unheard
+    assert learned.dropped_messages == expected.dropped_messages
     assert learned.alive.tolist() == expected.alive.tolist()
 
 
@@ -319,7 +319,7 @@ def test_the_others_end_as_without_a_node_that_lies_without_measure(method: str,
     others = np.arange(N) != DEAD
     np.testing.assert_allclose(models_of(learned)[others], models_of(expected)[others], atol=1e-9)
     assert learned.alive.all()
-    assert learned.unheard == {DEAD: 60}
+    assert learned.dropped_messages == {DEAD: 60}
 
 
 def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
@@ -333,7 +333,7 @@ def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
     here = InMemoryNetwork(RING).run(program(), 6)
     np.testing.assert_array_equal(run.state.model_0, here.state.model_0)
     np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
-    assert run.unheard == here.unheard == {DEAD: 6}
+    assert run.dropped_messages == here.dropped_messages == {DEAD: 6}
 
 
 # Who learns what ---------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any,
     network = FlowerNetwork(grid_of(lambda c, _: Odd(program, c), N), RING)
     with pytest.warns(RuntimeWarning, match="compression"):
         learned = program.options.learned(network.run(None, 3))
-    assert learned.unheard == {2: 3}
+    assert learned.dropped_messages == {2: 3}
 
 
 # What is rejected --------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_the_others_agree_without_a_node_that_is_dead_or_sends_nan() -> None:
     run = network.run(programs.Consensus(draw(6)), 100)
     others = np.isin(np.arange(6), [1, 2], invert=True)
     assert run.alive.tolist() == [True, True, False, True, True, True]
-    assert run.unheard == {1: 98}
+    assert run.dropped_messages == {1: 98}
     np.testing.assert_allclose(np.ptp(run.state.value[others], axis=0), 0, atol=1e-12)
     assert np.isfinite(run.state.value).all()
 
@@ -168,7 +168,7 @@ def test_a_node_whose_own_estimate_is_nan_recovers_from_its_neighbours() -> None
     values[3] = np.nan
     run = InMemoryNetwork(Topology.complete(5)).run(programs.Consensus(values), 50)
     np.testing.assert_allclose(run.state.value, np.tile(run.state.value[0], (5, 1)), atol=1e-9)
-    assert run.unheard == {3: 1}
+    assert run.dropped_messages == {3: 1}
     alone = InMemoryNetwork(Topology.ring(1)).run(programs.Consensus(np.array([[np.nan]])), 2)
     assert alone.state.value.tolist() == [[0.0]]
 

@@ -156,7 +156,7 @@ class TestOnACluster:
         np.testing.assert_array_equal(run.observed["value"][2:], run.state.value)
         # The lost nodes were heard until they died: the agreed value is not the others' mean.
         assert np.abs(run.state.value[0] - values[2:].mean(axis=0)).max() > 1e-3
-        assert run.unheard == {}
+        assert run.dropped_messages == {}
 
     def test_when_all_actors_are_lost_one_sentence_says_so(self, cluster: Any) -> None:
         class Doomed(programs.Consensus):

@@ -315,7 +315,7 @@ class OwnUpdate(LearnerClient):
         ({}, {"aggregation": "mean"}, "level"),
         ({}, {"aggregation": "weighted"}, "aggregation"),
         ({}, {"robust": True}, "robust"),
-        ({}, {"remember": 1}, "remember"),
+        ({}, {"reuse_last_reply": 1}, "reuse_last_reply"),
         ({}, {"n_global": "auto"}, "n_global"),
         ({}, {"min_clients": 2}, "min_clients"),
         ({"trust": "central"}, {"secure": True}, "secure"),

@@ -208,7 +208,9 @@ VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
         strategy=lambda **o: PerMA(2, aggregation="mean", **SOME, **o)
     ),
-    "perma, remember": CASES["perma"]._replace(strategy=lambda **o: PerMA(2, remember=2, **o)),
+    "perma, remember": CASES["perma"]._replace(
+        strategy=lambda **o: PerMA(2, reuse_last_reply=2, **o)
+    ),
     "perma, auto": Case(lambda **o: PerMA(**SOME, **o), dictionaries, 10),
     "clusters, adam": CASES["clusters"]._replace(
         strategy=lambda **o: ClusteredFedAvg(2, optimizer=Adam(), choose_every=2, **SOME, **o)

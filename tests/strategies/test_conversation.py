@@ -347,7 +347,7 @@ def times(log: pytest.LogCaptureFixture, text: str) -> int:
         (Request("add", ONE, state=[1]), "state"),
         (Request("add", ONE, state={"a": {"b": 1}}), "state.*'a'"),
         (Request("add", ONE, metrics="seen"), "metrics"),
-        (Request("add", ONE, remember=1, secure=SecureMean((1,))), "remember"),
+        (Request("add", ONE, reuse_last_reply=1, secure=SecureMean((1,))), "reuse_last_reply"),
         (Request("add", ONE, max_weight=0.5), "max_weight"),
     ],
 )
@@ -362,8 +362,8 @@ def test_what_a_protocol_asks_is_checked_before_anything_is_sent(
 
 
 def test_what_each_client_receives_is_checked() -> None:
-    with pytest.raises(ValueError, match="own"):
-        Asks(Request("add", own=lambda partition: np.zeros(1))).start(grid(), num_rounds=1)
+    with pytest.raises(ValueError, match="per_client"):
+        Asks(Request("add", per_client=lambda partition: np.zeros(1))).start(grid(), num_rounds=1)
 
 
 def test_a_check_that_trips_over_a_reply_leaves_it_out() -> None:

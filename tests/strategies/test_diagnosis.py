@@ -24,7 +24,7 @@ def linear(kind: str, seed: int) -> Callable[[Context], Any]:
     rng = np.random.default_rng(seed)
     # A body of two orthonormal directions, and heads that are rotations: their mean is zero.
     body = np.linalg.qr(rng.standard_normal((12, 2)))[0]
-    angles = 2 * np.pi * {"shared": 0, "head": 1, "clusters": 5}[kind] * np.arange(N) / N
+    angles = 2 * np.pi * {"fedavg": 0, "head": 1, "clusters": 5}[kind] * np.arange(N) / N
     cosines, sines = np.cos(angles), np.sin(angles)
     heads = np.array([[cosines, sines], [-sines, cosines]]).transpose(2, 0, 1)
     X = rng.standard_normal((N, 60, 12))
@@ -70,7 +70,7 @@ def diagnosed(kind: str, seed: int, **options: Any) -> Diagnosis:
     return diagnosis
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("shared", 0), ("head", 0), ("clusters", 1)])
+@pytest.mark.parametrize(("kind", "seed"), [("fedavg", 0), ("head", 0), ("clusters", 1)])
 def test_the_known_difference_is_found(kind: str, seed: int) -> None:
     found = diagnosed(kind, seed).result
     assert found.choice == kind
@@ -108,7 +108,7 @@ def test_a_given_part_stays_private() -> None:
 )
 def test_what_it_cannot_do_is_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises((ValueError, TypeError), match=named):
-        diagnosed("shared", 0, **options)
+        diagnosed("fedavg", 0, **options)
 
 
 @dataclass
@@ -165,10 +165,18 @@ def test_the_direction_follows_from_the_name_of_the_metric() -> None:
 def test_each_candidate_trains_a_model_equally_often() -> None:
     clients = [Mean(i % 2) for i in range(6)]
     found = diagnosed_means(clients, 5, metric="fits_acc").result
-    assert set(found.values) == {"shared", "tuned", "head", "body", "near", "clusters", "alone"}
+    assert set(found.values) == {
+        "fedavg",
+        "fine-tuned",
+        "head",
+        "body",
+        "ditto",
+        "clusters",
+        "local",
+    }
     for name, values in found.values.items():
         # Ditto's own model is pulled towards a shared one, which is a training behind.
-        assert np.allclose(values, 5, atol=name == "near"), name
+        assert np.allclose(values, 5, atol=name == "ditto"), name
 
 
 def test_of_each_candidate_the_training_may_stop_early() -> None:
@@ -180,7 +188,7 @@ def test_noise_makes_no_candidate_look_better() -> None:
     for seed in range(3):
         rngs = [np.random.default_rng((seed, i)) for i in range(N)]
         noisy = [Mean(1.0, noise=lambda rng=rng: 0.1 * rng.standard_normal()) for rng in rngs]
-        assert diagnosed_means(noisy, 12, seed=seed).result.choice == "shared"
+        assert diagnosed_means(noisy, 12, seed=seed).result.choice == "fedavg"
 
 
 def test_before_start_there_is_no_result() -> None:

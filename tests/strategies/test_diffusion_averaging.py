@@ -186,7 +186,7 @@ def test_weights_faults_and_rounds_between_evaluations_are_those_in_memory() -> 
     strategy, _ = start(InProcessGrid(APP, N), **options, **network)
     here = averaged(InMemoryNetwork(NET, **network), **options)
     assert_same(strategy, here)
-    assert strategy.result.unheard
+    assert strategy.result.dropped_messages
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_a_node_that_returns_nonsense_is_counted_and_left_out(spoiled: Callable[
 
     grid = grid_of(lambda _, node: (Liar if node == 2 else LeastSquares)(node), N)
     strategy, _ = start(grid, method="atc")
-    counted = strategy.result.unheard.get(2, 0)
+    counted = strategy.result.dropped_messages.get(2, 0)
     counted += sum("client 2" in report.dropped for report in strategy.history)
     assert counted >= 1
     honest = models_of(strategy)[:, [0, 1, 3, 4]]

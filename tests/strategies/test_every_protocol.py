@@ -57,7 +57,7 @@ def named(strategy: Any, round_: int) -> set[str]:
     reports = [report for report in strategy.history if report.round == round_]
     found = {client for report in reports for client in report.dropped}
     if isinstance(strategy, NeighborRelay):
-        found |= {f"client {node}" for node in strategy.outcome.unheard}
+        found |= {f"client {node}" for node in strategy.outcome.dropped_messages}
     return found
 
 

@@ -89,7 +89,7 @@ class Older(ProtocolStrategy):
         while True:
             model = state["new"] if self._when == "at once" else np.zeros(12)
             own = partial(self._own, state) if self._when == "for a client" else None
-            replies = yield Request("go", [np.zeros(2), model], state=state, own=own)
+            replies = yield Request("go", [np.zeros(2), model], state=state, per_client=own)
             if self._when == "after a round":
                 state = {self._adds: state["new"] + replies[0].arrays[1]}
 

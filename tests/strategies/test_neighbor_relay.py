@@ -161,14 +161,14 @@ def test_a_node_that_fails_in_a_round_is_silent_in_it(fault: str) -> None:
     if fault == "shape":  # readable, but of another form: the others leave it out
         assert state[2] == pytest.approx(3.0)
         assert heard[2].tolist() == [4, 4, 0]
-        assert run.unheard == {2: 1}
+        assert run.dropped_messages == {2: 1}
         assert run.alive.all()
         return
     # Of round 2 the node has heard nothing; of round 1 only where it got its messages and the
     # reply was lost or spoilt on the way.
     assert state[2] == pytest.approx(3.0 if fault in ("nan", "empty") else 6.0)
     assert heard[2].tolist() == [0, 0, 0]
-    assert run.unheard == {}
+    assert run.dropped_messages == {}
     assert run.alive.tolist() == [True, True, False]
 
 
@@ -224,7 +224,7 @@ def test_a_message_of_another_form_is_left_out_by_those_who_receive_it() -> None
     relay.start(grid(data, program=Consensus, client={"shows": "observed"}))
     assert [report.metrics[1].get("rejected-2") for report in relay.history] == [None, 1, 1, 1]
     assert "rejected-2" not in relay.history[1].metrics[0]
-    assert relay.outcome.unheard == {1: 3, 2: 3, 3: 3}
+    assert relay.outcome.dropped_messages == {1: 3, 2: 3, 3: 3}
     assert relay.outcome.traffic.toarray()[1].tolist() == [6, 0, 0, 0]
     # The three others agree without it: a path 3 - 0 - 1.
     path = InMemoryNetwork(Topology.ring(4), faults=Faults(dead={2: 1}))
@@ -369,7 +369,7 @@ def test_a_node_that_has_lost_its_state_starts_again(sealed: bool) -> None:
     agreed = 0.75 * heard + 0.25 * first if sealed else heard
     np.testing.assert_allclose(run.state.value, np.tile(agreed, (4, 1)), atol=1e-9)
     assert run.alive.all()
-    assert run.unheard == ({0: 1, 2: 1, 3: 1} if sealed else {})
+    assert run.dropped_messages == ({0: 1, 2: 1, 3: 1} if sealed else {})
 
 
 class Late(InProcessGrid):
@@ -407,7 +407,7 @@ def test_a_node_that_comes_late_joins_in(sealed: bool, staleness: int) -> None:
     # Sealed, nobody could write to it in round 4: its public key comes with its first reply.
     agreed = 0.75 * heard + 0.25 * data[1] if sealed else heard
     np.testing.assert_allclose(relay.outcome.state.value, np.tile(agreed, (4, 1)), atol=1e-9)
-    assert relay.outcome.unheard == {}
+    assert relay.outcome.dropped_messages == {}
     assert relay.outcome.alive.all()
     assert relay.outcome.traffic.toarray()[1, 0] == 2 * (57 - sealed)  # of rounds in which it sent
 

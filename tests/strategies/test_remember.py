@@ -1,4 +1,4 @@
-"""`Request.remember` in a protocol of one's own: who is absent counts with its last reply."""
+"""`Request.reuse_last_reply` in a protocol of one's own: an absent client's last reply counts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.grids import partition_of
 class Rounds(ProtocolStrategy):
     """Every round's mean of what the clients send, one after the other."""
 
-    def __init__(self, remember: int, limit: float = 100.0, **options: Any) -> None:
+    def __init__(self, reuse_last_reply: int, limit: float = 100.0, **options: Any) -> None:
         super().__init__(fraction_evaluate=0.0, **options)
-        self.remember, self.limit = remember, limit
+        self.reuse_last_reply, self.limit = reuse_last_reply, limit
 
     def protocol(self, initial: list[Any], state: Any) -> Protocol:
         state = {"means": np.zeros(0)} if state is None else state
@@ -39,7 +39,9 @@ class Rounds(ProtocolStrategy):
                 if reply.arrays[0].max() > limit:
                     raise ValueError("too large")
 
-            replies = yield Request("mean", [means], {}, state, check, remember=self.remember)
+            replies = yield Request(
+                "mean", [means], {}, state, check, reuse_last_reply=self.reuse_last_reply
+            )
             state = {"means": np.append(means, _mean(replies))}
 
 
