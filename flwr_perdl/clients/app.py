@@ -328,8 +328,9 @@ def _pins_keys(context: Context) -> bool:
 
 
 def _is_start(message: Message, asked: Step | None) -> bool:
-    """Whether a client of the protocol is asked for its start; any other client would train."""
-    return asked is not None and asked.client is not None and not message.content.get(ARRAYS)
+    """Whether a client of the library is asked for its start; any other client would train."""
+    kind = None if asked is None else asked.client
+    return kind is not None and issubclass(kind, ProtocolClient) and not message.content.get(ARRAYS)
 
 
 def _reply(message: Message, asked: Step, result: StepResult) -> Message:

@@ -19,7 +19,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from sklearn.datasets import load_digits
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient, StepResult, client_app, step
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
@@ -571,13 +571,20 @@ def test_what_a_sum_cannot_give_is_refused(options: dict[str, Any], reason: str)
 
 
 @pytest.mark.parametrize("secure", [True, False])
-def test_a_client_that_insists_sends_no_update_for_no_arrays(secure: bool) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["a protocol of its own", "fit"])
+def test_a_client_that_insists_sends_no_update_for_no_arrays(secure: bool, own: bool) -> None:
     class Vector(NumPyClient):
         def fit(self, parameters: Any, config: Any) -> Any:
             return [np.arange(3)], 1, {}
 
-    app = client_app(lambda context: Vector(), secure=secure)
-    message = asks(RecordDict({"arrays": ArrayRecord([]), "config": ConfigRecord({})}))
+    @step("own", "tell", client=Vector)
+    def tell(local: Any, request: Any) -> StepResult:
+        return StepResult(*local.client.fit([], {}))
+
+    named = {"perdl.protocol": "own", "perdl.step": "tell", "server-round": 1, "perdl.seed": 0}
+    app = client_app(lambda context: Vector(), secure=secure, protocols=[tell])
+    config = ConfigRecord(named if own else {})
+    message = asks(RecordDict({"arrays": ArrayRecord([]), "config": config}))
     if not secure:
         assert app(message, context_of(0)).content["arrays"]
         return
