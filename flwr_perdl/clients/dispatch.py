@@ -157,11 +157,14 @@ def steps_of(places: object) -> Steps:
 
 
 @cache
-def _steps_here(protocol: str) -> Steps:
-    """Return the steps of one of the library's protocols; none of any other name."""
-    folder = str(Path(__file__).parent)
-    if protocol not in {module.name for module in iter_modules([folder])}:
-        return {}
+def _files() -> frozenset[str]:
+    """Return the names of the files that a protocol may be in."""
+    return frozenset(module.name for module in iter_modules([str(Path(__file__).parent)]))
+
+
+@cache
+def _steps_in(protocol: str) -> Steps:
+    """Return the steps in one of these files."""
     functions = vars(import_module(f".{protocol}", __package__)).values()
     steps = [one for f in functions for one in getattr(f, "__dict__", {}).get("_steps", ())]
     return {(s.protocol, s.kind, s.name): s for s in steps if s.protocol == protocol}
@@ -181,7 +184,9 @@ def find_step(config: Mapping[str, Any], kind: str, own: Steps) -> Step | None:
     if protocol is None:
         return None
     protocol, name = str(protocol), str(config.get(STEP, ""))
-    steps = own if any(one == protocol for one, _, _ in own) else _steps_here(protocol)
+    steps = own
+    if not any(one == protocol for one, _, _ in own):  # only names of files are looked up, and kept
+        steps = _steps_in(protocol) if protocol in _files() else {}
     if not steps:
         raise ValueError(
             f"{PROTOCOL} must be one that this client knows, got {protocol[:100]!r}: a protocol of "
