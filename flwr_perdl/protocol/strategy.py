@@ -16,10 +16,16 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled
-from flwr_perdl.core.support import Needs, check_support
 from flwr_perdl.protocol.compat import log, poll_faster
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
-from flwr_perdl.protocol.options import ServerOptions, ServerSettings, refuse_unknown, spell_fields
+from flwr_perdl.protocol.options import (
+    Needs,
+    ServerOptions,
+    ServerSettings,
+    check_support,
+    refuse_unknown,
+    spell_fields,
+)
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,

@@ -19,10 +19,9 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
-from flwr_perdl.core.support import OLD, SECURE
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import ProtocolRun
-from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 

@@ -68,11 +68,10 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.core.support import JUDGED, OLD, SECURE, Needs, check_support
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.options import JUDGED, OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
     Replies,
     Reply,

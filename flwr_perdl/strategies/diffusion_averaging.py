@@ -19,14 +19,13 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
-from flwr_perdl.core.support import Needs, check_support
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.schedule import Faults, Schedule
 from flwr_perdl.network.topology import Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import ProtocolRun
-from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights

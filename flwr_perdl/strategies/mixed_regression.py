@@ -35,11 +35,18 @@ import numpy as np
 from flwr_perdl.clients.mixed_regression import MIXED_REGRESSION, OPTION, RegressionClient
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
-from flwr_perdl.core.support import JUDGED, OLD, SECURE, Needs, check_support
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import ServerOptions, spell_fields
+from flwr_perdl.protocol.options import (
+    JUDGED,
+    OLD,
+    SECURE,
+    Needs,
+    ServerOptions,
+    check_support,
+    spell_fields,
+)
 from flwr_perdl.protocol.records import Replies, Reply, check_group
 from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved

@@ -68,7 +68,6 @@ from flwr_perdl.clients.perma import (
 )
 from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
-from flwr_perdl.core.support import JUDGED, Needs, check_support
 from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
 from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
 from flwr_perdl.dictionary.atoms import merged_atoms
@@ -77,7 +76,7 @@ from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import NEW_STATE, Replies, Reply, Scalar, check_shapes, scalars
 from flwr_perdl.protocol.request import Protocol, Request, State, Summed
 from flwr_perdl.protocol.strategy import ProtocolStrategy
