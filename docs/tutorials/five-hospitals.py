@@ -128,7 +128,7 @@ filled = {
     for name in ("west", "east")
 }
 filled["east"]["alone"] = filled_in(twelve_atoms([gaps["east"]]), "east", 0)
-pd.DataFrame(filled).T.round(3)
+pd.DataFrame(filled).T.round(2)
 
 # %% [markdown]
 # The west has no figure alone: `fit` rejects a column that no table has. Shared atoms alone fill

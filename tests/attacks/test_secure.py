@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import DictionaryClient, StepResult, client_app, step
+from flwr_perdl.core.npy import view_file
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
@@ -160,8 +160,8 @@ def arrays_in_memory() -> Iterator[np.ndarray]:
             seen.add(id(found))
             if isinstance(found, bytes):
                 try:
-                    found = np.load(io.BytesIO(found))
-                except (ValueError, EOFError, OSError):
+                    found = view_file(found)[0]
+                except ValueError:
                     continue
             if found.dtype.kind in "fiu":
                 yield found
