@@ -50,7 +50,7 @@ coverage:  # test-all, and the lines that no test runs
 	$(MAKE) test-all ARGS="--cov --cov-report=term:skip-covered $(ARGS)"
 
 # The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
-KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
+KERNEL_TESTS := tests/test_aggregate.py tests/regression/test_anchors.py \
     tests/regression/test_answers.py tests/regression/test_clustering.py \
     tests/regression/test_moments.py tests/network/test_local_costs.py \
     tests/network/test_topology.py $(addprefix tests/experiments/test_, averaging.py perpca.py) \
