@@ -152,7 +152,7 @@ class Ditto(ModelStrategy):
         sentence = (
             f"clients of Ditto must keep nothing private, since {self.unsupported['private']}, got "
             f"{roster.label(who)}, which keeps {roster.private[who]} ({len(keeping)} of "
-            f"{len(nodes)} clients in all)."
+            f"{len(nodes)} clients in all): take keep_private, or private= of client_app, away."
         )
         if len(nodes) - len(keeping) < self._options.min_clients:
             raise ValueError(sentence)
