@@ -61,7 +61,6 @@ TRAIN = "train"
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
 DIGITS = 6
 
-
 Function = Callable[[Local, StepRequest], StepResult]
 Registered = TypeVar("Registered", bound=Function)
 
@@ -148,12 +147,17 @@ def steps_of(places: object) -> Steps:
     for place in check_list("protocols", places):
         if not isinstance(place, ModuleType) and not callable(place):
             raise TypeError(f"protocols must be modules or steps, got {place!r}.")
-        functions = vars(place).values() if isinstance(place, ModuleType) else [place]
-        steps = [one for f in functions for one in getattr(f, "__dict__", {}).get("_steps", ())]
+        steps = _registered(vars(place).values() if isinstance(place, ModuleType) else [place])
         if not steps:
             raise ValueError(f"protocols must have functions that @step registers, got {place!r}.")
-        found.update({(one.protocol, one.kind, one.name): one for one in steps})
+        found.update(steps)
     return found
+
+
+def _registered(values: Iterable[Any]) -> Steps:
+    """Return the steps that are among these values."""
+    steps = [one for value in values for one in getattr(value, "__dict__", {}).get("_steps", ())]
+    return {(one.protocol, one.kind, one.name): one for one in steps}
 
 
 @cache
@@ -165,9 +169,8 @@ def _files() -> frozenset[str]:
 @cache
 def _steps_in(protocol: str) -> Steps:
     """Return the steps in one of these files."""
-    functions = vars(import_module(f".{protocol}", __package__)).values()
-    steps = [one for f in functions for one in getattr(f, "__dict__", {}).get("_steps", ())]
-    return {(s.protocol, s.kind, s.name): s for s in steps if s.protocol == protocol}
+    steps = _registered(vars(import_module(f".{protocol}", __package__)).values())
+    return {key: one for key, one in steps.items() if one.protocol == protocol}
 
 
 def find_step(config: Mapping[str, Any], kind: str, own: Steps) -> Step | None:
