@@ -39,7 +39,6 @@ from flwr_perdl.protocol.compat import NumPyClient, log
 from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
-    STEP,
     Scalar,
     decode,
     encode,
@@ -89,16 +88,6 @@ def identify(context: Context) -> dict[str, Scalar]:
         partition = named_partition(name)
     properties: dict[str, Scalar] = {PARTITION_ID: read_partition(partition)}
     return {**properties, NAME: name} if name else properties
-
-
-def step_of(config: Mapping[str, Scalar]) -> str:
-    """Return the step that a request asks for, or raise a ValueError if it asks for none."""
-    if STEP not in config:
-        raise ValueError(
-            f"config must have {STEP!r}, got {sorted(config)}: the strategies that this client is "
-            "made for send it, Flower's own, such as FedAvg, do not."
-        )
-    return str(config[STEP])
 
 
 class Member(NumPyClient):
