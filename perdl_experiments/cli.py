@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bar
+from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from flwr_perdl import __version__
@@ -44,7 +45,7 @@ from perdl_experiments.sweep import compare as compare_runs
 from perdl_experiments.sweep import run_sweep
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.watch import watch as watch_run
-from perdl_experiments.words import plural
+from perdl_experiments.words import data_size, plural
 
 #: Seconds that everything has to end after a signal.
 _GRACE = 30.0
@@ -54,6 +55,8 @@ _TRACKERS: dict[str, Callable[[str], Tracker]] = {
     "wandb": WandbTracker,
 }
 _SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
+_AT_ONCE = 2.0  # seconds after which such a line says that the run does something else
+_LINES = 12  # of a table that a run prints
 
 app = typer.Typer(
     help="Federated dictionary learning, clustered regression, learning between neighbors.",
@@ -135,7 +138,7 @@ def common(
 def list_experiments() -> None:
     """List the experiments."""
     rows = [[name, one.about, one.source] for name, one in EXPERIMENTS.items()]
-    console().print(Rows(["experiment", "what it shows", "after"], rows))
+    console().print(Rows(["experiment", "what it shows", "source"], rows))
 
 
 @app.command()
@@ -196,7 +199,7 @@ def run(
             keep_local=keep_local,
             on_round=_trackers(track) or None,
         )
-    _show(shown, results, folder)
+    _show(shown, results, folder, _LINES)
 
 
 @app.command()
@@ -440,7 +443,7 @@ def up(
             folder / "deployment", nodes, tls=tls, node_config=node_config, tell=shown.print
         ) as deployment:
             deployment.run({"experiment": experiment, **deployed, **how, **given})
-        _show(shown, read_results(folder), folder)
+        _show(shown, read_results(folder), folder, _LINES)
 
 
 @app.command()
@@ -521,49 +524,61 @@ def _tell(sentence: str) -> None:
 
 @contextmanager
 def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show rounds (or parts of a run), error and time left; yield what takes a `Progress`.
+    """Show what a run does, its rounds or parts, error and time left; yield what takes a `Progress`.
 
-    The bar appears with the first of them. Where there is no terminal, a line goes to standard
-    error every ten seconds.
+    The bar is there from the start. Where there is no terminal, lines go to standard error: when
+    the run has begun to do something else, and every ten seconds.
     """
     columns = (
-        TextColumn("step"),
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(12),
         MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("error {task.fields[error]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[error]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
     )
-    bar = Bar(*columns, console=shown, disable=not shown.is_terminal)
-    task = bar.add_task("rounds", total=None, error="-")
-    said = time.monotonic()
+    bar = Bar(*columns, console=shown, disable=not shown.is_terminal, transient=True)
+    task = bar.add_task("starting", total=None, error="")
+    said, doing = time.monotonic(), ""
 
     def update(progress: Progress) -> None:
-        nonlocal said
-        error = "-" if progress.error is None else f"{progress.error:.3g}"
-        if bar.disable and time.monotonic() - said > _SILENCE:
-            said = time.monotonic()
-            _tell(f"step {progress.done} of {progress.total}, error {error}")
-        bar.update(task, completed=progress.done, total=progress.total, error=error)
-        bar.start()
+        nonlocal said, doing
+        error = "" if progress.error is None else f"error {progress.error:.3g}"
+        silence = _SILENCE if progress.doing == doing else _AT_ONCE
+        if bar.disable and time.monotonic() - said > silence:
+            said, doing = time.monotonic(), progress.doing
+            step = f"step {progress.done} of {progress.total}"
+            _tell(", ".join(filter(None, [doing, step, error])))
+        total = progress.total or None  # unknown
+        bar.update(
+            task, completed=progress.done, total=total, error=error, description=progress.doing
+        )
 
-    try:
+    with bar:
         yield update
-    finally:
-        bar.stop()
 
 
-def _show(shown: Console, results: dict[str, Any], folder: Path) -> None:
-    """Print what a run found, its tables and notes, and where its page is."""
-    if results.get("finding"):
-        shown.print(printable_lines(results["finding"]))
+def _show(
+    shown: Console, results: dict[str, Any], folder: Path, lines: int | None = None
+) -> None:
+    """Print what a run found, and last the verdict.
+
+    With ``lines`` it prints the first table only, no longer than that; the page has all of them,
+    and the notes.
+    """
     odd = odd_clients(results)
-    for entry in [*results["tables"], *([] if odd is None else [odd])]:
-        shown.print(Rows(entry["columns"], entry["rows"], entry["title"]))
-    for note in results["notes"]:
+    entries = [*results["tables"][: 1 if lines else None], *([] if odd is None else [odd])]
+    for entry in entries:
+        rows = Rows(entry["columns"], entry["rows"], entry["title"], entry.get("best", ()))
+        shown.print(rows.brief(shown, lines) if lines else rows)
+    for note in [] if lines else results["notes"]:
         shown.print(printable_lines(note))
+    sent, received = data_size(results["floats_up"]), data_size(results["floats_down"])
     shown.print(
-        f"{plural(results['rounds'], 'round')}; per client "
-        f"{plural(results['floats_up'], 'float')} up, {results['floats_down']:,.0f} down; "
-        f"{results['seconds']:.1f} s in all."
+        f"{plural(results['rounds'], 'round')}; each client sent {sent} and received {received}; "
+        f"{results['seconds']:.1f} s."
     )
-    shown.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True)
+    shown.print(f"Report: {(folder / 'report.html').resolve().as_uri()}", soft_wrap=True)
+    if results.get("finding"):
+        shown.print(printable_lines(f"\n{results['finding']}"), style="bold")
