@@ -18,9 +18,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
-from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from flwr_perdl import __version__
@@ -59,14 +65,14 @@ _AT_ONCE = 2.0  # seconds after which such a line says that the run does somethi
 _LINES = 12  # of a table that a run prints
 
 app = typer.Typer(
-    help="Federated dictionary learning, clustered regression, learning between neighbors.",
+    help="Personalized, clustered and decentralized federated learning: experiments and tools.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Named = Annotated[str, typer.Argument(help="Its name; see `flwr-perdl list`.")]
+Named = Annotated[str, typer.Argument(help="Name of the experiment; see `flwr-perdl list`.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 Overwrite = Annotated[
@@ -80,11 +86,11 @@ Options = Annotated[
 ]
 Clients = Annotated[int | None, typer.Option(help="Number of clients.")]
 Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
-Seed = Annotated[int, typer.Option(help="The run's one seed.")]
+Seed = Annotated[int, typer.Option(help="Random seed of the run.")]
 Data = Annotated[Path | None, typer.Option(help="Your own data; see docs/cli.md.")]
 Metrics = Annotated[
     list[str] | None,
-    typer.Option("--metric", help="A metric to compare; by default the report's first ones."),
+    typer.Option("--metric", help="Metric to compare; by default the first ones of the report."),
 ]
 
 
@@ -131,7 +137,7 @@ def common(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Its version.")
     ] = False,
 ) -> None:
-    """Federated dictionary learning, clustered regression, learning between neighbors."""
+    """Personalized, clustered and decentralized federated learning: experiments and tools."""
 
 
 @app.command("list")
@@ -170,7 +176,7 @@ def run(
         bool,
         typer.Option(
             "--keep-local",
-            help="Also write local-atoms.npz: clients' own atoms, which show what data they have.",
+            help="Also write local-atoms.npz: private atoms, which reveal what the data look like.",
         ),
     ] = False,
     track: Annotated[
@@ -215,9 +221,9 @@ def sweep(
     metric: Metrics = None,
     option: Options = None,
 ) -> None:
-    """Run an experiment with all combinations of options, as -o n_global=8,16 -o alpha=0.1,0.2.
+    """Run an experiment with all combinations of options: -o n_global=8,16 -o alpha=0.1,0.2.
 
-    A value that has commas itself, of a list such as sizes=5,10, is one value: repeat -o.
+    A list such as sizes=5,10 is one value: repeat -o for others.
     """
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
@@ -261,11 +267,11 @@ def compare(
 def fetch(
     name: Annotated[str | None, typer.Argument(help="Which images.")] = None,
     out: Annotated[Path | None, typer.Option(help="The .npz file; NAME.npz by default.")] = None,
-    image: Annotated[str | None, typer.Option(help="The Hub's column of images.")] = None,
-    label: Annotated[str | None, typer.Option(help="The column of labels.")] = None,
-    client: Annotated[str | None, typer.Option(help="The column that says whose it is.")] = None,
+    image: Annotated[str | None, typer.Option(help="Column of the images on the Hub.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of the labels.")] = None,
+    client: Annotated[str | None, typer.Option(help="Column of the clients.")] = None,
     split: Annotated[str | None, typer.Option(help="train, test, …")] = None,
-    limit: Annotated[int | None, typer.Option(help="Keep the first so many images.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of images to keep.")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="With imagefolder: your folder of folders, one per label.")
     ] = None,
@@ -309,24 +315,26 @@ def diagnose(
     private: Annotated[
         list[str] | None, typer.Option(help="Arrays to keep private; the last layer by default.")
     ] = None,
-    metric: Annotated[str, typer.Option(help="The metric of evaluations to compare by.")] = "loss",
+    metric: Annotated[str, typer.Option(help="Evaluation metric to compare by.")] = "loss",
     higher_is_better: Annotated[
         bool | None,
         typer.Option(
             "--higher-is-better/--lower-is-better",
-            help="Of the metric; by default as its name says.",
+            help="Direction of the metric; by default guessed from its name.",
             show_default=False,
         ),
     ] = None,
     train_config: Annotated[
         list[str] | None,
-        typer.Option(help="What the server sends with each training: 'lr=0.05'. Repeatable."),
+        typer.Option(
+            help="What the server sends with each training, such as 'lr=0.05'; may be repeated."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the run.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("diagnosis.png"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
 ) -> None:
-    """Say which strategy serves the clients of a Flower app, and draw who gains what."""
+    """Recommend a strategy for a Flower app's clients, and plot each client's gain."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
     with _errors_in_a_sentence():
@@ -358,11 +366,11 @@ def local_atoms(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Write the own atoms of the clients whose state is in a folder to a file, an array per client.
+    """Export the private atoms of the clients whose state is in a folder, an array per client.
 
-    They have never travelled: this reads what is kept on this machine. An encrypted state needs its
-    key in the environment (docs/security.md). The file shows what each client's data are like: keep
-    it as you keep the data.
+    They never leave a client during training: this reads the state on this machine. An encrypted
+    state needs its key in the environment (docs/security.md). The file reveals what each client's
+    data look like: protect it as you protect the data.
     """
     path = out or Path(LOCAL_ATOMS)
     with _errors_in_a_sentence():
@@ -390,7 +398,7 @@ def watch(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, also one about to begin.")],
     once: Annotated[bool, typer.Option("--once", help="Print what there is, and exit.")] = False,
 ) -> None:
-    """Show a run as it goes, from the events in its folder."""
+    """Show a running experiment live, from the events in its folder."""
     with _errors_in_a_sentence(), suppress(KeyboardInterrupt):
         watch_run(folder, console(), once=once)
 
@@ -417,8 +425,8 @@ def up(
 ) -> None:
     """Run an experiment on a real SuperLink and real SuperNodes on this machine.
 
-    Everything is a process of its own and ends with the run. Logs, keys and certificates lie in
-    the folder `deployment` beside the results.
+    Each is a separate process that ends with the run. Logs, keys and certificates are in the folder
+    `deployment` next to the results.
     """
     shown = console()
     folder = (out or Path("runs") / f"{experiment}-deployed").absolute()
@@ -524,7 +532,7 @@ def _tell(sentence: str) -> None:
 
 @contextmanager
 def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show what a run does, its rounds or parts, error and time left; yield what takes a `Progress`.
+    """Show what a run does, its rounds or parts, error and time left; yield the function to call.
 
     The bar is there from the start. Where there is no terminal, lines go to standard error: when
     the run has begun to do something else, and every ten seconds.
@@ -559,9 +567,7 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
         yield update
 
 
-def _show(
-    shown: Console, results: dict[str, Any], folder: Path, lines: int | None = None
-) -> None:
+def _show(shown: Console, results: dict[str, Any], folder: Path, lines: int | None = None) -> None:
     """Print what a run found, and last the verdict.
 
     With ``lines`` it prints the first table only, no longer than that; the page has all of them,

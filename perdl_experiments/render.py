@@ -454,10 +454,10 @@ def html_table(table: Mapping[str, Any]) -> str:
     best = {tuple(cell) for cell in table.get("best", ())}
     wide = " class='wide'" if len(columns) > WIDE else ""
     labels = columns if wide else [""] * len(columns)
-    rows = "".join(
-        f"<tr>{''.join(_html_cell(row[j], labels[j], (i, j) in best) for j in range(len(row)))}</tr>"
-        for i, row in enumerate(table["rows"])
-    )
+    rows = ""
+    for i, row in enumerate(table["rows"]):
+        bold = [(i, j) in best for j in range(len(row))]
+        rows += f"<tr>{''.join(map(_html_cell, row, labels, bold))}</tr>"
     title = escape(table["title"])
     return (
         f"<h2>{title}</h2>"

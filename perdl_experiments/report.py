@@ -159,11 +159,11 @@ def _check(results: Mapping[str, Any]) -> None:
 
 def render(results: Mapping[str, Any], out: Path) -> str:
     """Return the page of ``results``, whose figures lie in ``out``."""
-    facts = {  # "0" stands for what does not apply
+    facts = {  # none of it: what does not apply
         "clients": str(results["config"]["clients"]),
         "rounds": str(results["rounds"]),
-        "sent per client": data_size(results["floats_up"]) if results["floats_up"] else "0",
-        "received per client": data_size(results["floats_down"]) if results["floats_down"] else "0",
+        "sent per client": data_size(results["floats_up"]),
+        "received per client": data_size(results["floats_down"]),
         "seconds": f"{results['seconds']:.1f}",
         "engine": results["engine"],
         "seed": results["seed"],
@@ -182,7 +182,9 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         about=f"Experiment <code>{escape(results['experiment'])}</code>. "
         f"Source: {escape(results['source'])}.{_guide(results.get('guide', ''))}",
         facts="".join(
-            _fact(escape(str(value)), name) for name, value in facts.items() if value != "0"
+            _fact(escape(str(value)), name)
+            for name, value in facts.items()
+            if value not in ("0", "0 kB")
         ),
         body="\n".join(body),
         settings=escape(_listing(results["config"])),
@@ -242,7 +244,9 @@ def _guide(name: str) -> str:
         return ""
     path = _DOCS / f"{name}.md"
     text = f"docs/{escape(name)}.md"
-    return f" Guide: <a href='{path.as_uri()}'>{text}</a>." if path.is_file() else f" Guide: {text}."
+    return (
+        f" Guide: <a href='{path.as_uri()}'>{text}</a>." if path.is_file() else f" Guide: {text}."
+    )
 
 
 def _listing(items: Mapping[str, Any]) -> str:

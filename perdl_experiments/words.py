@@ -25,7 +25,6 @@ def megabytes(values: float) -> float:
 def data_size(values: float) -> str:
     """Return the size of so many float64 values, such as "1.2 MB"."""
     size = megabytes(values)
-    for unit, of in {"GB": 1e3, "MB": 1.0, "kB": 1e-3}.items():
-        if size >= 0.9995 * of:
-            return f"{size / of:.3g} {unit}"
-    return f"{size * 1e6:.0f} bytes"
+    if size >= 0.1:
+        return f"{size:,.0f} MB" if size >= 1000 else f"{size:.3g} MB"
+    return f"{1e3 * size:.3g} kB"

@@ -476,7 +476,7 @@ def _figures(
     drawn |= {view: whole[:, :, i] for i, view in enumerate(VIEWS.values())}
     return {
         "atoms": pictures.shared_and_own(
-            first["atoms"][0, :n], {f"own: {s.camera}": D for s, D in local}, shape
+            first["atoms"][0, :n], {f"private: {s.camera}": D for s, D in local}, shape
         ),
         "reconstructions": plots.images(
             {name: np.insert(X, SHOWN, np.nan, axis=0) for name, X in rows.items()}, shape
