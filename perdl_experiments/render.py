@@ -49,7 +49,7 @@ Fields = dict[str, Any]
 #: Text in a cell that is longer than this wraps.
 LONG = 40
 #: A table of more columns is a card per row on a small screen.
-WIDE = 5
+WIDE = 4
 #: Less is less by more than this share (of an area under a curve: of what is missing to one), or by
 #: so many decibels, and by more than rounding.
 SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9

@@ -70,24 +70,32 @@ class Rows(NamedTuple):
     best: Sequence[Sequence[int]] = ()
 
     def brief(self, console: Console, lines: int) -> Rows:
-        """Return as many columns and rows as fit the console and so many lines below the title."""
-        n, k = len(self.columns), len(self.rows)
-        while n > 2 and self._first(n, k)._widths(console.width) is None:
-            n -= 1
-        while k > 1 and self._first(n, k)._height(console) > lines:
-            k -= 1
-        more = {"row": len(self.rows) - k, "column": len(self.columns) - n}
+        """Return the first columns and rows that fit the console and so many lines below the title.
+
+        Where all do not fit, rows come before columns.
+        """
+        width, least = len(self.columns), min(2, len(self.columns))
+        fitting = [n for n in range(least, width + 1) if self._first(n)._widths(console.width)]
+        shown = [self._lowered(n, console, lines) for n in fitting or [least]]
+        best = max(shown, key=lambda one: (len(one.rows), len(one.columns)))
+        more = {"row": len(self.rows) - len(best.rows), "column": width - len(best.columns)}
         missing = " and ".join(plural(count, f"more {it}") for it, count in more.items() if count)
-        title = f"{self.title} ({missing} in the report)" if missing else self.title
-        return self._first(n, k)._replace(title=title)
+        return best._replace(title=f"{self.title} ({missing} in the report)") if missing else best
+
+    def _first(self, n_columns: int) -> Rows:
+        rows = [row[:n_columns] for row in self.rows]
+        return self._replace(columns=self.columns[:n_columns], rows=rows)
+
+    def _lowered(self, n_columns: int, console: Console, lines: int) -> Rows:
+        """Return the first columns, and as many rows as there is room for, at least one."""
+        shown = self._first(n_columns)
+        while len(shown.rows) > 1 and shown._height(console) > lines:
+            shown = shown._replace(rows=shown.rows[:-1])
+        return shown
 
     def _height(self, console: Console) -> int:
         """Return the number of lines without the title and the empty line at the end."""
         return len(console.render_lines(self._replace(title=""), pad=False)) - 1
-
-    def _first(self, n_columns: int, n_rows: int) -> Rows:
-        rows = [row[:n_columns] for row in self.rows[:n_rows]]
-        return self._replace(columns=self.columns[:n_columns], rows=rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, or its blocks, with nothing in them but what can be shown."""

@@ -307,6 +307,7 @@ def _figures(found: Mapping[str, Arrays]) -> dict[str, Any]:
             levels={"FedAvg, final": float(np.median(first["worst/fedavg"]))},
             x="communication round",
             y="accuracy of the worst node",
+            log_x=True,
         ),
         "gaps": pictures.rounds_against_gaps(costs),
     }

@@ -49,7 +49,7 @@ def test_digits_report_shows_every_client_and_own_atoms(digits):
     metrics = [results["metrics"][f"mse_own_{name}_10"] for name in ("local", "global", "full")]
     assert shown == pytest.approx(metrics, abs=1e-4)
     (atoms,) = [one for one in results["figures"] if one["file"] == "atoms.png"]
-    assert atoms["alt"].count("its own") == 3
+    assert atoms["alt"].count("private") == 3
 
 
 def test_digits_collaboration_pays(digits):
@@ -167,9 +167,8 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path, rounds, options, kill
     resumed = run_experiment(
         "synthetic", out=tmp_path / "cut", resume=True, progress=seen.append, **given
     )
-    assert (
-        first_done(seen) > (killed_after - 1) // rounds * rounds
-    )  # finished ones are not run again
+    finished = (killed_after - 1) // rounds * rounds  # is not run again
+    assert first_done(seen) > finished
     assert seen[-1].done == seen[-1].total
     assert whole["metrics"] == resumed["metrics"]
     assert whole["curves"] == resumed["curves"]
