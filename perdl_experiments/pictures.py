@@ -282,43 +282,6 @@ def networks(named: Mapping[str, CombinationMatrix]) -> Figure:
     return figure
 
 
-def rounds_against_gaps(named: Mapping[str, Mapping[str, tuple[float, float]]]) -> Figure:
-    """Draw how many rounds networks take against their spectral gaps, each with its name.
-
-    Parameters
-    ----------
-    named : mapping of str to mapping of str to pair of float
-        What a color stands for -> name of the network -> spectral gap and rounds; one without a
-        gap (NaN), such as FedAvg, is a dashed line.
-    """
-    figure = _figure(7, 4.4)
-    axes = _plain(figure.add_subplot())
-    for color, (label, networks) in zip(COLORS, named.items(), strict=False):
-        for name, (gap, rounds) in networks.items():
-            if np.isnan(gap):
-                axes.axhline(rounds, ls="--", lw=1.2, color=color, label=f"{label}: {name}")
-                continue
-            axes.plot(gap, rounds, "o", color=color)
-            axes.annotate(
-                name,
-                (gap, rounds),
-                xytext=(3, 5),
-                textcoords="offset points",
-                fontsize=8,
-                rotation=40,
-                color=color,
-            )
-        axes.plot([], [], "o", color=color, label=label)
-    if any(gap > 0 for one in named.values() for gap, _ in one.values()):
-        axes.set_xscale("log")
-    axes.set(xlabel="spectral gap", ylabel="rounds to FedAvg's accuracy")
-    axes.margins(0.15)
-    most = max((rounds for one in named.values() for _, rounds in one.values()), default=1.0)
-    axes.set_ylim(0, 1.3 * most)
-    axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
 def _draw_network(axes: Axes, weights: CombinationMatrix) -> None:
     topology = weights.topology
     places = positions(topology)

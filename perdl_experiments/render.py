@@ -70,8 +70,8 @@ _STATISTICS: dict[str, Callable[[Any], Any]] = {
 _SHARES: dict[str, Callable[[Any, float], Any]] = {"below": np.less, "from": np.greater_equal}
 #: What a metric's rule has besides fields of its records.
 _RULE = ("of", "statistic", "except", "by_seed")
-#: A metric's place in a sentence.
-PLACE = re.compile(r"\{([^}]+)\}")
+#: A metric's place in a sentence; ``{share:%}`` is a share as a percentage.
+PLACE = re.compile(r"\{([^}:]+)(?::%)?\}")
 #: The number at the beginning of a cell.
 _NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?")
 
@@ -162,7 +162,9 @@ def fill(template: str, get: Callable[[str], Any]) -> str:
 
     def filled(place: re.Match[str]) -> str:
         value = get(place[1])
-        return value if isinstance(value, str) else number(value)
+        if isinstance(value, str):
+            return value
+        return f"{value:.0%}" if place[0].endswith("%}") else number(value)
 
     return PLACE.sub(filled, " ".join(template.split()))
 

@@ -289,18 +289,15 @@ def _one_seed(config: Config, seed: int) -> Arrays:
 
 
 def _figures(found: Mapping[str, Arrays]) -> dict[str, Any]:
-    from perdl_experiments import pictures, plots  # an extra: clients must not need it
+    from perdl_experiments import plots  # an extra: clients must not need it
 
-    costs = {}
-    for size, one in found.items():
-        rounds = {n: float(np.median(one[f"rounds/{n}"])) for n in WORDS if f"rounds/{n}" in one}
-        costs[size] = {
-            WORDS[name]: (float(np.median(one.get(f"gap/{name}", np.nan))), rounds[name])
-            for name in rounds
-            if np.isfinite(rounds[name]) and (name == "fedavg" or f"gap/{name}" in one)
-        }
     first = next(iter(found.values()))
     shown = {n: first[f"curve/{n}"] for n in WORDS if n != "fedavg" and f"curve/{n}" in first}
+    rows = sorted(["fedavg", *shown], key=lambda name: -np.median(first.get(f"gap/{name}", np.inf)))
+    rounds = {
+        size: [np.median(one.get(f"rounds/{name}", np.nan)) for name in rows]
+        for size, one in found.items()
+    }
     return {
         "curves": plots.lines(
             {WORDS[name]: curve.min(axis=2) for name, curve in shown.items()},
@@ -309,5 +306,7 @@ def _figures(found: Mapping[str, Arrays]) -> dict[str, Any]:
             y="accuracy of the worst node",
             log_x=True,
         ),
-        "gaps": pictures.rounds_against_gaps(costs),
+        "gaps": plots.dots(
+            {"": rounds}, [WORDS[name] for name in rows], x="rounds to FedAvg's accuracy"
+        ),
     }
