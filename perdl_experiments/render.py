@@ -360,7 +360,7 @@ def _cell(column: Page, at: Fields, records: Sequence[Record], every: Sequence[R
     return "failed" if "only" in column and any(_matches(o, failed) for o in records) else "-"
 
 
-def _gain(column: Page, record: Record, records: Sequence[Record]) -> ArrayLike:
+def _gain(column: Page, record: Record, records: Sequence[Record]) -> Any:
     """Return by how much a record is better than that of the column's other fields."""
     other = {**record.fields, **column["over"]}
     bases = [one for one in records if one.fields == other]

@@ -150,7 +150,6 @@ def run_experiment(
     if keep_local:
         session.check_keeps_local()
     session.check()
-    session.say("preparing")
     started = time.perf_counter()
     with one_blas_thread(), session.told():
         if experiment.federated:
