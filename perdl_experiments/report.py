@@ -184,7 +184,7 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         facts="".join(
             _fact(escape(str(value)), name)
             for name, value in facts.items()
-            if value not in ("0", "0 kB")
+            if value not in ("0", "0 bytes")
         ),
         body="\n".join(body),
         settings=escape(_listing(results["config"])),

@@ -27,4 +27,4 @@ def data_size(values: float) -> str:
     size = megabytes(values)
     if size >= 0.1:
         return f"{size:,.0f} MB" if size >= 1000 else f"{size:.3g} MB"
-    return f"{1e3 * size:.3g} kB"
+    return f"{1e3 * size:.3g} kB" if size >= 1e-3 else f"{1e6 * size:.0f} bytes"

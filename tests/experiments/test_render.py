@@ -102,7 +102,9 @@ def test_a_run_that_is_too_small_is_not_judged() -> None:
 def test_the_first_sentence_is_of_metrics_that_are_there_and_claims_are_judged() -> None:
     claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
     unknown = {"less": [["error_ours_5", "none"]], "holds": "?", "fails": "?"}
-    shown = page(finding=["{none}", "It is {error_ours_5} ({error_theirs_5:%})."], claims=[claim, unknown])
+    shown = page(
+        finding=["{none}", "It is {error_ours_5} ({error_theirs_5:%})."], claims=[claim, unknown]
+    )
     assert render.report(shown, RECORDS, {})["finding"] == "It is 2 (50%). Yes."
     swapped = {**claim, "less": [["error_ours_10", "error_ours_5"]]}
     assert render.report(page(claims=[swapped]), RECORDS, {})["finding"] == "No."
