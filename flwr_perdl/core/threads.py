@@ -37,7 +37,7 @@ def _libraries() -> list[Any]:
         if not {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
             getLogger("flwr").warning(
                 "threadpoolctl is not installed: set OPENBLAS_NUM_THREADS=1 (or MKL_NUM_THREADS=1) "
-                "for results that are the same to the bit on every engine.",
+                "for results that are the same to the bit on every engine."
             )
         return []
     libraries: list[Any] = ThreadpoolController().select(user_api="blas").lib_controllers

@@ -109,10 +109,7 @@ class Alignment(NamedTuple):
 
 
 def global_matching(
-    dictionaries: Sequence[Matrix],
-    n_global: int | Literal["auto"],
-    *,
-    method: str = "consensus",
+    dictionaries: Sequence[Matrix], n_global: int | Literal["auto"], *, method: str = "consensus"
 ) -> Matching:
     """Find the atoms that the clients' dictionaries share, and average them.
 

@@ -243,13 +243,11 @@ class Release(NamedTuple):
         steps = np.asarray(values, dtype=np.float64) / self.step
         whole = np.rint(np.clip(steps, -self.reach, self.reach))
         noise = discrete_gaussian(self.share, whole.size, rng).reshape(whole.shape)
-        noised: Matrix = np.clip(whole + noise, -self.limit, self.limit)
-        return noised
+        return np.clip(whole + noise, -self.limit, self.limit)
 
     def read(self, total: Matrix) -> Matrix:
         """Return a sum of clients' replies in its own unit; rounding errors of a mean go."""
-        total = self.step * np.rint(np.asarray(total, dtype=np.float64))
-        return total
+        return self.step * np.rint(np.asarray(total, dtype=np.float64))
 
 
 def noise_multiplier(epsilon: float, delta: float, n_releases: int = 1) -> float:

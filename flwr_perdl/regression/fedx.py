@@ -373,11 +373,7 @@ def count_replaced(before: Matrix, now: Matrix) -> Matrix:
 
 
 def adapt(
-    settings: TwoPhase,
-    state: Refining,
-    answers: Answers,
-    points: Matrix,
-    rng: np.random.Generator,
+    settings: TwoPhase, state: Refining, answers: Answers, points: Matrix, rng: np.random.Generator
 ) -> Refining | Descent:
     """Drop, merge and add models as the clients need them; a Descent is to find further ones.
 

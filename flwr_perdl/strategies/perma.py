@@ -57,15 +57,7 @@ from typing import ClassVar, Literal, Unpack
 import numpy as np
 
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
-from flwr_perdl.clients.perma import (
-    ATOMS,
-    PERMA,
-    REFINE_STEPS,
-    SENDS,
-    START,
-    STATISTICS,
-    UPDATE,
-)
+from flwr_perdl.clients.perma import ATOMS, PERMA, REFINE_STEPS, SENDS, START, STATISTICS, UPDATE
 from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
 from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
