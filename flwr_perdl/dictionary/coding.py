@@ -504,10 +504,8 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
     rest, limits = X - fitted, np.finfo(X.dtype)
     rounding = min(X.shape[1] * float(limits.eps), _FEW)
     rest[row_norms(observed(rest)) <= rounding * row_norms(observed(X))] = 0
-    if (
-        squared_norm(observed(rest)) < limits.smallest_normal / limits.eps
-    ):  # too small to learn from
-        rest[:] = 0
+    if squared_norm(observed(rest)) < limits.smallest_normal / limits.eps:
+        rest[:] = 0  # too small to learn from
     return rest
 
 
