@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
-from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.core import html
@@ -56,7 +55,7 @@ class NotFittedError(ValueError, AttributeError):
 
 
 class Estimator:
-    """What all estimators share; a subclass's ``__init__`` only stores its parameters.
+    """What all estimators share; a subclass is a dataclass whose fields are its parameters.
 
     Attributes
     ----------
@@ -234,10 +233,6 @@ class SiteTransformer(Estimator):
     @abstractmethod
     def transform(self, X: Any, site: Any = None, /) -> Any:
         """Return the codes of samples with a site's dictionary."""
-
-    @abstractmethod
-    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
-        """Return the names of the columns that ``transform`` returns without a site."""
 
     @abstractmethod
     def _pictured(self) -> dict[str, Matrix]:
