@@ -25,6 +25,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
+    check_function,
     check_list,
 )
 from flwr_perdl.core.extras import load_extra
@@ -130,9 +131,7 @@ class Estimator:
         if self.random_state is None:
             return self.seed
         if self.seed != 0:
-            raise ValueError(
-                f"seed must be left out where random_state is given, got {self.seed!r}."
-            )
+            raise ValueError(f"seed must be left out with random_state, got {self.seed!r}.")
         return check_count("random_state", self.random_state)
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -209,8 +208,7 @@ class Federated(Estimator):
         strategy = make_strategy(
             seed=self._one_seed(), num_clients=n_sites, min_clients=n_sites, fraction_evaluate=0.0
         )
-        if self.grid is not None and not callable(self.grid):
-            raise TypeError(f"grid must be a function (app, n_sites) or None, got {self.grid!r}.")
+        check_function("grid", self.grid, "a function (app, n_sites) or None")
         grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
         verbose = "bar" if self.verbose else "quiet"
         result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose, **start)

@@ -27,6 +27,7 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_flag,
+    check_function,
     check_kind,
     check_real,
 )
@@ -605,8 +606,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             return LassoLearner(n_atoms, self.alpha)
         if self.alpha != "auto":
             raise ValueError(f"alpha must be left out where learner is given, got {self.alpha!r}.")
-        if not callable(self.learner):
-            raise TypeError(f"learner must be a function of n_atoms, got {self.learner!r}.")
+        check_function("learner", self.learner, "a function of n_atoms")
         return self.learner(n_atoms)
 
 

@@ -47,9 +47,7 @@ class PublicBasis:
         with np.errstate(over="ignore", invalid="ignore"):
             odd = float(np.abs(rows @ rows.T - np.eye(len(rows))).max())
         if not odd <= _ODD:
-            raise ValueError(
-                f"matrix must have orthonormal rows, got products that are off by {odd:.3g}."
-            )
+            raise ValueError(f"matrix must have orthonormal rows, got products off by {odd:.3g}.")
         rows.flags.writeable = False
         #: The vectors of the basis, as rows; read-only.
         self.matrix: Matrix = rows

@@ -106,9 +106,7 @@ def reject_unused(options: Any, where: str, *names: str, **harmless: Any) -> Non
     for name in (*names, *harmless):
         default, given = getattr(type(options), name), getattr(options, name)
         if given not in (default, harmless.get(name, default)):
-            raise ValueError(
-                f"{name} must be left out {where}, where it does nothing, got {given}."
-            )
+            raise ValueError(f"{name} must be left out {where}: it does nothing, got {given}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -375,9 +375,7 @@ class Diagnosis(ShownAsCalled):
         all_of_them = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
         clients = [p for p, has_all in zip(partitions, all_of_them, strict=True) if has_all]
         if "fedavg" not in found or len(clients) < 2:
-            raise ValueError(
-                f"at least 2 clients must evaluate all candidates, got {len(clients)}."
-            )
+            raise ValueError(f"2 clients or more must evaluate all candidates, got {len(clients)}.")
         scores = np.stack([own[all_of_them] for own in found.values()])
         best, taken = _taken(scores)
         drawn = rng.integers(len(clients), size=(_DRAWS, len(clients)))
