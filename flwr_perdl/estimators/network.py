@@ -124,10 +124,8 @@ class NetworkDictionaryLearning(SiteTransformer):
         tables = self._read_sites(X)
         learned = learner.fit(tables, network, self.rounds, seed=self._one_seed())
         self.node_components_ = learned.dictionaries
-        self.components_ = normalize_atoms(
-            learned.dictionaries.mean(axis=0), learned.dictionaries[0]
-        )
-        apart = np.linalg.norm(learned.dictionaries - self.components_, axis=2)
+        self.components_ = normalize_atoms(self.node_components_.mean(0), self.node_components_[0])
+        apart = np.linalg.norm(self.node_components_ - self.components_, axis=2)
         self.disagreement_ = apart.max(axis=1)
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
         return self._fitted_sites(tables[0].shape[1], X)

@@ -264,9 +264,7 @@ def _run(
     state.sampled_node_ids = set(state.active_node_ids)
     for neighbors in state.nid_to_neighbours.values():
         neighbors.intersection_update(state.sampled_node_ids)
-    state.nid_to_fitins = {
-        node: RecordDict(dict(message.content)) for node, (_, message) in asked.items()
-    }
+    state.nid_to_fitins = {node: RecordDict(dict(m.content)) for node, (_, m) in asked.items()}
     masked = workflow.collect_masked_vectors_stage(*given)
     if not masked or len(state.active_node_ids) < min_clients:
         return []

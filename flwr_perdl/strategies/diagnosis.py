@@ -393,9 +393,7 @@ class Diagnosis(ShownAsCalled):
         write = WRITE[choice].format(private=parts.get(choice))
         sure = f"taken in {confidence:.0%} of draws of the clients"
         sentence = f"{write} (median {self.metric} {typical[choice]}; {why}; {sure})."
-        return Diagnosed(
-            choice, sentence, confidence, values, clients, groups, self.higher_is_better
-        )
+        return Diagnosed(choice, sentence, confidence, values, clients, groups, sign > 0)
 
 
 def _is_better_higher(metric: str) -> bool:
