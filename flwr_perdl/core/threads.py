@@ -182,9 +182,6 @@ def in_threads(
 
 
 def _share(function: Callable[[Item], Result], item: Item) -> Result:
-    """Compute beside other threads."""
-    token = _SHARED.set(True)
-    try:
-        return function(item)
-    finally:
-        _SHARED.reset(token)
+    """Compute beside other threads, in a context of its own."""
+    _SHARED.set(True)
+    return function(item)
