@@ -71,7 +71,7 @@ _SHARES: dict[str, Callable[[Any, float], Any]] = {"below": np.less, "from": np.
 #: What a metric's rule has besides fields of its records.
 _RULE = ("of", "statistic", "except", "by_seed")
 #: A metric's place in a sentence; ``{share:%}`` is a share as a percentage.
-PLACE = re.compile(r"\{([^}:]+)(?::%)?\}")
+PLACE = re.compile(r"\{([^}%]+?)(?::%)?\}")
 #: The number at the beginning of a cell.
 _NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?")
 
