@@ -40,11 +40,11 @@ from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
     Scalar,
-    decode,
     encode,
     named,
     named_partition,
     read_partition,
+    view,
 )
 
 PrivateArrays = dict[str, NDArray[Any]]
@@ -251,7 +251,7 @@ class PrivateState:
                     return saved
         if in_memory < 0:
             return None
-        return {name: decode(array) for name, array in self._held[in_memory].items()}
+        return {name: view(array) for name, array in self._held[in_memory].items()}
 
     def save(self, round_: int, arrays: Mapping[str, NDArray[Any]], *, alone: bool = False) -> None:
         """Keep ``arrays`` as the state after ``round_``, and the state before it.

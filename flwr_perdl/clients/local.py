@@ -41,7 +41,6 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEED,
     Scalar,
-    decode,
     encode,
     error_of,
     in_order,
@@ -351,7 +350,7 @@ def sendable(array: Array, given: Array) -> Array:
     """Return a trained array with the dtype that it came with; one that has it is not copied."""
     if array.dtype == given.dtype:
         return array
-    return encode(as_dtype(decode(array), np.dtype(given.dtype)))
+    return encode(as_dtype(view(array), np.dtype(given.dtype)))
 
 
 def encoded(array: Any) -> Array:

@@ -51,10 +51,10 @@ from flwr_perdl.protocol.records import (
     ROUND,
     RUN,
     config_of,
-    decode,
     encode,
     named,
     route_of,
+    view,
 )
 
 #: What the app reads where a request wants two steps: the names of the arrays to train, as JSON.
@@ -401,7 +401,7 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
         if shape != wanted:
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
         with unsaid(name):
-            before, after = decode(model[name]), decode(sendable(found[name], model[name]))
+            before, after = view(model[name]), view(sendable(found[name], model[name]))
             check_trained(name, after, before, fixed_entries(before))
         for other in found.keys() - set(private):
             if _equal(found[other], found[name]) and not _equal(found[other], model[other]):
@@ -416,11 +416,11 @@ def _equal(one: Array, other: Array) -> bool:
     alike = one.dtype == other.dtype and prod(one.shape) == prod(other.shape)
     if not alike or np.dtype(one.dtype).kind != "f":
         return False
-    return np.array_equal(decode(one).ravel(), decode(other).ravel(), equal_nan=True)
+    return np.array_equal(view(one).ravel(), view(other).ravel(), equal_nan=True)
 
 
 def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
-    own = {f"{_ARRAY}{name}": decode(model[name]) for name in part.private}
+    own = {f"{_ARRAY}{name}": view(model[name]) for name in part.private}
     return {_NAMES: _written_names(part.names), **own}
 
 
@@ -438,7 +438,7 @@ def _first_names(context: Context, store: StateStore | None) -> list[str] | None
     """Return the names of the arrays in this client's first run, None before its training."""
     record = context.state.array_records.get(_FIRST)
     if record is not None:
-        return _read_names(decode(record[_NAMES]))
+        return _read_names(view(record[_NAMES]))
     path = None if store is None else store.folder / _FIRST_FILE
     if store is None or path is None or not path.exists():
         return None

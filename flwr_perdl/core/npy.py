@@ -91,6 +91,16 @@ def _layout(
     return dtype, shape, "F" if fortran else "C", size
 
 
+def whole_file(array: Array) -> bytes | None:
+    """Return the bytes of the file that an array is the view of, None if it is of none."""
+    data = array.base
+    if not isinstance(data, bytes) or not array.flags.c_contiguous:
+        return None
+    header = file_header(array.dtype, array.shape)
+    whole = len(data) == len(header) + array.nbytes and data.startswith(header)
+    return data if whole else None
+
+
 def pack(data: bytes) -> NDArray[np.float64]:
     """Return bytes as an array of finite numbers, seven bytes in each; the first says how many."""
     rows = -(-len(data) // 7) + 1

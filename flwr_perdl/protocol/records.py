@@ -47,7 +47,7 @@ from flwr.app import (
 
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.models import DTYPES
-from flwr_perdl.core.npy import file_header, view_file
+from flwr_perdl.core.npy import file_header, view_file, whole_file
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
 
 __all__ = [
@@ -298,11 +298,16 @@ _ANY = Limits(n_bytes=2**63)
 
 
 def encode(array: Matrix) -> Array:
-    """Return what Flower's ``Array(array)`` is, in the order of the rows."""
+    """Return what Flower's ``Array(array)`` is, in the order of the rows.
+
+    An array that is a `view` of such a file, as one that was received, is not copied.
+    """
     array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
     dtype = _NAMES.get(array.dtype)
     if dtype is None:
         return Array(array)
+    if (data := whole_file(array)) is not None:
+        return Array(dtype, array.shape, NPY, data)
     # Joined, since a large array's bytes would be copied once more by a sum.
     data = b"".join((file_header(array.dtype, array.shape), array.reshape(-1).view(np.uint8).data))
     return Array(dtype, array.shape, NPY, data)
@@ -347,7 +352,7 @@ def in_order(record: ArrayRecord, names: Collection[str]) -> dict[str, Array]:
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
-    """Return an ArrayRecord's arrays in the order in which they were put in.
+    """Return an ArrayRecord's arrays in the order in which they were put in; not to be written to.
 
     Examples
     --------
@@ -358,7 +363,7 @@ def to_arrays(record: ArrayRecord) -> list[Matrix]:
     [array([[1., 0.],
            [0., 1.]])]
     """
-    return [decode(array) for array in record.values()]
+    return [view(array) for array in record.values()]
 
 
 def decode(array: Array) -> Matrix:
@@ -654,13 +659,13 @@ def _numbers(views: Sequence[Matrix], limits: Limits) -> list[Matrix]:
 
 
 def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
-    """Return a request's arrays and config."""
+    """Return a request's arrays, which the user's client may write to, and its config."""
     record, config = message.content[ARRAYS], message.content[CONFIG]
     if not isinstance(record, ArrayRecord) or not isinstance(config, ConfigRecord):
         raise ValueError(
             f"a request must carry an ArrayRecord {ARRAYS!r} and a ConfigRecord {CONFIG!r}"
         )
-    return to_arrays(record), scalars(config)
+    return [decode(array) for array in record.values()], scalars(config)
 
 
 def config_of(message: Message) -> Mapping[str, Any]:
