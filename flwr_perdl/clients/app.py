@@ -37,6 +37,7 @@ from flwr_perdl.clients.personalized import (
     check_mods,
     check_patterns,
 )
+from flwr_perdl.clients.transport import Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
@@ -267,6 +268,14 @@ class AnsweringApp(ClientApp):
         if asked is not None and asked.client is None:
             call = partial(self._take, asked)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
+        sums = self._privacy or secure or self._secure or PROMISE in config_of(message)
+        if (transport := Transport.of(message)) is not None:
+            if sums or (asked is not None and asked.client is not None):
+                raise ValueError(
+                    "transport and compression must be left out where a client sends sums, or no "
+                    "model, got a request with them."
+                )
+            message = transport.restored(message)
         if self._secure and trains and not secure and not _is_start(message, asked):
             raise ValueError(
                 "secure=True must be the strategy's option too, got a request to send an update in "
@@ -284,7 +293,13 @@ class AnsweringApp(ClientApp):
         store, keeps = private_store(context, asked.protocol), self._keep or self.own_keep
         call = self._answer
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
-        return _reply(message, asked, take(asked, local, request))
+        result = take(asked, local, request)
+        reply, transport = _reply(message, asked, result), Transport.of(message)
+        if transport is not None and transport.changes:
+            names = reply.content.array_records[ARRAYS]
+            begun = dict(zip(names, result.start, strict=True)) if result.start else record
+            transport.shorten(reply, begun, message, context)
+        return reply
 
     def _own(self, context: Context) -> Own | None:
         """Return what the client insists on, and where it counts what it spends."""
@@ -304,12 +319,15 @@ class AnsweringApp(ClientApp):
         keep = self._keep
         if keep is None and self.own_keep is None and LEFT_OUT in config_of(message):
             keep = asked_to_keep(message)
-        kind = route_of(message)[0]
+        kind, transport = route_of(message)[0], Transport.of(message)
+        begun = dict(message.content.get(ARRAYS, {})) if transport is not None else {}
         mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:
             reply = within(mods, self._handle)(message, context)
         else:
             reply = keep(message, context, self._handle, mods)
+        if transport is not None and transport.changes and not reply.has_error():
+            transport.shorten(reply, begun, message, context)
         keep = keep or self.own_keep
         if kind == MessageType.QUERY and keep is not None and not reply.has_error():
             who = reply.content.get(CONFIG)

@@ -47,6 +47,7 @@ from flwr_perdl.clients.personalized import (
     warn_of_unmatched,
 )
 from flwr_perdl.core.checks import Matrix, check_flag
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
@@ -87,6 +88,12 @@ class PersonalizedFedAvg(ModelStrategy):
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.core.aggregate`.
+    transport : {"float16"}, optional
+        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
+        every array has its own dtype on the wire.
+    compression : TopK, optional
+        Clients send the largest entries of their changes, and the rest in later rounds; not with
+        ``robust``.
     **options
         See `ServerOptions`.
 
@@ -147,9 +154,11 @@ class PersonalizedFedAvg(ModelStrategy):
         alternate: bool = False,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
+        transport: str | None = None,
+        compression: TopK | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, **options)
+        super().__init__(optimizer, robust, transport, compression, **options)
         self.private = check_patterns("private", private)
         if not self.private:
             raise ValueError("private must name at least one array, got none.")
@@ -204,6 +213,10 @@ class PersonalizedFedAvg(ModelStrategy):
             pairs = zip(model, self._is_private, strict=True)
             model = [array if private else next(rest) for array, private in pairs]
             state = {**pack_model(model, memory), _PRIVATE: state[_PRIVATE]}
+
+    def _sent_names(self) -> list[str]:
+        """Return the names of the arrays that are shared."""
+        return self._shared(self._array_names())
 
     def _shared(self, all_of_them: Sequence[Any]) -> list[Any]:
         """Return what belongs to shared arrays of a list with an entry per array."""
