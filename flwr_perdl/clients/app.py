@@ -33,9 +33,9 @@ from flwr_perdl.clients.local import (
 )
 from flwr_perdl.clients.personalized import (
     KeepPrivate,
+    Part,
     asked_to_keep,
     check_mods,
-    check_patterns,
 )
 from flwr_perdl.clients.transport import Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
@@ -80,6 +80,7 @@ def client_app(
     secure: bool = False,
     min_clients: int = MIN_CLIENTS,
     private: str | Sequence[str] = (),
+    share: str | Sequence[str] = (),
     privacy: Noise | None = None,
     protocols: Sequence[Any] = (),
 ) -> ClientApp:
@@ -112,6 +113,8 @@ def client_app(
         Names of arrays that never leave the client, or patterns of them: `keep_private`, with
         ``train_mods`` inside, which see the shared arrays alone, and around all other mods. Where
         the strategy's initial arrays have no names, they are "0", "1", ….
+    share : str or sequence of str, default ()
+        Instead, names or patterns of the only arrays that leave the client.
     privacy : Noise, optional
         The client answers only requests whose promise is at least as strong, with sums to which
         noise is added, and only for as many rounds as the promise is for: with ``state-dir`` in the
@@ -153,13 +156,12 @@ def client_app(
     """
     check_flag("secure", secure)
     check_count("min_clients", min_clients, 2)
-    none = isinstance(private, tuple) and not private
-    names = () if none else check_patterns("private", private)
+    part = Part.of("private", private, share)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
     steps = steps_of(protocols)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        own = min_clients != MIN_CLIENTS or names or privacy is not None or steps
+        own = min_clients != MIN_CLIENTS or part or privacy is not None or steps
         if train_mods or evaluate_mods or secure or (ours and own):
             raise ValueError(
                 "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
@@ -171,8 +173,8 @@ def client_app(
                 "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        check_mods("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
-        return make_client if ours else OtherApp(make_client, min_clients, names, privacy, steps)
+        check_mods("mods of the ClientApp", mods_of(make_client)[0 if part else 1 :])
+        return make_client if ours else OtherApp(make_client, min_clients, part, privacy, steps)
     if not callable(make_client):
         raise TypeError(
             f"make_client must be a function that makes a client from Flower's Context, got "
@@ -182,7 +184,7 @@ def client_app(
         if not isinstance(mods, tuple) or mods:
             check_mods(name, mods)
     return NumPyClientApp(
-        make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy, steps
+        make_client, train_mods, evaluate_mods, secure, min_clients, part, privacy, steps
     )
 
 
@@ -219,12 +221,12 @@ class AnsweringApp(ClientApp):
     _train_mods: Sequence[Any] = ()
 
     def __init__(
-        self, min_clients: int, private: tuple[str, ...], privacy: Noise | None, steps: Steps
+        self, min_clients: int, part: Part | None, privacy: Noise | None, steps: Steps
     ) -> None:
         super().__init__()
         self._privacy = privacy
         self._min_clients = min_clients
-        self._keep = KeepPrivate(private) if private else None
+        self._keep = None if part is None else KeepPrivate(part)
         self._steps = steps
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -332,7 +334,7 @@ class AnsweringApp(ClientApp):
         if kind == MessageType.QUERY and keep is not None and not reply.has_error():
             who = reply.content.get(CONFIG)
             if isinstance(who, ConfigRecord):
-                who[PRIVATE] = ", ".join(map(repr, keep.patterns))
+                who[PRIVATE] = str(keep.part)
         return reply
 
     def _handle(self, message: Message, context: Context) -> Message:
@@ -368,11 +370,11 @@ class OtherApp(AnsweringApp):
         self,
         app: ClientApp,
         min_clients: int,
-        private: tuple[str, ...],
+        part: Part | None,
         privacy: Noise | None,
         steps: Steps,
     ) -> None:
-        super().__init__(min_clients, private, privacy, steps)
+        super().__init__(min_clients, part, privacy, steps)
         self._app = app
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
@@ -400,13 +402,13 @@ class NumPyClientApp(AnsweringApp):
         evaluate_mods: Sequence[Any],
         secure: bool,
         min_clients: int,
-        private: tuple[str, ...],
+        part: Part | None,
         privacy: Noise | None,
         steps: Steps,
     ) -> None:
-        super().__init__(min_clients, private, privacy, steps)
-        if private:
-            self._keep = KeepPrivate(private, by_position=True)
+        super().__init__(min_clients, part, privacy, steps)
+        if part is not None:
+            self._keep = KeepPrivate(part, by_position=True)
         self._make_client = make_client
         self._secure = secure
         self._train_mods = tuple(train_mods)

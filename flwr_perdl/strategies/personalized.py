@@ -42,9 +42,8 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.personalized import (
     KEPT,
+    Part,
     check_patterns,
-    matched,
-    warn_of_unmatched,
 )
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.network.compression import TopK
@@ -79,6 +78,9 @@ class PersonalizedFedAvg(ModelStrategy):
     ----------
     private : str or sequence of str
         Names of the private arrays, or patterns of them as in ``fnmatch``.
+    share : str or sequence of str
+        Instead, names or patterns of the shared arrays: ``share=["*lora*"]``, and all others are
+        private.
     alternate : bool, default False
         FedRep: in each round a client trains its private arrays while the shared ones are fixed,
         then the shared ones while its own are fixed. See Notes.
@@ -149,8 +151,9 @@ class PersonalizedFedAvg(ModelStrategy):
 
     def __init__(
         self,
-        private: str | Sequence[str],
+        private: str | Sequence[str] = (),
         *,
+        share: str | Sequence[str] = (),
         alternate: bool = False,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
@@ -159,9 +162,11 @@ class PersonalizedFedAvg(ModelStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(optimizer, robust, transport, compression, **options)
-        self.private = check_patterns("private", private)
-        if not self.private:
-            raise ValueError("private must name at least one array, got none.")
+        part = Part.of("private", private, share)
+        if part is None:
+            raise ValueError("private, or share, must name at least one array, got none.")
+        self.private, self._part = check_patterns("private", private), part
+        self.share = check_patterns("share", share)
         self.alternate = check_flag("alternate", alternate)
         self._is_private: list[bool] = []
         #: Who has a private part, and who is asked in this round: not a part of the state, since
@@ -172,8 +177,8 @@ class PersonalizedFedAvg(ModelStrategy):
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         listed = list(names)
-        own = matched("private", self.private, listed) if listed else []
-        warn_of_unmatched("private", self.private, listed)
+        own = self._part.private(listed) if listed else []
+        self._part.warn(listed)
         self._is_private = [name in own for name in listed]
         self._known, self._asked_now = set(), set()
         return super().open(initial, listed)
