@@ -34,6 +34,7 @@ from flwr_perdl.clients.local import (
 from flwr_perdl.clients.personalized import (
     KeepPrivate,
     Part,
+    aside,
     asked_to_keep,
     check_mods,
 )
@@ -294,6 +295,8 @@ class AnsweringApp(ClientApp):
         request = read_step(config, [view(array) for array in received], record, received)
         store, keeps = private_store(context, asked.protocol), self._keep or self.own_keep
         call = self._answer
+        if asked.whole:
+            keeps, call = keeps or asked_to_keep(message), self._aside
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
         reply, transport = _reply(message, asked, result), Transport.of(message)
@@ -336,6 +339,11 @@ class AnsweringApp(ClientApp):
             if isinstance(who, ConfigRecord):
                 who[PRIVATE] = str(keep.part)
         return reply
+
+    def _aside(self, message: Message, context: Context) -> Message:
+        """Answer by the handlers alone, which have the whole model: no array of it leaves."""
+        with aside():
+            return self._handle(message, context)
 
     def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from glob import escape
 from logging import WARNING
@@ -239,6 +240,20 @@ class _Part(NamedTuple):
     left_out: list[str]
 
 
+#: Whether the handlers get the model as it is, since no array leaves the client.
+_ASIDE: ContextVar[bool] = ContextVar("aside", default=False)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Have `keep_private` stand aside in this thread: for steps that send numbers alone."""
+    token = _ASIDE.set(True)
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
+
+
 class KeepPrivate:
     """See `keep_private`."""
 
@@ -253,6 +268,8 @@ class KeepPrivate:
         self, message: Message, context: Context, call_next: Call, inside: Sequence[Any] = ()
     ) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
+        if _ASIDE.get():
+            return call_next(message, context)
         kind = route_of(message)[0]
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
@@ -301,6 +318,12 @@ class KeepPrivate:
             numbers[KEPT] = sum(prod(model[name].shape) for name in part.left_out)
             numbers[NEW_STATE] = int(kept is None)
         return reply
+
+    def kept(self, context: Context, run: str) -> dict[str, Array]:
+        """Return the private arrays that a run has come to, nothing before its first training."""
+        state = PrivateState(context, run, private_store(context, _ALGORITHM)).newest() or {}
+        own = {name: array for name, array in state.items() if name.startswith(_ARRAY)}
+        return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
 
     def begin(self, context: Context, run: str, model: Mapping[str, Array]) -> None:
         """Keep this model's private arrays for requests without them, unless there are some."""

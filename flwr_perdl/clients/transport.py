@@ -30,7 +30,7 @@ from logging import WARNING
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
-from flwr_perdl.clients.base import INNER, PrivateState, private_store
+from flwr_perdl.clients.base import UNSENT, PrivateState, private_store
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.core.models import Start, change, fixed_entries, is_float, is_plain, settled
 from flwr_perdl.network.compression import TopK
@@ -133,7 +133,7 @@ class Transport:
         config, record = config_of(message), reply.content.array_records[ARRAYS]
         round_ = check_count(ROUND, config.get(ROUND))
         run = str(config.get(RUN, context.run_id))
-        state = PrivateState(context, run + INNER, private_store(context, "transport"))
+        state = PrivateState(context, run + UNSENT, private_store(context, "transport"))
         before, unsent, sent = state.before(round_) or {}, dict[str, Matrix](), ArrayRecord()
         for name, array in record.items():
             start = view(begun[name])
