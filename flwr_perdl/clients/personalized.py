@@ -16,7 +16,7 @@ of its first run with which array has which name, and keeps to it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
