@@ -493,6 +493,17 @@ class Request(NamedTuple):
             return None
         return self.combine or (Combine(start=self.expect) if self.expect else None)
 
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of the arrays of a reply that says what is asked for."""
+        models = self.models
+        asked: Sequence[Matrix] = () if models is None else models.expected
+        if self.secure is not None and self.summed is not None:
+            asked = self.summed.start
+        n_values = sum(array.size for array in asked) or self.max_values
+        # Of 8 bytes each; a few more are the headers'.
+        return 2**28 if n_values is None else 8 * n_values + 2**20
+
 
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
 #: replies, once per round, and returns the result.

@@ -525,7 +525,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         sampled, all_of_them = len(plan.arrays), len(nodes)
         log(INFO, "%s: Sampled %d nodes (out of %d)%s%s", phase, sampled, all_of_them, step, wait)
 
-    def _names_of(self, plan: Plan, partition: int) -> Collection[str]:  # noqa: ARG002
+    def _names_of(self, plan: Plan, partition: int) -> Collection[str]:
         """Return the names of the arrays that a client receives, if they have so many."""
         return self._running().record.array_names
 

@@ -207,8 +207,9 @@ class ClusteredFedAvg(ModelStrategy):
     Numbers of samples weigh, those above ten times the round's median as that
     (`Request.max_weight`).
 
-    Floats per client and round: k models down, one model up; between choices one model down. "one-shot" and "anchors" cost one round more, in which one model goes down and one
-    comes up, ``k="auto"`` a further one, in which up to 2 ``max_clusters`` - 1 models go down.
+    Floats per client and round: k models down, one model up; between choices one model down.
+    "one-shot" and "anchors" cost one round more, in which one model goes down and one comes up,
+    ``k="auto"`` a further one, in which up to 2 ``max_clusters`` - 1 models go down.
 
     ``k="auto"`` can tell kinds apart only by ``evaluate``. If that measures the loss on the samples
     of ``fit``, more clusters always look better; with few samples a client, kinds that differ by

@@ -58,6 +58,13 @@ def test_a_reply_that_does_not_fit_is_told_what_does_not(reply: Reply, named: st
         Combine(start=[[np.zeros(2)], [np.zeros(2)]], group="kind").check(reply)
 
 
+def test_a_large_model_may_come_back() -> None:
+    model = [np.broadcast_to(np.float32(0), (7, 2**24))]  # without its memory
+    for request in (Request("x", expect=model), Request("x", combine=Combine(start=model))):
+        assert 4 * 7 * 2**24 < request.max_bytes < 2**30
+    assert Request("x", max_values=10).max_bytes < Request("x").max_bytes
+
+
 class Median(ProtocolStrategy):
     def protocol(self, initial: list[Any], state: Any) -> Protocol:
         model = np.zeros(2)
