@@ -42,6 +42,7 @@ from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import NEW_STATE
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
+    MEMORY,
     TRAIN,
     Adam,
     ModelStrategy,
@@ -149,7 +150,8 @@ class Ditto(ModelStrategy):
                 metrics=(NEW_STATE,),
                 combine=Combine(start=model, rule=self.robust),
             )
-            state = pack_model(*self.take_step(model, replies.combined, state))
+            memory = unpack_model(state, MEMORY)
+            state = pack_model(*self.take_step(model, replies.combined, memory))
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients; who keeps a part private has no place for a whole model."""

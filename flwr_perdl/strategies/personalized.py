@@ -50,9 +50,10 @@ from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ALTERNATE, ARRAYS, LEFT_OUT, named
+from flwr_perdl.protocol.records import ALTERNATE, LEFT_OUT
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
+    MEMORY,
     TRAIN,
     Adam,
     ModelStrategy,
@@ -213,7 +214,8 @@ class PersonalizedFedAvg(ModelStrategy):
             )
             self._known = (self._known - self._asked_now) | set(replies)
             names = self._shared(self._array_names())
-            moved, memory = self.take_step(shared, replies.combined, state, names)
+            memory = unpack_model(state, MEMORY)
+            moved, memory = self.take_step(shared, replies.combined, memory, names)
             rest = iter(moved)
             pairs = zip(model, self._is_private, strict=True)
             model = [array if private else next(rest) for array, private in pairs]
@@ -233,16 +235,16 @@ class PersonalizedFedAvg(ModelStrategy):
     ) -> list[Message]:
         """Return a message per client, without private arrays for those that have their own."""
         run = self._running().record
-        names, shared = run.array_names, self._shared(run.model)
-        shared_names = self._shared(names)
+        shared = self._shared(run.model)
         # The plan's own table, from which reports count what was sent.
         plan.arrays.update(dict.fromkeys(self._known & plan.arrays.keys(), shared))
-        left_out = json.dumps([name for name in names if name not in shared_names])
-        told = ConfigRecord({**config, LEFT_OUT: left_out})
-        messages = super()._ask(plan, nodes, message_type, told)
-        for content in {id(message.content): message.content for message in messages}.values():
-            arrays = [*content.array_records[ARRAYS].values()]
-            content[ARRAYS] = named(arrays, names, shared_names)
+        names = [*zip(run.array_names, self._is_private, strict=True)]
+        left_out = json.dumps([name for name, private in names if private])
         if message_type == MessageType.TRAIN:
             self._asked_now = set(plan.arrays)
-        return messages
+        return super()._ask(plan, nodes, message_type, ConfigRecord({**config, LEFT_OUT: left_out}))
+
+    def _names_of(self, plan: Plan, partition: int) -> list[str]:
+        """Return the names of the arrays that a client receives."""
+        names = self._running().record.array_names
+        return names if len(plan.arrays[partition]) == len(names) else self._shared(names)
