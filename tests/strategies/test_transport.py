@@ -92,6 +92,8 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "PersonalizedFedAvg": lambda **options: PersonalizedFedAvg(["head.*"], **options),
     "Ditto": Ditto,
 }
+#: Those of a single model: of two, half floats do not tell which is the nearer here.
+SINGLE = [name for name in STRATEGIES if name != "ClusteredFedAvg(2)"]
 
 
 def run(name: str, n_rounds: int = 3, **options: Any) -> tuple[list[np.ndarray], CountingGrid]:
@@ -116,7 +118,7 @@ def test_nodes_send_float32_models_in_four_bytes_a_number() -> None:
     assert grid.down == 2 * (4 * N_FLOATS + 8)  # booleans are not sent
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", SINGLE)
 def test_small_steps_add_up_in_half_floats(name: str) -> None:
     """Each step is smaller than half the distance of half floats: it would be lost in a model."""
     whole, _ = run(name, 9)
@@ -127,10 +129,10 @@ def test_small_steps_add_up_in_half_floats(name: str) -> None:
 
 
 @pytest.mark.parametrize("transport", [None, "float16"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", SINGLE)
 def test_what_is_not_sent_of_a_change_is_sent_later(name: str, transport: str | None) -> None:
-    whole, _ = run(name, 40)
-    sparse, grid = run(name, 40, compression=TopK(0.1), transport=transport)
+    whole, _ = run(name, 30)
+    sparse, grid = run(name, 30, compression=TopK(0.1), transport=transport)
     assert grid.up < 0.3 * N_FLOATS * (2 if transport else 4)
     moved, wanted = sparse[0] - 1, whole[0] - 1
     # All entries grow alike, so that a tenth of them is sent in turn: all but the last ten steps.
