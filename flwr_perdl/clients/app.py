@@ -325,7 +325,7 @@ class AnsweringApp(ClientApp):
         if keep is None and self.own_keep is None and LEFT_OUT in config_of(message):
             keep = asked_to_keep(message)
         kind, transport = route_of(message)[0], Transport.of(message)
-        begun = dict(message.content.get(ARRAYS, {})) if transport is not None else {}
+        begun = dict(message.content.array_records.get(ARRAYS, {})) if transport else {}
         mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:
             reply = within(mods, self._handle)(message, context)

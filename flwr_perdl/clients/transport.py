@@ -26,6 +26,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
@@ -91,7 +92,8 @@ class Transport:
 
     def received(self, reply: Reply, starts: Sequence[Start], names: Sequence[str]) -> Reply:
         """Return a reply with the model that came of ``starts``, or raise a ValueError."""
-        given, arrays = dict(zip(reply.names, reply.arrays, strict=True)), list[Matrix]()
+        given: dict[str, Any] = dict(zip(reply.names, reply.arrays, strict=True))
+        arrays: list[Matrix] = []
         pairs = list(zip(names, starts, strict=True))
         wanted = [f"{_CHANGE * is_float(start)}{name}" for name, (start, _) in pairs]
         if {one for one in given if not one.startswith(_AT)} != set(wanted):
@@ -148,7 +150,8 @@ class Transport:
                 continue
             moved = moved + before.get(name, 0)
             top = TopK(max(self.share, 1 / start.size))
-            values, at = top.encode(moved.ravel(), np.random.default_rng(0))
+            found: Any = top.encode(moved.ravel(), np.random.default_rng(0))
+            values, at = found
             sent[_CHANGE + name] = values_ = self._halved(name, encode(values))
             sent[_AT + name] = encode(at)
             kept = moved - top.decode((view(values_), at), start.size).reshape(start.shape)

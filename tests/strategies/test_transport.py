@@ -64,7 +64,7 @@ class CountingGrid(InProcessGrid):
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         """Push messages, and return the replies."""
-        asked = [one for one in messages]
+        asked = list(messages)
         trains = any(one.metadata.message_type == MessageType.TRAIN for one in asked)
         down = sum(map(n_bytes, asked))
         replies = list(super().send_and_receive(asked, timeout=timeout))
