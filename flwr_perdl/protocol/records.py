@@ -47,7 +47,7 @@ from flwr.app import (
 
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.models import DTYPES
-from flwr_perdl.core.npy import file_header, view_file, whole_file
+from flwr_perdl.core.npy import file_of, view_file
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
 
 __all__ = [
@@ -209,8 +209,9 @@ class Replies(dict[int, Reply]):
     []
     """
 
-    #: What the replies come to by `Request.combine`; groups are a first axis.
-    combined: Sequence[Matrix] = ()
+    #: What the replies come to by `Request.combine`: arrays, not to be written to, or a list of
+    #: such for each group.
+    combined: Sequence[Any] = ()
 
     @cached_property
     def noted(self) -> dict[int, dict[str, float]]:
@@ -302,15 +303,9 @@ def encode(array: Matrix) -> Array:
 
     An array that is a `view` of such a file, as one that was received, is not copied.
     """
-    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
+    array = np.asarray(array)
     dtype = _NAMES.get(array.dtype)
-    if dtype is None:
-        return Array(array)
-    if (data := whole_file(array)) is not None:
-        return Array(dtype, array.shape, NPY, data)
-    # Joined, since a large array's bytes would be copied once more by a sum.
-    data = b"".join((file_header(array.dtype, array.shape), array.reshape(-1).view(np.uint8).data))
-    return Array(dtype, array.shape, NPY, data)
+    return Array(array) if dtype is None else Array(dtype, array.shape, NPY, file_of(array))
 
 
 def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:
@@ -319,18 +314,19 @@ def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRec
 
 
 def to_records(
-    lists: Mapping[int, Sequence[Matrix]], *names: Collection[str]
+    lists: Mapping[int, Sequence[Matrix]], names_of: Callable[[int], Collection[str]]
 ) -> dict[int, ArrayRecord]:
     """Return the lists' ArrayRecords; what several share, a list or an array, is there once."""
     serialised: dict[int, Array] = {}
     records: dict[int, ArrayRecord] = {}
-    for arrays in lists.values():
+    for key, arrays in lists.items():
         if id(arrays) in records:
             continue
         for array in arrays:
             if id(array) not in serialised:
                 serialised[id(array)] = encode(array)
-        records[id(arrays)] = named([serialised[id(array)] for array in arrays], *names)
+        own = [serialised[id(array)] for array in arrays]
+        records[id(arrays)] = named(own, names_of(key))
     return {key: records[id(arrays)] for key, arrays in lists.items()}
 
 
