@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from flwr.app import Context
 
 from flwr_perdl.clients import own_models
-from flwr_perdl.clients.base import PrivateArrays
+from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult, unsaid
 from flwr_perdl.clients.own_models import ADAPT, COMPARE
@@ -49,19 +50,18 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
 @step(DITTO, ADAPT, whole=True)
 def adapt(local: Local, request: StepRequest) -> StepResult:
     """Train the client's own model further."""
-    return own_models.adapt(local, request, _find)
+    return own_models.adapt(local, request, kept_model)
 
 
 @step(DITTO, COMPARE, whole=True)
 def compare(local: Local, request: StepRequest) -> StepResult:
     """Compare the client's own model with the global one."""
-    return own_models.compare(local, request, _find)
+    return own_models.compare(local, request, kept_model)
 
 
-def _find(local: Local, request: StepRequest) -> own_models.Model | None:
+def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:
     """Return the client's own model, None before its first training."""
-    kept = local.kept.newest()
-    names = next(iter(own_models.received(request).values()))
+    kept = PrivateState(context, run, private_store(context, DITTO)).newest()
     if kept is None:
         return None
     return dict(zip(names, (encode(kept[name]) for name in sorted(kept)), strict=True))

@@ -494,6 +494,26 @@ class ProtocolRun:
                 *(report.round, missing, asked),
             )
 
+    # After the last round ----------------------------------------------------------------------
+
+    def plan_after(
+        self,
+        step: str,
+        arrays: dict[int, list[Matrix]],
+        config: Mapping[str, Scalar],
+        protocol: str,
+    ) -> Plan:
+        """Return the plan of a step that clients take once the run is over."""
+        last = max((report.round for report in self.record.history), default=0)
+        return self._begin_exchange(1 + last, step, arrays, config, protocol)
+
+    def conclude_after(self, replies: Mapping[int, Reply], lost: Mapping[int, Lost]) -> RoundReport:
+        """Note the replies to such a step."""
+        self._log_lost(lost)
+        report = self._report(Replies(replies), lost)
+        self._remember(report)
+        return report
+
     # What both share -------------------------------------------------------------------------
 
     def past(self, round_: int, *, evaluation: bool) -> RoundReport | None:
@@ -514,13 +534,18 @@ class ProtocolRun:
         return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
 
     def _begin_exchange(
-        self, round_: int, step: str, arrays: dict[int, list[Matrix]], config: Mapping[str, Scalar]
+        self,
+        round_: int,
+        step: str,
+        arrays: dict[int, list[Matrix]],
+        config: Mapping[str, Scalar],
+        protocol: str = "",
     ) -> Plan:
         """Return the plan that asks these clients to take ``step``."""
         seed, token = self.options.seed, self.record.token
         common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: token}
-        if self._strategy.protocol_name:
-            common[PROTOCOL] = self._strategy.protocol_name
+        if protocol or self._strategy.protocol_name:
+            common[PROTOCOL] = protocol or self._strategy.protocol_name
         plain_config = {name: plain(value) for name, value in {**config, **common}.items()}
         self._plan = Plan(round_, step, arrays, plain_config, time.monotonic())
         self._note_event("ask", round=round_, step=step, asked=len(arrays))

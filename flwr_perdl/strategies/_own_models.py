@@ -1,0 +1,293 @@
+"""What comes after the training: each client's own model, a new client's, and what it gained.
+
+The clients' half is `flwr_perdl.clients.own_models`. No array leaves a client here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from flwr_perdl.clients.own_models import (
+    ADAPT,
+    CLUSTER,
+    COMPARE,
+    FROZEN,
+    INITIAL,
+    MOST_FITS,
+    N_FITS,
+    OWN_MODELS,
+    SHARED,
+    Find,
+    kept_model,
+)
+from flwr_perdl.core import html
+from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.protocol.options import ServerSettings
+from flwr_perdl.protocol.records import (
+    ARRAYS,
+    CONFIG,
+    LEFT_OUT,
+    NAME,
+    NUM_EXAMPLES,
+    PARTITION_ID,
+    named,
+    read_reply,
+    to_record,
+)
+from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.request import read_replies
+from flwr_perdl.protocol.roster import LocalGrid, Roster
+from flwr_perdl.protocol.strategy import ProtocolStrategy
+
+#: By client and model ("own", "shared", "initial"), the metrics of the client's evaluation.
+Table = dict[int, dict[str, dict[str, float]]]
+OWN_MODEL = "own"
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """Where the clients' own models are."""
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    find: Callable[[int, str | Path | None], ArrayRecord] | None = None
+    table: Table = field(default_factory=dict)
+
+    def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
+        """Return a client's own model, see `Learned.model_of`."""
+        known = {**{name: p for p, name in self.names.items()}, **{p: p for p in self.names}}
+        if client not in known or self.find is None:
+            raise ValueError(
+                f"client must be one of the run, by its partition or name, got {client!r}."
+            )
+        return self.find(known[client], state_dir)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What a run has learned.
+
+    Attributes
+    ----------
+    shared : ArrayRecord
+        The model of all clients: what a new one begins with.
+    own : Own
+        Where the clients' own models are: see `model_of`.
+
+    Examples
+    --------
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr_perdl.strategies import Learned
+    >>> Learned(ArrayRecord()).table
+    {}
+    """
+
+    shared: ArrayRecord
+    own: Own = field(default_factory=Own)
+
+    @property
+    def table(self) -> Table:
+        """What `compare` measured, by client and model: "own", "shared" and "initial"."""
+        return self.own.table
+
+    def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
+        """Return a client's own model, with the names of the initial arrays.
+
+        Parameters
+        ----------
+        client : int or str
+            Its partition, or its name.
+        state_dir : str or Path, optional
+            Where clients keep their state, on a machine that may read it. By default what clients
+            in this process keep in memory.
+
+        Raises
+        ------
+        ValueError
+            If the client was not in the run, or what it keeps is not at hand.
+        """
+        return self.own.model_of(client, state_dir)
+
+    def _repr_html_(self) -> str:
+        """Return the table, for a notebook."""
+        rows = (
+            ({"client": self.own.names.get(p, str(p)), "model": model}, metrics)
+            for p, models in self.table.items()
+            for model, metrics in models.items()
+        )
+        return html.titled(f"{len(self.own.names)} clients", html.metrics_table(rows))
+
+
+class EndsWithModels(ProtocolStrategy):
+    """A strategy whose clients end with a model of their own."""
+
+    #: The protocol whose steps its clients take after the run, and how their own model is found.
+    after_protocol: ClassVar[str] = OWN_MODELS
+    find_own: ClassVar[Find | None] = None
+    fine_tune: int = 0
+    _initial: Sequence[Matrix] = ()
+    _contexts: Mapping[int, Context]
+    _table: Table
+
+    def shared_models(self) -> list[list[Matrix]]:
+        """Return the models of which a client takes one, none if the server has none."""
+        names = self._array_names()
+        model = self._running().record.model
+        return [model[at : at + len(names)] for at in range(0, len(model), len(names))]
+
+    def private_names(self) -> list[str]:
+        """Return the names of the arrays that stay at the clients."""
+        return []
+
+    def _array_names(self) -> list[str]:
+        """Return the names of a model's arrays."""
+        return self._running().record.array_names
+
+    @property
+    def own(self) -> Own:
+        """Where the clients' own models are."""
+        return Own(dict(self.client_names), self._find, dict(self._table))
+
+    def onboard(self, grid: Grid, *, fits: int = 20) -> dict[int, dict[str, float]]:
+        """Give clients that were not in the run a model of their own.
+
+        A new client takes the shared model, of several the one with the least loss. Where it has a
+        private part it trains that, up to ``fits`` times with the shared part as it is; where
+        clients have whole models of their own, the whole. It keeps the best by the loss of its
+        ``evaluate``, and goes on with it in later evaluations and in `Learned.model_of`.
+
+        Parameters
+        ----------
+        grid : Grid
+            The way to the clients; those that were in the run are not asked.
+        fits : int, default 20
+            How often a client trains at most.
+
+        Returns
+        -------
+        dict of int to dict of str to float
+            By new client: the losses before and after, and how many trainings it has kept.
+
+        Raises
+        ------
+        ValueError
+            If the run is not over, or no new client is there.
+        """
+        check_count("fits", fits, 0, MOST_FITS)
+        old = self._running().record.names
+        nodes = self._present_for_own(grid)
+        new = {p: node for p, node in nodes.items() if p not in old}
+        if not new:
+            raise ValueError(f"grid must have clients that were not in the run, got {len(nodes)}.")
+        private = self.private_names()
+        fits = fits if private or self.find_own is not None else 0
+        return self._after(grid, new, ADAPT, {N_FITS: fits, FROZEN: bool(private)}).metrics
+
+    def compare(self, grid: Grid) -> Table:
+        """Have every client measure its own model, the shared one and the initial one.
+
+        Parameters
+        ----------
+        grid : Grid
+            The way to the clients.
+
+        Returns
+        -------
+        dict
+            By client (partition) and model ("own", "shared", "initial"), the metrics of the
+            client's ``evaluate``; also `Learned.table`.
+        """
+        report = self._after(grid, self._present_for_own(grid), COMPARE, {}, initial=True)
+        for partition, metrics in report.metrics.items():
+            models: dict[str, dict[str, float]] = {OWN_MODEL: {}}
+            for name, value in metrics.items():
+                which, _, metric = name.rpartition("/")
+                if name not in (NUM_EXAMPLES, CLUSTER):
+                    key = which if which in (SHARED, INITIAL) else OWN_MODEL
+                    models.setdefault(key, {})[metric if key != OWN_MODEL else name] = value
+            self._table[partition] = models
+        return dict(self._table)
+
+    def _fine_tune(self, grid: Grid) -> None:
+        """Have the clients train their own models further, once."""
+        done = any(report.step == ADAPT for report in self.history)
+        if self.fine_tune and not done:
+            self._after(grid, self._present_for_own(grid), ADAPT, {N_FITS: self.fine_tune})
+
+    def _present_for_own(self, grid: Grid) -> dict[int, int]:
+        """Return the nodes of all clients on a grid, which need not be the run's, by partition."""
+        run = self._running()
+        if not self._over:
+            raise ValueError("strategy must have run to its last round before, got one that has not.")
+        check_kind("grid", grid, Grid, "a Grid")
+        if isinstance(grid, LocalGrid):
+            own = {int(c.node_config[PARTITION_ID]): c for c in grid.contexts.values()}
+            self._contexts = {**self._contexts, **own}
+        run.roster = Roster(ServerSettings.of({"min_clients": 1}))
+        return run.roster.find(grid, self._timeout)
+
+    def _after(
+        self,
+        grid: Grid,
+        nodes: Mapping[int, int],
+        step: str,
+        config: Mapping[str, Any],
+        *,
+        initial: bool = False,
+    ) -> RoundReport:
+        """Ask clients to take a step with the models that the run has come to."""
+        run, names = self._running(), self._array_names()
+        models = {str(j): model for j, model in enumerate(self.shared_models())}
+        if initial or not models:
+            models[INITIAL] = [*self._initial]
+        flat = [array for model in models.values() for array in model]
+        private = self.private_names()
+        told = {**config, **({LEFT_OUT: json.dumps(private)} if private else {})}
+        plan = run.plan_after(step, dict.fromkeys(nodes, flat), told, self.after_protocol)
+        keys = [f"{which}/{name}" for which in models for name in names]
+        evaluation = self._for_evaluations()
+        content = RecordDict(
+            {ARRAYS: to_record(flat, keys), CONFIG: ConfigRecord({**evaluation, **plan.config})}
+        )
+        sent = [(p, Message(content, node, MessageType.TRAIN)) for p, node in nodes.items()]
+        replies = grid.send_and_receive([message for _, message in sent], timeout=self._timeout)
+        good, lost = read_replies(sent, replies, lambda reply: read_reply(reply.content, run.limits))
+        report = run.conclude_after(dict(sorted(good.items())), lost)
+        self._tell(report)
+        return report
+
+    def _for_evaluations(self) -> Mapping[str, Any]:
+        """Return what the clients' evaluations are told."""
+        return {}
+
+    def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
+        """Return a client's own model."""
+        run, names = self._running().record, self._array_names()
+        context = self._contexts.get(client)
+        if state_dir is not None:
+            name = run.names.get(client, str(client))
+            who = {PARTITION_ID: client, **({} if name == str(client) else {NAME: name})}
+            context = Context(0, 0, {**who, "state-dir": str(state_dir)}, RecordDict(), {})
+        model = self._model_for(client)
+        own: dict[str, Array] | None = None
+        if context is not None:
+            base = model or dict(to_record(self._initial, names))
+            own = kept_model(context, run.token, base, find=type(self).find_own)
+        if own is None and (model is None or self.private_names() or self.find_own is not None):
+            raise ValueError(
+                f"client must keep its own arrays in this process, or state_dir must be where it "
+                f"does, got client {client} with state_dir={state_dir!r}."
+            )
+        found = own or model or {}
+        return named([*found.values()], [*found])
+
+    def _model_for(self, client: int) -> dict[str, Array] | None:
+        """Return the shared model that a client takes, None if the server has none."""
+        models = self.shared_models()
+        return dict(to_record(models[0], self._array_names())) if models else None
