@@ -24,6 +24,7 @@ from flwr_perdl.core.checks import (
     check_function,
 )
 from flwr_perdl.core.files import LAST_ROUND
+from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
 from flwr_perdl.network.combine import (
     Array,
@@ -33,7 +34,7 @@ from flwr_perdl.network.combine import (
     reported,
     screened,
 )
-from flwr_perdl.network.messages import Delivery, finite_rows, inbox_of
+from flwr_perdl.network.messages import Delivery, inbox_of
 from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, PINNED_KEYS, SEALED, Scalar
@@ -56,7 +57,7 @@ STATE = "state."
 
 SHOWS = ("observed", "state", "nothing")
 
-#: Names of the private arrays besides the program's state, see `_Kept`.
+#: Names of the private arrays besides the program's state, see `Kept`.
 _PENDING = "pending"
 _RUN_KEY = "run-key"
 _OVER = "over"
@@ -205,12 +206,11 @@ class DiffusionClient(ProtocolClient):
             reply = self._end(state, sealed=sealed or _RUN_KEY in newest)
         elif step_ == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
-            message = check_message(self.program.message(state), 1)
-            sent, more = self._sent(message, delivery, round_, keys)
+            sent, more = self._sent(self._message(state), delivery, round_, keys)
             reply, metrics = [*reply, *sent], metrics | more
         # Past messages cannot be opened once the key is gone, by a thief of the disk either.
         over = step_ == SHOW and (sealed or _RUN_KEY in newest)
-        kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
+        kept = Kept(state, pending, None if over else run_key, metrics if over else None)
         return StepResult(reply, 1, metrics, kept.to_arrays(), last=over)
 
     def _combined(
@@ -220,7 +220,7 @@ class DiffusionClient(ProtocolClient):
         inbox, left_out = inbox_of(
             self.node,
             round_,
-            check_message(self.program.message(state), 1),
+            self._message(state),
             delivery.messages,
             max_delay=self.max_delay,
             total=delivery.total,
@@ -233,17 +233,21 @@ class DiffusionClient(ProtocolClient):
         left_out |= {one.sender: one.reason for one in rejected}
         return state, metrics | self._left_out(left_out)
 
-    def _kept(self, arrays: Mapping[str, Array] | None) -> _Kept:
+    def _message(self, state: Any) -> list[Array]:
+        """Return the node's message, without the axis of nodes."""
+        return [array[0, ...] for array in check_message(self.program.message(state), 1)]
+
+    def _kept(self, arrays: Mapping[str, Array] | None) -> Kept:
         """Return what was kept, or the program's start."""
         start = check_state("start", self.program.start(np.array([self.node])), 1)
-        return _Kept(start) if arrays is None else _Kept.from_arrays(arrays, type(start))
+        return Kept(start) if arrays is None else Kept.from_arrays(arrays, type(start))
 
     def _sent(
-        self, message: tuple[Array, ...], delivery: Delivery, round_: int, keys: Keys | None
+        self, message: Sequence[Array], delivery: Delivery, round_: int, keys: Keys | None
     ) -> tuple[Sequence[Matrix], dict[str, Scalar]]:
         """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
         metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
-        if not finite_rows(message).all():
+        if not np.isfinite([*map(magnitude, message)]).all():
             return [], {**metrics, BROKEN: 1}
         if keys is None or delivery.cards is None:
             return message, metrics
@@ -271,7 +275,7 @@ class DiffusionClient(ProtocolClient):
         return [pack_arrays(shown)] if shown else []
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What a node keeps between two requests.
 
     Attributes
@@ -294,7 +298,7 @@ class _Kept(NamedTuple):
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the private arrays."""
         arrays: dict[str, NDArray[Any]] = {
-            STATE + name: field for name, field in self.state._asdict().items()
+            STATE + name: field[0, ...] for name, field in self.state._asdict().items()
         }
         if self.over is not None:
             arrays[_OVER] = text_array([json.dumps(self.over)])
@@ -303,10 +307,10 @@ class _Kept(NamedTuple):
         return {**arrays, _PENDING: np.array([self.pending])}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> _Kept:
+    def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> Kept:
         """Return what `to_arrays` was called on; ``state`` is the type of the program's state."""
         return cls(
-            state(**{name: arrays[STATE + name] for name in state._fields}),
+            state(**{name: arrays[STATE + name][None] for name in state._fields}),
             int(arrays[_PENDING][0]),
             arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
             json.loads(*texts_of(arrays[_OVER])) if _OVER in arrays else None,

@@ -32,6 +32,7 @@ the whole of ``q`` (its alpha is 1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -79,7 +80,7 @@ class CompressedProgram(AveragingProgram):
 
     def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
         """Return by reason which of the inbox's links brought a message that does not count."""
-        sent = self._all_decoded(state, inbox.arrays)
+        sent = self._all_decoded(state, inbox.rows)
         unreadable = np.array([vectors is None for vectors in sent])
         found = super().rejects(state, inbox)
         return {**found, "it cannot be read": unreadable[inbox.links.indices]}
@@ -87,11 +88,11 @@ class CompressedProgram(AveragingProgram):
     def combine(self, state: Any, inbox: Inbox) -> Any:
         """Move the public copies, and combine by their means."""
         copies, sums = state.copies.copy(), state.sums.copy()
-        decoded = self._all_decoded(state, inbox.arrays)
+        decoded = self._all_decoded(state, inbox.rows)
         # What cannot be read has no weight.
         sent = np.stack([np.zeros_like(copies[0]) if own is None else own for own in decoded])
         copies += sent[inbox.own]
-        sums += replace(inbox, arrays=(sent,)).mean(ordered=True)
+        sums += replace(inbox, rows=(sent,)).mean(ordered=True)
         state = super().combine(state._replace(copies=copies, sums=sums), inbox)
         state.reports[:, 0] /= self.options.consensus_step
         return state
@@ -142,10 +143,10 @@ class CompressedProgram(AveragingProgram):
             codes.append(np.stack([pack(sent.tobytes()) for _, sent in each]))
         return np.stack(values), np.stack(codes)
 
-    def _all_decoded(self, state: Any, arrays: tuple[Array, ...]) -> list[Any]:
+    def _all_decoded(self, state: Any, rows: Sequence[Any]) -> list[Any]:
         """Return the vectors of each message; None of one that cannot be read."""
         n = state.copies.shape[2]
-        return [self._decoded(*each, n) for each in zip(arrays[0], arrays[1], strict=True)]
+        return [self._decoded(*each, n) for each in zip(rows[0], rows[1], strict=True)]
 
     def _decoded(self, values: Array, codes: Array, n: int) -> Any:
         """Return the vectors of a message, (n_parts, n_parameters); None if there are none."""

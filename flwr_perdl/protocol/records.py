@@ -640,10 +640,9 @@ def _check_forms(arrays: Sequence[Matrix], expected: Sequence[Matrix]) -> None:
         raise ValueError(f"wrong shapes or dtypes: {forms} are asked for, got {found}")
 
 
-def _numbers(views: Sequence[Matrix], limits: Limits) -> list[Matrix]:
-    """Return copies of arrays that are no model, checked."""
+def _numbers(arrays: list[Matrix], limits: Limits) -> list[Matrix]:
+    """Return arrays that are no model, checked."""
     known = FLOATS if limits.expect is not None else DTYPES
-    arrays = [view.copy("A") for view in views]
     for position, array in enumerate(arrays):
         if array.dtype not in known:
             raise ValueError(f"array {position} has dtype {array.dtype}, not float32 or float64")
