@@ -60,7 +60,7 @@ SHOWS = ("observed", "state", "nothing")
 #: Names of the private arrays besides the program's state, see `Kept`.
 _PENDING = "pending"
 _RUN_KEY = "run-key"
-_OVER = "over"
+_LAST = "last"
 
 
 class DiffusionClient(ProtocolClient):
@@ -175,24 +175,38 @@ class DiffusionClient(ProtocolClient):
             raise ValueError(
                 f"node {self.node} sends sealed messages only, and was asked for others."
             )
-        newest = private.newest() or {}
-        if _OVER in newest:
+        kept = self._kept(private.newest())
+        if kept.over:
             if step_ != SHOW:
                 raise ValueError(
                     f"step must be {SHOW!r} after node {self.node} has deleted its key of this run,"
                     f" got {step_!r}."
                 )
-            kept = self._kept(newest)
-            return StepResult(self._end(kept.state, sealed=True), 1, kept.over or {})
-        # A server that crashed asks for a round again, and must get the same messages.
-        found = private.before(request.round)
-        state, pending, run_key, _ = self._kept(found)
+            return StepResult(self._end(kept.state, sealed=True), 1, kept.metrics)
+        if kept.asked > request.round:
+            kept = self._kept(private.before(request.round))  # which are none, and that is logged
+        delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
         keys = None
         if sealed:
-            keys = Keys(self.node, request.run, run_key=run_key, **self._lasting)
-            run_key = keys.run_key
-        delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
-        metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and found is None else {}
+            keys = Keys(self.node, request.run, run_key=kept.run_key, **self._lasting)
+            kept = kept._replace(run_key=keys.run_key)
+        # A server that crashed asks for a round again, and gets the same messages.
+        if (kept.asked, kept.step) != (request.round, step_):
+            kept = self._next(kept, request, round_, delivery, keys)
+        reply, metrics = [] if keys is None else [keys.card], kept.metrics
+        if step_ == SHOW:
+            reply = self._end(kept.state, sealed=kept.over)
+        elif kept.pending:
+            sent, more = self._sent(self._message(kept.state), delivery, round_, keys)
+            reply, metrics = [*reply, *sent], {**metrics, **more}
+        return StepResult(reply, 1, metrics, kept.to_arrays(), last=True)
+
+    def _next(
+        self, kept: Kept, request: StepRequest, round_: int, delivery: Delivery, keys: Keys | None
+    ) -> Kept:
+        """Return what the node keeps after a request's work."""
+        state, pending = kept.state, kept.pending
+        metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and kept.asked < 0 else {}
         # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
             if self.max_delay:  # after an absence it takes in what its neighbors have sent since
@@ -201,17 +215,13 @@ class DiffusionClient(ProtocolClient):
                 delivery = delivery._replace(messages=())
             state, more = self._combined(state, pending, delivery, keys)
             metrics, pending = more | metrics, 0
-        reply: list[Matrix] = [] if keys is None else [keys.card]
-        if step_ == SHOW:
-            reply = self._end(state, sealed=sealed or _RUN_KEY in newest)
-        elif step_ == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
+        asleep = str(self.node) in str(request.config.get(ASLEEP, "")).split()
+        if request.step == EXCHANGE and not asleep:
             state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
-            sent, more = self._sent(self._message(state), delivery, round_, keys)
-            reply, metrics = [*reply, *sent], metrics | more
         # Past messages cannot be opened once the key is gone, by a thief of the disk either.
-        over = step_ == SHOW and (sealed or _RUN_KEY in newest)
-        kept = Kept(state, pending, None if over else run_key, metrics if over else None)
-        return StepResult(reply, 1, metrics, kept.to_arrays(), last=over)
+        over = request.step == SHOW and kept.run_key is not None
+        run_key = None if over else kept.run_key
+        return Kept(state, pending, run_key, request.round, request.step, metrics, over)
 
     def _combined(
         self, state: Any, round_: int, delivery: Delivery, keys: Keys | None
@@ -286,25 +296,29 @@ class Kept(NamedTuple):
         The round whose messages the node waits for; 0 if it waits for none.
     run_key : bytes or None
         The node's private key in this run.
-    over : dict or None
-        Where the run is over for this node, the metrics of its last reply.
+    asked, step : int, str
+        The communication round and the step of the last request; -1 at the start.
+    metrics : dict
+        What that request's work came to, for the reply.
+    over : bool
+        Whether the run is over for this node.
     """
 
     state: Any
     pending: int = 0
     run_key: bytes | None = None
-    over: dict[str, Scalar] | None = None
+    asked: int = -1
+    step: str = ""
+    metrics: Mapping[str, Scalar] = {}
+    over: bool = False
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the private arrays."""
-        arrays: dict[str, NDArray[Any]] = {
-            STATE + name: field[0, ...] for name, field in self.state._asdict().items()
-        }
-        if self.over is not None:
-            arrays[_OVER] = text_array([json.dumps(self.over)])
-        if self.run_key is not None:
-            arrays[_RUN_KEY] = np.frombuffer(self.run_key, dtype=np.uint8)
-        return {**arrays, _PENDING: np.array([self.pending])}
+        state, pending, run_key, *last = self
+        arrays = {STATE + name: field[0, ...] for name, field in state._asdict().items()}
+        if run_key is not None:
+            arrays[_RUN_KEY] = np.frombuffer(run_key, dtype=np.uint8)
+        return {**arrays, _PENDING: np.array([pending]), _LAST: text_array([json.dumps(last)])}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> Kept:
@@ -313,7 +327,7 @@ class Kept(NamedTuple):
             state(**{name: arrays[STATE + name][None] for name in state._fields}),
             int(arrays[_PENDING][0]),
             arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
-            json.loads(*texts_of(arrays[_OVER])) if _OVER in arrays else None,
+            *json.loads(*texts_of(arrays[_LAST])),
         )
 
 
