@@ -197,7 +197,7 @@ class DiffusionClient(ProtocolClient):
         if step_ == SHOW:
             reply = self._end(kept.state, sealed=kept.over)
         elif kept.pending:
-            sent, more = self._sent(self._message(kept.state), delivery, round_, keys)
+            sent, more = self._sent(kept, delivery, keys)
             reply, metrics = [*reply, *sent], {**metrics, **more}
         return StepResult(reply, 1, metrics, kept.to_arrays(), last=True)
 
@@ -205,7 +205,7 @@ class DiffusionClient(ProtocolClient):
         self, kept: Kept, request: StepRequest, round_: int, delivery: Delivery, keys: Keys | None
     ) -> Kept:
         """Return what the node keeps after a request's work."""
-        state, pending = kept.state, kept.pending
+        state, pending, sizes = kept.state, kept.pending, kept.sizes
         metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and kept.asked < 0 else {}
         # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
@@ -213,31 +213,33 @@ class DiffusionClient(ProtocolClient):
                 pending = round_ - 1
             if pending != round_ - 1:
                 delivery = delivery._replace(messages=())
-            state, more = self._combined(state, pending, delivery, keys)
+            state, more = self._combined(kept, pending, delivery, keys)
             metrics, pending = more | metrics, 0
         asleep = str(self.node) in str(request.config.get(ASLEEP, "")).split()
         if request.step == EXCHANGE and not asleep:
             state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
+            sizes = [*map(magnitude, self._message(state))]
         # Past messages cannot be opened once the key is gone, by a thief of the disk either.
         over = request.step == SHOW and kept.run_key is not None
         run_key = None if over else kept.run_key
-        return Kept(state, pending, run_key, request.round, request.step, metrics, over)
+        return Kept(state, pending, run_key, request.round, request.step, metrics, sizes, over)
 
     def _combined(
-        self, state: Any, round_: int, delivery: Delivery, keys: Keys | None
+        self, kept: Kept, round_: int, delivery: Delivery, keys: Keys | None
     ) -> tuple[Any, dict[str, Scalar]]:
         """Return the state with a round's messages taken in, and the metrics of that."""
         inbox, left_out = inbox_of(
             self.node,
             round_,
-            self._message(state),
+            self._message(kept.state),
+            kept.sizes,
             delivery.messages,
             max_delay=self.max_delay,
             total=delivery.total,
             unseal=None if keys is None else keys.open,
         )
-        inbox, rejected = screened(self.program, state, inbox)
-        state = check_state("combine", self.program.combine(state, inbox), 1)
+        inbox, rejected = screened(self.program, kept.state, inbox)
+        state = check_state("combine", self.program.combine(kept.state, inbox), 1)
         reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
         metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
         left_out |= {one.sender: one.reason for one in rejected}
@@ -253,15 +255,16 @@ class DiffusionClient(ProtocolClient):
         return Kept(start) if arrays is None else Kept.from_arrays(arrays, type(start))
 
     def _sent(
-        self, message: Sequence[Array], delivery: Delivery, round_: int, keys: Keys | None
+        self, kept: Kept, delivery: Delivery, keys: Keys | None
     ) -> tuple[Sequence[Matrix], dict[str, Scalar]]:
         """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
+        message = self._message(kept.state)
         metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
-        if not np.isfinite([*map(magnitude, message)]).all():
+        if not np.isfinite(kept.sizes).all():
             return [], {**metrics, BROKEN: 1}
         if keys is None or delivery.cards is None:
             return message, metrics
-        sealed, rejected = keys.seal_each(message, round_, delivery.cards)
+        sealed, rejected = keys.seal_each(message, kept.pending, delivery.cards)
         return sealed, metrics | self._left_out(rejected)
 
     def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
@@ -300,6 +303,8 @@ class Kept(NamedTuple):
         The communication round and the step of the last request; -1 at the start.
     metrics : dict
         What that request's work came to, for the reply.
+    sizes : sequence of float
+        The largest absolute value of each array of the message that the node waits with.
     over : bool
         Whether the run is over for this node.
     """
@@ -310,6 +315,7 @@ class Kept(NamedTuple):
     asked: int = -1
     step: str = ""
     metrics: Mapping[str, Scalar] = {}
+    sizes: Sequence[float] = ()
     over: bool = False
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:

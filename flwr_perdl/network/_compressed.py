@@ -40,9 +40,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.models import cleared, fixed_entries
+from flwr_perdl.core.models import cleared
 from flwr_perdl.core.npy import pack, unpack
-from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, state_type
+from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, fixed_of, state_type
 from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.random import spawn
 
@@ -123,8 +123,7 @@ class CompressedProgram(AveragingProgram):
     def _parts(self, state: Any) -> Array:
         """Return what has a public copy, (m, n_parts, n_parameters)."""
         model = arrays_of(state, "model")
-        corrected = [model[i] for i in self._of(state).corrected]
-        parts = [[cleared(array, fixed_entries(array)) for array in corrected]]
+        parts = [[cleared(model[i], fixed_of(state, i)) for i in self._of(state).corrected]]
         if trackers := arrays_of(state, "tracker"):
             parts.append(trackers)
         m = len(state.nodes)

@@ -68,6 +68,12 @@ def with_arrays(state: Any, **kinds: Sequence[Array]) -> Any:
     return state._replace(**new)
 
 
+def fixed_of(state: Any, i: int) -> NDArray[np.bool_] | None:
+    """Return which entries of the i-th array of a state's models are not averaged, if any."""
+    entries: NDArray[np.bool_] | None = getattr(state, f"fixed_{i}", None)
+    return entries
+
+
 def is_fixed(array: Any) -> bool:
     """Whether nobody can write to an array through this name."""
     return isinstance(array, np.ndarray) and not array.flags.writeable
@@ -83,6 +89,7 @@ class AveragingProgram:
     ``g`` of gradient tracking, and ``tracker_i``, its ``y``. Push-sum has ``weight_0`` (m, 1), and
     after ``adapt`` the numerators in ``model_i``. Not corrected, but averaged plainly, are integers
     and the statistics of batch normalization (`flwr_perdl.core.models`); booleans are not sent.
+    ``fixed_i`` says which entries of a first model stay as they are, of an array that has such.
 
     ``freeze`` is for a node alone: it makes of an array one that its client, which cannot change
     it, and its neighbors receive without a copy.
@@ -122,7 +129,6 @@ class AveragingProgram:
         self._array_names = list(array_names)
         self._freeze = freeze
         self._known_form: Form | None = None
-        self._known_fixed: dict[int, tuple[Array, NDArray[np.bool_] | None]] = {}
         self._trained = list(dict.fromkeys(options.metrics))
         self._evaluated = list(dict.fromkeys(("loss", *options.metrics)))
         if not options.evaluate_every:
@@ -135,11 +141,12 @@ class AveragingProgram:
         """Return the state before the first round."""
         firsts = zip(*(self._first(int(node)) for node in nodes), strict=True)
         model = [self._stacked(arrays) for arrays in firsts]
-        corrected = {}
-        for i in self._form(int(nodes[0])).corrected:
-            corrected[i] = cleared(model[i], self._fixed(model[i]))
+        form = self._form(int(nodes[0]))
+        fixed = {i: fixed_entries(model[i]) for i in form.sent}
+        corrected = {i: cleared(model[i], fixed[i]) for i in form.corrected}
         fields = {"nodes": nodes, "reports": np.full((len(nodes), len(self.names)), np.nan)}
         fields |= {f"model_{i}": array for i, array in enumerate(model)}
+        fields |= {f"fixed_{i}": entries for i, entries in fixed.items() if entries is not None}
         if self.options.method == "exact_diffusion":
             fields |= {f"last_{i}": array for i, array in corrected.items()}
         elif self.options.method == "gradient_tracking":
@@ -160,7 +167,7 @@ class AveragingProgram:
         last, trackers = arrays_of(state, "last"), arrays_of(state, "tracker")
         sent, new_last, new_trackers = list(psi), [], []
         for j, i in enumerate(self._of(state).corrected if method != "atc" else ()):
-            fixed = self._fixed(w[i])
+            fixed = fixed_of(state, i)
             old, new = cleared(w[i], fixed), cleared(psi[i], fixed)
             if method == "exact_diffusion":
                 found = new + old
@@ -173,7 +180,6 @@ class AveragingProgram:
             else:
                 found = old * by_row(state.weight_0, old) + new - old
             sent[i] = self._frozen(settled(found, w[i], fixed))
-        self._known_fixed.clear()
         arrays = {"model": sent, "last": new_last, "tracker": new_trackers}
         return with_arrays(state, **{kind: own for kind, own in arrays.items() if own})
 
@@ -183,7 +189,7 @@ class AveragingProgram:
         Booleans are not in it, and zeros stand for values that are not averaged.
         """
         model = arrays_of(state, "model")
-        sent = [cleared(model[i], self._fixed(model[i])) for i in self._of(state).sent]
+        sent = [cleared(model[i], fixed_of(state, i)) for i in self._of(state).sent]
         return (*sent, *arrays_of(state, "tracker"), *arrays_of(state, "weight"))
 
     @one_blas_thread()
@@ -193,7 +199,7 @@ class AveragingProgram:
         sent, means = arrays_of(state, "model"), self._means(state, inbox)
         model, squares = list(sent), np.zeros(len(state.nodes))
         for i, mean in zip(form.sent, means, strict=True):
-            fixed = self._fixed(sent[i])
+            fixed = fixed_of(state, i)
             own = cleared(sent[i], fixed)
             if method == "push_sum" and i in form.corrected:
                 own = own / by_row(state.weight_0, own)
@@ -204,7 +210,6 @@ class AveragingProgram:
                 mean += own
                 mean /= 2
             model[i] = self._frozen(settled(mean, sent[i], fixed))
-        self._known_fixed.clear()
         reports = state.reports.copy()
         reports[:, 0] = np.sqrt(squares)
         reports[:, 1] = inbox.degrees * sum(rows[0].size for rows in inbox.rows)
@@ -278,13 +283,11 @@ class AveragingProgram:
     def _train(self, state: Any, models: list[Array], round_: int) -> tuple[Any, list[Array]]:
         """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
         fitted, reports = [], state.reports.copy()
-        fixed = [*map(self._fixed, models)]
+        fixed = [fixed_of(state, j) for j in range(len(models))]
         for i, node in enumerate(map(int, state.nodes)):
             form, config = self._form(node), {ROUND: round_, **(self.options.config or {})}
             parameters, _, metrics = self._client(node).fit(self._given(models, i), config)
-            before = [
-                (a[i], None if f is None else f[i]) for a, f in zip(models, fixed, strict=True)
-            ]
+            before = [(a[i], f if f is None else f[i]) for a, f in zip(models, fixed, strict=True)]
             fitted.append(form.checked(whose := f"fit of node {node}", parameters, before))
             numbers = _numbers(whose, metrics, self._trained)
             reports[i, len(_OWN) : len(_OWN) + len(self._trained)] = numbers
@@ -315,13 +318,6 @@ class AveragingProgram:
     def _frozen(self, array: Array) -> Array:
         """Return an array of one node as it is sent and kept."""
         return array if self._freeze is None else self._freeze(array)
-
-    def _fixed(self, array: Array) -> NDArray[np.bool_] | None:
-        """Return which entries of an array of a state are fixed; that takes a pass over it."""
-        known = self._known_fixed
-        if id(array) not in known:
-            known[id(array)] = array, fixed_entries(array)
-        return known[id(array)][1]
 
     def _client(self, node: int) -> Any:
         """Return a node's client, checked."""
@@ -393,8 +389,7 @@ class Form:
             raise ValueError(f"{whose} must have arrays of shapes {shapes}, got {found}.")
         try:
             own = [as_dtype(array, old.dtype) for array, old in zip(own, self.like, strict=True)]
-            starts = before or [(array, None) for array in own]
-            for name, array, start in zip(self.names, own, starts, strict=True):
+            for name, array, start in zip(self.names, own, before or (), strict=before is not None):
                 check_trained(name, array, *start)
         except ValueError as error:
             raise ValueError(f"{whose} must return what can be averaged: {error}") from None

@@ -112,6 +112,7 @@ def inbox_of(
     node: int,
     round_: int,
     own: Sequence[Array],
+    sizes: Sequence[float],
     messages: Sequence[Message],
     *,
     max_delay: int = 0,
@@ -128,8 +129,8 @@ def inbox_of(
     ----------
     node, round_ : int
         The receiver, and the round, from 1.
-    own : sequence of ndarray
-        Its own message.
+    own, sizes : sequence of ndarray, sequence of float
+        Its own message, and the largest absolute value of each array.
     messages : sequence of Message
         What it received.
     max_delay : int, default 0
@@ -142,7 +143,7 @@ def inbox_of(
     """
     form = [(array.shape, array.dtype) for array in own]
     good: dict[tuple[int, int], Message] = {}
-    sizes = {(0, node): [*map(magnitude, own)]}
+    largest = {(0, node): sizes}
     left_out: dict[int, str] = {}
     for message in messages:
         sender, late, _, arrays = message
@@ -156,16 +157,16 @@ def inbox_of(
                     raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
                 arrays = unseal(arrays[0], sender, round_ - late)
             alike = [(array.shape, array.dtype) for array in arrays] == form
-            largest = [*map(magnitude, arrays)] if alike else [np.nan]
-            if not np.isfinite(largest).all():
+            found = [*map(magnitude, arrays)] if alike else [np.nan]
+            if not np.isfinite(found).all():
                 raise Rejected("it has another form, or NaN or infinite values")
             good[late, sender] = message._replace(arrays=arrays)
-            sizes[late, sender] = largest
+            largest[late, sender] = found
         except Rejected as reason:
             left_out[sender] = str(reason)
-    sound = np.isfinite([sizes[0, node]]).all(axis=1)
+    sound = np.isfinite([sizes]).all(axis=1)
     if not sound:
-        own, sizes[0, node] = [*map(np.zeros_like, own)], [0.0] * len(own)
+        own, largest[0, node] = [*map(np.zeros_like, own)], [0.0] * len(own)
     # The node's own message stands among the others in the order of (late, sender).
     good[0, node] = Message(node, 0, 0.0, own)
     stack = [good[key] for key in sorted(good)]
@@ -177,8 +178,8 @@ def inbox_of(
     totals = np.array([total])
     weights, links = shared_weights(received, places, (1, len(stack)), where, sound, totals)
     rows = tuple(map(list, zip(*(message.arrays for message in stack), strict=True)))
-    found = np.array([sizes[key] for key in sorted(good)]).T
-    return Inbox(round_, np.array([node]), senders, rows, weights, links, where, found), left_out
+    each = np.array([largest[key] for key in sorted(good)]).T
+    return Inbox(round_, np.array([node]), senders, rows, weights, links, where, each), left_out
 
 
 class Mailbox:
