@@ -48,7 +48,7 @@ from flwr.app import (
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import file_header, view_file, whole_file
-from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
+from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, new_array
 
 __all__ = [
     "EVALUATE",
@@ -307,10 +307,10 @@ def encode(array: Matrix) -> Array:
     if dtype is None:
         return Array(array)
     if (data := whole_file(array)) is not None:
-        return Array(dtype, array.shape, NPY, data)
+        return new_array(dtype, array.shape, NPY, data)
     # Joined, since a large array's bytes would be copied once more by a sum.
     data = b"".join((file_header(array.dtype, array.shape), array.reshape(-1).view(np.uint8).data))
-    return Array(dtype, array.shape, NPY, data)
+    return new_array(dtype, array.shape, NPY, data)
 
 
 def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:
