@@ -32,7 +32,7 @@ from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
-from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEALED, SEED, Scalar, encode, view
+from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEALED, SEED, Scalar, encode
 
 AVERAGING = "diffusion_averaging"
 #: Says as JSON: the learner's options, how late a message may be, and name, shape and dtype of
@@ -90,12 +90,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
         options["compression"] = COMPRESSIONS[kind](**own_options)
     learner = AveragingOptions(**options)
     first = [model[name] for name in shared]
-    program = learner.program(
-        lambda node: app,
-        initial=first,
-        array_names=shared,
-        freeze=lambda a: view(encode(a[0]))[None],
-    )
+    program = learner.program(lambda node: app, initial=first, array_names=shared, in_files=True)
     node = _Node(program, local.context, max_delay=about["max_delay"])
     node.has_start = bool(start)
     node.shows = "state" if about["shows"] is True else "observed"

@@ -16,7 +16,7 @@ or too large to be averaged    buffer of NaN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES, aggregate
+from flwr_perdl.core.npy import as_file
 
 Array = NDArray[Any]
 #: An array of the model that replies began from, and its `fixed_entries`.
@@ -40,6 +41,8 @@ STATISTICS = ("running_mean", "running_var")
 #: A float is far too large beyond so many times the lower median of an array's largest absolute
 #: values, which counts as one at least.
 FAR_TOO_LARGE = 100.0
+#: So many numbers of an array are read at a time.
+_BLOCK = 2**16
 
 
 @lru_cache
@@ -79,9 +82,17 @@ def is_plain(name: str, array: Array) -> bool:
     return not is_float(array) or name.endswith(STATISTICS)
 
 
+def blocks(size: int) -> Iterator[slice]:
+    """Return the parts of an array that are read at a time, so that they stay in the cache."""
+    return (slice(at, at + _BLOCK) for at in range(0, size, _BLOCK))
+
+
 def magnitude(array: Array) -> float:
     """Return the largest absolute value; NaN if there is one."""
-    return max(float(array.max(initial=0)), -float(array.min(initial=0)))
+    flat = array.ravel("K")
+    parts = [flat[part] for part in blocks(flat.size)]
+    ends = [float(end) for part in parts for end in (part.max(), -float(part.min()))]
+    return float(np.max(ends, initial=0))
 
 
 def fixed_entries(array: Array) -> NDArray[np.bool_] | None:
@@ -117,9 +128,9 @@ def check_trained(name: str, array: Array, before: Array, fixed: NDArray[np.bool
             f"array {name!r} must have shape {before.shape} and dtype {before.dtype}, got "
             f"{array.shape} and {array.dtype}."
         )
+    if fixed is None and (size := magnitude(array)) <= largest_averaged(array.dtype):
+        return size
     own = fixed_entries(array)
-    if own is None and fixed is None:
-        return magnitude(array)
     odd = np.zeros(array.shape, dtype=bool)
     for entries in (own, fixed):
         odd |= False if entries is None else entries
@@ -145,15 +156,33 @@ def far_too_large(magnitudes: Array) -> Array:
 
 
 def mean_like(
-    start: Array, fixed: NDArray[np.bool_] | None, terms: Iterable[tuple[float, Array]]
+    start: Array, fixed: NDArray[np.bool_] | None, weights: Sequence[float], arrays: Sequence[Array]
 ) -> Array:
-    """Return the sum of (weight, array), of weights that sum to one, as what replaces ``start``."""
+    """Return the weighted sum of arrays, of weights that sum to one, as what replaces ``start``.
+
+    It is the view of its ``.npy`` file: what is sent afterwards is not written again.
+    """
     if start.dtype.kind == "b":
         return start
-    total = np.zeros(start.shape)
-    for weight, array in terms:
-        total += np.multiply(array, weight, dtype=np.float64)
-    return settled(total, start, fixed)
+    from flwr_perdl.core._kernels import add_weighted
+
+    mean, before = np.empty(start.size, start.dtype), start.ravel()
+    terms = [(w, _readable(array)) for w, array in zip(weights, arrays, strict=True) if w]
+    for part in blocks(start.size):
+        total = np.zeros(len(before[part]))
+        for weight, array in terms:
+            own = array[part]
+            own = own if own.dtype == np.float32 else own.astype(np.float64, copy=False)
+            add_weighted(total, weight, own)
+        mean[part] = settled(total, before[part], None if fixed is None else fixed.ravel()[part])
+    return as_file(mean.reshape(start.shape))
+
+
+def _readable(array: Array) -> Array:
+    """Return an array as a row that cannot be written to: kernels are compiled for such alone."""
+    row = array.ravel().view()
+    row.flags.writeable = False
+    return row
 
 
 def settled(found: Array, start: Array, fixed: NDArray[np.bool_] | None) -> Array:
@@ -199,8 +228,7 @@ def aggregate_models(
             found.append(settled(moved, array, fixed))
             at += array.size
         else:
-            terms = ((share, model[i]) for share, model in zip(shares, models, strict=True))
-            found.append(mean_like(array, fixed, (term for term in terms if term[0])))
+            found.append(mean_like(array, fixed, shares, [model[i] for model in models]))
     return found, outlyingness
 
 

@@ -103,6 +103,20 @@ def whole_file(array: Array) -> bytes | None:
     return data if whole else None
 
 
+def file_of(array: Array) -> bytes:
+    """Return an array's file; that of one which is the view of its file is not written again."""
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
+    if (whole := whole_file(array)) is not None:
+        return whole
+    # Joined, since a large array's bytes would be copied once more by a sum.
+    return b"".join((file_header(array.dtype, array.shape), array.reshape(-1).view(np.uint8).data))
+
+
+def as_file(array: Array) -> Array:
+    """Return an array as the view of its file, which it is written to here or was before."""
+    return view_file(file_of(array))[0]
+
+
 def pack(data: bytes) -> NDArray[np.float64]:
     """Return bytes as an array of finite numbers, seven bytes in each; the first says how many."""
     rows = -(-len(data) // 7) + 1

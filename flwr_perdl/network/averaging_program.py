@@ -30,6 +30,7 @@ from flwr_perdl.core.models import (
     largest_averaged,
     settled,
 )
+from flwr_perdl.core.npy import as_file
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.network.combine import Array, Inbox, stacked
 
@@ -91,8 +92,8 @@ class AveragingProgram:
     and the statistics of batch normalization (`flwr_perdl.core.models`); booleans are not sent.
     ``fixed_i`` says which entries of a first model stay as they are, of an array that has such.
 
-    ``freeze`` is for a node alone: it makes of an array one that its client, which cannot change
-    it, and its neighbors receive without a copy.
+    With ``in_files``, for a single node, arrays are views of their ``.npy`` files, which clients and
+    neighbors receive without a copy; a client must not change them.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class AveragingProgram:
         clients: Clients,
         initial: Sequence[Array] | Any,
         array_names: Sequence[str] = (),
-        freeze: Callable[[Array], Array] | None = None,
+        in_files: bool = False,
     ) -> None:
         # A ClientApp can be called, too; the maths do not import Flower.
         if not callable(clients) or hasattr(clients, "lifespan"):
@@ -127,7 +128,7 @@ class AveragingProgram:
         own = [a if is_fixed(a) else np.array(a) for a in initial or ()]
         self.initial = None if initial is None else own
         self._array_names = list(array_names)
-        self._freeze = freeze
+        self._in_files = in_files
         self._known_form: Form | None = None
         self._trained = list(dict.fromkeys(options.metrics))
         self._evaluated = list(dict.fromkeys(("loss", *options.metrics)))
@@ -175,11 +176,11 @@ class AveragingProgram:
                 new_last.append(new)
             elif method == "gradient_tracking":
                 new_last.append(old - new)
-                new_trackers.append(self._frozen(trackers[j] + new_last[j] - last[j]))
+                new_trackers.append(self._written(trackers[j] + new_last[j] - last[j]))
                 found = old - new_trackers[j]
             else:
                 found = old * by_row(state.weight_0, old) + new - old
-            sent[i] = self._frozen(settled(found, w[i], fixed))
+            sent[i] = self._written(settled(found, w[i], fixed))
         arrays = {"model": sent, "last": new_last, "tracker": new_trackers}
         return with_arrays(state, **{kind: own for kind, own in arrays.items() if own})
 
@@ -209,7 +210,7 @@ class AveragingProgram:
             if method == "exact_diffusion" and i in form.corrected:
                 mean += own
                 mean /= 2
-            model[i] = self._frozen(settled(mean, sent[i], fixed))
+            model[i] = self._written(settled(mean, sent[i], fixed))
         reports = state.reports.copy()
         reports[:, 0] = np.sqrt(squares)
         reports[:, 1] = inbox.degrees * sum(rows[0].size for rows in inbox.rows)
@@ -246,7 +247,7 @@ class AveragingProgram:
         first, trackers = len(self._of(state).sent), arrays_of(state, "tracker")
         means = (inbox.mean(first + j, ordered=True) for j in range(len(trackers)))
         pairs = zip(means, trackers, strict=True)
-        return [self._frozen(mean.astype(own.dtype, copy=False)) for mean, own in pairs]
+        return [self._written(mean.astype(own.dtype, copy=False)) for mean, own in pairs]
 
     def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
         """Return by reason which of the inbox's links brought a message that does not count."""
@@ -309,15 +310,15 @@ class AveragingProgram:
 
     def _stacked(self, rows: Sequence[Array]) -> Array:
         """Return the nodes' arrays as one, (m, ...)."""
-        return np.stack(rows) if self._freeze is None else rows[0][None]
+        return rows[0][None] if self._in_files else np.stack(rows)
 
     def _given(self, models: Sequence[Array], i: int) -> list[Array]:
         """Return what a client receives of the nodes' models; it may change copies."""
-        return [np.array(a[i]) if self._freeze is None else a[i, ...] for a in models]
+        return [a[i, ...] if self._in_files else np.array(a[i]) for a in models]
 
-    def _frozen(self, array: Array) -> Array:
-        """Return an array of one node as it is sent and kept."""
-        return array if self._freeze is None else self._freeze(array)
+    def _written(self, array: Array) -> Array:
+        """Return an array as it is sent and kept."""
+        return as_file(array[0, ...])[None] if self._in_files else array
 
     def _client(self, node: int) -> Any:
         """Return a node's client, checked."""

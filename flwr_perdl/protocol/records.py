@@ -47,7 +47,7 @@ from flwr.app import (
 
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.models import DTYPES
-from flwr_perdl.core.npy import file_header, view_file, whole_file
+from flwr_perdl.core.npy import file_of, view_file
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, new_array
 
 __all__ = [
@@ -302,15 +302,11 @@ def encode(array: Matrix) -> Array:
 
     An array that is a `view` of such a file, as one that was received, is not copied.
     """
-    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
+    array = np.asarray(array)
     dtype = _NAMES.get(array.dtype)
     if dtype is None:
         return Array(array)
-    if (data := whole_file(array)) is not None:
-        return new_array(dtype, array.shape, NPY, data)
-    # Joined, since a large array's bytes would be copied once more by a sum.
-    data = b"".join((file_header(array.dtype, array.shape), array.reshape(-1).view(np.uint8).data))
-    return new_array(dtype, array.shape, NPY, data)
+    return new_array(dtype, array.shape, NPY, file_of(array))
 
 
 def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:

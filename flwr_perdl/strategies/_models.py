@@ -19,6 +19,7 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
+from flwr_perdl.core.npy import as_file
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
@@ -230,7 +231,9 @@ def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matri
 def pack_model(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
     """Return the state that a checkpoint holds."""
     both = ((_MODEL, model), (_MEMORY, memory))
-    arrays = {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
+    arrays = {
+        f"{kind}/{i:06d}": as_file(array) for kind, some in both for i, array in enumerate(some)
+    }
     return {**arrays, **{kind: np.array(len(some)) for kind, some in both}}
 
 
