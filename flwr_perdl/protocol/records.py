@@ -48,7 +48,7 @@ from flwr.app import (
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import file_of, view_file
-from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, new_array
+from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, new_array, new_record
 
 __all__ = [
     "EVALUATE",
@@ -337,9 +337,7 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     """
     numbers = map(str, range(len(arrays)))
     found = next((each for each in names if len(each) == len(arrays)), numbers)
-    record = ArrayRecord()  # made from a mapping it would have copies of the arrays
-    record.update(zip(found, arrays, strict=True))
-    return record
+    return new_record(dict(zip(found, arrays, strict=True)))
 
 
 def in_order(record: ArrayRecord, names: Collection[str]) -> dict[str, Array]:
