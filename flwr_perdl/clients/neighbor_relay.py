@@ -58,9 +58,8 @@ STATE = "state."
 SHOWS = ("observed", "state", "nothing")
 
 #: Names of the private arrays besides the program's state, see `Kept`.
-_PENDING = "pending"
 _RUN_KEY = "run-key"
-_LAST = "last"
+_REST = "rest"
 
 
 class DiffusionClient(ProtocolClient):
@@ -193,13 +192,14 @@ class DiffusionClient(ProtocolClient):
         # A server that crashed asks for a round again, and gets the same messages.
         if (kept.asked, kept.step) != (request.round, step_):
             kept = self._next(kept, request, round_, delivery, keys)
-        reply, metrics = [] if keys is None else [keys.card], kept.metrics
+        reply: Sequence[Array] = [] if keys is None else [keys.card]
+        more: dict[str, Scalar] = {}
         if step_ == SHOW:
             reply = self._end(kept.state, sealed=kept.over)
         elif kept.pending:
             sent, more = self._sent(kept, delivery, keys)
-            reply, metrics = [*reply, *sent], {**metrics, **more}
-        return StepResult(reply, 1, metrics, kept.to_arrays(), last=True)
+            reply = [*reply, *sent]
+        return StepResult(reply, 1, {**kept.metrics, **more}, kept.to_arrays(), last=True)
 
     def _next(
         self, kept: Kept, request: StepRequest, round_: int, delivery: Delivery, keys: Keys | None
@@ -221,8 +221,8 @@ class DiffusionClient(ProtocolClient):
             sizes = [*map(magnitude, self._message(state))]
         # Past messages cannot be opened once the key is gone, by a thief of the disk either.
         over = request.step == SHOW and kept.run_key is not None
-        run_key = None if over else kept.run_key
-        return Kept(state, pending, run_key, request.round, request.step, metrics, sizes, over)
+        key = None if over else kept.run_key
+        return Kept(state, key, pending, request.round, request.step, metrics, sizes, over)
 
     def _combined(
         self, kept: Kept, round_: int, delivery: Delivery, keys: Keys | None
@@ -256,7 +256,7 @@ class DiffusionClient(ProtocolClient):
 
     def _sent(
         self, kept: Kept, delivery: Delivery, keys: Keys | None
-    ) -> tuple[Sequence[Matrix], dict[str, Scalar]]:
+    ) -> tuple[Sequence[Array], dict[str, Scalar]]:
         """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
         message = self._message(kept.state)
         metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
@@ -295,10 +295,10 @@ class Kept(NamedTuple):
     ----------
     state : NamedTuple of arrays
         The program's state.
-    pending : int
-        The round whose messages the node waits for; 0 if it waits for none.
     run_key : bytes or None
         The node's private key in this run.
+    pending : int
+        The round whose messages the node waits for; 0 if it waits for none.
     asked, step : int, str
         The communication round and the step of the last request; -1 at the start.
     metrics : dict
@@ -310,8 +310,8 @@ class Kept(NamedTuple):
     """
 
     state: Any
-    pending: int = 0
     run_key: bytes | None = None
+    pending: int = 0
     asked: int = -1
     step: str = ""
     metrics: Mapping[str, Scalar] = {}
@@ -320,20 +320,19 @@ class Kept(NamedTuple):
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the private arrays."""
-        state, pending, run_key, *last = self
+        state, run_key, *rest = self
         arrays = {STATE + name: field[0, ...] for name, field in state._asdict().items()}
         if run_key is not None:
             arrays[_RUN_KEY] = np.frombuffer(run_key, dtype=np.uint8)
-        return {**arrays, _PENDING: np.array([pending]), _LAST: text_array([json.dumps(last)])}
+        return {**arrays, _REST: text_array([json.dumps(rest)])}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> Kept:
         """Return what `to_arrays` was called on; ``state`` is the type of the program's state."""
         return cls(
             state(**{name: arrays[STATE + name][None] for name in state._fields}),
-            int(arrays[_PENDING][0]),
             arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
-            *json.loads(*texts_of(arrays[_LAST])),
+            *json.loads(*texts_of(arrays[_REST])),
         )
 
 

@@ -32,7 +32,7 @@ the whole of ``q`` (its alpha is 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -97,13 +97,11 @@ class CompressedProgram(AveragingProgram):
         state.reports[:, 0] /= self.options.consensus_step
         return state
 
-    def _means(self, state: Any, inbox: Inbox) -> list[Array]:
-        """Return the model, moved towards the mean by the public copies; other arrays' means."""
+    def _means(self, state: Any, inbox: Inbox) -> Iterator[Array]:
+        """Yield the model, moved towards the mean by the public copies; other arrays' means."""
         form, moved, position = self._of(state), iter(self._moved(state, 0)), count(2)
-        return [
-            next(moved) if i in form.corrected else inbox.mean(next(position), ordered=True)
-            for i in form.sent
-        ]
+        for i in form.sent:
+            yield next(moved) if i in form.corrected else inbox.mean(next(position), ordered=True)
 
     def _tracked(self, state: Any, inbox: Inbox) -> list[Array]:
         """Return the trackers, moved towards the mean by the public copies."""

@@ -69,15 +69,9 @@ def with_arrays(state: Any, **kinds: Sequence[Array]) -> Any:
     return state._replace(**new)
 
 
-def fixed_of(state: Any, i: int) -> NDArray[np.bool_] | None:
+def fixed_of(state: Any, i: int) -> Any:
     """Return which entries of the i-th array of a state's models are not averaged, if any."""
-    entries: NDArray[np.bool_] | None = getattr(state, f"fixed_{i}", None)
-    return entries
-
-
-def is_fixed(array: Any) -> bool:
-    """Whether nobody can write to an array through this name."""
-    return isinstance(array, np.ndarray) and not array.flags.writeable
+    return getattr(state, f"fixed_{i}", None)
 
 
 class AveragingProgram:
@@ -124,8 +118,7 @@ class AveragingProgram:
                 )
         self.options = options if options.method else replace(options, method=FIXED)
         self.clients = clients
-        # What cannot be written to is not copied: it may be large, or stand for no values at all.
-        own = [a if is_fixed(a) else np.array(a) for a in initial or ()]
+        own = [a if in_files else np.array(a) for a in initial or ()]
         self.initial = None if initial is None else own
         self._array_names = list(array_names)
         self._in_files = in_files
@@ -382,15 +375,15 @@ class Form:
         return [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
 
     def checked(
-        self, whose: str, arrays: Sequence[Array], before: Sequence[Start] | None = None
+        self, whose: str, arrays: Sequence[Array], before: Sequence[Start] = ()
     ) -> list[Array]:
-        """Return a model, trained from the one ``before``, in the dtypes of this form."""
+        """Return a model, trained from the one ``before`` if any, in the dtypes of this form."""
         own, shapes = [np.asarray(array) for array in arrays], [a.shape for a in self.like]
         if (found := [array.shape for array in own]) != shapes:
             raise ValueError(f"{whose} must have arrays of shapes {shapes}, got {found}.")
         try:
             own = [as_dtype(array, old.dtype) for array, old in zip(own, self.like, strict=True)]
-            for name, array, start in zip(self.names, own, before or (), strict=before is not None):
+            for name, array, start in zip(self.names, own, before, strict=False):
                 check_trained(name, array, *start)
         except ValueError as error:
             raise ValueError(f"{whose} must return what can be averaged: {error}") from None

@@ -176,28 +176,28 @@ class Inbox:
         distances of messages are sums over arrays, which are read twice, one at a time.
         """
         terms = [
-            {at: weight for at, weight in self.neighbor_terms(k) if at != own}
-            for k, own in enumerate(self.own)
+            [term for term in self.neighbor_terms(k) if term[0] != at]
+            for k, at in enumerate(self.own)
         ]
-
-        def neighborhood(i: int, k: int) -> tuple[Array, Array]:
-            rows, dtype = self.rows[i], np.result_type(self.rows[i][0], np.float32)
-            each = [rows[at].reshape(-1).astype(dtype, copy=False) for at in terms[k]]
-            own = rows[self.own[k]].reshape(-1).astype(dtype, copy=False)
-            return own, np.array(each, dtype).reshape(-1, own.size)
-
         squares = [np.zeros(len(received)) for received in terms]
+
+        def neighborhoods(i: int) -> Iterator[tuple[Array, Array, Array, Array]]:
+            dtype = np.result_type(self.rows[i][0], np.float32)
+            for at, received, there in zip(self.own, terms, squares, strict=True):
+                own = self.rows[i][at].ravel().astype(dtype, copy=False)
+                others = np.array([self.rows[i][j].ravel() for j, _ in received], dtype)
+                weights = np.array([weight for _, weight in received], dtype)
+                yield own, others.reshape(len(received), own.size), weights, there
+
         for i in positions:
-            for k in range(len(terms)):
-                own, received = neighborhood(i, k)
-                squares[k] += np.square(row_norms(received - own))
+            for own, received, _, there in neighborhoods(i):
+                there += np.square(row_norms(received - own))
         for i in positions:
-            combined = []
-            for k, weights in enumerate(terms):
-                own, received = neighborhood(i, k)
-                shares, distances = np.array([*weights.values()], own.dtype), np.sqrt(squares[k])
-                combined.append(NEIGHBOR_RULES[rule](own, received, shares, n_liars, distances))
-            yield np.stack(combined).reshape(-1, *self.rows[i][0].shape)
+            combined = [
+                NEIGHBOR_RULES[rule](own, received, weights, n_liars, np.sqrt(there))
+                for own, received, weights, there in neighborhoods(i)
+            ]
+            yield np.stack(combined).reshape(len(combined), *self.rows[i][0].shape)
 
     @cached_property
     def _by_sender(self) -> Csr:

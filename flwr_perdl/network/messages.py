@@ -142,8 +142,7 @@ def inbox_of(
         `Rejected`.
     """
     form = [(array.shape, array.dtype) for array in own]
-    good: dict[tuple[int, int], Message] = {}
-    largest = {(0, node): sizes}
+    good: dict[tuple[int, int], tuple[Message, Sequence[float]]] = {}
     left_out: dict[int, str] = {}
     for message in messages:
         sender, late, _, arrays = message
@@ -157,19 +156,18 @@ def inbox_of(
                     raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
                 arrays = unseal(arrays[0], sender, round_ - late)
             alike = [(array.shape, array.dtype) for array in arrays] == form
-            found = [*map(magnitude, arrays)] if alike else [np.nan]
-            if not np.isfinite(found).all():
+            largest = [*map(magnitude, arrays)] if alike else [np.nan]
+            if not np.isfinite(largest).all():
                 raise Rejected("it has another form, or NaN or infinite values")
-            good[late, sender] = message._replace(arrays=arrays)
-            largest[late, sender] = found
+            good[late, sender] = message._replace(arrays=arrays), largest
         except Rejected as reason:
             left_out[sender] = str(reason)
-    sound = np.isfinite([sizes]).all(axis=1)
+    sound = np.array([np.isfinite(sizes).all()])
     if not sound:
-        own, largest[0, node] = [*map(np.zeros_like, own)], [0.0] * len(own)
+        own, sizes = [*map(np.zeros_like, own)], [0.0] * len(own)
     # The node's own message stands among the others in the order of (late, sender).
-    good[0, node] = Message(node, 0, 0.0, own)
-    stack = [good[key] for key in sorted(good)]
+    good[0, node] = Message(node, 0, 0.0, own), sizes
+    stack, all_sizes = zip(*(good[key] for key in sorted(good)), strict=True)
     senders = np.array([message.sender for message in stack])
     others = np.flatnonzero(senders != node)
     where = np.flatnonzero(senders == node)
@@ -178,8 +176,8 @@ def inbox_of(
     totals = np.array([total])
     weights, links = shared_weights(received, places, (1, len(stack)), where, sound, totals)
     rows = tuple(map(list, zip(*(message.arrays for message in stack), strict=True)))
-    each = np.array([largest[key] for key in sorted(good)]).T
-    return Inbox(round_, np.array([node]), senders, rows, weights, links, where, each), left_out
+    found = np.array(all_sizes).T
+    return Inbox(round_, np.array([node]), senders, rows, weights, links, where, found), left_out
 
 
 class Mailbox:
