@@ -284,11 +284,12 @@ class ProtocolRun:
         # What float32 cannot hold would be infinite in the model, and in every later round.
         if any(array.dtype == np.float32 for array in self.record.model):
             largest = min(largest, _SINGLE)
-        limits = Limits(self.options.max_reply_bytes, magnitude=largest)
+        limits = Limits(magnitude=largest)
         if request is None:
             return limits
+        n_bytes = self.options.max_reply_bytes or request.max_bytes
         expect = request.expect if request.models is None else request.models.expected
-        return limits._replace(max_values=request.max_values, expect=expect)
+        return limits._replace(n_bytes=n_bytes, max_values=request.max_values, expect=expect)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""

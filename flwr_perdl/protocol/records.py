@@ -209,8 +209,9 @@ class Replies(dict[int, Reply]):
     []
     """
 
-    #: What the replies come to by `Request.combine`; groups are a first axis.
-    combined: Sequence[Matrix] = ()
+    #: What the replies come to by `Request.combine`: arrays, not to be written to, or a list of
+    #: such for each group.
+    combined: Sequence[Any] = ()
 
     @cached_property
     def noted(self) -> dict[int, dict[str, float]]:
@@ -315,18 +316,19 @@ def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRec
 
 
 def to_records(
-    lists: Mapping[int, Sequence[Matrix]], *names: Collection[str]
+    lists: Mapping[int, Sequence[Matrix]], names_of: Callable[[int], Collection[str]]
 ) -> dict[int, ArrayRecord]:
     """Return the lists' ArrayRecords; what several share, a list or an array, is there once."""
     serialised: dict[int, Array] = {}
     records: dict[int, ArrayRecord] = {}
-    for arrays in lists.values():
+    for key, arrays in lists.items():
         if id(arrays) in records:
             continue
         for array in arrays:
             if id(array) not in serialised:
                 serialised[id(array)] = encode(array)
-        records[id(arrays)] = named([serialised[id(array)] for array in arrays], *names)
+        own = [serialised[id(array)] for array in arrays]
+        records[id(arrays)] = named(own, names_of(key))
     return {key: records[id(arrays)] for key, arrays in lists.items()}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from logging import INFO, WARNING
 from typing import Any, ClassVar, Unpack
@@ -30,6 +31,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     NEW_STATE,
+    Limits,
     Reply,
     read_reply,
     scalars,
@@ -110,8 +112,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     privacy: Promised | None = None
     #: How what requests declare is summed, where the server is to get no single reply.
     _sums: Callable[[Summed], Channel] | None = None
-    #: The names of the arrays that a request has before the model's.
-    _before_model: ClassVar[tuple[str, ...]] = ()
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
@@ -481,7 +481,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             limits, names = run.limits, () if evaluation else run.record.array_names
 
             def read(reply: Message) -> Reply:
-                return read_reply(reply.content, limits, with_arrays=not evaluation, names=names)
+                if evaluation:
+                    return read_reply(reply.content, limits, with_arrays=False)
+                return self._read_trained(reply.content, limits, names)
 
             good, lost = self._gathered or read_replies(self._sent, replies, read)
             phase = "aggregate_evaluate" if evaluation else "aggregate_train"
@@ -491,6 +493,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if report is not None:
             self._tell(report)
         return report
+
+    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
+        """Return what a reply to training says."""
+        return read_reply(content, limits, names=names)
 
     def _check_returned(self, arrays: ArrayRecord) -> None:
         """Refuse a model that is not the one that the last aggregation returned.
@@ -526,6 +532,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         sampled, all_of_them = len(plan.arrays), len(nodes)
         log(INFO, "%s: Sampled %d nodes (out of %d)%s%s", phase, sampled, all_of_them, step, wait)
 
+    def _names_of(self, plan: Plan, partition: int) -> Collection[str]:
+        """Return the names of the arrays that a client receives, if they have so many."""
+        return self._running().record.array_names
+
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
@@ -533,8 +543,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         shared = ConfigRecord({**config, **plan.config})
         contents: dict[int, RecordDict] = {}
         self._sent = []
-        names = self._running().record.array_names
-        records = to_records(plan.arrays, names, (*self._before_model, *names))
+        records = to_records(plan.arrays, partial(self._names_of, plan))
         for partition, record in records.items():
             if id(record) not in contents:
                 contents[id(record)] = RecordDict({ARRAYS: record, CONFIG: shared})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import ClassVar, Unpack
 
 import numpy as np
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
+from flwr_perdl.clients.transport import HALF, TRANSPORT, Transport
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
+    check_choice,
     check_kind,
     check_real,
     check_robust,
@@ -20,15 +23,17 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
 from flwr_perdl.core.npy import as_file
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import ProtocolRun
-from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
+from flwr_perdl.protocol.driver import Plan, ProtocolRun
+from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.records import ARRAYS, CONFIG, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
-_MODEL, _MEMORY = "model", "memory"
+_MODEL, MEMORY = "model", "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +69,16 @@ class Momentum:
         check_real("learning_rate", self.learning_rate, 0, LARGE, open_low=True)
         check_real("beta", self.beta, 0, np.nextafter(1, 0))
 
-    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
-        """Return the memory before the first step."""
-        return [np.zeros_like(array) for array in model]
+    def begin(self, array: Matrix) -> list[Matrix]:
+        """Return the memory of an array before the first step."""
+        return [np.zeros_like(array)]
 
     def step(
-        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
-    ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and memory."""
-        m: list[Matrix] = [self.beta * old + new for old, new in zip(memory, changes, strict=True)]
-        return [x + self.learning_rate * own for x, own in zip(model, m, strict=True)], m
+        self, array: Matrix, change: Matrix, memory: Sequence[Matrix]
+    ) -> tuple[Matrix, list[Matrix]]:
+        """Return the next array and memory."""
+        m: Matrix = self.beta * memory[0] + change
+        return array + self.learning_rate * m, [m]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +122,17 @@ class Adam:
             check_real(name, getattr(self, name), 0, np.nextafter(1, 0))
         check_real("tau", self.tau, 1e-12, LARGE)
 
-    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
-        """Return the memory before the first step: all m, then all v."""
-        v = [np.full_like(array, self.tau**2) for array in model]
-        return [*(np.zeros_like(array) for array in model), *v]
+    def begin(self, array: Matrix) -> list[Matrix]:
+        """Return the memory of an array before the first step, m and v."""
+        return [np.zeros_like(array), np.full_like(array, self.tau**2)]
 
     def step(
-        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
-    ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and memory."""
-        first, second = memory[: len(model)], memory[len(model) :]
-        b = self.beta_1
-        m: list[Matrix] = [b * old + (1 - b) * new for old, new in zip(first, changes, strict=True)]
-        v = [self._second(old, new**2) for old, new in zip(second, changes, strict=True)]
-        steps = [mi / (np.sqrt(vi) + self.tau) for mi, vi in zip(m, v, strict=True)]
-        return [x + self.learning_rate * own for x, own in zip(model, steps, strict=True)], m + v
+        self, array: Matrix, change: Matrix, memory: Sequence[Matrix]
+    ) -> tuple[Matrix, list[Matrix]]:
+        """Return the next array and memory."""
+        m: Matrix = self.beta_1 * memory[0] + (1 - self.beta_1) * change
+        v = self._second(memory[1], change**2)
+        return array + self.learning_rate * (m / (np.sqrt(v) + self.tau)), [m, v]
 
     def _second(self, v: Matrix, square: Matrix) -> Matrix:
         return self.beta_2 * v + (1 - self.beta_2) * square
@@ -163,17 +164,31 @@ class ModelStrategy(ProtocolStrategy):
         "reuse_last_reply": OLD,
         "clusters": "one model is for all: use ClusteredFedAvg",
     }
+    needs: ClassVar[tuple[Needs, ...]] = (
+        Needs(("compression",), "robust", (False, "mean"), "rules compare whole changes"),
+    )
 
     def __init__(
         self,
         optimizer: Momentum | Adam | None,
         robust: str | bool,
+        transport: str | None,
+        compression: TopK | None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        kinds = (Momentum, Adam, type(None))
+        wires = (HALF.name,)
+        self.transport = None if transport is None else check_choice("transport", transport, wires)
+        kinds = (TopK, type(None))
+        self.compression = check_kind("compression", compression, kinds, "a TopK or None")
+        share = None if compression is None else compression.share
+        check_support(self, {"robust": robust, "compression": compression})
+        self._wire: Transport | None = None
+        if transport is not None or share is not None:
+            self._wire = Transport(transport is not None, share)
+        steps = (Momentum, Adam, type(None))
         self.optimizer: Momentum | Adam | None = check_kind(
-            "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
+            "optimizer", optimizer, steps, "a Momentum, Adam or Yogi, or None"
         )
         self.robust = check_robust(robust, RULES)
 
@@ -187,27 +202,57 @@ class ModelStrategy(ProtocolStrategy):
         run = self._running().record
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
 
+    def _sent_names(self) -> list[str]:
+        """Return the names of the arrays that clients send."""
+        return self._array_names()
+
+    def _ask(
+        self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
+    ) -> list[Message]:
+        """Return a message per client, in as few bytes as the options say."""
+        messages, request = super()._ask(plan, nodes, message_type, config), self._running().request
+        if self._wire is not None:
+            changes = request is not None and request.models is not None
+            wire = replace(self._wire, changes=changes and message_type == MessageType.TRAIN)
+            for content in {id(one.content): one.content for one in messages}.values():
+                content[ARRAYS], dtypes = wire.shortened(content.array_records[ARRAYS])
+                told = {TRANSPORT: str(replace(wire, dtypes=dtypes))}
+                content[CONFIG] = ConfigRecord({**content.config_records[CONFIG], **told})
+        return messages
+
+    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
+        """Return what a reply to training says, changes as the model that they make."""
+        request = self._running().request
+        models = None if request is None else request.models
+        if self._wire is None or models is None:
+            return super()._read_trained(content, limits, names)
+        reply = read_reply(content, limits._replace(expect=None))
+        return self._wire.received(reply, models.begun(reply), self._sent_names())
+
     def take_step(
         self,
         model: Sequence[Matrix],
         means: Sequence[Matrix],
-        state: State,
+        memory: Sequence[Matrix],
         names: Sequence[str] | None = None,
     ) -> tuple[list[Matrix], list[Matrix]]:
         """Return the next model and the optimizer's memory; ``names`` are by default all."""
-        if self.optimizer is None:
+        optimizer = self.optimizer
+        if optimizer is None:
             return list(means), []
-        arrays = zip(self._array_names() if names is None else names, model, strict=True)
-        steps = [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
-        own = [model[i].astype(np.result_type(model[i], np.float32), copy=False) for i in steps]
-        fixed = [fixed_entries(model[i]) for i in steps]
-        changes = [change(means[i], model[i], f) for i, f in zip(steps, fixed, strict=True)]
-        memory = unpack_model(state, _MEMORY) or self.optimizer.begin(own)
-        moved, memory = self.optimizer.step(own, changes, memory)
-        found = list(means)
-        for i, array, entries in zip(steps, moved, fixed, strict=True):
-            found[i] = settled(array, model[i], entries)
-        return found, [np.asarray(array) for array in memory]
+        found, kept = list(means), list[Matrix]()
+        for i, name in enumerate(self._array_names() if names is None else names):
+            if is_plain(name, model[i]):
+                continue
+            own, fixed = model[i], fixed_entries(model[i])
+            own = own.astype(np.result_type(own, np.float32), copy=False)
+            before = optimizer.begin(own)
+            if memory:
+                before = list(memory[len(kept) : len(kept) + len(before)])
+            moved, after = optimizer.step(own, change(means[i], model[i], fixed), before)
+            found[i] = as_file(settled(moved, model[i], fixed))
+            kept += [as_file(array) for array in after]
+        return found, kept
 
 
 def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matrix]:
@@ -230,7 +275,7 @@ def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matri
 
 def pack_model(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
     """Return the state that a checkpoint holds."""
-    both = ((_MODEL, model), (_MEMORY, memory))
+    both = ((_MODEL, model), (MEMORY, memory))
     arrays = {
         f"{kind}/{i:06d}": as_file(array) for kind, some in both for i, array in enumerate(some)
     }

@@ -28,11 +28,11 @@ def test_a_mean_is_weighted_by_examples_array_by_array() -> None:
 
 
 def test_each_group_has_its_own_and_one_without_replies_stays() -> None:
-    start = [np.array([[1.0], [2.0], [3.0]])]
+    start = [[np.array([x])] for x in (1.0, 2.0, 3.0)]
     rows = [([np.array([x])], 1, {"kind": kind}) for x, kind in ((4.0, 0), (6.0, 0), (9.0, 2))]
-    (found,) = Combine(start=start, group="kind")(replies(*rows))
-    assert found.ravel().tolist() == [5.0, 2.0, 9.0]
-    assert start[0].ravel().tolist() == [1.0, 2.0, 3.0]
+    found = Combine(start=start, group="kind")(replies(*rows))
+    assert [array.tolist() for (array,) in found] == [[5.0], [2.0], [9.0]]
+    assert [array.tolist() for (array,) in start] == [[1.0], [2.0], [3.0]]
 
 
 @pytest.mark.parametrize("rule", ["filtered", "clip", "trimmed", "median", "geometric-median"])
@@ -55,7 +55,14 @@ def test_robust_rules_withstand_a_liar_and_name_it(rule: str) -> None:
 )
 def test_a_reply_that_does_not_fit_is_told_what_does_not(reply: Reply, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Combine(start=[np.zeros((2, 2))], group="kind").check(reply)
+        Combine(start=[[np.zeros(2)], [np.zeros(2)]], group="kind").check(reply)
+
+
+def test_a_large_model_may_come_back() -> None:
+    model = [np.broadcast_to(np.float32(0), (7, 2**24))]  # without its memory
+    for request in (Request("x", expect=model), Request("x", combine=Combine(start=model))):
+        assert 4 * 7 * 2**24 < request.max_bytes < 2**30
+    assert Request("x", max_values=10).max_bytes < Request("x").max_bytes
 
 
 class Median(ProtocolStrategy):
