@@ -88,6 +88,8 @@ MEASURING = "perdl.evaluate."
 #: that has them, and wants left out of replies; whether to train in two steps, as FedRep.
 LEFT_OUT = "perdl.left-out"
 ALTERNATE = "perdl.alternate"
+#: In a request that a step makes to the app's handlers: whether these have trained in this step.
+AGAIN = "perdl.again"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
 #: The communication round; Flower's own strategies use this name.
