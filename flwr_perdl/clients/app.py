@@ -230,6 +230,11 @@ class AnsweringApp(ClientApp):
         self._keep = None if part is None else KeepPrivate(part)
         self._steps = steps
 
+    @property
+    def keeps_private(self) -> bool:
+        """Whether arrays stay at the client whatever a server asks."""
+        return (self._keep or self.own_keep) is not None
+
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
         kind, action = route_of(message)

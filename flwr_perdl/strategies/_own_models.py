@@ -6,7 +6,7 @@ The clients' half is `flwr_perdl.clients.own_models`. No array leaves a client h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from flwr_perdl.clients.own_models import (
 )
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import (
     ARRAYS,
@@ -37,8 +38,10 @@ from flwr_perdl.protocol.records import (
     NAME,
     NUM_EXAMPLES,
     PARTITION_ID,
+    for_evaluations,
     named,
     read_reply,
+    scalars,
     to_record,
 )
 from flwr_perdl.protocol.report import RoundReport
@@ -135,6 +138,20 @@ class EndsWithModels(ProtocolStrategy):
     _contexts: Mapping[int, Context]
     _table: Table
 
+    _ended = False
+
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
+        """Begin a run, or take it up from its checkpoint."""
+        self._initial, self._table, self._contexts, self._ended = initial, {}, {}, False
+        return super().open(initial, names)
+
+    def _after_rounds(self, grid: Grid) -> None:
+        """Have the clients train their own models further, once."""
+        self._ended = True
+        nodes = self._everybody(grid)
+        if self.fine_tune and all(report.step != ADAPT for report in self.history):
+            self._after(grid, nodes, ADAPT, {N_FITS: self.fine_tune})
+
     def shared_models(self) -> list[list[Matrix]]:
         """Return the models of which a client takes one, none if the server has none."""
         names = self._array_names()
@@ -158,9 +175,10 @@ class EndsWithModels(ProtocolStrategy):
         """Give clients that were not in the run a model of their own.
 
         A new client takes the shared model, of several the one with the least loss. Where it has a
-        private part it trains that, up to ``fits`` times with the shared part as it is; where
-        clients have whole models of their own, the whole. It keeps the best by the loss of its
-        ``evaluate``, and goes on with it in later evaluations and in `Learned.model_of`.
+        private part it trains that, up to ``fits`` times with the shared part as it is; with
+        ``fine_tune``, and where clients have whole models of their own, the whole. It keeps the
+        best by the loss of its ``evaluate``, and goes on with it in later evaluations and in
+        `Learned.model_of`.
 
         Parameters
         ----------
@@ -180,14 +198,13 @@ class EndsWithModels(ProtocolStrategy):
             If the run is not over, or no new client is there.
         """
         check_count("fits", fits, 0, MOST_FITS)
-        old = self._running().record.names
-        nodes = self._present_for_own(grid)
+        nodes, old = self._present_on(grid), self._running().record.names
         new = {p: node for p, node in nodes.items() if p not in old}
         if not new:
             raise ValueError(f"grid must have clients that were not in the run, got {len(nodes)}.")
-        private = self.private_names()
-        fits = fits if private or self.find_own is not None else 0
-        return self._after(grid, new, ADAPT, {N_FITS: fits, FROZEN: bool(private)}).metrics
+        private, whole = self.private_names(), self.fine_tune or self.find_own is not None
+        config = {N_FITS: fits if private or whole else 0, FROZEN: bool(private and not whole)}
+        return self._after(grid, new, ADAPT, config).metrics
 
     def compare(self, grid: Grid) -> Table:
         """Have every client measure its own model, the shared one and the initial one.
@@ -203,7 +220,7 @@ class EndsWithModels(ProtocolStrategy):
             By client (partition) and model ("own", "shared", "initial"), the metrics of the
             client's ``evaluate``; also `Learned.table`.
         """
-        report = self._after(grid, self._present_for_own(grid), COMPARE, {}, initial=True)
+        report = self._after(grid, self._present_on(grid), COMPARE, {}, initial=True)
         for partition, metrics in report.metrics.items():
             models: dict[str, dict[str, float]] = {OWN_MODEL: {}}
             for name, value in metrics.items():
@@ -214,21 +231,20 @@ class EndsWithModels(ProtocolStrategy):
             self._table[partition] = models
         return dict(self._table)
 
-    def _fine_tune(self, grid: Grid) -> None:
-        """Have the clients train their own models further, once."""
-        done = any(report.step == ADAPT for report in self.history)
-        if self.fine_tune and not done:
-            self._after(grid, self._present_for_own(grid), ADAPT, {N_FITS: self.fine_tune})
-
-    def _present_for_own(self, grid: Grid) -> dict[int, int]:
-        """Return the nodes of all clients on a grid, which need not be the run's, by partition."""
-        run = self._running()
-        if not self._over:
-            raise ValueError("strategy must have run to its last round before, got one that has not.")
-        check_kind("grid", grid, Grid, "a Grid")
+    def _everybody(self, grid: Grid) -> dict[int, int]:
+        """Return the nodes of the clients on the run's grid, by partition."""
         if isinstance(grid, LocalGrid):
             own = {int(c.node_config[PARTITION_ID]): c for c in grid.contexts.values()}
             self._contexts = {**self._contexts, **own}
+        return self._present(grid) if self.fine_tune else {}
+
+    def _present_on(self, grid: Grid) -> dict[int, int]:
+        """Return the nodes of all clients on a grid, which need not be the run's, by partition."""
+        if not self._ended:
+            raise RuntimeError("a strategy must have run to its end before, got one that has not.")
+        check_kind("grid", grid, Grid, "a Grid")
+        self._everybody(grid)
+        run = self._running()
         run.roster = Roster(ServerSettings.of({"min_clients": 1}))
         return run.roster.find(grid, self._timeout)
 
@@ -251,20 +267,16 @@ class EndsWithModels(ProtocolStrategy):
         told = {**config, **({LEFT_OUT: json.dumps(private)} if private else {})}
         plan = run.plan_after(step, dict.fromkeys(nodes, flat), told, self.after_protocol)
         keys = [f"{which}/{name}" for which in models for name in names]
-        evaluation = self._for_evaluations()
-        content = RecordDict(
-            {ARRAYS: to_record(flat, keys), CONFIG: ConfigRecord({**evaluation, **plan.config})}
-        )
+        evaluations = for_evaluations(scalars(self._evaluate_config or {}))
+        config = ConfigRecord({**(self._train_config or {}), **evaluations, **plan.config})
+        content = RecordDict({ARRAYS: to_record(flat, keys), CONFIG: config})
         sent = [(p, Message(content, node, MessageType.TRAIN)) for p, node in nodes.items()]
         replies = grid.send_and_receive([message for _, message in sent], timeout=self._timeout)
-        good, lost = read_replies(sent, replies, lambda reply: read_reply(reply.content, run.limits))
+        limits = run.limits._replace(expect=(), max_values=0)  # numbers come, and no arrays
+        good, lost = read_replies(sent, replies, lambda reply: read_reply(reply.content, limits))
         report = run.conclude_after(dict(sorted(good.items())), lost)
         self._tell(report)
         return report
-
-    def _for_evaluations(self) -> Mapping[str, Any]:
-        """Return what the clients' evaluations are told."""
-        return {}
 
     def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model."""

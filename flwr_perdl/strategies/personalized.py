@@ -86,6 +86,9 @@ class PersonalizedFedAvg(ModelStrategy):
     compression : TopK, optional
         Clients send the largest entries of their changes, and the rest in later rounds; not with
         ``robust``.
+    fine_tune : int, default 0
+        After the last round each client trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``, also for later evaluations.
     **options
         See `ServerOptions`.
 
@@ -149,6 +152,7 @@ class PersonalizedFedAvg(ModelStrategy):
         robust: str | bool = False,
         transport: str | None = None,
         compression: TopK | None = None,
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
@@ -156,6 +160,7 @@ class PersonalizedFedAvg(ModelStrategy):
             robust=robust,
             transport=transport,
             compression=compression,
+            fine_tune=fine_tune,
             private=private,
             share=share,
             **options,
