@@ -52,6 +52,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,6 +119,8 @@ class Averaged(NamedTuple):
         Which nodes took part in the last round.
     dropped_by : dict of int to list of int
         Node -> which nodes say that they have left out its message; a node that lies may.
+    own : Own or None
+        On Flower, where the nodes' own models are: see `model_of`.
     """
 
     models: dict[int, list[Array]]
@@ -129,6 +132,13 @@ class Averaged(NamedTuple):
     dropped_messages: dict[int, int]
     alive: NDArray[np.bool_]
     dropped_by: dict[int, list[int]]
+    own: Any = None
+
+    def model_of(self, client: int | str, state_dir: str | Path | None = None) -> Any:
+        """Return a node's own model, on Flower as `flwr_perdl.strategies.Learned.model_of`."""
+        if self.own is not None and client not in self.models:
+            return self.own.model_of(client, state_dir)
+        return self.models[client]
 
 
 def diffusion_averaging(

@@ -202,6 +202,11 @@ class EndsWithModels(ProtocolStrategy):
         new = {p: node for p, node in nodes.items() if p not in old}
         if not new:
             raise ValueError(f"grid must have clients that were not in the run, got {len(nodes)}.")
+        if not self.shared_models():
+            raise ValueError(
+                "strategy must have a model to begin with, got none: the server of "
+                "DiffusionAveraging has one with shows_models=True alone."
+            )
         private, whole = self.private_names(), self.fine_tune or self.find_own is not None
         config = {N_FITS: fits if private or whole else 0, FROZEN: bool(private and not whole)}
         return self._after(grid, new, ADAPT, config).metrics
