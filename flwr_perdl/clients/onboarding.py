@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
@@ -84,7 +83,7 @@ def adapt(
     check_kind("context", context, Context, "a Context")
     check_count("fits", fits, 0, MOST_FITS)
     check_count("seed", seed)
-    shared = result if isinstance(result, ArrayRecord | Sequence) else result.shared
+    shared = getattr(result, "shared", result)
     models = [shared] if isinstance(shared, ArrayRecord) else list(shared)
     arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
     round_ = own_state(context, _RUN).last_round + 1
