@@ -143,8 +143,12 @@ class RunRecord:
     @property
     def named_model(self) -> dict[str, Matrix]:
         """The model's arrays by name, or by number where they have no names."""
-        named = len(self.array_names) == len(self.model)
-        names = self.array_names if named else [f"{i:04d}" for i in range(len(self.model))]
+        several, rest = divmod(len(self.model), len(self.array_names) or 1)
+        names = self.array_names
+        if not names or rest:
+            names = [f"{i:04d}" for i in range(len(self.model))]
+        elif several > 1:
+            names = [f"{j}/{name}" for j in range(several) for name in names]
         return dict(zip(names, self.model, strict=True))
 
 

@@ -327,7 +327,7 @@ class ClusteredFedAvg(ModelStrategy):
         names, request = self._array_names(), self._running().request
         if plan.step == ALONE:
             return names
-        numbers = range(len(plan.arrays[partition]) // len(names))
+        numbers = [*range(len(plan.arrays[partition]) // len(names))]
         if plan.step == CHOOSE and len(numbers) == 1 and request is not None:
             state = request.state or {}
             numbers = [j for p, j, _ in state[_CHOSEN].tolist() if p == partition] or numbers
