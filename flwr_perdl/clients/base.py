@@ -54,11 +54,12 @@ PrivateArrays = dict[str, NDArray[Any]]
 FOLDER_VARIABLE = "FLWR_PERDL_STATE_DIR"
 
 PREFIX = "perdl.private."
-#: What follows a run's token where an app inside a protocol keeps arrays of its own.
-INNER = "/app"
+#: What follows a run's token where arrays are kept beside those of its protocol: those of an app
+#: inside it, what transport has not sent yet, and the client's model at the end.
+INNER, UNSENT, OWN = "/app", "/unsent", "/own"
 #: Runs whose folders are kept, the newest ones; how many of them one Flower run may begin, and
 #: where ``context.state``, which lasts as long as a Flower run, has which those are.
-_RUNS, _RUNS_BEGUN = 128, 16
+_RUNS, _RUNS_BEGUN = 128, 48
 _BEGUN = "perdl.runs-on-disk"
 #: Seconds without a word from it after which a run is taken for given up: thirty days.
 _STANDSTILL = 30 * 86400.0
@@ -196,7 +197,7 @@ class PrivateState:
     ValueError
         If the token has more than 256 characters. When files are read or written: if the key in the
         environment is no key, or not theirs; if one is of another version of this library; if there
-        is a symbolic link in place of a folder; if this Flower run has begun 16 runs and this is
+        is a symbolic link in place of a folder; if this Flower run has begun 48 runs and this is
         another one.
 
     Examples
@@ -276,9 +277,9 @@ class PrivateState:
         self._held = {r: self._held[r] for r in before}
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
-        run = self._name.removesuffix(INNER)
+        run = self._name.partition("/")[0]
         for name in [name for name in self._records if name.startswith(PREFIX)]:
-            if name == self._name or name.removesuffix(INNER) != run:
+            if name == self._name or name.partition("/")[0] != run:
                 del self._records[name]
         self._records[self._name] = named([*kept.values()], kept)
 

@@ -71,7 +71,8 @@ def choose(local: Local, request: StepRequest) -> StepResult:
     number, names, arrays = models[chosen]
     trained = local.fit(arrays, names)
     metrics = {**trained.metrics, CLUSTER: number, **choice}
-    return StepResult(trained.sent, trained.num_examples, metrics, names=names)
+    sent, n = trained.sent, trained.num_examples
+    return StepResult(sent, n, metrics, names=names, start=arrays)
 
 
 @step(CLUSTERED, EVALUATE, kind=EVALUATE)

@@ -24,7 +24,6 @@ from flwr_perdl.clients.neighbor_relay import (
     SHOW,
     DiffusionClient,
 )
-from flwr_perdl.clients.personalized import matched
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
@@ -66,7 +65,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     config, keeps = request.config, local.keeps
     about = json.loads(str(config[ABOUT]))
     forms = {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in about["arrays"]}
-    private = [] if keeps is None else matched("patterns", keeps.patterns, forms)
+    private = [] if keeps is None else keeps.part.private(forms)
     run = request.run + INNER
     start = Delivery.from_arrays(request.arrays, bool(config.get(SEALED))).start
     if start and [(array.shape, array.dtype) for array in start] != [*forms.values()]:

@@ -76,6 +76,8 @@ class Step(NamedTuple):
     client: type[Any] | None
     #: Whether it sends nothing that the server can read where the node pins its neighbors' keys.
     seals: bool
+    #: Whether it sees the whole model, arrays that are private among them, and sends numbers alone.
+    whole: bool
 
 
 #: ``(protocol, kind, step) -> Step``.
@@ -89,6 +91,7 @@ def step(
     kind: str = TRAIN,
     client: type[Any] | None = None,
     seals: bool = False,
+    whole: bool = False,
 ) -> Callable[[Registered], Registered]:
     """Register a function ``(local, request) -> StepResult`` as a step of a protocol.
 
@@ -106,6 +109,8 @@ def step(
         `Local.evaluate`, and mods stand around these.
     seals : bool, default False
         Whether the step keeps to sealed messages where the node pins its neighbors' keys.
+    whole : bool, default False
+        Whether the step sees the whole model, also what `keep_private` keeps, and sends no arrays.
 
     Returns
     -------
@@ -126,7 +131,7 @@ def step(
     check_kind("client", client, (type, type(None)), "a class or None")
 
     def register(function: Registered) -> Registered:
-        registered = Step(protocol, name, kind, function, client, seals)
+        registered = Step(protocol, name, kind, function, client, seals, whole)
         vars(function)["_steps"] = [*vars(function).get("_steps", ()), registered]
         return function
 
@@ -221,6 +226,8 @@ def read_step(
 def take(asked: Step, local: Local, request: StepRequest) -> StepResult:
     """Return what a step comes to, and keep what it keeps."""
     result = asked.function(local, request)
+    if asked.whole and len(result.arrays):
+        raise ValueError(f"step {asked.name!r} sees private arrays, and must send none, got some.")
     if result.keep is not None and asked.kind == TRAIN:
         local.kept.save(request.round, result.keep, alone=result.last)
     return result

@@ -147,6 +147,9 @@ class StepResult(NamedTuple):
         The arrays' names; by default the request's, if it has as many.
     last : bool, default False
         Whether ``keep`` replaces all that was kept before, so that no earlier round is repeated.
+    start : sequence of flwr.app.Array
+        Of the arrays of a model, what their training began with, where that is not the request's of
+        the same names.
 
     Examples
     --------
@@ -162,6 +165,7 @@ class StepResult(NamedTuple):
     keep: Mapping[str, NDArray[Any]] | None = None
     names: Sequence[str] = ()
     last: bool = False
+    start: Sequence[Array] = ()
 
 
 class Local:

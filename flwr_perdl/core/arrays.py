@@ -18,8 +18,7 @@ def squared_norm(A: Array) -> float:
 
 def row_products(A: Array, B: Array) -> Array:
     """Return the inner products of two arrays over their last axis."""
-    products: Array = (A[..., None, :] @ B[..., :, None])[..., 0, 0]  # einsum is slower
-    return products
+    return (A[..., None, :] @ B[..., :, None])[..., 0, 0]  # einsum is slower
 
 
 def row_norms(A: Array) -> Array:

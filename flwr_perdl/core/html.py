@@ -106,9 +106,8 @@ def _png(pixels: NDArray[np.uint8]) -> bytes:
     """Return pixels of gray and opacity as a PNG file."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
+        length, checksum = struct.pack(">I", len(data)), struct.pack(">I", zlib.crc32(kind + data))
+        return length + kind + data + checksum
 
     header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, 4, 0, 0, 0)
     rows = b"".join(b"\0" + row.tobytes() for row in pixels)

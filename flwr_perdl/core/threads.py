@@ -37,7 +37,7 @@ def _libraries() -> list[Any]:
         if not {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
             getLogger("flwr").warning(
                 "threadpoolctl is not installed: set OPENBLAS_NUM_THREADS=1 (or MKL_NUM_THREADS=1) "
-                "for results that are the same to the bit on every engine.",
+                "for results that are the same to the bit on every engine."
             )
         return []
     libraries: list[Any] = ThreadpoolController().select(user_api="blas").lib_controllers
@@ -182,9 +182,6 @@ def in_threads(
 
 
 def _share(function: Callable[[Item], Result], item: Item) -> Result:
-    """Compute beside other threads."""
-    token = _SHARED.set(True)
-    try:
-        return function(item)
-    finally:
-        _SHARED.reset(token)
+    """Compute beside other threads, in a context of its own."""
+    _SHARED.set(True)
+    return function(item)

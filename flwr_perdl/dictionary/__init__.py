@@ -5,6 +5,7 @@ from __future__ import annotations
 from flwr_perdl.dictionary.aggregation import (
     Aggregation,
     aggregate_atoms,
+    aggregate_statistics,
     local_statistics,
 )
 from flwr_perdl.dictionary.atoms import (
@@ -57,6 +58,7 @@ __all__ = [
     "OrthogonalLearner",
     "WarmStart",
     "aggregate_atoms",
+    "aggregate_statistics",
     "align_to_global",
     "atom_distances",
     "atom_support",

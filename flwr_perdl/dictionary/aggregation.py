@@ -224,6 +224,15 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         distances from the geometric median of all clients', or if what it says of its codes is no
         second moment; one whose statistics are larger than ``CAP`` times the median is scaled down
         to that.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import aggregate_statistics
+    >>> stack = np.array([[[4.0, 2.0]], [[2.0, 4.0]]])  # from local_statistics of two clients
+    >>> found = aggregate_statistics(stack, np.array([[1.0, 0.0]]), orthogonal=True)
+    >>> found.global_atoms.round(3)
+    array([[0.707, 0.707]])
     """
     orthogonal = check_flag("orthogonal", orthogonal)
     current, _ = unit_atoms(check_array("current", current))

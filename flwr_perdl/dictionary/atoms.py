@@ -4,7 +4,7 @@
 paper (Liang et al., NeurIPS 2023)      here
 ======================================= ====================================================
 ``D`` (d x r), an atom is a column      ``D`` (n_atoms, n_features), an atom is a row
-signed permutation ``Pi``               ``AtomMatch.indices`` and ``AtomMatch.signs``
+signed permutation ``Pi``               ``Alignment.indices`` and ``Alignment.signs``
 ``d_2(a, b)`` of two atoms              :func:`atom_distances`, ``min(|a - b|, |a + b|)``
 ``d_{1,2}``, eq. 3                      :func:`dictionary_distance`
 ======================================= ====================================================
@@ -16,7 +16,6 @@ is 1.5e-8; ``sign(0) = 1``, also where only rounding makes it non-zero.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,17 +36,6 @@ _ORTHOGONAL = 1e-6
 _UNIT = 1e-5
 #: Atoms with a larger cosine than this are copies of each other; clients refuse those above .99.
 COPY = 0.98
-
-
-class AtomMatch(NamedTuple):
-    """Each atom's partner in another dictionary."""
-
-    #: ``indices[j]``: the row of ``B`` that atom ``j`` of ``A`` is matched with.
-    indices: NDArray[np.intp]
-    #: ``signs[j]`` is 1 or -1: ``A[j]`` is near ``signs[j] * B[indices[j]]``.
-    signs: Matrix
-    #: The distances of the pairs.
-    distances: Matrix
 
 
 def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
@@ -275,24 +263,6 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     return distances
 
 
-def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
-    """Give every atom of ``A`` its own atom of ``B``, with the least sum of distances.
-
-    Parameters
-    ----------
-    A : ndarray of shape (n_a, n_features)
-        The atoms that choose.
-    B : ndarray of shape (n_b, n_features)
-        The atoms to choose from, ``n_b >= n_a``.
-
-    Returns
-    -------
-    AtomMatch
-    """
-    A, B = _fewer_and_more(A, B)
-    return _match(A, B, linear_sum_assignment(atom_distances(A, B))[1])
-
-
 def dictionary_distance(A: Matrix, B: Matrix) -> float:
     """Return the distance of two dictionaries up to order and signs of their atoms (eq. 3).
 
@@ -318,27 +288,16 @@ def dictionary_distance(A: Matrix, B: Matrix) -> float:
     >>> dictionary_distance(np.eye(3), -np.eye(3)[::-1])
     0.0
     """
-    A, B = _fewer_and_more(A, B)
+    A = check_array("A", A, squares=True)
+    B = check_array("B", B, columns=A.shape[1], squares=True)
+    if len(A) > len(B):
+        raise ValueError(f"A must not have more atoms than B, got {len(A)} and {len(B)}.")
     distances = atom_distances(A, B)
     if 0 in distances.shape:
         return 0.0
-    return float(_match(A, B, _bottleneck_assignment(distances)).distances.max())
-
-
-def _fewer_and_more(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
-    """Check two dictionaries, of which the first takes its atoms' partners from the second."""
-    A = check_array("A", A, squares=True)
-    B = check_array("B", B, columns=A.shape[1], squares=True)
-    if A.shape[0] > B.shape[0]:
-        raise ValueError(f"A must not have more atoms than B, got {A.shape[0]} and {B.shape[0]}.")
-    return A, B
-
-
-def _match(A: Matrix, B: Matrix, indices: NDArray[np.intp]) -> AtomMatch:
-    chosen = B[indices]
-    signs = signs_of(row_products(A, chosen))
-    distances = np.sqrt(((A - signs[:, None] * chosen) ** 2).sum(axis=1))
-    return AtomMatch(indices, signs, distances)
+    chosen = B[_bottleneck_assignment(distances)]
+    apart = A - signs_of(row_products(A, chosen))[:, None] * chosen
+    return float(np.sqrt((apart**2).sum(axis=1)).max())
 
 
 def _bottleneck_assignment(costs: Matrix) -> NDArray[np.intp]:

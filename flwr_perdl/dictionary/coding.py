@@ -44,6 +44,8 @@ _FEW = 1e-4
 _BLOCK = 2**16
 #: Numbers held at once by :func:`focuss`.
 _WORKSPACE = 2**24
+#: Its most iterations.
+_REWEIGHTINGS = 200
 #: Exchanges of many variables in a row that :func:`nonnegative_from_gram` allows without gain.
 _PATIENCE = 3
 #: Exchanges in all that it makes; where the atoms are not nearly dependent a dozen will do.
@@ -289,52 +291,38 @@ def lasso(
     return Lasso(C, n_iter, gap, gap <= tol)
 
 
-def focuss(
-    X: Matrix,
-    D: Matrix,
-    alpha: float,
-    *,
-    power: float = 0.5,
-    tol: float = 1e-6,
-    max_iter: int = 200,
-) -> Matrix:
-    """Lower ``0.5 * ||x - c @ D||^2 + alpha / power * sum |c|^power`` for every sample ``x``.
+def focuss(X: Matrix, D: Matrix, alpha: float, *, tol: float) -> Matrix:
+    """Lower ``0.5 * ||x - c @ D||^2 + 2 * alpha * sum sqrt(|c|)`` for every sample ``x``.
 
     Regularised FOCUSS (Gorodnitsky and Rao 1997; Rao et al. 2003): every iteration is a ridge
-    regression, its penalty on a code divided by ``|c|^(2 - power)`` of the iteration before, and
-    lowers the objective. It starts as if all codes of a sample were as large as its largest product
-    with an atom. With ``power=1`` it is the lasso; below 1 it finds one of many local minima.
+    regression, its penalty on a code divided by ``|c|^1.5`` of the iteration before, and lowers the
+    objective, to one of many local minima. It starts as if all codes of a sample were as large as
+    its largest product with an atom.
 
-    ``alpha`` is in units of ``X^(2 - power)``: for samples ``s`` times as large, ``s^(2 - power)``
-    times as much gives the same codes, ``s`` times as large. A sample is done when no code changes
-    by more than ``tol`` times its largest one; codes smaller than that end up as zeros.
+    ``alpha`` is in units of ``X^1.5``: for samples ``s`` times as large, ``s^1.5`` times as much
+    gives the same codes, ``s`` times as large. A sample is done when no code changes by more than
+    ``tol`` times its largest one; codes smaller than that end up as zeros.
     """
     X = check_array("X", X, squares=True)
     D = check_array("D", D, columns=X.shape[1])
-    alpha = check_real("alpha", alpha, 0, open_low=True)
-    power = check_real("power", power, 0, 1, open_low=True)
-    tol = max(check_real("tol", tol, 0), 10 * float(np.finfo(X.dtype).eps))
-    check_count("max_iter", max_iter)
     C = np.zeros((len(X), len(D)), dtype=np.result_type(X, D))
     if C.size:
         held = len(D) * (X.shape[1] + len(D)) if len(D) < X.shape[1] else X.shape[1] ** 2
         for rows in np.array_split(np.arange(len(X)), len(X) * held // _WORKSPACE + 1):
-            C[rows] = _reweighted(X[rows], D, alpha, power, tol, max_iter)
+            C[rows] = _reweighted(X[rows], D, alpha, tol)
     return C
 
 
-def _reweighted(
-    X: Matrix, D: Matrix, alpha: float, power: float, tol: float, max_iter: int
-) -> Matrix:
+def _reweighted(X: Matrix, D: Matrix, alpha: float, tol: float) -> Matrix:
     """Return :func:`focuss`'s codes of some samples."""
     peaks = np.abs(X @ D.T).max(axis=1, keepdims=True) / (np.square(D).sum(axis=1).max() or 1)
-    C = _ridge(X, D, np.repeat(peaks ** (2 - power), len(D), axis=1), alpha)
+    C = _ridge(X, D, np.repeat(peaks**1.5, len(D), axis=1), alpha)
     todo = np.arange(len(X))
-    for _ in range(max_iter):
+    for _ in range(_REWEIGHTINGS):
         if not len(todo):
             break
         old = C[todo]
-        new = _ridge(X[todo], D, np.abs(old) ** (2 - power), alpha)
+        new = _ridge(X[todo], D, np.abs(old) ** 1.5, alpha)
         largest = np.abs(new).max(axis=1)
         changes = np.abs(new - old).max(axis=1) / np.where(largest > 0, largest, 1)
         C[todo] = new
@@ -458,9 +446,7 @@ def sparse_code(
     """
     given = sum(option is not None for option in (n_nonzero, threshold, alpha))
     if given != 1:
-        raise ValueError(
-            f"Exactly one of n_nonzero, threshold and alpha must be given, got {given}."
-        )
+        raise ValueError(f"one of n_nonzero, threshold and alpha must be given, got {given}.")
     if n_nonzero is not None:
         return omp(X, D, n_nonzero)
     if alpha is not None:
@@ -504,10 +490,8 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
     rest, limits = X - fitted, np.finfo(X.dtype)
     rounding = min(X.shape[1] * float(limits.eps), _FEW)
     rest[row_norms(observed(rest)) <= rounding * row_norms(observed(X))] = 0
-    if (
-        squared_norm(observed(rest)) < limits.smallest_normal / limits.eps
-    ):  # too small to learn from
-        rest[:] = 0
+    if squared_norm(observed(rest)) < limits.smallest_normal / limits.eps:
+        rest[:] = 0  # too small to learn from
     return rest
 
 

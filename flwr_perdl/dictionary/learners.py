@@ -57,13 +57,7 @@ from flwr_perdl.dictionary.atoms import (
     symmetric_inverse,
     unit_atoms,
 )
-from flwr_perdl.dictionary.coding import (
-    by_direction,
-    completed,
-    hard_threshold,
-    lasso,
-    pursue,
-)
+from flwr_perdl.dictionary.coding import by_direction, completed, hard_threshold, lasso, pursue
 from flwr_perdl.dictionary.polar import polar_factor, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.

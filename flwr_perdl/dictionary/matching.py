@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
+from flwr_perdl.core.arrays import row_products
 from flwr_perdl.core.checks import (
     Matrix,
     check_array,
@@ -42,7 +43,7 @@ from flwr_perdl.core.checks import (
     check_each,
     is_auto,
 )
-from flwr_perdl.dictionary.atoms import match_atoms, normalize_atoms, signs_of, unit_atoms
+from flwr_perdl.dictionary.atoms import atom_distances, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.
 _CANDIDATE_CLIENTS = 16
@@ -109,10 +110,7 @@ class Alignment(NamedTuple):
 
 
 def global_matching(
-    dictionaries: Sequence[Matrix],
-    n_global: int | Literal["auto"],
-    *,
-    method: str = "consensus",
+    dictionaries: Sequence[Matrix], n_global: int | Literal["auto"], *, method: str = "consensus"
 ) -> Matching:
     """Find the atoms that the clients' dictionaries share, and average them.
 
@@ -226,7 +224,8 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     global_atoms, _ = unit_atoms(check_array("global_atoms", global_atoms, columns=D.shape[1]))
     if len(global_atoms) > len(D):
         raise ValueError(f"D must have at least {len(global_atoms)} atoms, got {len(D)}.")
-    indices, signs, _ = match_atoms(global_atoms, D)
+    indices = linear_sum_assignment(atom_distances(global_atoms, D))[1]
+    signs = signs_of(row_products(global_atoms, D[indices]))
     own = np.ones(len(D), dtype=bool)
     own[indices] = False
     return Alignment(signs[:, None] * D[indices], D[own], indices, signs)

@@ -17,13 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.core.checks import (
-    MOST_ITERATIONS,
-    Matrix,
-    check_array,
-    check_count,
-    check_members,
-)
+from flwr_perdl.core.checks import MOST_ITERATIONS, Matrix, check_array, check_count, check_members
 from flwr_perdl.dictionary.atoms import unit_atoms
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner, check_samples

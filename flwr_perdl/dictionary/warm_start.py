@@ -161,9 +161,7 @@ def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> 
     check_members("learner", learner, "Learner", "code", "update")
     X = check_samples("X", X, learner)
     D = check_array("D", D, columns=X.shape[1], squares=True)
-    scales = [
-        check_real("scales", scale, 0, open_low=True) for scale in check_list("scales", scales)
-    ]
+    scales = [check_real("scales", s, 0, open_low=True) for s in check_list("scales", scales)]
     kind = type(learner)
     # this library's learners need not check the samples in every iteration
     if isinstance(learner, AlternatingLearner) and (kind.code, kind.update) == _OURS:

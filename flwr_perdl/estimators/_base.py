@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
-from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.core import html
@@ -26,6 +25,7 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
+    check_function,
     check_list,
 )
 from flwr_perdl.core.extras import load_extra
@@ -56,7 +56,7 @@ class NotFittedError(ValueError, AttributeError):
 
 
 class Estimator:
-    """What all estimators share; a subclass's ``__init__`` only stores its parameters.
+    """What all estimators share; a subclass is a dataclass whose fields are its parameters.
 
     Attributes
     ----------
@@ -131,9 +131,7 @@ class Estimator:
         if self.random_state is None:
             return self.seed
         if self.seed != 0:
-            raise ValueError(
-                f"seed must be left out where random_state is given, got {self.seed!r}."
-            )
+            raise ValueError(f"seed must be left out with random_state, got {self.seed!r}.")
         return check_count("random_state", self.random_state)
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -210,8 +208,7 @@ class Federated(Estimator):
         strategy = make_strategy(
             seed=self._one_seed(), num_clients=n_sites, min_clients=n_sites, fraction_evaluate=0.0
         )
-        if self.grid is not None and not callable(self.grid):
-            raise TypeError(f"grid must be a function (app, n_sites) or None, got {self.grid!r}.")
+        check_function("grid", self.grid, "a function (app, n_sites) or None")
         grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
         verbose = "bar" if self.verbose else "quiet"
         result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose, **start)
@@ -234,10 +231,6 @@ class SiteTransformer(Estimator):
     @abstractmethod
     def transform(self, X: Any, site: Any = None, /) -> Any:
         """Return the codes of samples with a site's dictionary."""
-
-    @abstractmethod
-    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
-        """Return the names of the columns that ``transform`` returns without a site."""
 
     @abstractmethod
     def _pictured(self) -> dict[str, Matrix]:

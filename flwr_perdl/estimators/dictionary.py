@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -26,6 +27,7 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_flag,
+    check_function,
     check_kind,
     check_real,
 )
@@ -67,6 +69,7 @@ MOST_SITES = 8
 _BATCH_ROUNDS, _RECENT = 5, 1000
 
 
+@dataclass(eq=False, repr=False)
 class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     """Learn atoms that all sites share, and atoms that are a site's own.
 
@@ -163,46 +166,25 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     (100, 4)
     """
 
-    client_: int | None = None
     _allow_nan = True
     _metadata = (("score", "client"),)
-    global_atoms_: Matrix
-    local_atoms_: list[Matrix]
 
-    def __init__(
-        self,
-        n_atoms: int,
-        n_global: int | Literal["auto", "agree"] = "auto",
-        *,
-        learner: Callable[[int], Learner] | None = None,
-        alpha: float | Literal["auto"] = "auto",
-        n_nonzero: int | None = None,
-        rounds: int = 20,
-        aggregation: str = "statistics",
-        matching: str = "consensus",
-        min_support: int = 3,
-        warm_start: bool = False,
-        forget_factor: float = 1.0,
-        seed: int = 0,
-        random_state: int | None = None,
-        grid: MakeGrid | None = None,
-        verbose: bool = False,
-    ) -> None:
-        self.n_atoms = n_atoms
-        self.n_global = n_global
-        self.learner = learner
-        self.alpha = alpha
-        self.n_nonzero = n_nonzero
-        self.rounds = rounds
-        self.aggregation = aggregation
-        self.matching = matching
-        self.min_support = min_support
-        self.warm_start = warm_start
-        self.forget_factor = forget_factor
-        self.seed = seed
-        self.random_state = random_state
-        self.grid = grid
-        self.verbose = verbose
+    n_atoms: int
+    n_global: int | Literal["auto", "agree"] = "auto"
+    _: KW_ONLY
+    learner: Callable[[int], Learner] | None = None
+    alpha: float | Literal["auto"] = "auto"
+    n_nonzero: int | None = None
+    rounds: int = 20
+    aggregation: str = "statistics"
+    matching: str = "consensus"
+    min_support: int = 3
+    warm_start: bool = False
+    forget_factor: float = 1.0
+    seed: int = 0
+    random_state: int | None = None
+    grid: MakeGrid | None = None
+    verbose: bool = False
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learn from the sites' tables, (n_samples_i, n_features) of each site.
@@ -244,7 +226,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             _Known(_sums(X, C, D), [], [])
             for X, C, D in zip(sites, codes, self._dictionaries(), strict=True)
         ]
-        self.client_ = None
+        self.client_: int | None = None
         return self._fitted_sites(sites[0].shape[1], X)
 
     def partial_fit(self, X: Any, y: Any = None) -> Self:
@@ -344,7 +326,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         if go_on:
             options["initial_arrays"] = ArrayRecord([self.global_atoms_])
         learned, grid = self._federate(strategy, make_client, len(sites), n_rounds, **options)
-        self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
+        self.global_atoms_: Matrix = learned
+        self.local_atoms_: list[Matrix] = grid.local_atoms()
 
     def _dictionaries(self) -> list[Matrix]:
         """Return the sites' whole dictionaries."""
@@ -623,8 +606,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             return LassoLearner(n_atoms, self.alpha)
         if self.alpha != "auto":
             raise ValueError(f"alpha must be left out where learner is given, got {self.alpha!r}.")
-        if not callable(self.learner):
-            raise TypeError(f"learner must be a function of n_atoms, got {self.learner!r}.")
+        check_function("learner", self.learner, "a function of n_atoms")
         return self.learner(n_atoms)
 
 

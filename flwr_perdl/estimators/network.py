@@ -6,6 +6,7 @@ Chainais and Richard, "A diffusion strategy for distributed dictionary learning"
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ from flwr_perdl.estimators._base import SiteTransformer, explained, rebuilt
 from flwr_perdl.network import CombinationMatrix, DataDiffusion, Topology
 
 
+@dataclass(eq=False, repr=False)
 class NetworkDictionaryLearning(SiteTransformer):
     """Learn one dictionary at nodes that keep their data and talk to their neighbors.
 
@@ -93,30 +95,17 @@ class NetworkDictionaryLearning(SiteTransformer):
     _whose = "node"
     _metadata = (("score", "node"),)
 
-    def __init__(
-        self,
-        topology: Topology | CombinationMatrix,
-        n_atoms: int = 10,
-        *,
-        coder: str = "omp",
-        n_nonzero: int = 3,
-        alpha: float = 0.1,
-        update: str = "mod",
-        nonnegative: bool = False,
-        rounds: int = 100,
-        seed: int = 0,
-        random_state: int | None = None,
-    ) -> None:
-        self.topology = topology
-        self.n_atoms = n_atoms
-        self.coder = coder
-        self.n_nonzero = n_nonzero
-        self.alpha = alpha
-        self.update = update
-        self.nonnegative = nonnegative
-        self.rounds = rounds
-        self.seed = seed
-        self.random_state = random_state
+    topology: Topology | CombinationMatrix
+    n_atoms: int = 10
+    _: KW_ONLY
+    coder: str = "omp"
+    n_nonzero: int = 3
+    alpha: float = 0.1
+    update: str = "mod"
+    nonnegative: bool = False
+    rounds: int = 100
+    seed: int = 0
+    random_state: int | None = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learn from the nodes' tables.
@@ -135,10 +124,8 @@ class NetworkDictionaryLearning(SiteTransformer):
         tables = self._read_sites(X)
         learned = learner.fit(tables, network, self.rounds, seed=self._one_seed())
         self.node_components_ = learned.dictionaries
-        self.components_ = normalize_atoms(
-            learned.dictionaries.mean(axis=0), learned.dictionaries[0]
-        )
-        apart = np.linalg.norm(learned.dictionaries - self.components_, axis=2)
+        self.components_ = normalize_atoms(self.node_components_.mean(0), self.node_components_[0])
+        apart = np.linalg.norm(self.node_components_ - self.components_, axis=2)
         self.disagreement_ = apart.max(axis=1)
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
         return self._fitted_sites(tables[0].shape[1], X)

@@ -7,6 +7,7 @@ receives.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -24,6 +25,7 @@ from flwr_perdl.strategies import FedX
 _CONSTANT = 1e-7
 
 
+@dataclass(eq=False, repr=False)
 class MixedRegression(Federated):
     """Find k linear models, and which group of points follows which of them.
 
@@ -109,28 +111,16 @@ class MixedRegression(Federated):
         *(("predict", "y_own"), ("score", "y_own")),
     )
 
-    def __init__(
-        self,
-        k: int | Literal["auto"] = "auto",
-        *,
-        max_clusters: int = 8,
-        rounds: int = 50,
-        min_support: int = 3,
-        seed: int = 0,
-        random_state: int | None = None,
-        fit_intercept: bool = True,
-        grid: MakeGrid | None = None,
-        verbose: bool = False,
-    ) -> None:
-        self.k = k
-        self.max_clusters = max_clusters
-        self.rounds = rounds
-        self.min_support = min_support
-        self.seed = seed
-        self.random_state = random_state
-        self.fit_intercept = fit_intercept
-        self.grid = grid
-        self.verbose = verbose
+    k: int | Literal["auto"] = "auto"
+    _: KW_ONLY
+    max_clusters: int = 8
+    rounds: int = 50
+    min_support: int = 3
+    seed: int = 0
+    random_state: int | None = None
+    fit_intercept: bool = True
+    grid: MakeGrid | None = None
+    verbose: bool = False
 
     def fit(self, X: Any, y: Any, groups: Any) -> Self:
         """Find the models from all groups' points.

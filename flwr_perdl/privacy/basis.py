@@ -47,9 +47,7 @@ class PublicBasis:
         with np.errstate(over="ignore", invalid="ignore"):
             odd = float(np.abs(rows @ rows.T - np.eye(len(rows))).max())
         if not odd <= _ODD:
-            raise ValueError(
-                f"matrix must have orthonormal rows, got products that are off by {odd:.3g}."
-            )
+            raise ValueError(f"matrix must have orthonormal rows, got products off by {odd:.3g}.")
         rows.flags.writeable = False
         #: The vectors of the basis, as rows; read-only.
         self.matrix: Matrix = rows
@@ -94,11 +92,9 @@ class PublicBasis:
     def project(self, X: Matrix) -> Matrix:
         """Return samples in the basis, of shape (n_samples, n)."""
         X = check_array("X", X, columns=self.matrix.shape[1])
-        projected: Matrix = X @ self.matrix.T.astype(X.dtype)
-        return projected
+        return X @ self.matrix.T.astype(X.dtype)
 
     def lift(self, atoms: Matrix) -> Matrix:
         """Return a model's rows, such as atoms, in the samples' own space; norms stay."""
         atoms = check_array("atoms", atoms, columns=len(self.matrix))
-        lifted: Matrix = atoms @ self.matrix.astype(atoms.dtype)
-        return lifted
+        return atoms @ self.matrix.astype(atoms.dtype)

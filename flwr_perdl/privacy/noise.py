@@ -55,9 +55,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import import_module
 from math import floor, log, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +70,7 @@ from flwr_perdl.core.checks import (
     check_real,
     own_numbers,
 )
+from flwr_perdl.core.extras import load_extra
 from flwr_perdl.privacy.basis import PublicBasis
 
 #: The share of epsilon and of delta for the difference of discrete and continuous noise; and how
@@ -243,13 +243,11 @@ class Release(NamedTuple):
         steps = np.asarray(values, dtype=np.float64) / self.step
         whole = np.rint(np.clip(steps, -self.reach, self.reach))
         noise = discrete_gaussian(self.share, whole.size, rng).reshape(whole.shape)
-        noised: Matrix = np.clip(whole + noise, -self.limit, self.limit)
-        return noised
+        return np.clip(whole + noise, -self.limit, self.limit)
 
     def read(self, total: Matrix) -> Matrix:
         """Return a sum of clients' replies in its own unit; rounding errors of a mean go."""
-        total = self.step * np.rint(np.asarray(total, dtype=np.float64))
-        return total
+        return self.step * np.rint(np.asarray(total, dtype=np.float64))
 
 
 def noise_multiplier(epsilon: float, delta: float, n_releases: int = 1) -> float:
@@ -280,7 +278,7 @@ def noise_multiplier(epsilon: float, delta: float, n_releases: int = 1) -> float
     _check_budget(epsilon, delta)
     check_count("n_releases", n_releases, 1)
     with np.errstate(all="ignore"):  # of probabilities that vanish
-        accountant = _needed("dp_accounting.gaussian_mechanism", "dp-accounting")
+        accountant = load_extra("dp_accounting.gaussian_mechanism", "privacy", "privacy")
         return float(accountant.get_sigma_gaussian(epsilon, delta)) * sqrt(n_releases)
 
 
@@ -289,7 +287,7 @@ def spent(multiplier: float, delta: float, n_releases: int) -> float:
     if not n_releases:
         return 0.0
     with np.errstate(all="ignore"):
-        accountant = _needed("dp_accounting.gaussian_mechanism", "dp-accounting")
+        accountant = load_extra("dp_accounting.gaussian_mechanism", "privacy", "privacy")
         return float(accountant.get_epsilon_gaussian(multiplier / sqrt(n_releases), delta))
 
 
@@ -308,21 +306,11 @@ def discrete_gaussian(deviation: float, size: int, rng: np.random.Generator | No
 @lru_cache(maxsize=64)
 def _gaussian(deviation: float) -> Callable[[list[int]], list[int]]:
     """Return OpenDP's mechanism that adds discrete Gaussian noise to integers."""
-    opendp = _needed("opendp.prelude", "opendp")  # late: it is an extra, and takes 0.3 s
+    opendp = load_extra("opendp.prelude", "privacy", "privacy")  # here, since it takes 0.3 s
     opendp.enable_features("contrib")  # vetted, but not yet by all of its reviewers
     space = opendp.vector_domain(opendp.atom_domain(T="i64")), opendp.l2_distance(T="f64")
     mechanism: Callable[[list[int]], list[int]] = opendp.m.make_gaussian(*space, scale=deviation)
     return mechanism
-
-
-def _needed(module: str, package: str) -> Any:
-    """Import a part of the extra ``privacy``, or raise an ImportError that says how to get it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"privacy needs {package}: pip install 'flwr-perdl[privacy]', got {error}."
-        ) from error
 
 
 def _check_budget(epsilon: float, delta: float) -> None:

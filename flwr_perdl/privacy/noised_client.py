@@ -164,7 +164,8 @@ def answer_noised(
     values = _summand(promise, arrays, message, lambda: call_next(message, context))
     context.state[_SPENT] = spent  # the client may have put another state in its place
     if distributed:
-        values = release.add_noise(values, _generator(own))
+        rng = None if own is None else own.noise.rng
+        values = release.add_noise(values, None if rng is None else rng())
     return reply_to(message, [values], 1, {})
 
 
@@ -258,10 +259,6 @@ def _account(context: Context, own: Own | None) -> Iterator[dict[str, Any]]:
         with account(own, own.folder) as kept:
             yield kept
     context.state[_SPENT] = ConfigRecord(kept)
-
-
-def _generator(own: Own | None) -> np.random.Generator | None:
-    return None if own is None or own.noise.rng is None else own.noise.rng()
 
 
 def _check_own(promise: Promise, own: Noise | None) -> None:

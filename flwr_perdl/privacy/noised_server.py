@@ -187,9 +187,7 @@ class NoisedSum:
         if summed.finish is not None:
             kept = (1 - earlier ** (2 * int(self.kept[_SPENT]))) / (1 - earlier**2)
             arrays = summed.finish(arrays, sqrt(kept) * sigma / n_clients)
-        return [
-            a.astype(old.dtype, copy=False) for a, old in zip(arrays, summed.start, strict=True)
-        ]
+        return [a.astype(b.dtype, copy=False) for a, b in zip(arrays, summed.start, strict=True)]
 
     @property
     def _size(self) -> int:

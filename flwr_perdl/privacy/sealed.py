@@ -242,9 +242,7 @@ def make_key(path: str | Path) -> str:
     """
     key = X25519PrivateKey.generate()
     pem = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
         stream.write(pem)
@@ -288,9 +286,7 @@ def read_pinned(path: str | Path) -> dict[int, bytes]:
     try:
         pinned = {int(k): bytes.fromhex(v) for k, v in json.loads(Path(path).read_text()).items()}
     except (AttributeError, OSError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{PINNED_KEYS} must be a JSON file of nodes and keys, got {error}."
-        ) from error
+        raise ValueError(f"{PINNED_KEYS} must be JSON of nodes and keys, got {error}.") from error
     for node, key in pinned.items():
         if len(key) != _KEY or key == _NONE:
             raise ValueError(

@@ -257,23 +257,18 @@ def _run(
         strategy=SimpleNamespace(configure_fit=lambda *_: calls, aggregate_fit=aggregate_fit),
         client_manager=SimpleNamespace(num_available=lambda: len(calls)),
     )
-    grid = cast(Grid, exchanges)
-    if not workflow.setup_stage(grid, context, state):
-        return []
-    if not workflow.share_keys_stage(grid, context, state):
+    given = cast(Grid, exchanges), context, state
+    if not (workflow.setup_stage(*given) and workflow.share_keys_stage(*given)):
         return []
     # Flower would go on to ask for shares of keys that clients lost until here never shared.
     state.sampled_node_ids = set(state.active_node_ids)
     for neighbors in state.nid_to_neighbours.values():
         neighbors.intersection_update(state.sampled_node_ids)
-    state.nid_to_fitins = {
-        node: RecordDict(dict(message.content)) for node, (_, message) in asked.items()
-    }
-    if not workflow.collect_masked_vectors_stage(grid, context, state):
+    state.nid_to_fitins = {node: RecordDict(dict(m.content)) for node, (_, m) in asked.items()}
+    masked = workflow.collect_masked_vectors_stage(*given)
+    if not masked or len(state.active_node_ids) < min_clients:
         return []
-    if len(state.active_node_ids) < min_clients:
-        return []
-    return results if workflow.unmask_stage(grid, context, state) else []
+    return results if workflow.unmask_stage(*given) else []
 
 
 class _Exchanges:

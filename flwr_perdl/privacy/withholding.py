@@ -114,5 +114,4 @@ class SupportRule(NamedTuple):
             return np.ones(self.n_terms.shape, dtype=bool)
         # the longest term's share is 1 here
         among_others = MOST_OF_ONE * self.shares >= 1
-        allowed: NDArray[np.bool_] = (self.n_terms >= min_support) & among_others
-        return allowed
+        return (self.n_terms >= min_support) & among_others

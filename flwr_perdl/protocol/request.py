@@ -238,6 +238,12 @@ class Combine:
         """Each group's model: its arrays, and which of their entries stay."""
         return [[(array, fixed_entries(array)) for array in model] for model in self._starts]
 
+    def begun(self, reply: Reply) -> list[Start]:
+        """Return what a reply's arrays began from, or raise a ValueError."""
+        if self.group is not None:
+            check_group(self.group, reply, len(self._models))
+        return self._models[self._label(reply)]
+
     def check(self, reply: Reply) -> None:
         """Accept arrays of the shapes that are asked for, and the number of a group."""
         check_shapes([array.shape for array in self.expected], reply)

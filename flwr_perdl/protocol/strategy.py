@@ -31,6 +31,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     NEW_STATE,
+    Limits,
     Reply,
     read_reply,
     scalars,
@@ -480,7 +481,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             limits, names = run.limits, () if evaluation else run.record.array_names
 
             def read(reply: Message) -> Reply:
-                return read_reply(reply.content, limits, with_arrays=not evaluation, names=names)
+                if evaluation:
+                    return read_reply(reply.content, limits, with_arrays=False)
+                return self._read_trained(reply.content, limits, names)
 
             good, lost = self._gathered or read_replies(self._sent, replies, read)
             phase = "aggregate_evaluate" if evaluation else "aggregate_train"
@@ -490,6 +493,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if report is not None:
             self._tell(report)
         return report
+
+    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
+        """Return what a reply to training says."""
+        return read_reply(content, limits, names=names)
 
     def _check_returned(self, arrays: ArrayRecord) -> None:
         """Refuse a model that is not the one that the last aggregation returned.

@@ -73,11 +73,9 @@ def moment(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
     thetas, Q = ask.arrays[:2]
     found, chosen = np.zeros((len(X), *Q.shape), Q.dtype), _misfits(X, y, ask)
     if chosen.any():
-        estimate, transpose = str(ask.options["estimate"]), bool(ask.options["transpose"])
+        estimate, turn = str(ask.options["estimate"]), bool(ask.options["transpose"])
         mine = (X, y) if chosen.all() else (X[chosen], y[chosen])
-        found[chosen] = moments.residual_moment(
-            *mine, thetas, Q, estimate=estimate, transpose=transpose
-        )
+        found[chosen] = moments.residual_moment(*mine, thetas, Q, estimate=estimate, transpose=turn)
     return found
 
 

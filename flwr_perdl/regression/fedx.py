@@ -121,9 +121,8 @@ def local_changes(
             ahead = ahead - size * stacked.gradient(X, y, ahead)
         return ahead - theta
     if not isinstance(loss, SquaredLoss):
-        return np.stack(
-            [_proximal(*own, float(size), loss) for own in zip(X, y, theta, strict=True)]
-        )
+        each = zip(X, y, theta, strict=True)
+        return np.stack([_proximal(*own, float(size), loss) for own in each])
     n, d = X.shape[1:]
     across, scale = X.swapaxes(1, 2), size / X.dtype.type(n)
     if n <= d:
@@ -373,11 +372,7 @@ def count_replaced(before: Matrix, now: Matrix) -> Matrix:
 
 
 def adapt(
-    settings: TwoPhase,
-    state: Refining,
-    answers: Answers,
-    points: Matrix,
-    rng: np.random.Generator,
+    settings: TwoPhase, state: Refining, answers: Answers, points: Matrix, rng: np.random.Generator
 ) -> Refining | Descent:
     """Drop, merge and add models as the clients need them; a Descent is to find further ones.
 

@@ -127,9 +127,7 @@ def check_points(X: Matrix, y: Matrix, *, ndim: int = 2) -> tuple[Matrix, Matrix
     X = check_array("X", X, ndim=max(ndim, 2))
     y = check_array("y", y, ndim=X.ndim - 1)
     if y.shape != X.shape[:-1]:
-        raise ValueError(
-            f"y must have shape {X.shape[:-1]}, a response per row of X, got {y.shape}."
-        )
+        raise ValueError(f"y must have shape {X.shape[:-1]}, one per row of X, got {y.shape}.")
     if not X.shape[-2]:
         raise ValueError(f"X must have at least 1 row, got shape {X.shape}.")
     with np.errstate(over="ignore"):  # infinite in float32: rejected

@@ -78,10 +78,6 @@ def _check_clusters(name: str, value: Any) -> int | str:
     return "auto" if checks.is_auto(name, value) else check_count(name, value, 1, MOST_CLUSTERS)
 
 
-def _check_robust(_: str, value: Any) -> str:
-    return checks.check_robust(value, aggregate.RULES)
-
-
 def _check_options(options: Any) -> None:
     """Raise an error if an option breaks its rule, or is given where it does nothing.
 
@@ -106,9 +102,7 @@ def reject_unused(options: Any, where: str, *names: str, **harmless: Any) -> Non
     for name in (*names, *harmless):
         default, given = getattr(type(options), name), getattr(options, name)
         if given not in (default, harmless.get(name, default)):
-            raise ValueError(
-                f"{name} must be left out {where}, where it does nothing, got {given}."
-            )
+            raise ValueError(f"{name} must be left out {where}: it does nothing, got {given}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +276,7 @@ class TwoPhase:
     phase_1: MomentDescent = DESCENT
     phase_2: Refinement = REFINEMENT
     max_clusters: int = option(8, _COUNT)
-    robust: bool | str = option(False, _check_robust)
+    robust: bool | str = option(False, lambda _, rule: checks.check_robust(rule, aggregate.RULES))
     start: str = option("fedmd", _choice("fedmd", "random", "one-shot"))
 
     def __post_init__(self) -> None:

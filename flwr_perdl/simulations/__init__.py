@@ -1,5 +1,6 @@
 """Federations in one process: a Flower grid without Ray, and splits of data over clients."""
 
 from flwr_perdl.simulations.grid import InProcessGrid
+from flwr_perdl.simulations.partition import Partition, imbalanced_partition, natural_partition
 
-__all__ = ["InProcessGrid"]
+__all__ = ["InProcessGrid", "Partition", "imbalanced_partition", "natural_partition"]

@@ -24,7 +24,7 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.core.threads import in_threads
 from flwr_perdl.protocol import compat
@@ -115,9 +115,8 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
     ) -> None:
         check_kind("app", app, ClientApp, "a ClientApp")
         check_count("num_nodes", num_nodes, 1, _MOST_NODES)
-        for name, given in (("node_config", node_config), ("faults", faults)):
-            if given is not None and not callable(given):
-                raise TypeError(f"{name} must be a function or None, got {given!r}.")
+        check_function("node_config", node_config)
+        check_function("faults", faults)
         check_kind("run_config", run_config, (Mapping, type(None)), "a mapping or None")
         check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.app = app

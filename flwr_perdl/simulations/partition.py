@@ -7,14 +7,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import check_count, check_real, check_rng
+from flwr_perdl.core.checks import as_array, check_count, check_real, check_rng
 
 MAX_TEST = 1000
 _GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
 
 
 class Partition(NamedTuple):
-    """Each client's images, and a held-out part."""
+    """Each client's images, and a held-out part.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.simulations import natural_partition
+    >>> split = natural_partition(np.repeat([7, 9], 20), 2, 5, np.random.default_rng(0))
+    >>> split.labels, [len(indices) for indices in split.clients], len(split.test)
+    ([7, 9], [5, 5], 4)
+    """
 
     #: Indices of each client's images.
     clients: list[NDArray[np.intp]]
@@ -49,6 +58,24 @@ def imbalanced_partition(
         Draws the split.
     share : float, default 0.9
         Share of a client's own label, of which it must have at least one image.
+
+    Returns
+    -------
+    Partition
+
+    Raises
+    ------
+    ValueError
+        If an argument breaks its rule, or there are too few images for the clients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.simulations import imbalanced_partition
+    >>> y = np.arange(100) % 2
+    >>> split = imbalanced_partition(y, 2, 20, np.random.default_rng(0))
+    >>> [y[indices].tolist().count(1) for indices in split.clients]
+    [2, 18]
     """
     y = _labels("y", y)
     check_count("n_clients", n_clients, 1, len(y))
@@ -66,8 +93,8 @@ def imbalanced_partition(
     n_own = round(share * size)
     if n_own < 1:
         raise ValueError(
-            f"data must have more images: {len(y)}, the rarest label {counts.min()} times, are too "
-            f"few for {n_clients} clients."
+            f"y must have more images: {len(y)}, the rarest label {counts.min()} times, are too "
+            f"few for n_clients={n_clients}."
         )
     order = rng.permutation(len(y))
     free = np.ones(len(y), dtype=bool)
@@ -105,6 +132,20 @@ def natural_partition(
     -------
     Partition
         Its ``labels`` are the clients' numbers in ``owners``.
+
+    Raises
+    ------
+    ValueError
+        If an argument breaks its rule, or fewer than ``n_clients`` have two images.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.simulations import natural_partition
+    >>> owners = np.repeat([7, 8, 9], [20, 5, 30])
+    >>> split = natural_partition(owners, 2, 100, np.random.default_rng(0))
+    >>> [set(owners[indices].tolist()) for indices in split.clients]
+    [{9}, {7}]
     """
     owners = _labels("owners", owners)
     check_count("n_clients", n_clients, 1)
@@ -114,7 +155,8 @@ def natural_partition(
     able = np.argsort(-counts, kind="stable")[:n_clients]
     if len(able) < n_clients or counts[able].min() < 2:
         raise ValueError(
-            f"data must have {n_clients} clients with 2 images or more, got {(counts > 1).sum()}."
+            f"owners must have n_clients={n_clients} clients with 2 images or more, got "
+            f"{(counts > 1).sum()}."
         )
     clients, test = [], []
     for name in names[able]:
@@ -127,7 +169,7 @@ def natural_partition(
 
 def _labels(name: str, values: Any) -> NDArray[np.integer[Any]]:
     """Return a vector of integers, or raise a ValueError that says what it must be."""
-    array = np.asarray(values)
+    array = as_array(name, values)
     if array.ndim != 1 or not len(array) or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
             f"{name} must be a vector of integers, one per image, got shape {array.shape} of "

@@ -73,11 +73,6 @@ def is_orthogonal(reply: Reply) -> bool:
     return reply.metrics.get("orthogonal") == 1
 
 
-def are_orthonormal(atoms: Matrix) -> bool:
-    """Return whether atoms are orthonormal, but for rounding."""
-    return bool(np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5))
-
-
 def atoms_of(reply: Reply) -> int:
     """Return how many atoms a client has, whether it sends them or not."""
     return int(reply.metrics.get("n_atoms", len(reply.arrays[0])))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import ClassVar, Unpack
 
 import numpy as np
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
+from flwr_perdl.clients.transport import HALF, TRANSPORT, Transport
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
+    check_choice,
     check_kind,
     check_real,
     check_robust,
@@ -20,9 +23,11 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
 from flwr_perdl.core.npy import as_file
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import ProtocolRun
-from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
+from flwr_perdl.protocol.driver import Plan, ProtocolRun
+from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.records import ARRAYS, CONFIG, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
@@ -159,17 +164,31 @@ class ModelStrategy(ProtocolStrategy):
         "reuse_last_reply": OLD,
         "clusters": "one model is for all: use ClusteredFedAvg",
     }
+    needs: ClassVar[tuple[Needs, ...]] = (
+        Needs(("compression",), "robust", (False, "mean"), "rules compare whole changes"),
+    )
 
     def __init__(
         self,
         optimizer: Momentum | Adam | None,
         robust: str | bool,
+        transport: str | None,
+        compression: TopK | None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        kinds = (Momentum, Adam, type(None))
+        wires = (HALF.name,)
+        self.transport = None if transport is None else check_choice("transport", transport, wires)
+        kinds = (TopK, type(None))
+        self.compression = check_kind("compression", compression, kinds, "a TopK or None")
+        share = None if compression is None else compression.share
+        check_support(self, {"robust": robust, "compression": compression})
+        self._wire: Transport | None = None
+        if transport is not None or share is not None:
+            self._wire = Transport(transport is not None, share)
+        steps = (Momentum, Adam, type(None))
         self.optimizer: Momentum | Adam | None = check_kind(
-            "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
+            "optimizer", optimizer, steps, "a Momentum, Adam or Yogi, or None"
         )
         self.robust = check_robust(robust, RULES)
 
@@ -182,6 +201,33 @@ class ModelStrategy(ProtocolStrategy):
         """Return the names of the model's arrays, once a run is on."""
         run = self._running().record
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
+
+    def _sent_names(self) -> list[str]:
+        """Return the names of the arrays that clients send."""
+        return self._array_names()
+
+    def _ask(
+        self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
+    ) -> list[Message]:
+        """Return a message per client, in as few bytes as the options say."""
+        messages, request = super()._ask(plan, nodes, message_type, config), self._running().request
+        if self._wire is not None:
+            changes = request is not None and request.models is not None
+            wire = replace(self._wire, changes=changes and message_type == MessageType.TRAIN)
+            for content in {id(one.content): one.content for one in messages}.values():
+                content[ARRAYS], dtypes = wire.shortened(content.array_records[ARRAYS])
+                told = {TRANSPORT: str(replace(wire, dtypes=dtypes))}
+                content[CONFIG] = ConfigRecord({**content.config_records[CONFIG], **told})
+        return messages
+
+    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
+        """Return what a reply to training says, changes as the model that they make."""
+        request = self._running().request
+        models = None if request is None else request.models
+        if self._wire is None or models is None:
+            return super()._read_trained(content, limits, names)
+        reply = read_reply(content, limits._replace(expect=None))
+        return self._wire.received(reply, models.begun(reply), self._sent_names())
 
     def take_step(
         self,

@@ -67,6 +67,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
@@ -187,6 +188,12 @@ class ClusteredFedAvg(ModelStrategy):
         clusters that few choose are reported.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
+    transport : {"float16"}, optional
+        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
+        every array has its own dtype on the wire.
+    compression : TopK, optional
+        Clients send the largest entries of their changes, and the rest in later rounds; not with
+        ``robust``.
     privacy : Noise, optional
         As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then count alike.
     **options
@@ -229,6 +236,9 @@ class ClusteredFedAvg(ModelStrategy):
 
     unsupported: ClassVar = {"secure": SECURE, "reuse_last_reply": OLD}
     needs = (
+        *ModelStrategy.needs,
+        Needs(("privacy",), "transport", (None,), "noise is for sums of whole changes"),
+        Needs(("privacy",), "compression", (None,), "noise is for sums of whole changes"),
         Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
     )
@@ -248,11 +258,13 @@ class ClusteredFedAvg(ModelStrategy):
         proximal_mu: float | None = None,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
+        transport: str | None = None,
+        compression: TopK | None = None,
         max_clusters: int = 8,
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, **options)
+        super().__init__(optimizer, robust, transport, compression, **options)
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         check_support(self, locals())

@@ -375,9 +375,7 @@ class Diagnosis(ShownAsCalled):
         all_of_them = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
         clients = [p for p, has_all in zip(partitions, all_of_them, strict=True) if has_all]
         if "fedavg" not in found or len(clients) < 2:
-            raise ValueError(
-                f"at least 2 clients must evaluate all candidates, got {len(clients)}."
-            )
+            raise ValueError(f"2 clients or more must evaluate all candidates, got {len(clients)}.")
         scores = np.stack([own[all_of_them] for own in found.values()])
         best, taken = _taken(scores)
         drawn = rng.integers(len(clients), size=(_DRAWS, len(clients)))
@@ -395,9 +393,7 @@ class Diagnosis(ShownAsCalled):
         write = WRITE[choice].format(private=parts.get(choice))
         sure = f"taken in {confidence:.0%} of draws of the clients"
         sentence = f"{write} (median {self.metric} {typical[choice]}; {why}; {sure})."
-        return Diagnosed(
-            choice, sentence, confidence, values, clients, groups, self.higher_is_better
-        )
+        return Diagnosed(choice, sentence, confidence, values, clients, groups, sign > 0)
 
 
 def _is_better_higher(metric: str) -> bool:

@@ -36,6 +36,7 @@ from flwr.serverapp import Grid
 
 from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import NEW_STATE
@@ -68,6 +69,12 @@ class Ditto(ModelStrategy):
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.core.aggregate`.
+    transport : {"float16"}, optional
+        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
+        every array has its own dtype on the wire.
+    compression : TopK, optional
+        Clients send the largest entries of their changes, and the rest in later rounds; not with
+        ``robust``.
     **options
         See `ServerOptions`.
 
@@ -122,9 +129,11 @@ class Ditto(ModelStrategy):
         *,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
+        transport: str | None = None,
+        compression: TopK | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, **options)
+        super().__init__(optimizer, robust, transport, compression, **options)
         self.pull = check_real("pull", pull, 0, 1)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:

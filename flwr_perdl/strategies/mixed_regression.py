@@ -336,9 +336,8 @@ class OneShotClustering(_MixedRegression):
         robust: str | bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(
-            TwoPhase(n_clusters, phase_2=phase_2, robust=robust, start="one-shot"), options
-        )
+        phases = TwoPhase(n_clusters, phase_2=phase_2, robust=robust, start="one-shot")
+        super().__init__(phases, options)
 
 
 def _request(ask: Ask, count: int) -> Request:

@@ -57,15 +57,7 @@ from typing import ClassVar, Literal, Unpack
 import numpy as np
 
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
-from flwr_perdl.clients.perma import (
-    ATOMS,
-    PERMA,
-    REFINE_STEPS,
-    SENDS,
-    START,
-    STATISTICS,
-    UPDATE,
-)
+from flwr_perdl.clients.perma import ATOMS, PERMA, REFINE_STEPS, SENDS, START, STATISTICS, UPDATE
 from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
 from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
@@ -82,7 +74,6 @@ from flwr_perdl.protocol.request import Protocol, Request, State, Summed
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
-    are_orthonormal,
     atoms_kind,
     check_dictionary,
     given_atoms,
@@ -350,7 +341,8 @@ class PerMA(ProtocolStrategy):
             raise ValueError(
                 f"initial_arrays must have n_global={self.n_global} atoms, got {len(atoms)}."
             )
-        return {"global_atoms": atoms, "orthogonal": np.array(are_orthonormal(atoms))}
+        orthogonal = np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5)  # but for rounding
+        return {"global_atoms": atoms, "orthogonal": np.array(orthogonal)}
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
@@ -423,10 +415,8 @@ class PerMA(ProtocolStrategy):
         if self._only_sums:  # the mean's rows are shorter the less the clients agree
             seen = np.any(stack[0] != 0, axis=1)
             return finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
-        weights, method = replies.sizes, self.aggregation
-        found = aggregate_atoms(
-            stack, current, method=method, weights=weights, orthogonal=orthogonal
-        )
+        weights, rule = replies.sizes, self.aggregation
+        found = aggregate_atoms(stack, current, method=rule, weights=weights, orthogonal=orthogonal)
         return _note(replies, found)
 
 

@@ -42,11 +42,11 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.personalized import (
     KEPT,
+    Part,
     check_patterns,
-    matched,
-    warn_of_unmatched,
 )
 from flwr_perdl.core.checks import Matrix, check_flag
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
@@ -79,6 +79,9 @@ class PersonalizedFedAvg(ModelStrategy):
     ----------
     private : str or sequence of str
         Names of the private arrays, or patterns of them as in ``fnmatch``.
+    share : str or sequence of str
+        Instead, names or patterns of the shared arrays: ``share=["*lora*"]``, and all others are
+        private.
     alternate : bool, default False
         FedRep: in each round a client trains its private arrays while the shared ones are fixed,
         then the shared ones while its own are fixed. See Notes.
@@ -88,6 +91,12 @@ class PersonalizedFedAvg(ModelStrategy):
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.core.aggregate`.
+    transport : {"float16"}, optional
+        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
+        every array has its own dtype on the wire.
+    compression : TopK, optional
+        Clients send the largest entries of their changes, and the rest in later rounds; not with
+        ``robust``.
     **options
         See `ServerOptions`.
 
@@ -143,17 +152,22 @@ class PersonalizedFedAvg(ModelStrategy):
 
     def __init__(
         self,
-        private: str | Sequence[str],
+        private: str | Sequence[str] = (),
         *,
+        share: str | Sequence[str] = (),
         alternate: bool = False,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
+        transport: str | None = None,
+        compression: TopK | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, **options)
-        self.private = check_patterns("private", private)
-        if not self.private:
-            raise ValueError("private must name at least one array, got none.")
+        super().__init__(optimizer, robust, transport, compression, **options)
+        part = Part.of("private", private, share)
+        if part is None:
+            raise ValueError("private, or share, must name at least one array, got none.")
+        self.private, self._part = check_patterns("private", private), part
+        self.share = check_patterns("share", share)
         self.alternate = check_flag("alternate", alternate)
         self._is_private: list[bool] = []
         #: Who has a private part, and who is asked in this round: not a part of the state, since
@@ -164,8 +178,8 @@ class PersonalizedFedAvg(ModelStrategy):
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         listed = list(names)
-        own = matched("private", self.private, listed) if listed else []
-        warn_of_unmatched("private", self.private, listed)
+        own = self._part.private(listed) if listed else []
+        self._part.warn(listed)
         self._is_private = [name in own for name in listed]
         self._known, self._asked_now = set(), set()
         return super().open(initial, listed)
@@ -206,6 +220,10 @@ class PersonalizedFedAvg(ModelStrategy):
             pairs = zip(model, self._is_private, strict=True)
             model = [array if private else next(rest) for array, private in pairs]
             state = {**pack_model(model, memory), _PRIVATE: state[_PRIVATE]}
+
+    def _sent_names(self) -> list[str]:
+        """Return the names of the arrays that are shared."""
+        return self._shared(self._array_names())
 
     def _shared(self, all_of_them: Sequence[Any]) -> list[Any]:
         """Return what belongs to shared arrays of a list with an entry per array."""

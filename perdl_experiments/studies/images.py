@@ -52,7 +52,7 @@ from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.protocol.request import FAILED as FAILED_REPLY
 from flwr_perdl.protocol.request import REFUSED
 from flwr_perdl.random import DATA, SERVER, spawn
-from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
+from flwr_perdl.simulations import imbalanced_partition, natural_partition
 from flwr_perdl.strategies import PerMA, RoundReport, client_report
 from perdl_experiments.baselines import (
     GENEROSITY,

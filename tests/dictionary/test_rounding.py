@@ -20,6 +20,7 @@ from flwr_perdl.dictionary import (
     Learner,
     MODLearner,
     OrthogonalLearner,
+    aggregate_statistics,
     atom_support,
     global_matching,
     omp,
@@ -28,7 +29,6 @@ from flwr_perdl.dictionary import (
     update_weights,
     warm_start,
 )
-from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.privacy import may_send
 
 Rng = np.random.Generator

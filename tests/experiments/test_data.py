@@ -3,7 +3,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
+from flwr_perdl.simulations import imbalanced_partition, natural_partition
 from perdl_experiments.data import load_images, planted_clients
 
 
@@ -69,9 +69,9 @@ def test_natural_clients_keep_their_own_images():
     used = np.concatenate([*parts.clients, parts.test])
     assert len(set(used)) == len(used)
     assert sorted(owners[parts.test]) == [3, 5, 5, 5, 5, 7, 7, 7, 7]
-    with pytest.raises(ValueError, match=r"^data"):
+    with pytest.raises(ValueError, match=r"^owners"):
         natural_partition(owners, 5, 20, np.random.default_rng(0))
-    with pytest.raises(ValueError, match=r"^data"):
+    with pytest.raises(ValueError, match=r"^owners"):
         natural_partition(np.array([0, 0, 1]), 2, 20, np.random.default_rng(0))
 
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.partition import imbalanced_partition
+from flwr_perdl.simulations import InProcessGrid, imbalanced_partition
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.cli import app
 from perdl_experiments.data import load_images

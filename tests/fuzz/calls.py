@@ -179,6 +179,17 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "FlowerNetwork": {"fraction_evaluate": lambda: 0.0},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
+    "aggregate_statistics": {"stack": lambda: np.stack([_atoms(), 2 * _atoms()])},
+    "imbalanced_partition": {
+        "y": lambda: np.arange(40) % 2,
+        "n_clients": lambda: 2,
+        "n_samples": lambda: 5,
+    },
+    "natural_partition": {
+        "owners": lambda: np.repeat([3, 8], 20),
+        "n_clients": lambda: 2,
+        "n_samples": lambda: 5,
+    },
     "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
     "cluster_anchors": {"n_clusters": lambda: 3},
     "estimate_alone": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
