@@ -59,7 +59,7 @@ PREFIX = "perdl.private."
 INNER, UNSENT, OWN = "/app", "/unsent", "/own"
 #: Runs whose folders are kept, the newest ones; how many of them one Flower run may begin, and
 #: where ``context.state``, which lasts as long as a Flower run, has which those are.
-_RUNS, _RUNS_BEGUN = 128, 48
+_RUNS, _RUNS_BEGUN = 128, 16
 _BEGUN = "perdl.runs-on-disk"
 #: Seconds without a word from it after which a run is taken for given up: thirty days.
 _STANDSTILL = 30 * 86400.0
@@ -197,7 +197,7 @@ class PrivateState:
     ValueError
         If the token has more than 256 characters. When files are read or written: if the key in the
         environment is no key, or not theirs; if one is of another version of this library; if there
-        is a symbolic link in place of a folder; if this Flower run has begun 48 runs and this is
+        is a symbolic link in place of a folder; if this Flower run has begun 16 runs and this is
         another one.
 
     Examples
@@ -217,8 +217,11 @@ class PrivateState:
         check_kind("store", store, (StateStore, type(None)), "a StateStore or None")
         if len(check_kind("run", run, str, "a text")) > _TOKEN:
             raise ValueError(f"run must have at most {_TOKEN} characters, got {len(run)}.")
+        base, slash, inside = run.partition("/")
+        if slash and slash + inside not in (INNER, UNSENT, OWN):
+            raise ValueError(f"run must be a token without '/', got {run!r}.")
         self._records = context.state
-        self._run = run
+        self._run, self._base = run, base
         self._name = f"{PREFIX}{run}"
         self._store = store
         self._held = _by_round(context.state.get(self._name, {}))
@@ -277,9 +280,8 @@ class PrivateState:
         self._held = {r: self._held[r] for r in before}
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
-        run = self._name.partition("/")[0]
         for name in [name for name in self._records if name.startswith(PREFIX)]:
-            if name == self._name or name.partition("/")[0] != run:
+            if name == self._name or name.partition("/")[0] != PREFIX + self._base:
                 del self._records[name]
         self._records[self._name] = named([*kept.values()], kept)
 
@@ -308,7 +310,8 @@ class PrivateState:
     def _begin(self, store: StateStore, folder: Path) -> None:
         """Make a run's folder, and delete the oldest ones."""
         begun = self._records.config_records.get(_BEGUN, ConfigRecord())
-        if len(begun) >= _RUNS_BEGUN:
+        own = run_folder(store, self._base).name  # a run has four folders at most
+        if len(begun) >= _RUNS_BEGUN and own not in begun:
             raise ValueError(
                 f"a Flower run must begin at most {_RUNS_BEGUN} runs of a client that keeps its "
                 "state on disk, got another one."
@@ -319,10 +322,10 @@ class PrivateState:
         for path in others:
             if path in others[: -_RUNS + 1] or path.stat().st_mtime < old:
                 rmtree(path, ignore_errors=True)
-        for own in (store.folder, folder):
-            own.mkdir(parents=True, exist_ok=True)
-            own.chmod(0o700)
-        begun[folder.name] = True
+        for path in (store.folder, folder):
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o700)
+        begun[own] = True
         self._records[_BEGUN] = begun
 
     def _read(self, store: StateStore, round_: int) -> PrivateArrays | None:

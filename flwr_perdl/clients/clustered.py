@@ -43,13 +43,13 @@ ALL_ALIKE = "models-alike"
 @step(CLUSTERED, ALONE)
 def train_alone(local: Local, request: StepRequest) -> StepResult:
     """Train the model that came several times in a row."""
-    model = request.received
+    model, names = request.received, request.names
     for _ in range(check_count(N_FITS, request.config.get(N_FITS), 1, MOST_FITS)):
-        trained = local.fit(model)
-        model = trained.sent
+        trained = local.fit(model, names)
+        model, names = trained.sent, trained.names
     # An evaluation that fails would be noticed rounds later, when models are to be chosen.
-    _evaluations(local, [Model(0, request.names, trained.sent)])
-    return StepResult(model, trained.num_examples, trained.metrics)
+    _evaluations(local, [Model(0, names, model)])
+    return StepResult(model, trained.num_examples, trained.metrics, names=names)
 
 
 @step(CLUSTERED, MEASURE)
@@ -70,9 +70,13 @@ def choose(local: Local, request: StepRequest) -> StepResult:
         choice |= {ALL_ALIKE: 1} if losses.min() == losses.max() else {}
     number, names, arrays = models[chosen]
     trained = local.fit(arrays, names)
-    metrics = {**trained.metrics, CLUSTER: number, **choice}
+    metrics, given = (
+        {**trained.metrics, CLUSTER: number, **choice},
+        dict(zip(names, arrays, strict=True)),
+    )
+    start = [given[name] for name in trained.names]
     sent, n = trained.sent, trained.num_examples
-    return StepResult(sent, n, metrics, names=names, start=arrays)
+    return StepResult(sent, n, metrics, names=trained.names, start=start)
 
 
 @step(CLUSTERED, EVALUATE, kind=EVALUATE)

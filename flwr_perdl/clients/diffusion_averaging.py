@@ -22,10 +22,13 @@ from flwr_perdl.clients.neighbor_relay import (
     ANNOUNCE,
     EXCHANGE,
     SHOW,
+    STATE,
     DiffusionClient,
+    Kept,
 )
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEALED, SEED, Scalar, encode
@@ -86,7 +89,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
         options["compression"] = COMPRESSIONS[kind](**own_options)
     learner = AveragingOptions(**options)
     first = [model[name] for name in shared]
-    program = learner.program(lambda node: app, initial=first, array_names=shared)
+    program = learner.program(lambda node: app, initial=first, array_names=shared, in_files=True)
     node = _Node(program, local.context, max_delay=about["max_delay"])
     node.has_start = bool(start)
     node.shows = "state" if about["shows"] is True else "observed"
@@ -131,4 +134,7 @@ class _Node(DiffusionClient):
                 "arrays must end with the model to begin with, got none: this node keeps no state "
                 "from before, and without a state-dir in its node config a restart loses it."
             )
-        return super()._kept(arrays)
+        if arrays is None:
+            return super()._kept(arrays)
+        fields = [name.removeprefix(STATE) for name in arrays if name.startswith(STATE)]
+        return Kept.from_arrays(arrays, state_type(tuple(fields)))  # a start would take as long

@@ -45,6 +45,7 @@ from flwr_perdl.core.models import check_trained, fixed_entries
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
+    AGAIN,
     ALTERNATE,
     LEFT_OUT,
     METRICS,
@@ -280,7 +281,9 @@ class KeepPrivate:
         run = str(config.get(RUN, context.run_id))
         store = private_store(context, _ALGORITHM)
         state = PrivateState(context, run, store)
-        kept = state.before(round_) if kind == MessageType.TRAIN else state.after(round_)
+        # A step may train several times; what it evaluates before, the round before has trained.
+        again = bool(config.pop(AGAIN, kind != MessageType.TRAIN))
+        kept = state.after(round_) if again else state.before(round_)
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
         first = _first_names(context, store) if self._by_position else part.names
         if first not in (None, part.names):

@@ -94,6 +94,8 @@ def _layout(
 def whole_file(array: Array) -> bytes | None:
     """Return the bytes of the file that an array is the view of, None if it is of none."""
     data = array.base
+    while isinstance(data, np.ndarray):  # of a view, as one with another first axis
+        data = data.base
     if not isinstance(data, bytes) or not array.flags.c_contiguous:
         return None
     header = file_header(array.dtype, array.shape)

@@ -425,15 +425,16 @@ class AveragingOptions:
         *,
         initial: Sequence[Array] | Any = None,
         array_names: Sequence[str] = (),
+        in_files: bool = False,
     ) -> AveragingProgram:
         """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
 
         ``clients`` and ``initial`` are those of `diffusion_averaging`; ``array_names`` are the
-        names of a list's arrays, by default those of an ArrayRecord, or "0", "1", ….
+        names of a list's arrays, by default those of an ArrayRecord, or "0", "1", …; ``in_files``
+        is that of `AveragingProgram`.
         """
-        if self.compression is not None:
-            return CompressedProgram(self, clients, initial, array_names)
-        return AveragingProgram(self, clients, initial, array_names)
+        kind = AveragingProgram if self.compression is None else CompressedProgram
+        return kind(self, clients, initial, array_names, in_files)
 
 
 def _disagreement(state: Any, living: NDArray[np.bool_]) -> float:

@@ -48,7 +48,7 @@ from flwr.app import (
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import file_of, view_file
-from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
+from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, new_array, new_record
 
 __all__ = [
     "EVALUATE",
@@ -88,6 +88,8 @@ MEASURING = "perdl.evaluate."
 #: that has them, and wants left out of replies; whether to train in two steps, as FedRep.
 LEFT_OUT = "perdl.left-out"
 ALTERNATE = "perdl.alternate"
+#: In a request that a step makes to the app's handlers: whether these have trained in this step.
+AGAIN = "perdl.again"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
 #: The communication round; Flower's own strategies use this name.
@@ -305,7 +307,9 @@ def encode(array: Matrix) -> Array:
     """
     array = np.asarray(array)
     dtype = _NAMES.get(array.dtype)
-    return Array(array) if dtype is None else Array(dtype, array.shape, NPY, file_of(array))
+    if dtype is None:
+        return Array(array)
+    return new_array(dtype, array.shape, NPY, file_of(array))
 
 
 def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:
@@ -337,9 +341,7 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     """
     numbers = map(str, range(len(arrays)))
     found = next((each for each in names if len(each) == len(arrays)), numbers)
-    record = ArrayRecord()  # made from a mapping it would have copies of the arrays
-    record.update(zip(found, arrays, strict=True))
-    return record
+    return new_record(dict(zip(found, arrays, strict=True)))
 
 
 def in_order(record: ArrayRecord, names: Collection[str]) -> dict[str, Array]:
@@ -636,10 +638,9 @@ def _check_forms(arrays: Sequence[Matrix], expected: Sequence[Matrix]) -> None:
         raise ValueError(f"wrong shapes or dtypes: {forms} are asked for, got {found}")
 
 
-def _numbers(views: Sequence[Matrix], limits: Limits) -> list[Matrix]:
-    """Return copies of arrays that are no model, checked."""
+def _numbers(arrays: list[Matrix], limits: Limits) -> list[Matrix]:
+    """Return arrays that are no model, checked."""
     known = FLOATS if limits.expect is not None else DTYPES
-    arrays = [view.copy("A") for view in views]
     for position, array in enumerate(arrays):
         if array.dtype not in known:
             raise ValueError(f"array {position} has dtype {array.dtype}, not float32 or float64")

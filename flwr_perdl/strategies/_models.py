@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from logging import WARNING
-from typing import ClassVar, Unpack
+from itertools import cycle
+from logging import INFO, WARNING
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp.strategy import Result
 
+from flwr_perdl.clients.personalized import KEPT, Part, check_patterns
 from flwr_perdl.clients.transport import HALF, TRANSPORT, Transport
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
@@ -27,7 +31,7 @@ from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import ARRAYS, CONFIG, Limits, Reply, read_reply
+from flwr_perdl.protocol.records import ARRAYS, CONFIG, LEFT_OUT, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
@@ -170,22 +174,34 @@ class ModelStrategy(ProtocolStrategy):
 
     def __init__(
         self,
+        *,
         optimizer: Momentum | Adam | None,
         robust: str | bool,
         transport: str | None,
         compression: TopK | None,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
+        self._part = Part.of("private", private, share)
+        self.private = check_patterns("private", private)
+        self.share = check_patterns("share", share)
+        self._is_private: list[bool] = []
+        #: Who has a private part, who is asked in this round, and to whom none is sent: not a part
+        #: of the state, since clients may lose theirs while a run is not on.
+        self._known: set[int] = set()
+        self._asked_now: set[int] = set()
+        self._cut: set[int] = set()
         wires = (HALF.name,)
         self.transport = None if transport is None else check_choice("transport", transport, wires)
         kinds = (TopK, type(None))
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
-        share = None if compression is None else compression.share
+        top = None if compression is None else compression.share
         check_support(self, {"robust": robust, "compression": compression})
         self._wire: Transport | None = None
-        if transport is not None or share is not None:
-            self._wire = Transport(transport is not None, share)
+        if transport is not None or top is not None:
+            self._wire = Transport(transport is not None, top)
         steps = (Momentum, Adam, type(None))
         self.optimizer: Momentum | Adam | None = check_kind(
             "optimizer", optimizer, steps, "a Momentum, Adam or Yogi, or None"
@@ -195,21 +211,70 @@ class ModelStrategy(ProtocolStrategy):
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         self._names = list(names) or list(map(str, range(len(initial))))
+        self._known, self._asked_now, self._cut = set(), set(), set()
+        own: list[str] = []
+        if self._part is not None and initial:
+            own = self._part.private(self._names)
+            self._part.warn(self._names)
+        self._is_private = [name in own for name in self._names]
         return super().open(initial, names)
+
+    def _run_rounds(self, *arguments: Any) -> Result:
+        """Take the rounds, and say what the result is not."""
+        evaluate_fn = arguments[5]
+        if self._part is not None:
+            log(
+                INFO if evaluate_fn is None else WARNING,
+                "Private arrays are the initial ones in the result%s: clients have their own.",
+                "" if evaluate_fn is None else " and for evaluate_fn",
+            )
+        return super()._run_rounds(*arguments)
 
     def _array_names(self) -> list[str]:
         """Return the names of the model's arrays, once a run is on."""
         run = self._running().record
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
 
-    def _sent_names(self) -> list[str]:
-        """Return the names of the arrays that clients send."""
-        return self._array_names()
+    def shared(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return what belongs to shared arrays of a list with an entry per array, of any models."""
+        if self._part is None:
+            return list(arrays)
+        pairs = zip(arrays, cycle(self._is_private), strict=False)
+        return [one for one, private in pairs if not private]
+
+    def whole(self, model: Sequence[Matrix], shared: Sequence[Matrix]) -> list[Matrix]:
+        """Return a model with other shared arrays."""
+        if self._part is None:
+            return list(shared)
+        rest, pairs = iter(shared), zip(model, self._is_private, strict=True)
+        return [array if private else next(rest) for array, private in pairs]
+
+    def trained_by(self, replies: Collection[int]) -> None:
+        """Note that clients have trained: they have a private part of their own."""
+        self._known = (self._known - self._asked_now) | set(replies)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The metrics of a client that keeps what it is to keep."""
+        return () if self._part is None else (KEPT,)
 
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
-        """Return a message per client, in as few bytes as the options say."""
+        """Return a message per client, in as few bytes as the options say.
+
+        Private arrays are in it only for clients that have none of their own.
+        """
+        if self._part is not None:
+            self._cut = self._known & plan.arrays.keys()
+            cut = {id(own): self.shared(own) for own in plan.arrays.values()}
+            # The plan's own table, from which reports count what was sent.
+            plan.arrays.update({who: cut[id(plan.arrays[who])] for who in self._cut})
+            names = zip(self._array_names(), self._is_private, strict=True)
+            left_out = json.dumps([name for name, private in names if private])
+            config = ConfigRecord({**config, LEFT_OUT: left_out})
+            if message_type == MessageType.TRAIN:
+                self._asked_now = set(plan.arrays)
         messages, request = super()._ask(plan, nodes, message_type, config), self._running().request
         if self._wire is not None:
             changes = request is not None and request.models is not None
@@ -220,6 +285,11 @@ class ModelStrategy(ProtocolStrategy):
                 content[CONFIG] = ConfigRecord({**content.config_records[CONFIG], **told})
         return messages
 
+    def _names_of(self, plan: Plan, partition: int) -> list[str]:
+        """Return the names of a model's arrays that a client receives."""
+        names = self._array_names()
+        return self.shared(names) if partition in self._cut else names
+
     def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
         """Return what a reply to training says, changes as the model that they make."""
         request = self._running().request
@@ -227,7 +297,7 @@ class ModelStrategy(ProtocolStrategy):
         if self._wire is None or models is None:
             return super()._read_trained(content, limits, names)
         reply = read_reply(content, limits._replace(expect=None))
-        return self._wire.received(reply, models.begun(reply), self._sent_names())
+        return self._wire.received(reply, models.begun(reply), self.shared(self._array_names()))
 
     def take_step(
         self,

@@ -188,6 +188,9 @@ class ClusteredFedAvg(ModelStrategy):
         clusters that few choose are reported.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
+    private, share : str or sequence of str, default ()
+        Names of arrays that stay at the clients, or of those that alone are sent, as in
+        `PersonalizedFedAvg`: groups whose members have, say, a head each.
     transport : {"float16"}, optional
         How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
         every array has its own dtype on the wire.
@@ -238,6 +241,8 @@ class ClusteredFedAvg(ModelStrategy):
     needs = (
         *ModelStrategy.needs,
         Needs(("privacy",), "transport", (None,), "noise is for sums of whole changes"),
+        Needs(("privacy",), "private", ((), []), "the sum is of the whole model"),
+        Needs(("privacy",), "share", ((), []), "the sum is of the whole model"),
         Needs(("privacy",), "compression", (None,), "noise is for sums of whole changes"),
         Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
@@ -261,10 +266,20 @@ class ClusteredFedAvg(ModelStrategy):
         transport: str | None = None,
         compression: TopK | None = None,
         max_clusters: int = 8,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, transport, compression, **options)
+        super().__init__(
+            optimizer=optimizer,
+            robust=robust,
+            transport=transport,
+            compression=compression,
+            private=private,
+            share=share,
+            **options,
+        )
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         check_support(self, locals())
@@ -336,7 +351,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _names_of(self, plan: Plan, partition: int) -> Collection[str]:
         """Return the names of a client's models: after the number of the cluster their own."""
-        names, request = self._array_names(), self._running().request
+        names, request = super()._names_of(plan, partition), self._running().request
         if plan.step == ALONE:
             return names
         numbers = [*range(len(plan.arrays[partition]) // len(names))]
@@ -396,8 +411,10 @@ class ClusteredFedAvg(ModelStrategy):
             ALONE,
             model,
             {**self._config(), N_FITS: self.start_rounds},
-            expect=model,
+            metrics=self.needed,
+            expect=self.shared(model),
         )
+        self.trained_by(replies)
         return self._group(model, replies)
 
     def _perturb(self, model: list[Matrix], k: int) -> list[list[Matrix]]:
@@ -448,16 +465,19 @@ class ClusteredFedAvg(ModelStrategy):
         everything = _flat(models)
         known = {p: models[j] for p, (j, at) in chosen.items() if choice <= at < round_}
         # Line 8: the driver calls it, for `replies.combined` below.
-        combine = Combine(start=models, rule=self.robust, group=CLUSTER)
+        starts = [self.shared(model) for model in models]
+        combine = Combine(start=starts, rule=self.robust, group=CLUSTER)
         replies = yield Request(  # line 5; clients: lines 6-7
             CHOOSE,
             everything,
             self._config(),
             state,
             per_client=(lambda partition: known.get(partition, everything)) if known else None,
+            metrics=self.needed,
             combine=combine,
             summed=Summed(models[0], "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,
         )
+        self.trained_by(replies)
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:
             self._report_few(k, replies, first=not round_)
@@ -470,12 +490,14 @@ class ClusteredFedAvg(ModelStrategy):
             )
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained, memory = {chosen[p][0] for p in replies}, unpack_model(state, MEMORY)
-        size = len(memory) // k
+        size, names = len(memory) // k, self.shared(self._array_names())
         steps = [
-            self.take_step(old, new, memory[j * size : (j + 1) * size])
-            for j, (old, new) in enumerate(zip(models, replies.combined, strict=True))
+            self.take_step(old, new, memory[j * size : (j + 1) * size], names)
+            for j, (old, new) in enumerate(zip(starts, replies.combined, strict=True))
         ]
-        moved = [steps[j][0] if j in trained else models[j] for j in range(k)]
+        moved = [
+            self.whole(models[j], steps[j][0]) if j in trained else models[j] for j in range(k)
+        ]
         return _state(moved, round_ + 1, chosen, _flat(kept for _, kept in steps))
 
     def _report_few(self, k: int, replies: Replies, *, first: bool) -> None:
@@ -504,7 +526,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _group(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from what the clients learned alone."""
-        combine = Combine(start=model, rule=self.robust)
+        combine = Combine(start=self.shared(model), rule=self.robust)
         changes = combine.changes(replies)
         most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)
         if most > len(replies):
@@ -525,7 +547,7 @@ class ClusteredFedAvg(ModelStrategy):
         most = min(most, len(changes))
         if self.start_from == "anchors":
             anchors = partitions[updates.choose_anchors(changes, most, robust)].tolist()
-            return _state([replies[partition].arrays for partition in anchors])
+            return _state([self.whole(model, replies[p].arrays) for p in anchors])
         groups = updates.nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
@@ -533,7 +555,8 @@ class ClusteredFedAvg(ModelStrategy):
         if robust and self.k == _AUTO:
             combine = replace(combine, rule="clip")
         members = [partitions[groups.members[j]].tolist() for j in wanted]
-        models = [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
+        means = [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
+        models = [self.whole(model, mean) for mean in means]
         if self.k != _AUTO:
             return _state(models)
         table = np.column_stack([partitions, groups.of.T])

@@ -133,7 +133,13 @@ class Ditto(ModelStrategy):
         compression: TopK | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, transport, compression, **options)
+        super().__init__(
+            optimizer=optimizer,
+            robust=robust,
+            transport=transport,
+            compression=compression,
+            **options,
+        )
         self.pull = check_real("pull", pull, 0, 1)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:

@@ -31,26 +31,15 @@ the server leaves out.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from logging import INFO, WARNING
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MessageType
-from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.personalized import (
-    KEPT,
-    Part,
-    check_patterns,
-)
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.network.compression import TopK
-from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ALTERNATE, LEFT_OUT
+from flwr_perdl.protocol.records import ALTERNATE
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
     MEMORY,
@@ -162,37 +151,18 @@ class PersonalizedFedAvg(ModelStrategy):
         compression: TopK | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, transport, compression, **options)
-        part = Part.of("private", private, share)
-        if part is None:
-            raise ValueError("private, or share, must name at least one array, got none.")
-        self.private, self._part = check_patterns("private", private), part
-        self.share = check_patterns("share", share)
-        self.alternate = check_flag("alternate", alternate)
-        self._is_private: list[bool] = []
-        #: Who has a private part, and who is asked in this round: not a part of the state, since
-        #: clients may lose theirs while a run is not on.
-        self._known: set[int] = set()
-        self._asked_now: set[int] = set()
-
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
-        """Begin a run, or take it up from its checkpoint."""
-        listed = list(names)
-        own = self._part.private(listed) if listed else []
-        self._part.warn(listed)
-        self._is_private = [name in own for name in listed]
-        self._known, self._asked_now = set(), set()
-        return super().open(initial, listed)
-
-    def _run_rounds(self, *arguments: Any) -> Result:
-        """Take the rounds, and say what the result is not."""
-        evaluate_fn = arguments[5]
-        log(
-            INFO if evaluate_fn is None else WARNING,
-            "Private arrays are the initial ones in the result%s: clients have their own.",
-            "" if evaluate_fn is None else " and for evaluate_fn",
+        super().__init__(
+            optimizer=optimizer,
+            robust=robust,
+            transport=transport,
+            compression=compression,
+            private=private,
+            share=share,
+            **options,
         )
-        return super()._run_rounds(*arguments)
+        if self._part is None:
+            raise ValueError("private, or share, must name at least one array, got none.")
+        self.alternate = check_flag("alternate", alternate)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
@@ -202,49 +172,13 @@ class PersonalizedFedAvg(ModelStrategy):
         self._is_private = state[_PRIVATE].tolist()
         config = {ALTERNATE: True} if self.alternate else {}
         while True:
-            model = unpack_model(state)
-            shared = self._shared(model)
+            model, memory = unpack_model(state), unpack_model(state, MEMORY)
+            shared = self.shared(model)
+            combine = Combine(start=shared, rule=self.robust)
             replies = yield Request(
-                TRAIN,
-                model,
-                config,
-                state,
-                metrics=(KEPT,),
-                combine=Combine(start=shared, rule=self.robust),
+                TRAIN, model, config, state, metrics=self.needed, combine=combine
             )
-            self._known = (self._known - self._asked_now) | set(replies)
-            names = self._shared(self._array_names())
-            memory = unpack_model(state, MEMORY)
+            self.trained_by(replies)
+            names = self.shared(self._array_names())
             moved, memory = self.take_step(shared, replies.combined, memory, names)
-            rest = iter(moved)
-            pairs = zip(model, self._is_private, strict=True)
-            model = [array if private else next(rest) for array, private in pairs]
-            state = {**pack_model(model, memory), _PRIVATE: state[_PRIVATE]}
-
-    def _sent_names(self) -> list[str]:
-        """Return the names of the arrays that are shared."""
-        return self._shared(self._array_names())
-
-    def _shared(self, all_of_them: Sequence[Any]) -> list[Any]:
-        """Return what belongs to shared arrays of a list with an entry per array."""
-        pairs = zip(all_of_them, self._is_private, strict=True)
-        return [one for one, private in pairs if not private]
-
-    def _ask(
-        self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
-    ) -> list[Message]:
-        """Return a message per client, without private arrays for those that have their own."""
-        run = self._running().record
-        shared = self._shared(run.model)
-        # The plan's own table, from which reports count what was sent.
-        plan.arrays.update(dict.fromkeys(self._known & plan.arrays.keys(), shared))
-        names = [*zip(run.array_names, self._is_private, strict=True)]
-        left_out = json.dumps([name for name, private in names if private])
-        if message_type == MessageType.TRAIN:
-            self._asked_now = set(plan.arrays)
-        return super()._ask(plan, nodes, message_type, ConfigRecord({**config, LEFT_OUT: left_out}))
-
-    def _names_of(self, plan: Plan, partition: int) -> list[str]:
-        """Return the names of the arrays that a client receives."""
-        names = self._running().record.array_names
-        return names if len(plan.arrays[partition]) == len(names) else self._shared(names)
+            state = {**pack_model(self.whole(model, moved), memory), _PRIVATE: state[_PRIVATE]}

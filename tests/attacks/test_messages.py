@@ -49,10 +49,10 @@ class Server:
     def answer_to(self, dictionary: np.ndarray) -> np.ndarray:
         """Return what the node makes of a dictionary: all it hears, from a neighbor of no data."""
         table = np.array([[0.0, 0.0, 1.0, 4.0]])
-        rest = np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS, N_FEATURES))
-        reply, _, metrics = self.ask([table, dictionary[None], *rest])
+        rest = np.zeros(N_ATOMS), np.zeros(N_ATOMS), np.zeros((N_ATOMS, N_FEATURES))
+        reply, _, metrics = self.ask([table, dictionary, *rest])
         assert metrics == {"floats": 54}
-        return reply[0][0]
+        return reply[0]
 
 
 def removals(server: Server, a: np.ndarray, b: np.ndarray, n_steps: int) -> list[np.ndarray]:
@@ -109,8 +109,8 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
     (card, letter), _, metrics = server.ask([NOBODY, *cards], **{"perdl.sealed": True})
     assert letter.size == 0
     assert metrics["rejected-0"] == 1
-    own = np.eye(N_ATOMS, N_FEATURES)[None]
-    rest = np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS, N_FEATURES))
+    own = np.eye(N_ATOMS, N_FEATURES)
+    rest = np.zeros(N_ATOMS), np.zeros(N_ATOMS), np.zeros((N_ATOMS, N_FEATURES))
     forged = impostor.seal((own, *rest), 2, 1, card)
     table = np.array([[0.0, 0.0, 1.0, 1.0]])
     (_, letter), _, metrics = server.ask([table, *cards, forged], **{"perdl.sealed": True})

@@ -145,7 +145,7 @@ def test_messages_between_neighbors_have_the_dtypes_of_the_model(method: str) ->
     net = DIRECTED if method == "push_sum" else RING
     weights = {"weights": push_weights(net)} if method == "push_sum" else {}
     strategy = DiffusionAveraging(net, method=method, metrics=["counter", "var", "loss"], **weights)
-    start(strategy)
+    grid, _ = start(strategy)
     floats = [array for array in MODEL.values() if array.dtype.kind == "f"]
     n_bytes = sum(array.nbytes for array in MODEL.values() if array.dtype.kind != "b")
     corrected = sum(array.nbytes for array in floats) - 2 * MODEL["bn.running_var"].nbytes
@@ -153,6 +153,12 @@ def test_messages_between_neighbors_have_the_dtypes_of_the_model(method: str) ->
     received = strategy.result.curves["bytes-received"]
     degrees = np.asarray(net.adjacency.sum(axis=1)).ravel()
     np.testing.assert_array_equal(received, np.tile(degrees * (n_bytes + extra), (ROUNDS, 1)))
+    sent = [array for reply in grid.replies for array in reply.content.get("arrays", {}).values()]
+    assert sum(array.numpy().nbytes for array in sent) == N * ROUNDS * (n_bytes + extra)
+    asked = [
+        array for request in grid.asked for array in request.content.get("arrays", {}).values()
+    ]
+    assert {id(array.data) for array in sent} <= {id(array.data) for array in asked}  # handed on
     curves = strategy.result.curves
     last = curves["evaluate-counter"][-1]
     assert (last == 5 + 3 * ROUNDS).all()
