@@ -18,6 +18,7 @@ from flwr_perdl.clients.local import Local, StepRequest, StepResult, unsaid
 from flwr_perdl.clients.own_models import ADAPT, COMPARE
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
+from flwr_perdl.core.npy import as_file
 from flwr_perdl.protocol.records import EVALUATE, NEW_STATE, encode, with_loss
 
 DITTO, TRAIN = "ditto", "train"
@@ -33,8 +34,8 @@ def train(local: Local, request: StepRequest) -> StepResult:
     own = _own(kept, given)
     sent = local.fit(request.received, state="shared")  # evaluations see the own model's state
     trained = local.fit(own).arrays
-    pulled = [_pulled(*one, pull) for one in zip(request.names, trained, given, strict=True)]
-    keep = {f"{i:06d}": array for i, array in enumerate(pulled)}
+    each = enumerate(zip(request.names, trained, given, strict=True))
+    keep = {f"{i:06d}": as_file(_pulled(*one, pull)) for i, one in each}
     metrics = {**sent.metrics, NEW_STATE: int(kept is None)}
     return StepResult(sent.sent, sent.num_examples, metrics, keep)
 

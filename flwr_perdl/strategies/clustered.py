@@ -36,7 +36,7 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
@@ -378,12 +378,12 @@ class ClusteredFedAvg(ModelStrategy):
         run, names = self._running().record, self._array_names()
         return to_record(run.model[j * len(names) : (j + 1) * len(names)], names)
 
-    def _names_of(self, plan: Plan, partition: int) -> Collection[str]:
+    def _names_of(self, plan: Plan, partition: int) -> list[str]:
         """Return the names of a client's models: after the number of the cluster their own."""
         names, request = super()._names_of(plan, partition), self._running().request
         if plan.step == ALONE:
             return names
-        numbers = range(len(plan.arrays[partition]) // len(names))
+        numbers = [*range(len(plan.arrays[partition]) // len(names))]
         if plan.step == CHOOSE and len(numbers) == 1 and request is not None:
             state = request.state or {}
             numbers = [j for p, j, _ in state[_CHOSEN].tolist() if p == partition] or numbers
