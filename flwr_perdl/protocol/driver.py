@@ -514,7 +514,7 @@ class ProtocolRun:
     def conclude_after(self, replies: Mapping[int, Reply], lost: Mapping[int, Lost]) -> RoundReport:
         """Note the replies to such a step."""
         self._log_lost(lost)
-        report = self._report(Replies(replies), lost)
+        report = self._report(replies, lost, {})
         self._remember(report)
         return report
 
