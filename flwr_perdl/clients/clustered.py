@@ -22,7 +22,7 @@ import numpy as np
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Evaluated, Local, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_count
-from flwr_perdl.protocol.records import EVALUATE, Scalar, with_loss
+from flwr_perdl.protocol.records import AGAIN, EVALUATE, Scalar, with_loss
 
 CLUSTERED = "clustered"
 ALONE, MEASURE, CHOOSE = "train-alone", "measure-models", "cluster"
@@ -44,8 +44,8 @@ ALL_ALIKE = "models-alike"
 def train_alone(local: Local, request: StepRequest) -> StepResult:
     """Train the model that came several times in a row."""
     model = request.received
-    for _ in range(check_count(N_FITS, request.config.get(N_FITS), 1, MOST_FITS)):
-        trained = local.fit(model)
+    for i in range(check_count(N_FITS, request.config.get(N_FITS), 1, MOST_FITS)):
+        trained = local.fit(model, **({AGAIN: True} if i else {}))  # private arrays move on, too
         model = trained.sent
     # An evaluation that fails would be noticed rounds later, when models are to be chosen.
     _evaluations(local, request.names, [array[None] for array in trained.arrays])

@@ -5,6 +5,7 @@ Any client, and any ClientApp, is two functions to it: training and evaluation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -242,7 +243,10 @@ class Local:
         found = content.get(ARRAYS)
         if not isinstance(found, ArrayRecord):
             raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
-        trained = [*in_order(found, names).values()]
+        # What the server leaves out and yet has sent, once, goes back as it came.
+        left_out = json.loads(str(self._request.config.get(LEFT_OUT, "[]")))
+        sent = {name: array for name, array in zip(names, model, strict=True) if name in left_out}
+        trained = [*in_order({**sent, **found}, names).values()]
         shapes, wanted = ([tuple(array.shape) for array in some] for some in (trained, model))
         if shapes != wanted:
             raise ValueError(f"fit must return arrays of shapes {wanted}, got {shapes}.")

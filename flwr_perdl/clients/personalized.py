@@ -44,6 +44,7 @@ from flwr_perdl.core.models import check_trained, fixed_entries
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
+    AGAIN,
     ALTERNATE,
     LEFT_OUT,
     METRICS,
@@ -231,7 +232,8 @@ class KeepPrivate:
         run = str(config.get(RUN, context.run_id))
         store = private_store(context, _ALGORITHM)
         state = PrivateState(context, run, store)
-        kept = state.before(round_) if kind == MessageType.TRAIN else state.after(round_)
+        begins = kind == MessageType.TRAIN and not config.pop(AGAIN, False)
+        kept = state.before(round_) if begins else state.after(round_)
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
         first = _first_names(context, store) if self._by_position else part.names
         if first not in (None, part.names):
@@ -292,7 +294,8 @@ class KeepPrivate:
                 "and without a state-dir in its node config a restart loses what it kept."
             )
         names = list(given) if kept is None else _read_names(kept[_NAMES])
-        private = matched("patterns", self.patterns, names)
+        # Where the server leaves out all arrays, the client trains alone.
+        private = names if left_out == names else matched("patterns", self.patterns, names)
         if not set(left_out) <= set(private):
             raise ValueError(
                 f"patterns must match all that the server leaves out, {_list(left_out)}, got "

@@ -88,6 +88,8 @@ MEASURING = "perdl.evaluate."
 #: that has them, and wants left out of replies; whether to train in two steps, as FedRep.
 LEFT_OUT = "perdl.left-out"
 ALTERNATE = "perdl.alternate"
+#: That a training goes on from the private arrays after another one of the same round.
+AGAIN = "perdl.again"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
 #: The communication round; Flower's own strategies use this name.
@@ -346,7 +348,7 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     return record
 
 
-def in_order(record: ArrayRecord, names: Collection[str]) -> dict[str, Array]:
+def in_order(record: Mapping[str, Array], names: Collection[str]) -> dict[str, Array]:
     """Return a record's arrays in the order of these names, if it has just these; else in its."""
     return {name: record[name] for name in (names if record.keys() == set(names) else record)}
 
