@@ -31,6 +31,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.core.threads import n_threads, one_blas_thread
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import Diagnosed, Diagnosis, Ditto, ServerSettings
+from flwr_perdl.strategies.diagnosis import _FineTunedPart
 from perdl_experiments.studies import configure, find, personal
 from perdl_experiments.studies._network import NAMES, random_network
 
@@ -126,10 +127,13 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
         strategies = {
             name: personal.strategies(ROUNDS)[method][""] for name, method in CANDIDATES.items()
         }
-        strategies["ditto"] = Ditto(server=ServerSettings(evaluate_every=ROUNDS))
+        last = ServerSettings(evaluate_every=ROUNDS)
+        strategies["ditto"] = Ditto(server=last)
+        strategies["head-fine-tuned"] = _FineTunedPart(["head.*"], ROUNDS // 2, server=last)
+        strategies["clusters-head"] = personal.strategies(ROUNDS)["clustered"][""]
         found = {}
         for name, strategy in strategies.items():
-            method = CANDIDATES.get(name, "ditto")
+            method = "fedper" if name == "clusters-head" else CANDIDATES.get(name, "ditto")
             measured, shared = personal.federated(clients, model, method, strategy, ROUNDS)
             found[name] = float(np.mean([each["accuracy"] for each in measured.values()]))
             if name == "fedavg":

@@ -16,6 +16,7 @@ nothing to choose, one model comes, as FedAvg sends it, after the number of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,8 @@ def train_alone(local: Local, request: StepRequest) -> StepResult:
     """Train the model that came several times in a row."""
     model = request.received
     for i in range(check_count(N_FITS, request.config.get(N_FITS), 1, MOST_FITS)):
-        trained = local.fit(model, **({AGAIN: True} if i else {}))  # private arrays move on, too
+        again: dict[str, Any] = {AGAIN: True} if i else {}  # private arrays go on, too
+        trained = local.fit(model, **again)
         model = trained.sent
     # An evaluation that fails would be noticed rounds later, when models are to be chosen.
     _evaluations(local, request.names, [array[None] for array in trained.arrays])
