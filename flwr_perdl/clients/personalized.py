@@ -354,7 +354,8 @@ class KeepPrivate:
                 "and without a state-dir in its node config a restart loses what it kept."
             )
         names = list(given) if kept is None else _read_names(kept[_NAMES])
-        private = self.part.private(names)
+        # Where the server leaves out all arrays, the client trains alone.
+        private = names if left_out == names else self.part.private(names)
         if not set(left_out) <= set(private):
             raise ValueError(
                 f"{self.part.argument} must keep all that the server leaves out, "
