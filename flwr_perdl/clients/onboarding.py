@@ -17,7 +17,7 @@ from flwr_perdl.clients.own_models import (
     kept_model,
     own_state,
 )
-from flwr_perdl.core.checks import check_count, check_kind
+from flwr_perdl.core.checks import check_count, check_kind, check_list
 from flwr_perdl.protocol.compat import become_server, stamp
 from flwr_perdl.protocol.records import (
     ARRAYS,
@@ -79,16 +79,20 @@ def adapt(
     >>> own.to_numpy_ndarrays()
     [array([0.875])]
     """
-    check_kind("app", app, AnsweringApp, "a ClientApp of client_app")
+    answering: AnsweringApp = check_kind("app", app, AnsweringApp, "a ClientApp of client_app")
     check_kind("context", context, Context, "a Context")
     check_count("fits", fits, 0, MOST_FITS)
     check_count("seed", seed)
     shared = getattr(result, "shared", result)
-    models = [shared] if isinstance(shared, ArrayRecord) else list(shared)
+    models = [shared] if isinstance(shared, ArrayRecord) else list(check_list("result", shared))
+    for model in models:
+        check_kind("result", model, ArrayRecord, "ArrayRecords, or what has them as shared")
+    if not models:
+        raise ValueError("result must have a model, got none.")
     arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
     round_ = own_state(context, _RUN).last_round + 1
     told: dict[str, Any] = {PROTOCOL: OWN_MODELS, STEP: ADAPT, ROUND: round_, SEED: seed, RUN: _RUN}
-    told |= {N_FITS: fits, FROZEN: app.keeps_private}
+    told |= {N_FITS: fits, FROZEN: answering.keeps_private}
     content = RecordDict({ARRAYS: named([*arrays.values()], [*arrays]), CONFIG: ConfigRecord(told)})
     become_server(context.run_id)  # a message is made by a server's process alone
     message = Message(content, context.node_id, MessageType.TRAIN)

@@ -355,7 +355,7 @@ class KeepPrivate:
             )
         names = list(given) if kept is None else _read_names(kept[_NAMES])
         # Where the server leaves out all arrays, the client trains alone.
-        private = names if left_out == names else self.part.private(names)
+        private = names if left_out and left_out == names else self.part.private(names)
         if not set(left_out) <= set(private):
             raise ValueError(
                 f"{self.part.argument} must keep all that the server leaves out, "

@@ -52,7 +52,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,11 +133,12 @@ class Averaged(NamedTuple):
     dropped_by: dict[int, list[int]]
     own: Any = None
 
-    def model_of(self, client: int | str, state_dir: str | Path | None = None) -> Any:
+    def model_of(self, client: int | str, state_dir: Any = None) -> Any:
         """Return a node's own model, on Flower as `flwr_perdl.strategies.Learned.model_of`."""
-        if self.own is not None and client not in self.models:
+        models: Mapping[Any, Any] = self.models
+        if self.own is not None and client not in models:
             return self.own.model_of(client, state_dir)
-        return self.models[client]
+        return models[client]
 
 
 def diffusion_averaging(

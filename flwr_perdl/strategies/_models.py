@@ -35,7 +35,7 @@ from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import ARRAYS, CONFIG, LEFT_OUT, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
-from flwr_perdl.strategies._own_models import EndsWithModels, Learned
+from flwr_perdl.strategies._own_models import EndsWithModels
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
@@ -238,11 +238,6 @@ class ModelStrategy(EndsWithModels):
         """Return the names of the model's arrays, once a run is on."""
         run = self._running().record
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
-
-    @property
-    def result(self) -> Learned:
-        """What the run has learned so far."""
-        return Learned(self._presented(), self.own)
 
     def private_names(self) -> list[str]:
         """Return the names of the arrays that stay at the clients."""

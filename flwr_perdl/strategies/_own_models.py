@@ -64,7 +64,8 @@ class Own:
 
     def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model, see `Learned.model_of`."""
-        known = {**{name: p for p, name in self.names.items()}, **{p: p for p in self.names}}
+        known: dict[int | str, int] = {name: p for p, name in self.names.items()}
+        known |= {p: p for p in self.names}
         if client not in known or self.find is None:
             raise ValueError(
                 f"client must be one of the run, by its partition or name, got {client!r}."
@@ -130,9 +131,8 @@ class Learned:
 class EndsWithModels(ProtocolStrategy):
     """A strategy whose clients end with a model of their own."""
 
-    #: The protocol whose steps its clients take after the run, and how their own model is found.
+    #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
-    find_own: ClassVar[Find | None] = None
     fine_tune: int = 0
     _initial: Sequence[Matrix] = ()
     _contexts: Mapping[int, Context]
@@ -151,6 +151,11 @@ class EndsWithModels(ProtocolStrategy):
         nodes = self._everybody(grid)
         if self.fine_tune and all(report.step != ADAPT for report in self.history):
             self._after(grid, nodes, ADAPT, {N_FITS: self.fine_tune})
+
+    @property
+    def find_own(self) -> Find | None:
+        """How a client's whole model is found, None where it is the shared one, but for a part."""
+        return None
 
     def shared_models(self) -> list[list[Matrix]]:
         """Return the models of which a client takes one, none if the server has none."""
@@ -289,13 +294,14 @@ class EndsWithModels(ProtocolStrategy):
         context = self._contexts.get(client)
         if state_dir is not None:
             name = run.names.get(client, str(client))
-            who = {PARTITION_ID: client, **({} if name == str(client) else {NAME: name})}
-            context = Context(0, 0, {**who, "state-dir": str(state_dir)}, RecordDict(), {})
+            who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
+            who |= {} if name == str(client) else {NAME: name}
+            context = Context(0, 0, who, RecordDict(), {})
         model = self._model_for(client)
         own: dict[str, Array] | None = None
         if context is not None:
             base = model or dict(to_record(self._initial, names))
-            own = kept_model(context, run.token, base, find=type(self).find_own)
+            own = kept_model(context, run.token, base, find=self.find_own)
         if own is None and (model is None or self.private_names() or self.find_own is not None):
             raise ValueError(
                 f"client must keep its own arrays in this process, or state_dir must be where it "

@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config, kept_model
-from flwr_perdl.clients.own_models import MOST_FITS
+from flwr_perdl.clients.own_models import MOST_FITS, Find
 from flwr_perdl.clients.personalized import Part, check_patterns
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
@@ -117,7 +117,6 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
     """
 
     protocol_name = after_protocol = AVERAGING
-    find_own = staticmethod(kept_model)
     unsupported: ClassVar = {
         "secure": "no server sums: sealed hides the messages from it",
         "privacy": "neighbors receive a node's own model, not a sum",
@@ -184,6 +183,11 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         if self._learned is None:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
         return self._learned._replace(own=self.own)
+
+    @property
+    def find_own(self) -> Find | None:
+        """How a node's own model is found."""
+        return kept_model
 
     def _array_names(self) -> list[str]:
         return self._names

@@ -35,6 +35,7 @@ from typing import ClassVar, Unpack
 from flwr.serverapp import Grid
 
 from flwr_perdl.clients.ditto import DITTO, PULL, kept_model
+from flwr_perdl.clients.own_models import Find
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
@@ -51,6 +52,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Learned
 
 
 class Ditto(ModelStrategy):
@@ -121,7 +123,6 @@ class Ditto(ModelStrategy):
     """
 
     protocol_name = after_protocol = DITTO
-    find_own = staticmethod(kept_model)
     unsupported: ClassVar = {
         **ModelStrategy.unsupported,
         "private": "each client has a whole model of its own: use PersonalizedFedAvg",
@@ -147,6 +148,16 @@ class Ditto(ModelStrategy):
             **options,
         )
         self.pull = check_real("pull", pull, 0, 1)
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned so far."""
+        return Learned(self._presented(), self.own)
+
+    @property
+    def find_own(self) -> Find | None:
+        """How a client's own model is found."""
+        return kept_model
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""

@@ -51,6 +51,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Learned
 
 #: The name in a checkpoint of which arrays are private.
 _PRIVATE = "private"
@@ -168,6 +169,11 @@ class PersonalizedFedAvg(ModelStrategy):
         if self._part is None:
             raise ValueError("private, or share, must name at least one array, got none.")
         self.alternate = check_flag("alternate", alternate)
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned so far."""
+        return Learned(self._presented(), self.own)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
