@@ -1,15 +1,19 @@
-"""Arrays of results and checkpoints as safetensors files (extra ``safetensors``)."""
+"""Results, arrays and checkpoints as files that other programs read (extra ``safetensors``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+from flwr_perdl import __version__
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_kind
 from flwr_perdl.core.extras import load_extra
@@ -17,26 +21,44 @@ from flwr_perdl.protocol.checkpoint import part
 
 __all__ = ["load", "save"]
 
-Arrays = Mapping[str, NDArray[Any]]
+#: Files that `save` makes of a result, and what its card begins with.
+_MADE = re.compile(r"(shared|(cluster|client)-\d+)\.(safetensors|npz)")
+_TITLE = "# Models of a federated run\n"
 
 
-def save(path: str | Path, source: ArrayRecord | Arrays | str | Path) -> None:
-    """Write arrays to a safetensors file: afterwards it holds all of them, or what it held.
+def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) -> None:
+    """Write arrays to a safetensors file, or a run's models to a folder.
+
+    A file holds afterwards all of the arrays, or what it held. A folder gets:
+
+    - ``shared``, or a file per cluster: ``cluster-0``, ``cluster-1``, ...: what a new client begins
+      with;
+    - ``client-3``: the own model of client 3, for every client that has one and whose model is at
+      hand. A client without a file has the shared model, or that of its cluster;
+    - ``README.md``, a card: from which run the models are, which file is whose, and what
+      ``strategy.compare`` measured.
+
+    These files end with .safetensors where that library is installed, else with .npz. They replace
+    those of an earlier result. A client's own model may reveal its data: protect it as you do them.
 
     Parameters
     ----------
     path : str or Path
-        The file; its folder is made when missing.
-    source : ArrayRecord, mapping of str to ndarray, str or Path
+        The file or folder, made when missing, with the folders above it.
+    source : ArrayRecord, mapping of str to ndarray, str, Path, or what a strategy's ``result`` is
         What to write: ``result.arrays`` of a run, arrays by name, or an ``.npz`` file such as
-        arrays.npz of a finished run or a checkpoint, of which the model is written.
+        arrays.npz of a finished run or a checkpoint, of which the model is written. Of
+        ``strategy.result`` with a method ``model_of`` a folder is written.
+    state_dir : str or Path, optional
+        Where a result's clients keep their state, see `flwr_perdl.strategies.Learned.model_of`.
 
     Raises
     ------
     ValueError, TypeError
-        If ``source`` is nothing of this, or has arrays of a dtype that such a file has not.
+        If ``source`` is nothing of this, or has arrays of a dtype that such a file has not, or the
+        folder has a README.md of another kind.
     ImportError
-        If safetensors is not installed.
+        If safetensors is not installed, for a file.
 
     Examples
     --------
@@ -44,17 +66,133 @@ def save(path: str | Path, source: ArrayRecord | Arrays | str | Path) -> None:
     >>> save("model.safetensors", "runs/digits/arrays.npz")  # doctest: +SKIP
     >>> load("model.safetensors")["global_atoms"].shape  # doctest: +SKIP
     (24, 64)
+    >>> save("models", strategy.result)  # doctest: +SKIP
+    >>> load("models/client-3.safetensors")["head.weight"].shape  # doctest: +SKIP
+    (10, 32)
     """
-    library = _library()
     path = Path(check_kind("path", path, (str, Path), "a path"))
+    if hasattr(source, "model_of"):
+        _save_result(path, source, state_dir)
+        return
     kinds = (ArrayRecord, Mapping, str, Path)
-    check_kind("source", source, kinds, "an ArrayRecord, arrays by name, or a path")
+    check_kind("source", source, kinds, "an ArrayRecord, arrays by name, a path, or a result")
     if isinstance(source, str | Path):
-        named: dict[str, Any] = _members(Path(source))
+        named: dict[str, Any] = _members(Path(source), "source")
     elif isinstance(source, ArrayRecord):
-        named = {name: array.numpy() for name, array in source.items()}
+        named = _values(source)
     else:
         named = dict(source)
+    _write(path, named)
+
+
+def load(path: str | Path) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a safetensors or .npz file by name.
+
+    Raises
+    ------
+    ValueError
+        If it is no such file, or has arrays of a dtype that NumPy has not, such as bfloat16.
+    ImportError
+        If safetensors is not installed, for such a file.
+
+    Examples
+    --------
+    >>> from flwr_perdl.export import load
+    >>> arrays = load("model.safetensors")  # doctest: +SKIP
+    """
+    path = Path(check_kind("path", path, (str, Path), "a path"))
+    if path.suffix == ".npz":
+        return _members(path, "path")
+    library = _library()
+    try:
+        return dict(library.load_file(path))
+    except Exception as error:
+        raise ValueError(
+            "path must be a safetensors file with arrays of dtypes that NumPy has, got "
+            f"{str(path)!r}: {error}."
+        ) from error
+
+
+def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> None:
+    """Write a file per model of a result, and the card."""
+    if getattr(result, "own", None) is None:
+        raise TypeError(f"source must be a strategy's result, got {type(result).__name__}.")
+    card = folder / "README.md"
+    ours = not card.exists() or card.read_text("utf-8", "replace").startswith(_TITLE)
+    if not ours or (folder.exists() and not folder.is_dir()):
+        raise ValueError(
+            f"path must be a folder, new or without a README.md of its own, got {str(folder)!r}."
+        )
+    suffix = ".npz" if find_spec("safetensors") is None else ".safetensors"
+    models = getattr(result, "shared", [])  # none where models stay at the nodes
+    if isinstance(models, ArrayRecord):
+        shared, about = {f"shared{suffix}": models}, "what all clients share"
+    else:
+        shared = {f"cluster-{j}{suffix}": model for j, model in enumerate(models)}
+        about = "the model of a cluster"
+    made, whose = [(file, about) for file in shared], []
+    for file, model in shared.items():
+        _write(folder / file, _values(model))
+    for client, name in result.own.names.items():
+        try:
+            own = result.model_of(client, state_dir)
+        except ValueError:
+            whose.append((client, name, "not at hand"))
+            continue
+        file = next((one for one, model in shared.items() if _same(own, model)), "")
+        if not file:
+            file = f"client-{client}{suffix}"
+            _write(folder / file, _values(own))
+            made.append((file, f"the own model of client {name}"))
+        whose.append((client, name, file))
+    for old in folder.iterdir():
+        if _MADE.fullmatch(old.name) and old.name not in dict(made):
+            old.unlink()
+    measured = [
+        (result.own.names.get(client, client), model, metric, f"{value:.6g}")
+        for client, by_model in result.own.table.items()
+        for model, metrics in by_model.items()
+        for metric, value in metrics.items()
+    ]
+    parts = [
+        f"{_TITLE}\n{result.own.run}. Written by flwr-perdl {__version__}.\n",
+        _table(("file", "what it is"), made),
+        _table(("client", "name", "its own model"), whose),
+        "What each client's evaluation measured, on the client's own data:\n",
+        _table(("client", "model", "metric", "value"), measured),
+    ]
+    with files.replacing(card) as stream:
+        stream.write("\n".join(parts if measured else parts[:3]).encode())
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    cells = [heads, ["---"] * len(heads), *rows]
+    return "".join(
+        "| " + " | ".join(" ".join(str(one).replace("|", "\\|").split()) for one in row) + " |\n"
+        for row in cells
+    )
+
+
+def _same(one: ArrayRecord, other: ArrayRecord) -> bool:
+    """Return whether two models have the same arrays."""
+    return [*one] == [*other] and all(one[name].data == other[name].data for name in one)
+
+
+def _values(model: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """Return a model's arrays."""
+    return {name: array.numpy() for name, array in model.items()}
+
+
+def _write(path: Path, named: Mapping[str, NDArray[Any]]) -> None:
+    """Write arrays to a file: afterwards it holds all of them, or what it held."""
+    if path.suffix == ".npz":
+        with files.replacing(path) as stream, ZipFile(stream, "w") as archive:
+            for name, array in named.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+        return
+    library = _library()
     arrays = {name: np.asarray(array, order="C") for name, array in named.items()}
     try:
         data = library.save(arrays)
@@ -69,33 +207,7 @@ def save(path: str | Path, source: ArrayRecord | Arrays | str | Path) -> None:
         stream.write(data)
 
 
-def load(path: str | Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a safetensors file by name.
-
-    Raises
-    ------
-    ValueError
-        If it is no such file, or has arrays of a dtype that NumPy has not, such as bfloat16.
-    ImportError
-        If safetensors is not installed.
-
-    Examples
-    --------
-    >>> from flwr_perdl.export import load
-    >>> arrays = load("model.safetensors")  # doctest: +SKIP
-    """
-    library = _library()
-    check_kind("path", path, (str, Path), "a path")
-    try:
-        return dict(library.load_file(path))
-    except Exception as error:
-        raise ValueError(
-            "path must be a safetensors file with arrays of dtypes that NumPy has, got "
-            f"{str(path)!r}: {error}."
-        ) from error
-
-
-def _members(path: Path) -> dict[str, NDArray[Any]]:
+def _members(path: Path, argument: str) -> dict[str, NDArray[Any]]:
     """Return the arrays of an .npz file; of a checkpoint, its model's."""
     try:
         with np.load(path) as archive:
@@ -104,7 +216,7 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
             if "meta" not in archive or "checksum" not in archive:
                 return dict(archive)
     except Exception as error:
-        raise ValueError(f"source must be an .npz file, got {str(path)!r}: {error}.") from error
+        raise ValueError(f"{argument} must be an .npz file, got {str(path)!r}: {error}.") from error
     return part(files.load(path).arrays, "model")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from flwr.app import Array, ArrayRecord
 from flwr_perdl.core.files import round_path
 from flwr_perdl.export import load, save
 from flwr_perdl.strategies import PerMA
+from tests.strategies.test_after_training import N_CLIENTS, run
 
 ARRAYS = {"w": np.arange(6.0).reshape(2, 3).T, "b": np.float32([1, 2]), "n": np.array(3)}
 
@@ -58,6 +60,72 @@ def test_a_foreign_file_is_a_sentence(safetensors: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"^source"):
         save(path, 3)
     assert not (tmp_path / "y.safetensors").exists()
+
+
+KINDS = {
+    "clustered": (["cluster-0", "cluster-1"], []),
+    "clustered, private": (["cluster-0", "cluster-1"], range(N_CLIENTS)),
+    "personalized": (["shared"], range(N_CLIENTS)),
+    "ditto": (["shared"], range(N_CLIENTS)),
+    "averaging": ([], range(N_CLIENTS)),
+}
+
+
+def as_lists(arrays: Any) -> dict[str, Any]:
+    return {name: np.asarray(array).tolist() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_of_a_result_there_is_a_file_per_model_and_a_card(
+    kind: str, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if suffix == ".npz":
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+    else:
+        pytest.importorskip("safetensors.numpy")
+    strategy, grid = run(kind, 3)
+    for file in ("cluster-7.npz", "notes.txt"):  # of an earlier result, and another's
+        (tmp_path / file).touch()
+    save(tmp_path, strategy.result)
+    shared, clients = KINDS[kind]
+    wanted = {f"{name}{suffix}" for name in [*shared, *(f"client-{one}" for one in clients)]}
+    assert {one.name for one in tmp_path.iterdir()} == {*wanted, "README.md", "notes.txt"}
+    models = getattr(strategy.result, "shared", [])
+    for name, model in zip(shared, models if isinstance(models, list) else [models], strict=True):
+        found = load(tmp_path / f"{name}{suffix}")
+        assert as_lists(found) == as_lists({key: one.numpy() for key, one in model.items()})
+    card = (tmp_path / "README.md").read_text()
+    assert re.search(
+        rf"^{type(strategy).__name__}, communication rounds: [34]\.", card, re.MULTILINE
+    )
+    rows = dict(re.findall(r"^\| (\d+) \| \1 \| (\S+) \|$", card, re.MULTILINE))
+    assert len(rows) == N_CLIENTS
+    for client, file in rows.items():
+        own = strategy.result.model_of(int(client))
+        found = load(tmp_path / file)
+        assert as_lists(found) == as_lists({key: one.numpy() for key, one in own.items()})
+    table = strategy.compare(grid)
+    save(tmp_path, strategy.result)  # once more, with what was measured
+    loss = table[2]["own"]["loss"]
+    assert f"| 2 | own | loss | {loss:.6g} |" in (tmp_path / "README.md").read_text()
+
+
+def test_what_is_not_at_hand_is_on_the_card(tmp_path: Path) -> None:
+    strategy, _ = run("personalized", 2)
+    made = tmp_path / "made"
+    save(made, strategy.result, state_dir=tmp_path / "elsewhere")
+    assert [one.stem for one in made.iterdir() if one.stem != "README"] == ["shared"]
+    assert (made / "README.md").read_text().count("not at hand") == N_CLIENTS
+
+
+def test_nobodys_readme_is_replaced(tmp_path: Path) -> None:
+    strategy, _ = run("personalized", 1)
+    (tmp_path / "README.md").write_text("mine")
+    for path in (tmp_path, tmp_path / "README.md"):
+        with pytest.raises(ValueError, match="path"):
+            save(path, strategy.result)
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["mine"]
 
 
 def test_without_the_library_a_sentence_says_what_to_install(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
@@ -36,7 +37,13 @@ _RUN = "adapted"
 
 
 def adapt(
-    app: ClientApp, result: Any, context: Context, *, fits: int = 20, seed: int = 0
+    app: ClientApp,
+    result: Any,
+    context: Context,
+    *,
+    fits: int = 20,
+    seed: int = 0,
+    train_config: Mapping[str, Any] | None = None,
 ) -> ArrayRecord:
     """Return a client's own model, which begins with what a finished run has learned.
 
@@ -56,6 +63,8 @@ def adapt(
         How often the client trains at most.
     seed : int, default 0
         The seed that the client's training is told.
+    train_config : ConfigRecord or mapping, optional
+        What the client's training reads from a message's config, as that of ``strategy.start``.
 
     Raises
     ------
@@ -83,6 +92,11 @@ def adapt(
     check_kind("context", context, Context, "a Context")
     check_count("fits", fits, 0, MOST_FITS)
     check_count("seed", seed)
+    config = (
+        {}
+        if train_config is None
+        else check_kind("train_config", train_config, Mapping, "a mapping")
+    )
     shared = getattr(result, "shared", result)
     models = [shared] if isinstance(shared, ArrayRecord) else list(check_list("result", shared))
     for model in models:
@@ -91,7 +105,7 @@ def adapt(
         raise ValueError("result must have a model, got none.")
     arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
     round_ = own_state(context, _RUN).last_round + 1
-    told: dict[str, Any] = {PROTOCOL: OWN_MODELS, STEP: ADAPT, ROUND: round_, SEED: seed, RUN: _RUN}
+    told = {**config, PROTOCOL: OWN_MODELS, STEP: ADAPT, ROUND: round_, SEED: seed, RUN: _RUN}
     told |= {N_FITS: fits, FROZEN: answering.keeps_private}
     content = RecordDict({ARRAYS: named([*arrays.values()], [*arrays]), CONFIG: ConfigRecord(told)})
     become_server(context.run_id)  # a message is made by a server's process alone

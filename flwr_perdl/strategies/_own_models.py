@@ -61,6 +61,7 @@ class Own:
     names: Mapping[int, str] = field(default_factory=dict)
     find: Callable[[int, str | Path | None], ArrayRecord] | None = None
     table: Table = field(default_factory=dict)
+    run: str = ""
 
     def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model, see `Learned.model_of`."""
@@ -174,7 +175,8 @@ class EndsWithModels(ProtocolStrategy):
     @property
     def own(self) -> Own:
         """Where the clients' own models are."""
-        return Own(dict(self.client_names), self._find, dict(self._table))
+        run = f"{type(self).__name__}, communication rounds: {self._running().record.done}"
+        return Own(dict(self.client_names), self._find, dict(self._table), run)
 
     def onboard(self, grid: Grid, *, fits: int = 20) -> dict[int, dict[str, float]]:
         """Give clients that were not in the run a model of their own.

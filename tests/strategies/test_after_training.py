@@ -157,6 +157,17 @@ def test_a_new_client_without_a_server() -> None:
     own = adapt(app, strategy.result, context, fits=40)
     assert loss_of(N_CLIENTS, own) < 1e-3
     np.testing.assert_array_equal(own["slope"].numpy(), strategy.result.models[0]["slope"].numpy())
+    for_training: list[Any] = []
+
+    class Reads(Linear):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            for_training.append(config["lr"])
+            return super().fit(parameters, config)
+
+    adapt(client_app(Reads), strategy.result, context, fits=1, train_config={"lr": 0.5})
+    assert for_training == [0.5]
+    with pytest.raises(TypeError, match="train_config"):
+        adapt(app, strategy.result, context, train_config=0.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="app"):
         adapt(None, strategy.result, context)  # type: ignore[arg-type]
 
