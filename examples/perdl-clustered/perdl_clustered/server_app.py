@@ -5,6 +5,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_perdl.export import save
 from flwr_perdl.strategies import ClusteredFedAvg, ServerSettings
 from perdl_clustered.task import Net
 
@@ -28,9 +29,9 @@ def main(grid: Grid, context: Context) -> None:
         train_config=ConfigRecord({"lr": config["learning-rate"]}),
     )
     measured = strategy.history[-1].metrics
-    for j, arrays in enumerate(strategy.result.models):
+    for j in range(len(strategy.result.models)):
         members = [client for client in measured if strategy.result.members[client] == j]
         accuracy = np.mean([measured[client]["eval_acc"] for client in members])
         print(f"model {j}: accuracy {accuracy:.2f}, clients {members}")
-        if config["out"]:
-            torch.save(arrays.to_torch_state_dict(), f"{config['out']}-{j}.pt")
+    if config["out"]:
+        save(config["out"], strategy.result)

@@ -5,6 +5,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_perdl.export import save
 from flwr_perdl.strategies import PersonalizedFedAvg, ServerSettings
 from perdl_personal.task import Net
 
@@ -29,3 +30,5 @@ def main(grid: Grid, context: Context) -> None:
     )
     found = [measured["eval_acc"] for measured in strategy.history[-1].metrics.values()]
     print(f"accuracy {np.mean(found):.2f} on average, {min(found):.2f} at the worst client")
+    if config["out"]:
+        save(config["out"], strategy.result)

@@ -1,0 +1,37 @@
+"""A new site joins after the training: it trains a head of its own for the saved body."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import torch
+from flwr.app import Array, ArrayRecord, Context, RecordDict
+
+from flwr_perdl.clients import adapt
+from flwr_perdl.export import load
+from perdl_personal.client_app import app
+from perdl_personal.task import Net, load_data
+from perdl_personal.task import test as test_fn
+
+here = Path(__file__).parent
+config = tomllib.loads((here / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+# With data="FILE.npz" and a state-dir, as in --node-config, for a site of your own.
+context = Context(1, 16, {"partition-id": 16}, RecordDict(), config)
+_, loader = load_data(context)
+
+
+def measured(model: ArrayRecord) -> str:
+    """Return what is to be printed of a model: its accuracy at this site."""
+    net = Net()
+    net.load_state_dict(model.to_torch_state_dict())
+    _, accuracy = test_fn(net, loader)
+    return f"accuracy {accuracy:.2f}"
+
+
+torch.manual_seed(0)
+(file,) = Path(sys.argv[1]).glob("shared.*")
+shared = ArrayRecord({name: Array(values) for name, values in load(file).items()})
+own = adapt(app, shared, context, fits=20, train_config={"lr": config["learning-rate"]})
+print(f"before: {measured(shared)}")
+print(f"after: {measured(own)}")
+torch.save(own.to_torch_state_dict(), "own.pt")
