@@ -43,7 +43,7 @@ Deviation: the papers take one gradient step of a known length where this takes 
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
 to zero; for one full gradient step that is the minimum of the sum of the nodes' losses.
 
-Compressed messages: `flwr_perdl.network._compressed`.
+Compressed messages: `flwr_perdl.network._compressed`. Groups: `flwr_perdl.network._groups`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse.csgraph import connected_components
 
 from flwr_perdl.core.aggregate import NEIGHBOR_RULES
 from flwr_perdl.core.checks import (
@@ -69,6 +70,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_float
 from flwr_perdl.network._compressed import CompressedProgram
+from flwr_perdl.network._groups import GroupsProgram
 from flwr_perdl.network.averaging_program import (
     BYTES,
     DISTANCE,
@@ -81,7 +83,7 @@ from flwr_perdl.network.averaging_program import (
 from flwr_perdl.network.combine import Array, Run
 from flwr_perdl.network.compression import Compression, check_compression
 from flwr_perdl.network.exchange import resolve_weights, run_program
-from flwr_perdl.network.schedule import schedule_of
+from flwr_perdl.network.schedule import Schedule, schedule_of
 from flwr_perdl.network.topology import Topology, weights_of
 
 METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
@@ -118,6 +120,9 @@ class Averaged(NamedTuple):
         Which nodes took part in the last round.
     dropped_by : dict of int to list of int
         Node -> which nodes say that they have left out its message; a node that lies may.
+    met, accepted : ndarray of shape (n_nodes, n_nodes), or None
+        With ``groups``: in how many rounds a node (row) has judged a neighbor's model (column), and
+        has taken it in; NaN for nodes that have not said so. Each tells of itself only.
     """
 
     models: dict[int, list[Array]]
@@ -129,6 +134,21 @@ class Averaged(NamedTuple):
     dropped_messages: dict[int, int]
     alive: NDArray[np.bool_]
     dropped_by: dict[int, list[int]]
+    met: Array | None = None
+    accepted: Array | None = None
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The groups that nodes have found, each ascending, the one of node 0 first.
+
+        Two nodes are in one group if both have accepted each other in more than half of the rounds
+        in which they have met, or if others link them so. Without ``groups`` there are none.
+        """
+        if self.met is None or self.accepted is None:
+            return []
+        likes = 2 * self.accepted > self.met  # of NaN: no
+        _, labels = connected_components(likes & likes.T, directed=False)
+        return [np.flatnonzero(labels == label).tolist() for label in dict.fromkeys(labels)]
 
 
 def diffusion_averaging(
@@ -147,6 +167,8 @@ def diffusion_averaging(
     robust: bool | str = False,
     n_liars: int = 1,
     max_magnitude: float | None = None,
+    groups: str | None = None,
+    local_rounds: int = 5,
 ) -> Averaged:
     """Train any model at many nodes that exchange models with their neighbors only.
 
@@ -172,7 +194,9 @@ def diffusion_averaging(
     - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
       ``sealed=True``. In both cases, for every node and round, in the clear:
       ``"neighbor-distance"``, the size of what it has received, the loss of ``evaluate``, and the
-      metrics that ``metrics`` names; no other metric leaves a node. A node's model only with
+      metrics that ``metrics`` names; no other metric leaves a node. With ``groups`` also number and
+      seconds of the evaluations by which a node chooses, and once, at the end, two rows of counts:
+      how often it has met and accepted each other node. A node's model only with
       ``shows_models=True``.
 
     Parameters
@@ -234,6 +258,17 @@ def diffusion_averaging(
         The largest absolute value of a float in a message that counts. By default 100 times, in
         each array, the lower median of the largest absolute values at the node and its neighbors,
         which counts as one at least.
+    groups : {"auto"}, optional
+        "auto": nodes find out by themselves which neighbors are like them. In every round a node
+        evaluates, by its client's ``evaluate``, its trained model and, for each neighbor, the
+        midpoint of the two models (of floats; integers and booleans are its own). It accepts those
+        with a lower loss than its own model has, and replaces its model by the plain mean of its
+        own and theirs. The weights of the network are not used, and it may be directed, or fall
+        apart; every node needs a neighbor in some round. Takes method "atc", and neither ``robust``
+        nor ``compression``. ``evaluate`` should measure on examples that ``fit`` does not use.
+    local_rounds : int, default 5
+        Rounds in which a node trains alone at first, and sends nothing, with ``groups``: less than
+        ``n_rounds``. A node that returns without its state begins with them anew.
 
     Returns
     -------
@@ -273,6 +308,8 @@ def diffusion_averaging(
         robust=robust,
         n_liars=n_liars,
         max_magnitude=max_magnitude,
+        groups=groups,
+        local_rounds=local_rounds,
     )
     check_count("n_rounds", n_rounds)
     check_function("callback", callback)
@@ -300,14 +337,20 @@ class AveragingOptions:
     robust: bool | str = False
     n_liars: int = 1
     max_magnitude: float | None = None
+    groups: str | None = None
+    local_rounds: int = 5
+    #: Number of nodes, with ``groups``: how long the rows of counts are; `suited_to` sets it.
+    n_nodes: int = 0
 
     def __post_init__(self) -> None:
         """Check the options."""
         self.robust = check_robust(self.robust, ("mean", *NEIGHBOR_RULES), best="clip")
         trusting, compression = self.robust == "mean", self.compression
+        if self.groups is not None:
+            check_choice("groups", self.groups, ("auto",))
         if self.method is None:
             plain = None if compression is None else "gradient_tracking"
-            self.method = plain if trusting else "atc"
+            self.method = plain if trusting and self.groups is None else "atc"
         if self.method is not None:
             check_choice("method", self.method, METHODS)
         if compression is not None:
@@ -316,6 +359,7 @@ class AveragingOptions:
             raise ValueError(
                 f"consensus_step must be None without compression, got {self.consensus_step!r}."
             )
+        self._check_groups()
         check_count("evaluate_every", self.evaluate_every)
         check_kind("metrics", self.metrics, Sequence, "a sequence of names")
         if isinstance(self.metrics, str) or not all(isinstance(x, str) for x in self.metrics):
@@ -333,6 +377,18 @@ class AveragingOptions:
                 "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
                 f"would add up in the corrections of the others, got {self.method!r}."
             )
+
+    def _check_groups(self) -> None:
+        """Raise a ValueError if an option does not go with ``groups``."""
+        check_count("local_rounds", self.local_rounds)
+        own = {"method": (self.method, "atc"), "robust": (self.robust, "mean")}
+        own["compression"] = (self.compression, None)
+        for name, (value, needed) in own.items():
+            if self.groups is not None and value != needed:
+                raise ValueError(
+                    f"{name} must be {needed!r} with groups, in which each node takes the plain "
+                    f"mean of the whole models that it accepts, got {value!r}."
+                )
 
     def learned(self, run: Run, program: AveragingProgram | None = None) -> Averaged:
         """Return what a run has learned, with warnings; the models only by the program."""
@@ -365,7 +421,8 @@ class AveragingOptions:
             apart = _disagreement(run.state, run.alive[run.state.nodes])
         costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
         return Averaged(
-            models, run.curves, apart, *costs, run.dropped_messages, run.alive, run.dropped_by
+            *(models, run.curves, apart, *costs, run.dropped_messages, run.alive, run.dropped_by),
+            *(run.observed.get(name) for name in ("met", "accepted")),
         )
 
     def suited_to(self, network: Any, n_rounds: int) -> AveragingOptions:
@@ -378,6 +435,8 @@ class AveragingOptions:
         """
         check_count("n_rounds", n_rounds)
         schedule = schedule_of(network)
+        if self.groups is not None:
+            return self._grouped(schedule, n_rounds)
         if schedule is None:
             return replace(self, method=self.method or FIXED)
         schedule.check_connected(n_rounds)
@@ -419,6 +478,18 @@ class AveragingOptions:
             )
         return replace(self, method=method)
 
+    def _grouped(self, schedule: Schedule | None, n_rounds: int) -> AveragingOptions:
+        """Return these options for the nodes of a network, which need not be connected."""
+        if schedule is None:
+            raise ValueError("network must have a plan that says who hears whom with groups.")
+        if 0 < n_rounds <= self.local_rounds:
+            raise ValueError(
+                f"local_rounds must be less than the number of rounds, {n_rounds}, got "
+                f"{self.local_rounds}."
+            )
+        schedule.check_linked(n_rounds)
+        return replace(self, n_nodes=schedule.n_nodes)
+
     def program(
         self,
         clients: Clients,
@@ -434,6 +505,7 @@ class AveragingOptions:
         is that of `AveragingProgram`.
         """
         kind = AveragingProgram if self.compression is None else CompressedProgram
+        kind = kind if self.groups is None else GroupsProgram
         return kind(self, clients, initial, array_names, in_files)
 
 
