@@ -66,8 +66,8 @@ class GroupsProgram(AveragingProgram):
     def adapt(self, state: Any, round_: int) -> Any:
         """Train every node's model; in its first round, see that it can be evaluated."""
         state = super().adapt(state, round_)
-        for i in np.flatnonzero(state.trained == 0):
-            self._loss(state, int(i), self._given(arrays_of(state, "model"), i), round_)
+        for i in map(int, np.flatnonzero(state.trained == 0)):
+            self._loss(state, i, self._given(arrays_of(state, "model"), i), round_)
         return state._replace(trained=state.trained + 1)
 
     def silent(self, state: Any) -> NDArray[np.bool_]:
@@ -80,7 +80,7 @@ class GroupsProgram(AveragingProgram):
         """Average with the neighbors whose midpoint with the own model has a lower loss."""
         met, accepted, choice = state.met.copy(), state.accepted.copy(), np.zeros_like(state.choice)
         rows, columns = [*range(len(state.met))], [*map(int, inbox.own)]
-        for i in np.flatnonzero(~self.silent(state)):
+        for i in map(int, np.flatnonzero(~self.silent(state))):
             begin = perf_counter()
             neighbors = inbox.links.indices[slice(*inbox.links.indptr[i : i + 2])]
             own = self._given(arrays_of(state, "model"), i) if len(neighbors) else []
@@ -92,7 +92,7 @@ class GroupsProgram(AveragingProgram):
                     accepted[i, inbox.senders[j]] += 1
                     rows.append(i)
                     columns.append(j)
-            choice[i] = own and 1 + len(neighbors) or 0, perf_counter() - begin
+            choice[i] = len(neighbors) + bool(own), perf_counter() - begin
         sizes = np.bincount(rows)
         weights = sparse.csr_array((1 / sizes[rows], (rows, columns)), shape=inbox.weights.shape)
         state = state._replace(met=met, accepted=accepted, choice=choice)

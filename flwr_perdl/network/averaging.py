@@ -56,8 +56,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 from scipy.sparse.csgraph import connected_components
 
+from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import NEIGHBOR_RULES
 from flwr_perdl.core.checks import (
     brief_repr,
@@ -69,6 +71,7 @@ from flwr_perdl.core.checks import (
     check_robust,
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_float
+from flwr_perdl.core.repr import short_repr
 from flwr_perdl.network._compressed import CompressedProgram
 from flwr_perdl.network._groups import GroupsProgram
 from flwr_perdl.network.averaging_program import (
@@ -144,11 +147,29 @@ class Averaged(NamedTuple):
         Two nodes are in one group if both have accepted each other in more than half of the rounds
         in which they have met, or if others link them so. Without ``groups`` there are none.
         """
-        if self.met is None or self.accepted is None:
+        if (mutual := self._mutual) is None:
             return []
-        likes = 2 * self.accepted > self.met  # of NaN: no
-        _, labels = connected_components(likes & likes.T, directed=False)
+        _, labels = connected_components(mutual, directed=False)
         return [np.flatnonzero(labels == label).tolist() for label in dict.fromkeys(labels)]
+
+    @property
+    def _mutual(self) -> Any:
+        """Who accepts whom, and is accepted, sparse (n_nodes, n_nodes); None without ``groups``."""
+        if self.met is None or self.accepted is None:
+            return None
+        likes = 2 * self.accepted > self.met  # of NaN: no
+        return sparse.csr_array(likes & likes.T, dtype=np.float64)
+
+    def __repr__(self) -> str:
+        """Return the fields in one line; what is large is only described."""
+        return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return the fields as a table, and a drawing of the groups, for a notebook."""
+        if (mutual := self._mutual) is None:
+            return html.record(self)
+        named = "; ".join(", ".join(map(str, group)) for group in self.groups)
+        return html.record(self) + html.graph(mutual, f"Who accepts each other. Groups: {named}")
 
 
 def diffusion_averaging(
@@ -381,10 +402,9 @@ class AveragingOptions:
     def _check_groups(self) -> None:
         """Raise a ValueError if an option does not go with ``groups``."""
         check_count("local_rounds", self.local_rounds)
-        own = {"method": (self.method, "atc"), "robust": (self.robust, "mean")}
-        own["compression"] = (self.compression, None)
-        for name, (value, needed) in own.items():
-            if self.groups is not None and value != needed:
+        needs = {"method": "atc", "robust": "mean", "compression": None}
+        for name, needed in needs.items() if self.groups is not None else ():
+            if (value := getattr(self, name)) != needed:
                 raise ValueError(
                     f"{name} must be {needed!r} with groups, in which each node takes the plain "
                     f"mean of the whole models that it accepts, got {value!r}."
