@@ -287,6 +287,8 @@ def diffusion_averaging(
         own and theirs. The weights of the network are not used, and it may be directed, or fall
         apart; every node needs a neighbor in some round. Takes method "atc", and neither ``robust``
         nor ``compression``. ``evaluate`` should measure on examples that ``fit`` does not use.
+        Zhao and Sayed (2015) compare distances of models instead; PENS (Onoszko et al., 2021) takes
+        a given number of neighbors, those whose own models have the lowest losses.
     local_rounds : int, default 5
         Rounds in which a node trains alone at first, and sends nothing, with ``groups``: less than
         ``n_rounds``. A node that returns without its state begins with them anew.
