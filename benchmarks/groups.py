@@ -3,8 +3,8 @@
 The clients of experiment `personal`, 20 nodes that see digits turned by 0, 90, 180 or 270 degrees:
 40 images to train, 20 by which a node chooses its neighbors, and the length of a step and the
 epochs of a round are chosen, others for the accuracy. 40 rounds of ATC; means over the nodes,
-medians over five seeds. Then the same where all see upright digits, over twenty; and, over three, 16
-nodes of the exponential graph of which two are malicious (see `perdl_experiments.liars`). Writes
+medians over five seeds. Then the same where all see upright digits, over twenty; and, over three,
+16 nodes of the exponential graph, two of them malicious (see `perdl_experiments.liars`). Writes
 results/groups.md. About ten minutes.
 """
 

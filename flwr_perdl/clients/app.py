@@ -230,6 +230,11 @@ class AnsweringApp(ClientApp):
         self._keep = None if part is None else KeepPrivate(part)
         self._steps = steps
 
+    @property
+    def keeps_private(self) -> bool:
+        """Whether arrays stay at the client whatever a server asks."""
+        return (self._keep or self.own_keep) is not None
+
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
         kind, action = route_of(message)
@@ -293,10 +298,9 @@ class AnsweringApp(ClientApp):
         record = message.content.array_records[ARRAYS]
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
-        store, keeps = private_store(context, asked.protocol), self._keep or self.own_keep
-        call = self._answer
-        if asked.whole:
-            keeps, call = keeps or asked_to_keep(message), self._aside
+        store = private_store(context, asked.protocol)
+        keeps = self._keep or self.own_keep or asked_to_keep(message)
+        call = self._aside if asked.whole else self._answer
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
         reply, transport = _reply(message, asked, result), Transport.of(message)

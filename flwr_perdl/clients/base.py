@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
@@ -244,6 +244,14 @@ class PrivateState:
     def newest(self) -> PrivateArrays | None:
         """Return the arrays of the last round that any were saved in, None if there are none."""
         return self._newest(files.LAST_ROUND)
+
+    @property
+    def last_round(self) -> int:
+        """The last round that a state was saved in, 0 if none was."""
+        on_disk: Sequence[int] = ()
+        if self._store is not None:
+            on_disk = files.rounds_in(run_folder(self._store, self._run))
+        return max((*self._held, *on_disk), default=0)
 
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._held if r <= last), default=-1)

@@ -42,7 +42,14 @@ from flwr.app import Array, ConfigRecord, Context
 
 from flwr_perdl.clients.base import Member, private_store
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_list
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+    check_list,
+)
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import (
     ANSWERED,
@@ -129,6 +136,8 @@ def step(
         check_kind(argument, value, str, "a text")
     check_choice("kind", kind, (TRAIN, EVALUATE))
     check_kind("client", client, (type, type(None)), "a class or None")
+    check_flag("seals", seals)
+    check_flag("whole", whole)
 
     def register(function: Registered) -> Registered:
         registered = Step(protocol, name, kind, function, client, seals, whole)

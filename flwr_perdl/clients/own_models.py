@@ -11,15 +11,16 @@ numbers leaves the client: the dispatcher refuses arrays.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, isnan
 
-from flwr.app import Array
+from flwr.app import Array, Context
 
 from flwr_perdl.clients.base import OWN, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Evaluated, Local, StepRequest, StepResult
-from flwr_perdl.clients.personalized import TRAIN_NAMES
+from flwr_perdl.clients.personalized import TRAIN_NAMES, kept_private
+from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
 from flwr_perdl.protocol.records import Scalar, encode, view, with_loss
 
@@ -35,8 +36,8 @@ MOST_FITS = 1000
 BEFORE, AFTER, KEPT_FITS, CLUSTER = "loss-before", "loss-after", "fits-kept", "cluster"
 
 Model = dict[str, Array]
-#: Returns the whole model that a client has of a protocol, None if it has none.
-Find = Callable[[Local, StepRequest], Model | None]
+#: ``(context, run, names) -> model``: the whole model that a client has of a protocol, or None.
+Find = Callable[[Context, str, Sequence[str]], Model | None]
 
 
 @step(OWN_MODELS, ADAPT, whole=True)
@@ -58,7 +59,8 @@ def adapt(local: Local, request: StepRequest, find: Find | None = None) -> StepR
         if loss < least:
             best, kept, least = model, fit, loss
     losses = {name: loss for name, loss in ((BEFORE, before), (AFTER, least)) if loss < inf}
-    own_state(local, request).save(request.round, {name: view(a) for name, a in best.items()})
+    state = own_state(local.context, request.run)
+    state.save(request.round, {name: view(array) for name, array in best.items()})
     return StepResult([], n, {**numbers, **losses, KEPT_FITS: kept})
 
 
@@ -68,7 +70,7 @@ def compare(local: Local, request: StepRequest, find: Find | None = None) -> Ste
     own, numbers = own_model(local, request, request.round, find)
     models = received(request)
     initial = models.pop(INITIAL, None)
-    shared = models[str(numbers[CLUSTER])] if CLUSTER in numbers else next(iter(models.values()))
+    shared = models.get(str(numbers.get(CLUSTER, *[*models][:1])))
     loss, n, metrics = _evaluated(local, own)
     numbers = {**with_loss(loss, metrics), **numbers}
     for name, model in ((SHARED, shared), (INITIAL, initial)):
@@ -88,9 +90,26 @@ def received(request: StepRequest) -> dict[str, Model]:
     return models
 
 
-def own_state(local: Local, request: StepRequest) -> PrivateState:
+def own_state(context: Context, run: str) -> PrivateState:
     """Return where `adapt` keeps the client's own model."""
-    return PrivateState(local.context, request.run + OWN, private_store(local.context, OWN_MODELS))
+    return PrivateState(context, run + OWN, private_store(context, OWN_MODELS))
+
+
+def kept_model(
+    context: Context,
+    run: str,
+    model: Model,
+    round_: int = files.LAST_ROUND,
+    find: Find | None = None,
+) -> Model | None:
+    """Return the own model that a client has, of which ``model`` is the shared one, or None."""
+    kept = own_state(context, run).after(round_)
+    if kept is not None:
+        return {name: encode(kept[name]) for name in model}
+    if find is not None:
+        return find(context, run, [*model])
+    private = kept_private(context, run)
+    return {**model, **private} if private else None
 
 
 def own_model(
@@ -98,19 +117,16 @@ def own_model(
 ) -> tuple[Model, dict[str, Scalar]]:
     """Return the client's own model after a round, and the number of its cluster if it chose."""
     models, numbers = received(request), dict[str, Scalar]()
-    models.pop(INITIAL, None)
-    private = {} if local.keeps is None else local.keeps.kept(local.context, request.run)
-    whole = {which: {**model, **private} for which, model in models.items()}
+    initial = models.pop(INITIAL, {})
+    private = {} if local.keeps is None else kept_private(local.context, request.run)
+    whole = {which: {**model, **private} for which, model in models.items()} or {"": initial}
     chosen = next(iter(whole))
     if len(whole) > 1:
         losses = {which: _evaluated(local, model)[0] for which, model in whole.items()}
         chosen = min(losses, key=losses.__getitem__)
         numbers = {CLUSTER: int(chosen)}
-    kept = own_state(local, request).after(round_)
-    if kept is not None:
-        return {name: encode(kept[name]) for name in whole[chosen]}, numbers
-    found = None if find is None else find(local, request)
-    return whole[chosen] if found is None else found, numbers
+    own = kept_model(local.context, request.run, whole[chosen], round_, find)
+    return whole[chosen] if own is None else own, numbers
 
 
 def _evaluated(local: Local, model: Model) -> Evaluated:

@@ -153,6 +153,16 @@ def keep_private(
     return KeepPrivate(part, inside=check_mods("inside", inside))
 
 
+def kept_private(context: Context, run: str) -> dict[str, Array]:
+    """Return the private arrays that a run has come to, nothing before a client's first training.
+
+    ``run`` is the token of the run.
+    """
+    state = PrivateState(context, run, private_store(context, _ALGORITHM)).newest() or {}
+    own = {name: array for name, array in state.items() if name.startswith(_ARRAY)}
+    return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
+
+
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
     left_out = json.loads(str(config_of(message).get(LEFT_OUT, "[]")))
@@ -322,12 +332,6 @@ class KeepPrivate:
             numbers[NEW_STATE] = int(kept is None)
         return reply
 
-    def kept(self, context: Context, run: str) -> dict[str, Array]:
-        """Return the private arrays that a run has come to, nothing before its first training."""
-        state = PrivateState(context, run, private_store(context, _ALGORITHM)).newest() or {}
-        own = {name: array for name, array in state.items() if name.startswith(_ARRAY)}
-        return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
-
     def begin(self, context: Context, run: str, model: Mapping[str, Array]) -> None:
         """Keep this model's private arrays for requests without them, unless there are some."""
         state = PrivateState(context, run, private_store(context, _ALGORITHM))
@@ -350,7 +354,8 @@ class KeepPrivate:
                 "and without a state-dir in its node config a restart loses what it kept."
             )
         names = list(given) if kept is None else _read_names(kept[_NAMES])
-        private = self.part.private(names)
+        # Where the server leaves out all arrays, the client trains alone.
+        private = names if left_out and left_out == names else self.part.private(names)
         if not set(left_out) <= set(private):
             raise ValueError(
                 f"{self.part.argument} must keep all that the server leaves out, "

@@ -156,7 +156,7 @@ def far_too_large(magnitudes: Array) -> Array:
 
 
 def mean_like(
-    start: Array, fixed: NDArray[np.bool_] | None, weights: Sequence[float], arrays: Sequence[Array]
+    start: Array, fixed: NDArray[np.bool_] | None, weights: Array, arrays: Sequence[Array]
 ) -> Array:
     """Return the weighted sum of arrays, of weights that sum to one, as what replaces ``start``.
 
@@ -167,7 +167,7 @@ def mean_like(
     from flwr_perdl.core._kernels import add_weighted
 
     mean, before = np.empty(start.size, start.dtype), start.ravel()
-    terms = [(w, _readable(array)) for w, array in zip(weights, arrays, strict=True) if w]
+    terms = [(w, array.ravel()) for w, array in zip(weights.tolist(), arrays, strict=True) if w]
     for part in blocks(start.size):
         total = np.zeros(len(before[part]))
         for weight, array in terms:
@@ -176,13 +176,6 @@ def mean_like(
             add_weighted(total, weight, own)
         mean[part] = settled(total, before[part], None if fixed is None else fixed.ravel()[part])
     return as_file(mean.reshape(start.shape))
-
-
-def _readable(array: Array) -> Array:
-    """Return an array as a row that cannot be written to: kernels are compiled for such alone."""
-    row = array.ravel().view()
-    row.flags.writeable = False
-    return row
 
 
 def settled(found: Array, start: Array, fixed: NDArray[np.bool_] | None) -> Array:
@@ -214,9 +207,9 @@ def aggregate_models(
     weights : ndarray of shape (n_models,)
         Positive.
     """
-    how, outlyingness = RULES[rule], np.zeros(len(models))
+    shares: Array = weights / weights.sum()
+    how, of_floats, outlyingness = RULES[rule], shares, 0 * shares
     average = None if how.shares else how.average  # by coordinate
-    shares = of_floats = weights / weights.sum()
     if rule != "mean" and average is None:
         points = _single(changes_of(start, models))
         of_floats, outlyingness = share_out(rule, points, weights)

@@ -123,6 +123,8 @@ class Averaged(NamedTuple):
         Which nodes took part in the last round.
     dropped_by : dict of int to list of int
         Node -> which nodes say that they have left out its message; a node that lies may.
+    own : Own or None
+        On Flower, where the nodes' own models are: see `model_of`.
     met, accepted : ndarray of shape (n_nodes, n_nodes), or None
         With ``groups``: in how many rounds a node (row) has judged a neighbor's model (column), and
         has taken it in; NaN for nodes that have not said so. Each tells of itself only.
@@ -137,8 +139,16 @@ class Averaged(NamedTuple):
     dropped_messages: dict[int, int]
     alive: NDArray[np.bool_]
     dropped_by: dict[int, list[int]]
+    own: Any = None
     met: Array | None = None
     accepted: Array | None = None
+
+    def model_of(self, client: int | str, state_dir: Any = None) -> Any:
+        """Return a node's own model, on Flower as `flwr_perdl.strategies.Learned.model_of`."""
+        models: Mapping[Any, Any] = self.models
+        if self.own is not None and client not in models:
+            return self.own.model_of(client, state_dir)
+        return models[client]
 
     @property
     def groups(self) -> list[list[int]]:
@@ -444,7 +454,8 @@ class AveragingOptions:
         costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
         return Averaged(
             *(models, run.curves, apart, *costs, run.dropped_messages, run.alive, run.dropped_by),
-            *(run.observed.get(name) for name in ("met", "accepted")),
+            met=run.observed.get("met"),
+            accepted=run.observed.get("accepted"),
         )
 
     def suited_to(self, network: Any, n_rounds: int) -> AveragingOptions:

@@ -344,7 +344,7 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     return new_record(dict(zip(found, arrays, strict=True)))
 
 
-def in_order(record: ArrayRecord, names: Collection[str]) -> dict[str, Array]:
+def in_order(record: Mapping[str, Array], names: Collection[str]) -> dict[str, Array]:
     """Return a record's arrays in the order of these names, if it has just these; else in its."""
     return {name: record[name] for name in (names if record.keys() == set(names) else record)}
 

@@ -40,6 +40,7 @@ from flwr_perdl.core.checks import (
     brief_repr,
     check_choice,
     check_count,
+    check_flag,
     check_kind,
     check_list,
     check_real,
@@ -462,6 +463,9 @@ class Request(NamedTuple):
         server, and its checkpoints, then hold a reply per client.
     combine : Combine, optional
         What is made of the good replies; it stands in ``replies.combined``.
+    keep_arrays : bool, default False
+        Whether the replies have their arrays after ``combine``, too: without it a round's models
+        are held until they are combined, and no longer.
     expect : sequence of ndarray, or None, default ()
         A model: the replies' arrays have the shapes and dtypes of these, values that are not far
         too large, and are as these where they cannot be averaged (`flwr_perdl.core.models`). By
@@ -490,6 +494,7 @@ class Request(NamedTuple):
     secure: Channel | None = None
     reuse_last_reply: int = 0
     combine: Combine | None = None
+    keep_arrays: bool = False
     expect: Sequence[Matrix] | None = ()
 
     @property
@@ -539,6 +544,7 @@ def check_request(request: object) -> Request:
         check_real("Request.max_weight", request.max_weight, 1)
     check_count("Request.reuse_last_reply", request.reuse_last_reply)
     check_kind("Request.combine", request.combine, (Combine, type(None)), "a Combine or None")
+    check_flag("Request.keep_arrays", request.keep_arrays)
     if request.expect is not None:
         check_arrays("Request.expect", request.expect)
     if request.reuse_last_reply and request.secure is not None:  # there is no single reply to keep

@@ -132,6 +132,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
         self._num_rounds: int | None = None
+        self._train_config: ConfigRecord | None = None
         self._evaluate_config: ConfigRecord | None = None
         self._show = Show()
         self._last: RoundReport | None = None
@@ -254,6 +255,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         mode = _check_start(grid, initial, timeout, configs, functions, verbose)
         rounds = self._check_rounds(num_rounds, initial)
         self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
+        self._train_config = train_config
         run = self.open(to_arrays(initial), initial)
         show = show_run(mode, type(self).__name__, self._shown_rounds(rounds))
         # From here on whatever ends the run is written to its events, also an interrupt.
@@ -269,6 +271,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 evaluate_fn,
                 should_stop,
             )
+            self._after_rounds(grid)
         done, least = run.record.done, self._least_rounds()
         if not run.record.model and done < least:
             log(
@@ -279,6 +282,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             )
         result.arrays = self._presented()
         return result
+
+    def _after_rounds(self, grid: Grid) -> None:
+        """Take the steps that come after the last round."""
 
     def _check_rounds(self, num_rounds: int | None, initial: ArrayRecord) -> int:
         """Return the number of rounds; a ValueError if there would be no result after them."""

@@ -13,6 +13,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp.strategy import Result
 
+from flwr_perdl.clients.own_models import MOST_FITS
 from flwr_perdl.clients.personalized import KEPT, Part, check_patterns
 from flwr_perdl.clients.transport import HALF, TRANSPORT, Transport
 from flwr_perdl.core.aggregate import RULES
@@ -20,6 +21,7 @@ from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
     check_choice,
+    check_count,
     check_kind,
     check_real,
     check_robust,
@@ -33,7 +35,7 @@ from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import ARRAYS, CONFIG, LEFT_OUT, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
+from flwr_perdl.strategies._own_models import EndsWithModels
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
@@ -159,7 +161,7 @@ class Yogi(Adam):
         return moved
 
 
-class ModelStrategy(ProtocolStrategy):
+class ModelStrategy(EndsWithModels):
     """A strategy that averages models of any kind, and may take a step along the mean change."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
@@ -181,9 +183,11 @@ class ModelStrategy(ProtocolStrategy):
         compression: TopK | None,
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
+        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
         self._part = Part.of("private", private, share)
         self.private = check_patterns("private", private)
         self.share = check_patterns("share", share)
@@ -235,6 +239,11 @@ class ModelStrategy(ProtocolStrategy):
         run = self._running().record
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
 
+    def private_names(self) -> list[str]:
+        """Return the names of the arrays that stay at the clients."""
+        pairs = zip(self._array_names(), self._is_private, strict=True)
+        return [name for name, private in pairs if private]
+
     def shared(self, arrays: Sequence[Any]) -> list[Any]:
         """Return what belongs to shared arrays of a list with an entry per array, of any models."""
         if self._part is None:
@@ -270,8 +279,7 @@ class ModelStrategy(ProtocolStrategy):
             cut = {id(own): self.shared(own) for own in plan.arrays.values()}
             # The plan's own table, from which reports count what was sent.
             plan.arrays.update({who: cut[id(plan.arrays[who])] for who in self._cut})
-            names = zip(self._array_names(), self._is_private, strict=True)
-            left_out = json.dumps([name for name, private in names if private])
+            left_out = json.dumps(self.private_names())
             config = ConfigRecord({**config, LEFT_OUT: left_out})
             if message_type == MessageType.TRAIN:
                 self._asked_now = set(plan.arrays)

@@ -36,14 +36,15 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 
 from flwr_perdl.clients.clustered import (
     ALL_ALIKE,
@@ -96,6 +97,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Own, Table
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
@@ -120,10 +122,12 @@ class Clusters(NamedTuple):
     metrics : list of dict
         Per cluster, means over its clients in the last exchange in which they named it, weighted by
         their examples; empty for a cluster without clients there.
+    own : Own
+        Where the clients' own models are: see `model_of`.
 
     Examples
     --------
-    >>> from flwr.app import ArrayRecord
+    >>> from flwr.app import Array, ArrayRecord
     >>> from flwr_perdl.strategies import Clusters
     >>> clusters = Clusters([ArrayRecord(), ArrayRecord()], {0: 0, 1: 1, 2: 1}, [1, 2], [{}, {}])
     >>> clusters.members[2], clusters.sizes
@@ -134,6 +138,21 @@ class Clusters(NamedTuple):
     members: dict[int, int]
     sizes: list[int]
     metrics: list[dict[str, float]]
+    own: Own = Own()
+
+    @property
+    def shared(self) -> list[ArrayRecord]:
+        """The models of which a new client takes one."""
+        return self.models
+
+    @property
+    def table(self) -> Table:
+        """As `Learned.table`."""
+        return self.own.table
+
+    def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
+        """Return a client's own model, as `Learned.model_of`: that of its cluster."""
+        return self.own.model_of(client, state_dir)
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
@@ -197,6 +216,9 @@ class ClusteredFedAvg(ModelStrategy):
     compression : TopK, optional
         Clients send the largest entries of their changes, and the rest in later rounds; not with
         ``robust``.
+    fine_tune : int, default 0
+        After the last round each client trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``, also for later evaluations.
     privacy : Noise, optional
         As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then count alike.
     **options
@@ -265,6 +287,7 @@ class ClusteredFedAvg(ModelStrategy):
         robust: str | bool = False,
         transport: str | None = None,
         compression: TopK | None = None,
+        fine_tune: int = 0,
         max_clusters: int = 8,
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
@@ -276,6 +299,7 @@ class ClusteredFedAvg(ModelStrategy):
             robust=robust,
             transport=transport,
             compression=compression,
+            fine_tune=fine_tune,
             private=private,
             share=share,
             **options,
@@ -326,7 +350,12 @@ class ClusteredFedAvg(ModelStrategy):
             {partition: numbers.index(j) for partition, j in sorted(members.items())},
             [own.count(j) for j in numbers],
             [_means(last, j) for j in numbers],
+            self.own,
         )
+
+    def _model_for(self, client: int) -> dict[str, Array] | None:
+        """Return the model of a client's cluster."""
+        return dict(self._model(self._found()[0].get(client, 0)))
 
     def _found(self) -> tuple[dict[int, int], dict[int, dict[str, float]]]:
         """Return each client's cluster, and the metrics of the last exchange that named it."""
@@ -349,12 +378,12 @@ class ClusteredFedAvg(ModelStrategy):
         run, names = self._running().record, self._array_names()
         return to_record(run.model[j * len(names) : (j + 1) * len(names)], names)
 
-    def _names_of(self, plan: Plan, partition: int) -> Collection[str]:
+    def _names_of(self, plan: Plan, partition: int) -> list[str]:
         """Return the names of a client's models: after the number of the cluster their own."""
         names, request = super()._names_of(plan, partition), self._running().request
         if plan.step == ALONE:
             return names
-        numbers = range(len(plan.arrays[partition]) // len(names))
+        numbers = [*range(len(plan.arrays[partition]) // len(names))]
         if plan.step == CHOOSE and len(numbers) == 1 and request is not None:
             state = request.state or {}
             numbers = [j for p, j, _ in state[_CHOSEN].tolist() if p == partition] or numbers

@@ -34,7 +34,8 @@ from typing import ClassVar, Unpack
 
 from flwr.serverapp import Grid
 
-from flwr_perdl.clients.ditto import DITTO, PULL
+from flwr_perdl.clients.ditto import DITTO, PULL, kept_model
+from flwr_perdl.clients.own_models import Find
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
@@ -51,6 +52,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Learned
 
 
 class Ditto(ModelStrategy):
@@ -75,6 +77,9 @@ class Ditto(ModelStrategy):
     compression : TopK, optional
         Clients send the largest entries of their changes, and the rest in later rounds; not with
         ``robust``.
+    fine_tune : int, default 0
+        After the last round each client trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``, also for later evaluations.
     **options
         See `ServerOptions`.
 
@@ -117,7 +122,7 @@ class Ditto(ModelStrategy):
     [0.5, 1.25]
     """
 
-    protocol_name = DITTO
+    protocol_name = after_protocol = DITTO
     unsupported: ClassVar = {
         **ModelStrategy.unsupported,
         "private": "each client has a whole model of its own: use PersonalizedFedAvg",
@@ -131,6 +136,7 @@ class Ditto(ModelStrategy):
         robust: str | bool = False,
         transport: str | None = None,
         compression: TopK | None = None,
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
@@ -138,9 +144,20 @@ class Ditto(ModelStrategy):
             robust=robust,
             transport=transport,
             compression=compression,
+            fine_tune=fine_tune,
             **options,
         )
         self.pull = check_real("pull", pull, 0, 1)
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned so far."""
+        return Learned(self._presented(), self.own)
+
+    @property
+    def find_own(self) -> Find | None:
+        """How a client's own model is found."""
+        return kept_model
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""

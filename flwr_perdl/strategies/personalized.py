@@ -51,6 +51,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Learned
 
 #: The name in a checkpoint of which arrays are private.
 _PRIVATE = "private"
@@ -86,6 +87,9 @@ class PersonalizedFedAvg(ModelStrategy):
     compression : TopK, optional
         Clients send the largest entries of their changes, and the rest in later rounds; not with
         ``robust``.
+    fine_tune : int, default 0
+        After the last round each client trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``, also for later evaluations.
     **options
         See `ServerOptions`.
 
@@ -149,6 +153,7 @@ class PersonalizedFedAvg(ModelStrategy):
         robust: str | bool = False,
         transport: str | None = None,
         compression: TopK | None = None,
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
@@ -156,6 +161,7 @@ class PersonalizedFedAvg(ModelStrategy):
             robust=robust,
             transport=transport,
             compression=compression,
+            fine_tune=fine_tune,
             private=private,
             share=share,
             **options,
@@ -163,6 +169,11 @@ class PersonalizedFedAvg(ModelStrategy):
         if self._part is None:
             raise ValueError("private, or share, must name at least one array, got none.")
         self.alternate = check_flag("alternate", alternate)
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned so far."""
+        return Learned(self._presented(), self.own)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
