@@ -69,8 +69,8 @@ class Schedule:
     repeats : bool, default False
         Whether the network of round ``t + window`` is that of round t.
     present : callable, optional
-        ``round -> ndarray of bool (n_nodes,)``: which nodes take part; all by default. Edges of
-        those that do not are left out.
+        ``round -> ndarray of bool (n_nodes,)``: which nodes take part; all by default. The edges of
+        those that do not are left out, unless ``at`` returns a `CombinationMatrix`.
 
     Raises
     ------
