@@ -70,6 +70,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "averaging, private": lambda **options: DiffusionAveraging(
         Topology.ring(N_CLIENTS), private=PRIVATE, **options
     ),
+    "averaging, groups": lambda **options: DiffusionAveraging(
+        Topology.ring(N_CLIENTS), groups="auto", local_rounds=1, **options
+    ),
     "averaging, sealed": lambda **options: DiffusionAveraging(
         Topology.ring(N_CLIENTS), sealed=True, **options
     ),
