@@ -278,7 +278,7 @@ class PrivateState:
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
         run = self._name.removesuffix(INNER)
         for name in [name for name in self._records if name.startswith(PREFIX)]:
-            if name == self._name or name.removesuffix(INNER) != run:
+            if name.removesuffix(INNER) != run:
                 del self._records[name]
         self._records[self._name] = named([*kept.values()], kept)
 

@@ -91,14 +91,18 @@ def _layout(
     return dtype, shape, "F" if fortran else "C", size
 
 
-def whole_file(array: Array) -> bytes | None:
-    """Return the bytes of the file that an array is the view of, None if it is of none."""
-    data = array.base
-    if not isinstance(data, bytes) or not array.flags.c_contiguous:
-        return None
-    header = file_header(array.dtype, array.shape)
-    whole = len(data) == len(header) + array.nbytes and data.startswith(header)
-    return data if whole else None
+def file_of(array: Array) -> bytes:
+    """Return the file of an array in the order of its rows; the one that it is the view of.
+
+    A view's bytes are not copied.
+    """
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
+    header, data = file_header(array.dtype, array.shape), array.base
+    size = len(header) + array.nbytes
+    if isinstance(data, bytes) and len(data) == size and data.startswith(header):
+        return data
+    # Joined, since a large array's bytes would be copied once more by a sum.
+    return b"".join((header, array.reshape(-1).view(np.uint8).data))
 
 
 def pack(data: bytes) -> NDArray[np.float64]:
