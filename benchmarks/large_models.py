@@ -5,7 +5,7 @@ Run from the repository's root: ``python benchmarks/large_models.py``; it writes
 memory. The model is made in NumPy: ResNet-18's 122 arrays, 11 million float32 numbers and twenty
 integer counters. Each run is a process of its own, in process on `InProcessGrid`, with evaluation.
 The clients' handlers add a number to each array; what they cost is subtracted. ``--one NAME N``
-prints what a single run of N clients takes.
+prints what a single run of N clients takes, ``--ray NAME`` the seconds of one of eight on Ray.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from _measure import cell, main
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from matplotlib.figure import Figure
 
@@ -38,7 +39,7 @@ from flwr_perdl.strategies import (
 )
 from perdl_experiments.render import markdown_table
 
-CLIENTS, ROUNDS, TURNS = 20, 2, 3
+CLIENTS, ROUNDS, TURNS, ON_RAY = 20, 2, 3, 8
 #: Numbers of clients for the picture.
 SIZES = (5, 20, 50)
 FEDAVG = "FedAvg of Flower"
@@ -126,12 +127,14 @@ def to_record(arrays: Iterable[tuple[str, np.ndarray]]) -> ArrayRecord:
 #: ``n_clients, on_round -> strategy``.
 STRATEGIES: dict[str, Callable[..., Any]] = {
     FEDAVG: lambda n, on_round: FedAvg(),
-    "ClusteredFedAvg(1)": lambda n, on_round: ClusteredFedAvg(1, on_round=on_round),
-    CHOICE: lambda n, on_round: ClusteredFedAvg(3, choose_every=2, on_round=on_round),
-    'PersonalizedFedAvg(["fc.*"])': lambda n, on_round: PersonalizedFedAvg(
-        ["fc.*"], on_round=on_round
+    "ClusteredFedAvg(1)": lambda n, on_round: ClusteredFedAvg(1, num_clients=n, on_round=on_round),
+    CHOICE: lambda n, on_round: ClusteredFedAvg(
+        3, choose_every=2, num_clients=n, on_round=on_round
     ),
-    "Ditto": lambda n, on_round: Ditto(on_round=on_round),
+    'PersonalizedFedAvg(["fc.*"])': lambda n, on_round: PersonalizedFedAvg(
+        ["fc.*"], num_clients=n, on_round=on_round
+    ),
+    "Ditto": lambda n, on_round: Ditto(num_clients=n, on_round=on_round),
     "DiffusionAveraging(ring)": lambda n, on_round: DiffusionAveraging(
         Topology.ring(n), on_round=on_round
     ),
@@ -158,7 +161,17 @@ class CountingGrid(InProcessGrid):
 
 
 def run(name: str, n_clients: int) -> dict[str, Any]:
-    """Return what a run takes beside the handlers: seconds by round, MB at most, MB of messages."""
+    """Return what a run takes beside the handlers: seconds by round, MB at most, MB of messages.
+
+    A run of a small model comes first: what a process loads once is not counted.
+    """
+    small = {name: array.ravel()[:1] for name, array in resnet18().items()}
+    run_with(name, 3, small)
+    return run_with(name, n_clients, resnet18())
+
+
+def run_with(name: str, n_clients: int, model: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return what a run with a model takes."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     handlers, ends = Handlers(), dict[int, float]()
 
@@ -169,7 +182,7 @@ def run(name: str, n_clients: int) -> dict[str, Any]:
     grid = CountingGrid(app, n_clients)
     strategy = STRATEGIES[name](n_clients, lambda report: ends.update({report.round: spent()}))
     rounds = ROUNDS + (name == CHOICE)  # the first one finds the clusters
-    initial = to_record(resnet18().items())
+    initial = to_record(model.items())
     began, handlers.seconds = time.process_time(), 0.0
     strategy.start(grid, initial, num_rounds=rounds)
     total = spent() - began
@@ -182,6 +195,28 @@ def run(name: str, n_clients: int) -> dict[str, Any]:
         "mb": peak,
         "mb_sent": grid.n_bytes / 2**20,
     }
+
+
+def on_ray(name: str) -> float:
+    """Return the seconds of a run on Ray, after one in which workers and memory begin."""
+    from flwr.simulation import run_simulation
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    handlers, seconds, server = Handlers(), list[float](), ServerApp()
+
+    @server.main()
+    def begin(grid: Grid, context: Context) -> None:
+        for model in (resnet18(), resnet18()):
+            strategy = STRATEGIES[name](ON_RAY, None)
+            start = time.perf_counter()
+            strategy.start(grid, to_record(model.items()), num_rounds=ROUNDS)
+            seconds.append(time.perf_counter() - start)
+
+    app = handlers.app if name == FEDAVG else client_app(handlers.app)
+    run_simulation(
+        server, app, ON_RAY, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    )
+    return seconds[-1]
 
 
 def measured(name: str, n_clients: int) -> dict[str, Any]:
@@ -271,5 +306,7 @@ def picture(results: dict[str, Any]) -> Figure:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(run(sys.argv[2], int(sys.argv[3]))))
+    elif sys.argv[1:2] == ["--ray"]:
+        print(json.dumps(on_ray(sys.argv[2])))
     else:
         main("large_models", (__doc__ or "").splitlines()[0], ratios, rest, tables, picture)

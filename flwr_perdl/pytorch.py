@@ -1,17 +1,22 @@
-"""Names of a PyTorch net's arrays; PyTorch is imported when a function is called."""
+"""Names and values of a PyTorch net's arrays; PyTorch is imported when a function is called."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flwr_perdl.core.checks import check_kind
+import numpy as np
+from flwr.app import Array
+
+from flwr_perdl.core.checks import check_flag, check_kind
 from flwr_perdl.core.extras import load_extra
+from flwr_perdl.core.models import DTYPES
+from flwr_perdl.core.npy import view_file
 
-__all__ = ["norm_layers"]
+__all__ = ["load", "norm_layers", "trainable"]
 
-#: How PyTorch calls the types of normalization layers, and other libraries theirs:
-#: ``BatchNorm2d``, ``LayerNorm``, ``FrozenBatchNorm2d``, ``LlamaRMSNorm``.
+#: Types such as ``BatchNorm2d`` and ``LayerNorm``, other libraries' ``LlamaRMSNorm`` too.
 _NORM = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
 
@@ -33,12 +38,8 @@ def norm_layers(net: Any) -> list[str]:
 
     Raises
     ------
-    ImportError
-        If PyTorch is not installed.
-    TypeError
-        If ``net`` is none of its modules.
-    ValueError
-        If it has no normalization layer with arrays.
+    ImportError, TypeError, ValueError
+        If PyTorch is not installed, or ``net`` is none of its modules, or has no such layer.
 
     Examples
     --------
@@ -47,8 +48,7 @@ def norm_layers(net: Any) -> list[str]:
     >>> norm_layers(nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)))
     ['1.weight', '1.bias']
     """
-    nn = load_extra("torch.nn", "norm_layers")
-    check_kind("net", net, nn.Module, "a torch.nn.Module")
+    _torch("norm_layers", net)
     layers = {
         name
         for name, module in net.named_modules(remove_duplicate=False)
@@ -58,3 +58,93 @@ def norm_layers(net: Any) -> list[str]:
     if not names:
         raise ValueError(f"net must have a normalization layer, got none in {type(net).__name__}.")
     return names
+
+
+def trainable(net: Any) -> list[str]:
+    """Return the names of a net's parameters that require a gradient: what LoRA trains.
+
+    ``ArrayRecord({name: net.state_dict()[name] for name in trainable(net)})`` has only these.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net.
+
+    Returns
+    -------
+    list of str
+        Names of ``net.state_dict()``, in its order; all that a tied parameter has.
+
+    Raises
+    ------
+    ImportError, TypeError, ValueError
+        As `norm_layers`; or if no parameter requires a gradient.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from flwr_perdl.pytorch import trainable
+    >>> trainable(nn.Sequential(nn.Linear(4, 3).requires_grad_(False), nn.Linear(3, 2)))
+    ['1.weight', '1.bias']
+    """
+    _torch("trainable", net)
+    found = {n for n, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if not found:
+        raise ValueError(f"net must have parameters to train, got none in {type(net).__name__}.")
+    return [name for name in net.state_dict() if name in found]
+
+
+def load(net: Any, arrays: Any, *, strict: bool = True) -> Any:
+    """Copy arrays that came in a message into a net, and return the net.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net; its arrays keep their dtypes and devices.
+    arrays : ArrayRecord, mapping of str to array, or sequence of arrays
+        ``msg.content["arrays"]``, or a NumPyClient's ``parameters``, in the net's order.
+    strict : bool, default True
+        Whether these must be all of the net's arrays. If not, the others keep their values, and a
+        sequence may be of the `trainable` ones alone.
+
+    Raises
+    ------
+    ImportError, TypeError, ValueError
+        If PyTorch is not installed, or an array does not fit the net, which is then as it was.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from flwr_perdl.pytorch import load
+    >>> load(nn.Linear(2, 1), {"bias": [3.0]}, strict=False).bias.item()
+    3.0
+    """
+    torch = _torch("load", net)
+    check_kind("arrays", arrays, (Mapping, Sequence), "arrays by name, or a sequence of arrays")
+    strict, own = check_flag("strict", strict), net.state_dict()
+    if isinstance(arrays, Sequence):
+        names = list(own) if strict or len(arrays) == len(own) else trainable(net)
+        if len(arrays) != len(names):
+            raise ValueError(f"arrays must be {len(names)}, as in the net, got {len(arrays)}.")
+        arrays = dict(zip(names, arrays, strict=True))
+    if wrong := arrays.keys() ^ own.keys() if strict else arrays.keys() - own.keys():
+        name = min(wrong, key=str)
+        raise ValueError(f"arrays must have the net's names, got {'no ' * (name in own)}{name!r}.")
+    # Checked where they lie, all of them, and then copied one at a time.
+    views = {
+        name: view_file(array.data)[0] if isinstance(array, Array) else np.asarray(array)
+        for name, array in arrays.items()
+    }
+    for name, view in views.items():
+        shape, got = tuple(own[name].shape), f"{view.dtype} of shape {view.shape}"
+        if view.dtype not in DTYPES or view.shape != shape:
+            raise ValueError(f"arrays must have numbers of shape {shape} as {name!r}, got {got}.")
+    for name, view in views.items():
+        own[name].copy_(torch.tensor(view))
+    return net
+
+
+def _torch(purpose: str, net: Any) -> Any:
+    torch = load_extra("torch", purpose, "pytorch")
+    check_kind("net", net, torch.nn.Module, "a torch.nn.Module")
+    return torch

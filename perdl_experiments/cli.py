@@ -18,7 +18,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
 from rich.text import Text
 
@@ -44,7 +51,7 @@ from perdl_experiments.sweep import compare as compare_runs
 from perdl_experiments.sweep import run_sweep
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.watch import watch as watch_run
-from perdl_experiments.words import plural
+from perdl_experiments.words import data_size, plural
 
 #: Seconds that everything has to end after a signal.
 _GRACE = 30.0
@@ -54,16 +61,18 @@ _TRACKERS: dict[str, Callable[[str], Tracker]] = {
     "wandb": WandbTracker,
 }
 _SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
+_AT_ONCE = 2.0  # seconds after which such a line says that the run does something else
+_LINES = 12  # of a table that a run prints
 
 app = typer.Typer(
-    help="Federated dictionary learning, clustered regression, learning between neighbors.",
+    help="Personalized, clustered and decentralized federated learning: experiments and tools.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Named = Annotated[str, typer.Argument(help="Its name; see `flwr-perdl list`.")]
+Named = Annotated[str, typer.Argument(help="Name of the experiment; see `flwr-perdl list`.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 Overwrite = Annotated[
@@ -77,11 +86,11 @@ Options = Annotated[
 ]
 Clients = Annotated[int | None, typer.Option(help="Number of clients.")]
 Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
-Seed = Annotated[int, typer.Option(help="The run's one seed.")]
+Seed = Annotated[int, typer.Option(help="Random seed of the run.")]
 Data = Annotated[Path | None, typer.Option(help="Your own data; see docs/cli.md.")]
 Metrics = Annotated[
     list[str] | None,
-    typer.Option("--metric", help="A metric to compare; by default the report's first ones."),
+    typer.Option("--metric", help="Metric to compare; by default the first ones of the report."),
 ]
 
 
@@ -128,14 +137,14 @@ def common(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Its version.")
     ] = False,
 ) -> None:
-    """Federated dictionary learning, clustered regression, learning between neighbors."""
+    """Personalized, clustered and decentralized federated learning: experiments and tools."""
 
 
 @app.command("list")
 def list_experiments() -> None:
     """List the experiments."""
     rows = [[name, one.about, one.source] for name, one in EXPERIMENTS.items()]
-    console().print(Rows(["experiment", "what it shows", "after"], rows))
+    console().print(Rows(["experiment", "what it shows", "source"], rows))
 
 
 @app.command()
@@ -167,7 +176,7 @@ def run(
         bool,
         typer.Option(
             "--keep-local",
-            help="Also write local-atoms.npz: clients' own atoms, which show what data they have.",
+            help="Also write local-atoms.npz: private atoms, which reveal what the data look like.",
         ),
     ] = False,
     track: Annotated[
@@ -196,7 +205,7 @@ def run(
             keep_local=keep_local,
             on_round=_trackers(track) or None,
         )
-    _show(shown, results, folder)
+    _show(shown, results, folder, _LINES)
 
 
 @app.command()
@@ -212,9 +221,9 @@ def sweep(
     metric: Metrics = None,
     option: Options = None,
 ) -> None:
-    """Run an experiment with all combinations of options, as -o n_global=8,16 -o alpha=0.1,0.2.
+    """Run an experiment with all combinations of options: -o n_global=8,16 -o alpha=0.1,0.2.
 
-    A value that has commas itself, of a list such as sizes=5,10, is one value: repeat -o.
+    A list such as sizes=5,10 is one value: repeat -o for others.
     """
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
@@ -258,11 +267,11 @@ def compare(
 def fetch(
     name: Annotated[str | None, typer.Argument(help="Which images.")] = None,
     out: Annotated[Path | None, typer.Option(help="The .npz file; NAME.npz by default.")] = None,
-    image: Annotated[str | None, typer.Option(help="The Hub's column of images.")] = None,
-    label: Annotated[str | None, typer.Option(help="The column of labels.")] = None,
-    client: Annotated[str | None, typer.Option(help="The column that says whose it is.")] = None,
+    image: Annotated[str | None, typer.Option(help="Column of the images on the Hub.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of the labels.")] = None,
+    client: Annotated[str | None, typer.Option(help="Column of the clients.")] = None,
     split: Annotated[str | None, typer.Option(help="train, test, …")] = None,
-    limit: Annotated[int | None, typer.Option(help="Keep the first so many images.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of images to keep.")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="With imagefolder: your folder of folders, one per label.")
     ] = None,
@@ -306,24 +315,26 @@ def diagnose(
     private: Annotated[
         list[str] | None, typer.Option(help="Arrays to keep private; the last layer by default.")
     ] = None,
-    metric: Annotated[str, typer.Option(help="The metric of evaluations to compare by.")] = "loss",
+    metric: Annotated[str, typer.Option(help="Evaluation metric to compare by.")] = "loss",
     higher_is_better: Annotated[
         bool | None,
         typer.Option(
             "--higher-is-better/--lower-is-better",
-            help="Of the metric; by default as its name says.",
+            help="Direction of the metric; by default guessed from its name.",
             show_default=False,
         ),
     ] = None,
     train_config: Annotated[
         list[str] | None,
-        typer.Option(help="What the server sends with each training: 'lr=0.05'. Repeatable."),
+        typer.Option(
+            help="What the server sends with each training, such as 'lr=0.05'; may be repeated."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the run.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("diagnosis.png"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
 ) -> None:
-    """Say which strategy serves the clients of a Flower app, and draw who gains what."""
+    """Recommend a strategy for a Flower app's clients, and plot each client's gain."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
     with _errors_in_a_sentence():
@@ -355,11 +366,11 @@ def local_atoms(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Write the own atoms of the clients whose state is in a folder to a file, an array per client.
+    """Export the private atoms of the clients whose state is in a folder, an array per client.
 
-    They have never travelled: this reads what is kept on this machine. An encrypted state needs its
-    key in the environment (docs/security.md). The file shows what each client's data are like: keep
-    it as you keep the data.
+    They never leave a client during training: this reads the state on this machine. An encrypted
+    state needs its key in the environment (docs/security.md). The file reveals what each client's
+    data look like: protect it as you protect the data.
     """
     path = out or Path(LOCAL_ATOMS)
     with _errors_in_a_sentence():
@@ -387,7 +398,7 @@ def watch(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, also one about to begin.")],
     once: Annotated[bool, typer.Option("--once", help="Print what there is, and exit.")] = False,
 ) -> None:
-    """Show a run as it goes, from the events in its folder."""
+    """Show a running experiment live, from the events in its folder."""
     with _errors_in_a_sentence(), suppress(KeyboardInterrupt):
         watch_run(folder, console(), once=once)
 
@@ -414,8 +425,8 @@ def up(
 ) -> None:
     """Run an experiment on a real SuperLink and real SuperNodes on this machine.
 
-    Everything is a process of its own and ends with the run. Logs, keys and certificates lie in
-    the folder `deployment` beside the results.
+    Each is a separate process that ends with the run. Logs, keys and certificates are in the folder
+    `deployment` next to the results.
     """
     shown = console()
     folder = (out or Path("runs") / f"{experiment}-deployed").absolute()
@@ -440,7 +451,7 @@ def up(
             folder / "deployment", nodes, tls=tls, node_config=node_config, tell=shown.print
         ) as deployment:
             deployment.run({"experiment": experiment, **deployed, **how, **given})
-        _show(shown, read_results(folder), folder)
+        _show(shown, read_results(folder), folder, _LINES)
 
 
 @app.command()
@@ -521,49 +532,59 @@ def _tell(sentence: str) -> None:
 
 @contextmanager
 def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show rounds (or parts of a run), error and time left; yield what takes a `Progress`.
+    """Show what a run does, its rounds or parts, error and time left; yield the function to call.
 
-    The bar appears with the first of them. Where there is no terminal, a line goes to standard
-    error every ten seconds.
+    The bar is there from the start. Where there is no terminal, lines go to standard error: when
+    the run has begun to do something else, and every ten seconds.
     """
     columns = (
-        TextColumn("step"),
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(12),
         MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("error {task.fields[error]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[error]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
     )
-    bar = Bar(*columns, console=shown, disable=not shown.is_terminal)
-    task = bar.add_task("rounds", total=None, error="-")
-    said = time.monotonic()
+    bar = Bar(*columns, console=shown, disable=not shown.is_terminal, transient=True)
+    task = bar.add_task("starting", total=None, error="")
+    said, doing = time.monotonic(), ""
 
     def update(progress: Progress) -> None:
-        nonlocal said
-        error = "-" if progress.error is None else f"{progress.error:.3g}"
-        if bar.disable and time.monotonic() - said > _SILENCE:
-            said = time.monotonic()
-            _tell(f"step {progress.done} of {progress.total}, error {error}")
-        bar.update(task, completed=progress.done, total=progress.total, error=error)
-        bar.start()
+        nonlocal said, doing
+        error = "" if progress.error is None else f"error {progress.error:.3g}"
+        silence = _SILENCE if progress.doing == doing else _AT_ONCE
+        if bar.disable and time.monotonic() - said > silence:
+            said, doing = time.monotonic(), progress.doing
+            step = f"step {progress.done} of {progress.total}"
+            _tell(", ".join(filter(None, [doing, step, error])))
+        total = progress.total or None  # unknown
+        bar.update(
+            task, completed=progress.done, total=total, error=error, description=progress.doing
+        )
 
-    try:
+    with bar:
         yield update
-    finally:
-        bar.stop()
 
 
-def _show(shown: Console, results: dict[str, Any], folder: Path) -> None:
-    """Print what a run found, its tables and notes, and where its page is."""
-    if results.get("finding"):
-        shown.print(printable_lines(results["finding"]))
+def _show(shown: Console, results: dict[str, Any], folder: Path, lines: int | None = None) -> None:
+    """Print what a run found, and last the verdict.
+
+    With ``lines`` it prints the first table only, no longer than that; the page has all of them,
+    and the notes.
+    """
     odd = odd_clients(results)
-    for entry in [*results["tables"], *([] if odd is None else [odd])]:
-        shown.print(Rows(entry["columns"], entry["rows"], entry["title"]))
-    for note in results["notes"]:
+    entries = [*results["tables"][: 1 if lines else None], *([] if odd is None else [odd])]
+    for entry in entries:
+        rows = Rows(entry["columns"], entry["rows"], entry["title"], entry.get("best", ()))
+        shown.print(rows.brief(shown, lines) if lines else rows)
+    for note in [] if lines else results["notes"]:
         shown.print(printable_lines(note))
+    sent, received = data_size(results["floats_up"]), data_size(results["floats_down"])
     shown.print(
-        f"{plural(results['rounds'], 'round')}; per client "
-        f"{plural(results['floats_up'], 'float')} up, {results['floats_down']:,.0f} down; "
-        f"{results['seconds']:.1f} s in all."
+        f"{plural(results['rounds'], 'round')}; each client sent {sent} and received {received}; "
+        f"{results['seconds']:.1f} s."
     )
-    shown.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True)
+    shown.print(f"Report: {(folder / 'report.html').resolve().as_uri()}", soft_wrap=True)
+    if results.get("finding"):
+        shown.print(printable_lines(f"\n{results['finding']}"), style="bold")

@@ -44,7 +44,7 @@ class Federation(Protocol):
     """What an engine needs of an experiment (a module with these two functions).
 
     A module may have two more: ``initial(config)``, the arrays that the strategy starts from, and
-    ``privacy(config)``, the clients' own promise in process.
+    ``privacy(config)``, the clients' own guarantee in process.
     """
 
     def client(self, context: Context, config: Any) -> Any:
@@ -163,8 +163,8 @@ def federate(
     check_engine(engine)
     make_client = partial(experiment.client, config=config)
     if engine == "in-process":
-        promise = getattr(experiment, "privacy", lambda config: None)(config)
-        app = client_app(make_client, privacy=promise)
+        guarantee = getattr(experiment, "privacy", lambda config: None)(config)
+        app = client_app(make_client, privacy=guarantee)
         return run(InProcessGrid(app, config.clients, state_dir=state_dir))
     # Ray's processes would each draw the same noise from a seed: there it is the system's.
     return on_ray(run, client_app(make_client), config.clients)

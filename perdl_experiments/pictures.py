@@ -175,6 +175,9 @@ def heat_map(
 ) -> Figure:
     """Draw a table as colors with its numbers, the best of each row framed.
 
+    A table with more columns than rows is drawn with its rows side by side, so that it fits a small
+    screen.
+
     Parameters
     ----------
     values : ndarray of shape (n_rows, n_columns)
@@ -185,19 +188,22 @@ def heat_map(
         Or lower.
     """
     better = values if higher_is_better else -values
-    figure = _figure(max(WIDTH, 0.85 * len(columns) + 2), 0.6 * len(rows) + 1.4)
-    axes = figure.add_subplot()
     low, high = better.min(axis=1, keepdims=True), better.max(axis=1, keepdims=True)
     shades = (better - low) / np.where(high > low, high - low, 1)
+    best = shades == 1
+    if len(columns) > len(rows):
+        values, shades, best, rows, columns = values.T, shades.T, best.T, columns, rows
+    figure = _figure(max(WIDTH, 0.85 * len(columns) + 2), 0.4 * len(rows) + 0.8)
+    axes = figure.add_subplot()
     axes.imshow(shades, cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
-    for i, row in enumerate(values):
-        for j, value in enumerate(row):
-            color = "white" if shades[i, j] > 0.85 else "black"
-            axes.text(j, i, f"{value:.3f}", ha="center", va="center", fontsize=9, color=color)
-        corner = (better[i].argmax() - 0.48, i - 0.46)
-        axes.add_patch(Rectangle(corner, 0.96, 0.92, fill=False, edgecolor="#d1495b", lw=2.2))
+    for (i, j), value in np.ndenumerate(values):
+        color = "white" if shades[i, j] > 0.85 else "black"
+        axes.text(j, i, f"{value:.3f}", ha="center", va="center", fontsize=SMALL, color=color)
+        if best[i, j]:
+            corner = (j - 0.48, i - 0.46)
+            axes.add_patch(Rectangle(corner, 0.96, 0.92, fill=False, edgecolor="#d1495b", lw=2.2))
     axes.set_xticks(range(len(columns)), [fill(name, 15) for name in columns], fontsize=SMALL)
-    axes.set_yticks(range(len(rows)), [fill(name, 18) for name in rows], fontsize=SMALL)
+    axes.set_yticks(range(len(rows)), [fill(name, 22) for name in rows], fontsize=SMALL)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -273,43 +279,6 @@ def networks(named: Mapping[str, CombinationMatrix]) -> Figure:
     for axes, (title, weights) in zip(panels, named.items(), strict=True):
         _draw_network(axes, weights)
         axes.set_title(title)
-    return figure
-
-
-def rounds_against_gaps(named: Mapping[str, Mapping[str, tuple[float, float]]]) -> Figure:
-    """Draw how many rounds networks take against their spectral gaps, each with its name.
-
-    Parameters
-    ----------
-    named : mapping of str to mapping of str to pair of float
-        What a color stands for -> name of the network -> spectral gap and rounds; one without a
-        gap (NaN), such as FedAvg, is a dashed line.
-    """
-    figure = _figure(7, 4.4)
-    axes = _plain(figure.add_subplot())
-    for color, (label, networks) in zip(COLORS, named.items(), strict=False):
-        for name, (gap, rounds) in networks.items():
-            if np.isnan(gap):
-                axes.axhline(rounds, ls="--", lw=1.2, color=color, label=f"{label}: {name}")
-                continue
-            axes.plot(gap, rounds, "o", color=color)
-            axes.annotate(
-                name,
-                (gap, rounds),
-                xytext=(3, 5),
-                textcoords="offset points",
-                fontsize=8,
-                rotation=40,
-                color=color,
-            )
-        axes.plot([], [], "o", color=color, label=label)
-    if any(gap > 0 for one in named.values() for gap, _ in one.values()):
-        axes.set_xscale("log")
-    axes.set(xlabel="spectral gap", ylabel="rounds to FedAvg's accuracy")
-    axes.margins(0.15)
-    most = max((rounds for one in named.values() for _, rounds in one.values()), default=1.0)
-    axes.set_ylim(0, 1.3 * most)
-    axes.legend(frameon=False, fontsize=8)
     return figure
 
 

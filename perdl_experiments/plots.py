@@ -306,6 +306,7 @@ def lines(
     y: str,
     levels: Mapping[str, float] | None = None,
     log: bool = False,
+    log_x: bool = False,
     start: int = 1,
     floor: float = 1e-16,
 ) -> Figure:
@@ -321,6 +322,8 @@ def lines(
         Label -> constant.
     log : bool
         Logarithmic y axis, its values raised to ``floor``.
+    log_x : bool
+        Logarithmic x axis, for curves that differ in the first rounds.
     start : int
         Where x starts.
     floor : float
@@ -337,7 +340,11 @@ def lines(
     if log:
         axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     name_lines(axes)
     return figure
 

@@ -13,9 +13,11 @@ part of a TOML  what it says
                 a record has a value per seed, which results.json has, too
 ``words``       field -> value -> how a reader sees that value
 ``tables``      title, caption, ``rows`` (a field), ``columns``; ``split``: a table per value of a
-                field; ``only``: conditions on fields
+                field; ``only``: conditions on fields; ``best = "row"``: the best of each row is
+                bold, by default the best of each column
 ``columns``     title, metric, ``show`` (a template of statistics), ``each``: a column per value of
-                these fields; ``only``
+                these fields; ``only``; ``better``: "lower" or "higher"; ``over``: a gain, over the
+                record with these other fields: the share of a lower one, the difference of a higher
 ``figures``     file, title, caption; ``alt``: what is seen, by default computed from the drawing
 ``claims``      ``less``: pairs of metrics or numbers, ``holds`` and ``fails``: the two sentences
 ``notes``       templates, or ``{text, when}`` / ``{text, unless}`` with the name of a fact
@@ -24,7 +26,7 @@ part of a TOML  what it says
 A template refers to options, to metrics by their names in results.json, to the module's constants
 in small letters, and to the facts that the study adds, which come before metrics of the same name;
 its fact ``words`` adds to the page's.
-``{name:*noun}`` is a count with its noun.
+``{name:*noun}`` is a count with its noun, ``{name:MB}`` the size of so many numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from perdl_experiments.words import plural
+from perdl_experiments.words import megabytes, plural
 
 Page = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -47,10 +49,12 @@ Fields = dict[str, Any]
 #: Text in a cell that is longer than this wraps.
 LONG = 40
 #: A table of more columns is a card per row on a small screen.
-WIDE = 5
+WIDE = 4
 #: Less is less by more than this share (of an area under a curve: of what is missing to one), or by
 #: so many decibels, and by more than rounding.
 SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
+#: A run with less than this share of an experiment's clients or rounds is not judged.
+FEW = 0.5
 #: The metric of a record that says why a method failed.
 FAILED = "failed"
 
@@ -66,8 +70,10 @@ _STATISTICS: dict[str, Callable[[Any], Any]] = {
 _SHARES: dict[str, Callable[[Any, float], Any]] = {"below": np.less, "from": np.greater_equal}
 #: What a metric's rule has besides fields of its records.
 _RULE = ("of", "statistic", "except", "by_seed")
-#: A metric's place in a sentence.
-PLACE = re.compile(r"\{([^}]+)\}")
+#: A metric's place in a sentence; ``{share:%}`` is a share as a percentage.
+PLACE = re.compile(r"\{([^}%]+?)(?::%)?\}")
+#: The number at the beginning of a cell.
+_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?")
 
 
 class Record(NamedTuple):
@@ -110,25 +116,30 @@ class Table(NamedTuple):
         Heads; the first column names the rows.
     rows : sequence of sequence of str
         The cells.
+    best : sequence of pairs of int, optional
+        Row and column of the best cells.
     """
 
     title: str
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    best: Sequence[Sequence[int]] = ()
 
 
 # Words ---------------------------------------------------------------------------------------
 
 
 class _Words(Formatter):
-    """Templates in which ``{name:*noun}`` is a count, and no number shows as infinite or NaN."""
+    """Templates with the formats ``*noun`` and ``MB``; no number shows as infinite or NaN."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec.startswith("*"):
             return plural(value, format_spec[1:])
         if isinstance(value, float) and not np.isfinite(value):
             return "-" if np.isnan(value) else "never"
+        if format_spec == "MB":
+            return number(megabytes(value))
         return str(super().format_field(value, format_spec))
 
 
@@ -151,7 +162,9 @@ def fill(template: str, get: Callable[[str], Any]) -> str:
 
     def filled(place: re.Match[str]) -> str:
         value = get(place[1])
-        return value if isinstance(value, str) else number(value)
+        if isinstance(value, str):
+            return value
+        return f"{value:.0%}" if place[0].endswith("%}") else number(value)
 
     return PLACE.sub(filled, " ".join(template.split()))
 
@@ -290,7 +303,7 @@ def _table(
     rows = []
     for value in _values([one for one in records if one.metric in shown], field):
         own = [one for one in records if one.fields.get(field) == value]
-        cells = [_cell(column, at, [*own, *failures]) for column, at in columns]
+        cells = [_cell(column, at, [*own, *failures], records) for column, at in columns]
         if any(one in own for one in failures):  # a method's row
             cells = ["failed", *["-"] * (len(cells) - 1)]
         rows.append([words.of(field, value), *cells])
@@ -299,7 +312,27 @@ def _table(
         for column, at in columns
     ]
     title, caption = (say(spec[part], facts) for part in ("title", "caption"))
-    return Table(title, caption, [say(spec.get("head", ""), facts), *heads], rows)
+    better = ["", *("" if "over" in one else one.get("better", "") for one, _ in columns)]
+    best = _best(rows, better, along=spec.get("best", "column"))
+    return Table(title, caption, [say(spec.get("head", ""), facts), *heads], rows, best)
+
+
+def _best(rows: Sequence[Sequence[str]], better: Sequence[str], along: str) -> list[list[int]]:
+    """Return where the best numbers of each column (or row) are; nowhere, if they are all equal."""
+    groups: dict[int, list[tuple[float, list[int]]]] = {}
+    for i, row in enumerate(rows):
+        for j, (cell, which) in enumerate(zip(row, better, strict=True)):
+            if which and (found := _NUMBER.match(cell)):
+                value = float(found[0].replace(",", ""))
+                signed = value if which == "lower" else -value
+                groups.setdefault(i if along == "row" else j, []).append((signed, [i, j]))
+    return [
+        place
+        for group in groups.values()
+        if len({value for value, _ in group}) > 1
+        for value, place in group
+        if value == min(group)[0]
+    ]
 
 
 def _places(column: Page, records: Sequence[Record]) -> list[Fields]:
@@ -314,14 +347,29 @@ def _places(column: Page, records: Sequence[Record]) -> list[Fields]:
     ]
 
 
-def _cell(column: Page, at: Fields, records: Sequence[Record]) -> str:
+def _cell(column: Page, at: Fields, records: Sequence[Record], every: Sequence[Record]) -> str:
+    """Return a cell of the row of these records, in a table of ``every`` one."""
     wanted = {"metric": column["metric"], **column.get("only", {}), **at}
     for record in records:
         if _matches(record, wanted):
+            if "over" in column:
+                record = record._replace(value=_gain(column, record, every))
             text = isinstance(record.value, str)
             return str(record.value) if text else say(column["show"], _Statistics(record))
     failed = {**wanted, "metric": FAILED}
     return "failed" if "only" in column and any(_matches(o, failed) for o in records) else "-"
+
+
+def _gain(column: Page, record: Record, records: Sequence[Record]) -> Any:
+    """Return by how much a record is better than that of the column's other fields."""
+    other = {**record.fields, **column["over"]}
+    bases = [one for one in records if one.fields == other]
+    if not bases or bases[0] is record or np.shape(bases[0].value) != np.shape(record.value):
+        return float("nan")
+    value, base = np.asarray(record.value, float), np.asarray(bases[0].value, float)
+    if column["better"] == "higher":
+        return value - base
+    return 1 - np.divide(value, base, out=np.full_like(base, np.nan), where=base > 0)
 
 
 def _values(records: Sequence[Record], field: str) -> list[Any]:
@@ -350,24 +398,37 @@ def report(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> d
     return {
         "metrics": found,
         "by_seed": by_seed(page, records),
-        "finding": " ".join(_findings(page, known)),
+        "finding": " ".join(_findings(page, known, too_few(page, known))),
         "tables": [one._asdict() for one in tables(page, records, told)],
         "notes": list(_notes(page, records, told)),
     }
 
 
-def _findings(page: Page, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the first sentence, and what the study claims and whether it holds."""
+def too_few(page: Page, config: Mapping[str, Any]) -> str:
+    """Return the sentence that a run has too few clients or rounds to judge; "" if it has not."""
+    short = [
+        f"{name} ({config[name]}; default {default})"
+        for name in ("clients", "rounds")
+        if name in config and (default := page.get("options", {}).get(name, {}).get("default", 0))
+        if config[name] < FEW * default
+    ]
+    return f"Too few {' and '.join(short)} to judge." if short else ""
+
+
+def _findings(page: Page, found: Mapping[str, Any], few: str) -> Iterator[str]:
+    """Yield the first sentence, and the claims' verdicts unless a run is too small."""
 
     def get(reference: str | float) -> Any:
         value = found[reference] if isinstance(reference, str) else reference
         never = isinstance(reference, str) and reference.startswith("rounds_") and value == -1
         return float("inf") if never else value
 
+    if few:
+        yield few
     first = first_sentence(page.get("finding", ()), found)
     if first is not None:
         yield fill(first, get)
-    for claim in page.get("claims", ()):
+    for claim in page.get("claims", ()) if not few else ():
         sides = [side for pair in claim["less"] for side in pair if isinstance(side, str)]
         if all(side in found for side in sides):
             yes = claim_holds(claim["less"], get, claim.get("factor", 1.0))
@@ -392,9 +453,13 @@ def html_table(table: Mapping[str, Any]) -> str:
     """Return a table with its title and caption as HTML."""
     columns = [escape(column) for column in table["columns"]]
     head = "".join(f"<th scope='col'>{column}</th>" for column in columns)
+    best = {tuple(cell) for cell in table.get("best", ())}
     wide = " class='wide'" if len(columns) > WIDE else ""
     labels = columns if wide else [""] * len(columns)
-    rows = "".join(f"<tr>{''.join(map(_html_cell, row, labels))}</tr>" for row in table["rows"])
+    rows = ""
+    for i, row in enumerate(table["rows"]):
+        bold = [(i, j) in best for j in range(len(row))]
+        rows += f"<tr>{''.join(map(_html_cell, row, labels, bold))}</tr>"
     title = escape(table["title"])
     return (
         f"<h2>{title}</h2>"
@@ -404,10 +469,11 @@ def html_table(table: Mapping[str, Any]) -> str:
     )
 
 
-def _html_cell(cell: str, label: str) -> str:
+def _html_cell(cell: str, label: str, best: bool) -> str:
     long = " class='long'" if len(cell) > LONG else ""
     named = f" data-label='{label}'" if label else ""
-    return f"<td{long}{named}>{escape(cell)}</td>"
+    text = f"<b>{escape(cell)}</b>" if best else escape(cell)
+    return f"<td{long}{named}>{text}</td>"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from flwr_perdl.core.files import replacing
 from perdl_experiments.outcome import RESULTS
 from perdl_experiments.render import html_table
+from perdl_experiments.words import data_size
 
 REPORT = "report.html"
 
@@ -32,6 +33,9 @@ _SHARE, _TIMES = 0.25, 3
 #: What a figure's file is called: a name in the run's own folder.
 _LARGEST = 1e300
 _FIGURE = re.compile(r"[^/\\\0]+\.(png|gif)")
+
+#: The guides, in a clone of the repository.
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 _PAGE = Template(tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["page"])
 
@@ -126,6 +130,7 @@ _FORMS: dict[str, Any] = {
     "metrics": {"*": is_number},
     "notes": [str],
     "tables": [{"title": str, "caption": str, "columns": [str], "rows": [[str]]}],
+    "guide": str,
     "figures": [{"title": str, "caption": str, "file": _is_figure}],
     "clients": {"*": {"*": is_number}},
 }
@@ -144,7 +149,7 @@ def _check(results: Mapping[str, Any]) -> None:
             one["columns"] and all(len(row) == len(one["columns"]) for row in one["rows"])
             for one in tables
         )
-        if not whole:
+        if not whole or not all(fits(one.get("best", []), [[int]]) for one in tables):
             wrong.append("tables")
         if not all(isinstance(one.get("alt", ""), str) for one in figures):
             wrong.append("figures")
@@ -154,16 +159,16 @@ def _check(results: Mapping[str, Any]) -> None:
 
 def render(results: Mapping[str, Any], out: Path) -> str:
     """Return the page of ``results``, whose figures lie in ``out``."""
-    facts = {  # "0" stands for what does not apply
+    facts = {  # none of it: what does not apply
         "clients": str(results["config"]["clients"]),
         "rounds": str(results["rounds"]),
-        "floats sent per client": f"{results['floats_up']:,.0f}",
-        "floats received per client": f"{results['floats_down']:,.0f}",
-        "seconds in all": f"{results['seconds']:.1f}",
+        "sent per client": data_size(results["floats_up"]),
+        "received per client": data_size(results["floats_down"]),
+        "seconds": f"{results['seconds']:.1f}",
         "engine": results["engine"],
         "seed": results["seed"],
     }
-    body = [*map(html_table, results["tables"]), *(_figure(f, out) for f in results["figures"])]
+    body = [*(_figure(f, out) for f in results["figures"]), *map(html_table, results["tables"])]
     odd = odd_clients(results)
     if odd is not None:
         body.append(html_table(odd))
@@ -172,11 +177,14 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         notes = "".join(f"<p>{escape(note)}</p>" for note in results["notes"])
         body.append(f"<h2>Notes</h2>{notes}")
     return _PAGE.substitute(
-        title=escape(results["experiment"]),
+        title=escape(results["about"]),
         finding=f"<p class='finding'>{escape(found)}</p>\n" if found else "",
-        about=escape(f"{results['about']} (after {results['source']})."),
+        about=f"Experiment <code>{escape(results['experiment'])}</code>. "
+        f"Source: {escape(results['source'])}.{_guide(results.get('guide', ''))}",
         facts="".join(
-            _fact(escape(str(value)), name) for name, value in facts.items() if value != "0"
+            _fact(escape(str(value)), name)
+            for name, value in facts.items()
+            if value not in ("0", "0 bytes")
         ),
         body="\n".join(body),
         settings=escape(_listing(results["config"])),
@@ -228,6 +236,17 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
         "columns": ["client", "asked", *kinds],
         "rows": rows,
     }
+
+
+def _guide(name: str) -> str:
+    """Return a link to a page of the documentation; without a clone, the page's name."""
+    if not name:
+        return ""
+    path = _DOCS / f"{name}.md"
+    text = f"docs/{escape(name)}.md"
+    return (
+        f" Guide: <a href='{path.as_uri()}'>{text}</a>." if path.is_file() else f" Guide: {text}."
+    )
 
 
 def _listing(items: Mapping[str, Any]) -> str:

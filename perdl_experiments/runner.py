@@ -63,11 +63,14 @@ class Progress(NamedTuple):
         Communication rounds, over all federations of the run; and the parts that need none.
     error : float or None
         The experiment's error so far.
+    doing : str
+        What the run does now.
     """
 
     done: int
     total: int
-    error: float | None
+    error: float | None = None
+    doing: str = ""
 
 
 def run_experiment(
@@ -110,7 +113,8 @@ def run_experiment(
     options : mapping, optional
         The experiment's further options by name.
     progress : callable, optional
-        Called with a `Progress` after every round, or part of a run that is no federation.
+        Called with a `Progress` after every round, or part of a run that is no federation, and when
+        the run begins to do something else.
     keep_local : bool, default False
         Write the clients' own atoms to local-atoms.npz in ``out``, an array per client. They are
         what PerMA keeps from the server: the file is for whoever may see all clients' data.
@@ -142,6 +146,7 @@ def run_experiment(
         options=options,
     )
     session = _Session(experiment, config, engine, folder, resume, progress, on_round)
+    session.say("loading data")
     if keep_local:
         session.check_keeps_local()
     session.check()
@@ -152,12 +157,14 @@ def run_experiment(
             outcome = experiment.federated.run(config, federate, session.keep)
         else:
             outcome = cast(NetworkStudy, experiment.code).run(config, session.keep)
+        session.say("writing figures and report")
         results = to_results(
             outcome,
             experiment.page,
             experiment=experiment.name,
             about=experiment.about,
             source=experiment.source,
+            guide=experiment.page["guide"],
             config={name: v for name, v in config.options.items() if name != "experiment"},
             seed=config.seed,
             engine=engine if isinstance(engine, str) else "flower",
@@ -491,7 +498,7 @@ class _Session:
         self._resume = resume
         self._progress = progress
         self._total = sum(one.rounds for one in self._federations)
-        self._error: float | None = None
+        self._at = Progress(0, self._total)
         self._kept = 0
         self._ran = 0
         self._events = None if folder is None else EventLog(folder.work / EVENTS)
@@ -556,8 +563,9 @@ class _Session:
         A run of one federation has checkpoints and continues in the middle of it; a run of many
         short ones keeps what each came to (`keep`), and continues with the first unfinished one.
         """
-        number = self._federations.index(config)
+        number, of = self._federations.index(config), len(self._federations)
         self.begin()
+        self.say(f"training, federation {number + 1} of {of}" if of > 1 else "training")
         before = sum(one.rounds for one in self._federations[:number])
         options: dict[str, Any] = {"on_round": lambda report: self._tell(before, report)}
         if self._folder is not None:
@@ -578,6 +586,7 @@ class _Session:
             **options,
         )
         self._ran += 1
+        self.say("baselines and evaluation")
         found = client_report(federated.history)
         _add(self.clients, {federated.names[who]: counts for who, counts in found.items()})
         if len(self._federations) == 1:
@@ -641,6 +650,7 @@ class _Session:
         self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0
     ) -> dict[str, NDArray[Any]]:
         """Return what ``compute()`` returns, from disk where a resumed run has it already."""
+        self.say(f"computing {name}")
         self._tell_parts(of)
         path = None if self._folder is None else self._folder.work / _KEPT / f"{name}.npz"
         others, self.clients = self.clients, {}
@@ -658,11 +668,19 @@ class _Session:
         self._tell_parts(of)
         return arrays
 
+    def say(self, doing: str) -> None:
+        """Report what the run does now."""
+        self._report(doing=doing)
+
+    def _report(self, **news: Any) -> None:
+        self._at = self._at._replace(**news)
+        if self._progress is not None:
+            self._progress(self._at)
+
     def _tell_parts(self, of: int) -> None:
         """Report how many parts are done, of a run without federations or after all of them."""
-        if self._progress is not None and of and self._ran == len(self._federations):
-            done, total = self._total + self._kept, self._total + of
-            self._progress(Progress(done, total, self._error))
+        if of and self._ran == len(self._federations):
+            self._report(done=self._total + self._kept, total=self._total + of)
 
     def _noting(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -675,13 +693,12 @@ class _Session:
 
     def _tell(self, before: int, report: RoundReport) -> None:
         self._note(report.aggregate)
-        if self._progress is not None:
-            self._progress(Progress(before + report.round, self._total, self._error))
+        self._report(done=before + report.round)
         self.observers(report._replace(round=before + report.round))
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
         if self._shown in metrics:
-            self._error = float(metrics[self._shown])
+            self._at = self._at._replace(error=float(metrics[self._shown]))
 
 
 def _add(totals: dict[str, dict[str, float]], more: Mapping[str, Mapping[str, float]]) -> None:

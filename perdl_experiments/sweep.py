@@ -172,13 +172,15 @@ def run_sweep(
         if not (resume and state == "finished"):
             parts[folder] = partial(_run, os.getpid(), name, options=one, **how, **given)
     done, failed = len(folders) - len(parts), {}
+    if progress is not None:
+        progress(Progress(done, len(folders), doing="training"))
     for folder, stopped in zip(parts, in_processes(list(parts.values())), strict=True):
         done += 1
         if stopped:
             failed[folder] = stopped
         elif progress is not None:
             error = read_results(folder)["metrics"].get(experiment.error)
-            progress(Progress(done, len(folders), error))
+            progress(Progress(done, len(folders), error, "training"))
     if len(failed) == len(folders):
         raise ValueError(next(iter(failed.values())))
     return compare([one for one in folders if one not in failed], metrics, names), failed

@@ -17,6 +17,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from perdl_experiments.words import plural
+
 #: Width of what goes to a file or a pipe, unless ``COLUMNS`` says another one.
 _WIDTH = 110
 #: The narrowest column of text whose cells may wrap, in characters.
@@ -58,23 +60,61 @@ class Rows(NamedTuple):
         The cells.
     title : str, optional
         Above the table.
+    best : sequence of pairs of int, optional
+        Row and column of the cells to print in bold.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
+    best: Sequence[Sequence[int]] = ()
+
+    def brief(self, console: Console, lines: int) -> Rows:
+        """Return the first columns and rows that fit the console and so many lines below the title.
+
+        Where all do not fit, rows come before columns.
+        """
+        width, least = len(self.columns), min(2, len(self.columns))
+        fitting = [n for n in range(least, width + 1) if self._first(n)._widths(console.width)]
+        shown = [self._lowered(n, console, lines) for n in fitting or [least]]
+        best = max(shown, key=lambda one: (len(one.rows), len(one.columns)))
+        more = {"row": len(self.rows) - len(best.rows), "column": width - len(best.columns)}
+        missing = " and ".join(plural(count, f"more {it}") for it, count in more.items() if count)
+        return best._replace(title=f"{self.title} ({missing} in the report)") if missing else best
+
+    def _first(self, n_columns: int) -> Rows:
+        rows = [row[:n_columns] for row in self.rows]
+        return self._replace(columns=self.columns[:n_columns], rows=rows)
+
+    def _lowered(self, n_columns: int, console: Console, lines: int) -> Rows:
+        """Return the first columns, and as many rows as there is room for, at least one."""
+        shown = self._first(n_columns)
+        while len(shown.rows) > 1 and shown._height(console) > lines:
+            shown = shown._replace(rows=shown.rows[:-1])
+        return shown
+
+    def _height(self, console: Console) -> int:
+        """Return the number of lines without the title and the empty line at the end."""
+        return len(console.render_lines(self._replace(title=""), pad=False)) - 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, or its blocks, with nothing in them but what can be shown."""
         rows = [list(map(printable_lines, row)) for row in self.rows]
-        yield from Rows(
-            list(map(printable_lines, self.columns)), rows, printable_lines(self.title)
-        )._lines(options)
+        yield from self._replace(
+            columns=list(map(printable_lines, self.columns)),
+            rows=rows,
+            title=printable_lines(self.title),
+        )._lines(options.max_width)
 
-    def _lines(self, options: ConsoleOptions) -> RenderResult:
-        wraps = [
+    def _wraps(self) -> list[bool]:
+        """Return which columns are text, which may wrap."""
+        return [
             i == 0 or any(_is_text(row[i]) for row in self.rows) for i in range(len(self.columns))
         ]
+
+    def _widths(self, width: int) -> list[int] | None:
+        """Return the columns' widths; None if there is no room for them."""
+        wraps = self._wraps()
         cells = [*self.rows, self.columns]
         least = [
             max(
@@ -86,24 +126,32 @@ class Rows(NamedTuple):
         ]
         widest = [max(cell_len(row[i]) for row in cells) for i in range(len(self.columns))]
         wanted = [
-            min(width, max(low, _NARROWEST)) if wrap else low
-            for low, width, wrap in zip(least, widest, wraps, strict=True)
+            min(most, max(low, _NARROWEST)) if wrap else low
+            for low, most, wrap in zip(least, widest, wraps, strict=True)
         ]
-        room = options.max_width - sum(wanted) - _GAP * (len(wanted) - 1)
+        room = width - sum(wanted) - _GAP * (len(wanted) - 1)
         if room < 0:
-            yield from self._blocks()
-            return
+            return None
         widths = list(wanted)
         for i in sorted(range(len(widths)), key=lambda i: wraps[i]):  # heads of numbers first
             more = min(widest[i] - wanted[i], room)
             widths[i], room = wanted[i] + more, room - more
+        return widths
+
+    def _lines(self, width: int) -> RenderResult:
+        widths = self._widths(width)
+        if widths is None:
+            yield from self._blocks()
+            return
         if self.title:  # a table's own title wraps where the table ends
             yield Text(f"\n{self.title}", style="italic")
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-        for head, width, wrap in zip(self.columns, widths, wraps, strict=True):
-            table.add_column(Text(head), justify="left" if wrap else "right", width=width)
-        for row in self.rows:
-            table.add_row(*map(Text, row))
+        for head, wide, wrap in zip(self.columns, widths, self._wraps(), strict=True):
+            table.add_column(Text(head), justify="left" if wrap else "right", width=wide)
+        bold = {tuple(cell) for cell in self.best}
+        for i, row in enumerate(self.rows):
+            style = ["bold" if (i, j) in bold else "" for j in range(len(row))]
+            table.add_row(*map(Text, row, style))
         yield table
         yield Text("")
 

@@ -16,7 +16,7 @@ from flwr_perdl.protocol.events import EVENTS, Event, has_writer, read_events
 from perdl_experiments.outcome import NEXT
 from perdl_experiments.report import fits, is_number
 from perdl_experiments.terminal import Rows, printable_lines
-from perdl_experiments.words import plural
+from perdl_experiments.words import megabytes, plural
 
 #: Exchanges, clients and reasons that are shown.
 _EXCHANGES, _CLIENTS, _REASONS = 10, 8, 4
@@ -128,7 +128,7 @@ class View:
         return Group(*parts)
 
     def _exchange_table(self) -> Rows:
-        heads = ["step", "round", "asked", "good", "seconds", "floats up", "down", "metrics"]
+        heads = ["step", "round", "asked", "good", "seconds", "MB up", "MB down", "metrics"]
         rows = []
         for event in self.exchanges:
             known = {**self.server.get(event.get("round") or -1, {}), **event.get("metrics", {})}
@@ -140,7 +140,7 @@ class View:
             row = [
                 *(str(event.get(key, "-"))[:_NAME] for key in ("step", "round", "asked", "good")),
                 f"{event.get('seconds') or 0:.2f}",
-                *(f"{event.get(key) or 0:,.0f}" for key in ("floats_up", "floats_down")),
+                *(f"{megabytes(event.get(key) or 0):.3g}" for key in ("floats_up", "floats_down")),
                 ", ".join(f"{k[:_NAME]} {v:.4g}" for k, v in list(numbers.items())[:4]),
             ]
             rows.append(row)

@@ -39,10 +39,26 @@ def test_the_results_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
     rows = re.findall(r"^\| \[.+?\]\((\S+\.md)\S*\): (.+)\|$", readme, re.MULTILINE)
     assert len(rows) == 5
     for page, row in rows:
-        measured = [float(one) for one in re.findall(r"\d*\.\d+", (ROOT / page).read_text())]
-        for shown in re.findall(r"0\.\d+", row):
-            half = 0.5001 * 10 ** (2 - len(shown))  # of the last digit
-            assert any(abs(one - float(shown)) < half for one in measured), f"{page}: no {shown}"
+        check_numbers(row, ROOT / page)
+
+
+def test_the_numbers_of_the_guides_are_in_the_gallery() -> None:
+    """A table's cell, or the text since the last link, has numbers of the page that it links to."""
+    rows = 0
+    for name in ("kinds-of-heterogeneity.md", "rounds-and-learning-rate.md"):
+        text = " ".join((ROOT / "docs" / name).read_text().split())
+        for said, page in re.findall(r"([^|\]]*)\]\((gallery/\S+?\.md)\)", text):
+            check_numbers(said, ROOT / "docs" / page)
+            rows += bool(re.search(r"0\.\d+", said))
+    assert rows > 10
+
+
+def check_numbers(text: str, page: Path) -> None:
+    """Check that a page has the numbers of a text, which may be rounded."""
+    measured = [float(one) for one in re.findall(r"\d*\.\d+", page.read_text())]
+    for shown in re.findall(r"0\.\d+", text):
+        half = 0.5001 * 10 ** (2 - len(shown))  # of the last digit
+        assert any(abs(one - float(shown)) < half for one in measured), f"{page}: no {shown}"
 
 
 def test_the_readme_says_what_its_picture_shows_as_the_gallery_measured_it() -> None:

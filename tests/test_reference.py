@@ -20,8 +20,8 @@ PACKAGES = (
     *("protocol.events", "protocol.records", "core.threads", "trackers", "export"),
     "pytorch",
 )
-#: The library that an example needs, where it is not one of the library's own.
-NEEDS = {"to_frame": "pandas", "norm_layers": "torch"}
+#: The library that a name's example needs, or a module's, where it is not one of the library's own.
+NEEDS = {"to_frame": "pandas", "flwr_perdl.pytorch": "torch"}
 
 
 def documented() -> Iterator[Any]:
@@ -55,8 +55,8 @@ def test_a_public_name_has_a_summary_and_an_example_that_runs(one: Any) -> None:
     assert "\nExamples\n--------\n" in rest, f"{one.__name__} has no section Examples"
     (example,) = doctest.DocTestFinder(recurse=False).find(one, one.__name__, globs={})
     assert example.examples
-    if one.__name__ in NEEDS:
-        pytest.importorskip(NEEDS[one.__name__])
+    for name in {one.__name__, one.__module__} & NEEDS.keys():
+        pytest.importorskip(NEEDS[name])
     said: list[str] = []
     doctest.DocTestRunner(verbose=False).run(example, out=said.append)
     assert not said, "".join(said)

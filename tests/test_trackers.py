@@ -257,7 +257,7 @@ def test_an_error_in_an_observer_is_logged_once(caplog: pytest.LogCaptureFixture
     trackers = [Failing(where) for where in ("begin", "report", "nowhere")]
     assert warnings_of(caplog, [fails, *trackers]) == ["Failing", "fails", "Failing"]
     assert seen == [1, 1, 2, 2, 3, 3]
-    end = "end with ['0']"
+    end = "end with ['0/0', '1/0']"
     assert [one.seen for one in trackers] == [
         ["begin"],
         ["begin", "report"],

@@ -39,8 +39,11 @@ PAGES = [
     if "```python\n" in page.read_text()
 ]
 
-# How a page says what its blocks need, and the blocks. What holds is the command above a block.
-INSTALL = re.compile(r"pip install (?:-e )?(?:\.(?=[`\s])|'\.\[(?P<extras>[\w,]+)\]')")
+# How a page says what its blocks need: extras, and other packages. What holds is the command above
+# a block. And the blocks.
+INSTALL = re.compile(
+    r"pip install (?:-e )?(?:\.(?=[`\s])|'\.\[(?P<extras>[\w,]+)\]')(?P<others>(?: [\w-]+)*)"
+)
 BLOCK = re.compile(
     r"^(?:<!-- begin (?P<example>examples/[\w-]+)/\S+ -->\n)?```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -121,6 +124,7 @@ class Program(NamedTuple):
 
     page: Path
     extras: str
+    """Extras, and other packages after spaces, as in "privacy pandas"."""
     commands: list[str]
     """Commands of the page that must have run before."""
     lines: list[str]
@@ -184,7 +188,7 @@ def needed(lines: Iterable[str], extras: Iterable[str]) -> dict[str, Distributio
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what makes the interpreter of an environment of the wheel and given extras.
+    """Return what makes the interpreter of an environment of the wheel and a program's extras.
 
     Installing from an index takes a minute each time. Here the libraries are links to those of this
     environment: to the ones that the metadata ask for, directly or not, and to no other.
@@ -197,7 +201,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         venv.create(folder, with_pip=False, symlinks=True)
         layout = {"base": str(folder), "platbase": str(folder)}
         site = Path(sysconfig.get_path("purelib", "venv", layout))
-        for one in needed(requirements, extras.split(",")).values():
+        own, *others = extras.split(" ")
+        for one in needed([*requirements, *others], own.split(",")).values():
             for file in one.files or ():
                 link, source = site / file, Path(str(file.locate()))
                 if ".." not in file.parts and source.is_file() and not link.exists():
@@ -327,7 +332,8 @@ def programs(page: Path) -> list[Program]:
         above = [install for install in installs if install.start() < block.start()]
         assert above, f"{page.name} does not say what to install before its first block"
         said = text[above[-1].end() : block.start()].splitlines()
-        program = Program(page, above[-1]["extras"] or "", [], [], examples)
+        extras = (above[-1]["extras"] or "") + above[-1]["others"]
+        program = Program(page, extras, [], [], examples)
         program = found.setdefault(above[-1].start(), program)
         if block["example"]:
             continue
@@ -350,6 +356,8 @@ PROGRAMS = [program for page in PAGES for program in programs(page)]
 def test_blocks_run_with_what_their_page_says_to_install(
     extras: str, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    if "pytorch" in extras:
+        pytest.importorskip("torch")
     python = environment(extras)
     files = []
     for number, program in enumerate(PROGRAMS):

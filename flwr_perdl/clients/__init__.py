@@ -8,6 +8,7 @@ from flwr_perdl.clients.kept_atoms import kept_local_atoms, local_atoms
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.clients.mixed_regression import RegressionClient
 from flwr_perdl.clients.neighbor_relay import DiffusionClient
+from flwr_perdl.clients.onboarding import adapt
 from flwr_perdl.clients.perma import DictionaryClient
 from flwr_perdl.clients.personalized import keep_private
 
@@ -22,6 +23,7 @@ __all__ = [
     "RegressionClient",
     "StepRequest",
     "StepResult",
+    "adapt",
     "client_app",
     "keep_private",
     "kept_local_atoms",

@@ -33,10 +33,12 @@ from flwr_perdl.clients.local import (
 )
 from flwr_perdl.clients.personalized import (
     KeepPrivate,
+    Part,
+    aside,
     asked_to_keep,
     check_mods,
-    check_patterns,
 )
+from flwr_perdl.clients.transport import Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
@@ -79,6 +81,7 @@ def client_app(
     secure: bool = False,
     min_clients: int = MIN_CLIENTS,
     private: str | Sequence[str] = (),
+    share: str | Sequence[str] = (),
     privacy: Noise | None = None,
     protocols: Sequence[Any] = (),
 ) -> ClientApp:
@@ -111,6 +114,8 @@ def client_app(
         Names of arrays that never leave the client, or patterns of them: `keep_private`, with
         ``train_mods`` inside, which see the shared arrays alone, and around all other mods. Where
         the strategy's initial arrays have no names, they are "0", "1", ….
+    share : str or sequence of str, default ()
+        Instead, names or patterns of the only arrays that leave the client.
     privacy : Noise, optional
         The client answers only requests whose promise is at least as strong, with sums to which
         noise is added, and only for as many rounds as the promise is for: with ``state-dir`` in the
@@ -152,13 +157,12 @@ def client_app(
     """
     check_flag("secure", secure)
     check_count("min_clients", min_clients, 2)
-    none = isinstance(private, tuple) and not private
-    names = () if none else check_patterns("private", private)
+    part = Part.of("private", private, share)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
     steps = steps_of(protocols)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        own = min_clients != MIN_CLIENTS or names or privacy is not None or steps
+        own = min_clients != MIN_CLIENTS or part or privacy is not None or steps
         if train_mods or evaluate_mods or secure or (ours and own):
             raise ValueError(
                 "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
@@ -170,8 +174,8 @@ def client_app(
                 "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        check_mods("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
-        return make_client if ours else OtherApp(make_client, min_clients, names, privacy, steps)
+        check_mods("mods of the ClientApp", mods_of(make_client)[0 if part else 1 :])
+        return make_client if ours else OtherApp(make_client, min_clients, part, privacy, steps)
     if not callable(make_client):
         raise TypeError(
             f"make_client must be a function that makes a client from Flower's Context, got "
@@ -181,7 +185,7 @@ def client_app(
         if not isinstance(mods, tuple) or mods:
             check_mods(name, mods)
     return NumPyClientApp(
-        make_client, train_mods, evaluate_mods, secure, min_clients, names, privacy, steps
+        make_client, train_mods, evaluate_mods, secure, min_clients, part, privacy, steps
     )
 
 
@@ -218,13 +222,18 @@ class AnsweringApp(ClientApp):
     _train_mods: Sequence[Any] = ()
 
     def __init__(
-        self, min_clients: int, private: tuple[str, ...], privacy: Noise | None, steps: Steps
+        self, min_clients: int, part: Part | None, privacy: Noise | None, steps: Steps
     ) -> None:
         super().__init__()
         self._privacy = privacy
         self._min_clients = min_clients
-        self._keep = KeepPrivate(private) if private else None
+        self._keep = None if part is None else KeepPrivate(part)
         self._steps = steps
+
+    @property
+    def keeps_private(self) -> bool:
+        """Whether arrays stay at the client whatever a server asks."""
+        return (self._keep or self.own_keep) is not None
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
@@ -268,6 +277,14 @@ class AnsweringApp(ClientApp):
         if asked is not None and asked.client is None:
             call = partial(self._take, asked)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
+        sums = self._privacy or secure or self._secure or PROMISE in config_of(message)
+        if (transport := Transport.of(message)) is not None:
+            if sums or (asked is not None and asked.client is not None):
+                raise ValueError(
+                    "transport and compression must be left out where a client sends sums, or no "
+                    "model, got a request with them."
+                )
+            message = transport.restored(message)
         if self._secure and trains and not secure and not _is_start(message, asked):
             raise ValueError(
                 "secure=True must be the strategy's option too, got a request to send an update in "
@@ -282,10 +299,17 @@ class AnsweringApp(ClientApp):
         record = message.content.array_records[ARRAYS]
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
-        store, keeps = private_store(context, asked.protocol), self._keep or self.own_keep
-        call = self._answer
+        store = private_store(context, asked.protocol)
+        keeps = self._keep or self.own_keep or asked_to_keep(message)
+        call = self._aside if asked.whole else self._answer
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
-        return _reply(message, asked, take(asked, local, request))
+        result = take(asked, local, request)
+        reply, transport = _reply(message, asked, result), Transport.of(message)
+        if transport is not None and transport.changes:
+            names = reply.content.array_records[ARRAYS]
+            begun = dict(zip(names, result.start, strict=True)) if result.start else record
+            transport.shorten(reply, begun, message, context)
+        return reply
 
     def _own(self, context: Context) -> Own | None:
         """Return what the client insists on, and where it counts what it spends."""
@@ -305,18 +329,26 @@ class AnsweringApp(ClientApp):
         keep = self._keep
         if keep is None and self.own_keep is None and LEFT_OUT in config_of(message):
             keep = asked_to_keep(message)
-        kind = route_of(message)[0]
+        kind, transport = route_of(message)[0], Transport.of(message)
+        begun = dict(message.content.array_records.get(ARRAYS, {})) if transport else {}
         mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:
             reply = within(mods, self._handle)(message, context)
         else:
             reply = keep(message, context, self._handle, mods)
+        if transport is not None and transport.changes and not reply.has_error():
+            transport.shorten(reply, begun, message, context)
         keep = keep or self.own_keep
         if kind == MessageType.QUERY and keep is not None and not reply.has_error():
             who = reply.content.get(CONFIG)
             if isinstance(who, ConfigRecord):
-                who[PRIVATE] = ", ".join(map(repr, keep.patterns))
+                who[PRIVATE] = str(keep.part)
         return reply
+
+    def _aside(self, message: Message, context: Context) -> Message:
+        """Answer by the handlers alone, which have the whole model: no array of it leaves."""
+        with aside():
+            return self._handle(message, context)
 
     def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""
@@ -351,11 +383,11 @@ class OtherApp(AnsweringApp):
         self,
         app: ClientApp,
         min_clients: int,
-        private: tuple[str, ...],
+        part: Part | None,
         privacy: Noise | None,
         steps: Steps,
     ) -> None:
-        super().__init__(min_clients, private, privacy, steps)
+        super().__init__(min_clients, part, privacy, steps)
         self._app = app
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
@@ -383,13 +415,13 @@ class NumPyClientApp(AnsweringApp):
         evaluate_mods: Sequence[Any],
         secure: bool,
         min_clients: int,
-        private: tuple[str, ...],
+        part: Part | None,
         privacy: Noise | None,
         steps: Steps,
     ) -> None:
-        super().__init__(min_clients, private, privacy, steps)
-        if private:
-            self._keep = KeepPrivate(private, by_position=True)
+        super().__init__(min_clients, part, privacy, steps)
+        if part is not None:
+            self._keep = KeepPrivate(part, by_position=True)
         self._make_client = make_client
         self._secure = secure
         self._train_mods = tuple(train_mods)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
@@ -54,8 +54,9 @@ PrivateArrays = dict[str, NDArray[Any]]
 FOLDER_VARIABLE = "FLWR_PERDL_STATE_DIR"
 
 PREFIX = "perdl.private."
-#: What follows a run's token where an app inside a protocol keeps arrays of its own.
-INNER = "/app"
+#: What follows a run's token where arrays are kept beside those of its protocol: those of an app
+#: inside it, what transport has not sent yet, and the client's model at the end.
+INNER, UNSENT, OWN = "/app", "/unsent", "/own"
 #: Runs whose folders are kept, the newest ones; how many of them one Flower run may begin, and
 #: where ``context.state``, which lasts as long as a Flower run, has which those are.
 _RUNS, _RUNS_BEGUN = 128, 16
@@ -216,8 +217,11 @@ class PrivateState:
         check_kind("store", store, (StateStore, type(None)), "a StateStore or None")
         if len(check_kind("run", run, str, "a text")) > _TOKEN:
             raise ValueError(f"run must have at most {_TOKEN} characters, got {len(run)}.")
+        base, slash, inside = run.partition("/")
+        if slash and slash + inside not in (INNER, UNSENT, OWN):
+            raise ValueError(f"run must be a token without '/', got {run!r}.")
         self._records = context.state
-        self._run = run
+        self._run, self._base = run, base
         self._name = f"{PREFIX}{run}"
         self._store = store
         self._held = _by_round(context.state.get(self._name, {}))
@@ -240,6 +244,14 @@ class PrivateState:
     def newest(self) -> PrivateArrays | None:
         """Return the arrays of the last round that any were saved in, None if there are none."""
         return self._newest(files.LAST_ROUND)
+
+    @property
+    def last_round(self) -> int:
+        """The last round that a state was saved in, 0 if none was."""
+        on_disk: Sequence[int] = ()
+        if self._store is not None:
+            on_disk = files.rounds_in(run_folder(self._store, self._run))
+        return max((*self._held, *on_disk), default=0)
 
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._held if r <= last), default=-1)
@@ -276,9 +288,8 @@ class PrivateState:
         self._held = {r: self._held[r] for r in before}
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
-        run = self._name.removesuffix(INNER)
         for name in [name for name in self._records if name.startswith(PREFIX)]:
-            if name.removesuffix(INNER) != run:
+            if name.partition("/")[0] != PREFIX + self._base:
                 del self._records[name]
         self._records[self._name] = named([*kept.values()], kept)
 
@@ -307,7 +318,8 @@ class PrivateState:
     def _begin(self, store: StateStore, folder: Path) -> None:
         """Make a run's folder, and delete the oldest ones."""
         begun = self._records.config_records.get(_BEGUN, ConfigRecord())
-        if len(begun) >= _RUNS_BEGUN:
+        own = run_folder(store, self._base).name  # a run has four folders at most
+        if len(begun) >= _RUNS_BEGUN and own not in begun:
             raise ValueError(
                 f"a Flower run must begin at most {_RUNS_BEGUN} runs of a client that keeps its "
                 "state on disk, got another one."
@@ -318,10 +330,10 @@ class PrivateState:
         for path in others:
             if path in others[: -_RUNS + 1] or path.stat().st_mtime < old:
                 rmtree(path, ignore_errors=True)
-        for own in (store.folder, folder):
-            own.mkdir(parents=True, exist_ok=True)
-            own.chmod(0o700)
-        begun[folder.name] = True
+        for path in (store.folder, folder):
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o700)
+        begun[own] = True
         self._records[_BEGUN] = begun
 
     def _read(self, store: StateStore, round_: int) -> PrivateArrays | None:

@@ -8,16 +8,18 @@ The client is any NumPyClient, or any ClientApp with train and evaluate handlers
 - ``measure-models``: evaluate every model that came, and send the losses;
 - ``cluster``: evaluate every model that came, train the one with the least loss, and send it.
 
-A stack of models is one array per array of a model, whose first axis counts the models. An
-evaluation of such a stack is the evaluation of the model with the least loss. Where there is
-nothing to choose, one model comes, as FedAvg sends it, after the number of its cluster.
+The arrays of models of clusters are called by the number of the cluster and their own name, as
+``"2/conv1.weight"``; the app sees their own names, one model at a time. An evaluation of several
+models is that of the one with the least loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from flwr.app import Array
 
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Evaluated, Local, StepRequest, StepResult
@@ -29,8 +31,6 @@ ALONE, MEASURE, CHOOSE = "train-alone", "measure-models", "cluster"
 
 #: How often a client trains in the step "train-alone".
 N_FITS = "perdl.n-fits"
-#: The name of the array with the clusters' numbers, before those of a model.
-LABELS = "perdl.clusters"
 #: Maximum number of times that a client trains, and of models that it evaluates, for one request.
 MOST_FITS, MOST_MODELS = 1000, 10_000
 
@@ -43,37 +43,40 @@ ALL_ALIKE = "models-alike"
 @step(CLUSTERED, ALONE)
 def train_alone(local: Local, request: StepRequest) -> StepResult:
     """Train the model that came several times in a row."""
-    model = request.received
+    model, names = request.received, request.names
     for _ in range(check_count(N_FITS, request.config.get(N_FITS), 1, MOST_FITS)):
-        trained = local.fit(model)
-        model = trained.sent
+        trained = local.fit(model, names)
+        model, names = trained.sent, trained.names
     # An evaluation that fails would be noticed rounds later, when models are to be chosen.
-    _evaluations(local, request.names, [array[None] for array in trained.arrays])
-    return StepResult(model, trained.num_examples, trained.metrics)
+    _evaluations(local, [Model(0, names, model)])
+    return StepResult(model, trained.num_examples, trained.metrics, names=names)
 
 
 @step(CLUSTERED, MEASURE)
 def measure(local: Local, request: StepRequest) -> StepResult:
     """Send the losses of all models."""
-    losses, measured = _evaluations(local, request.names, request.arrays)
+    losses, measured = _evaluations(local, _models(request))
     return StepResult([_finite(losses)], measured[0][1])
 
 
 @step(CLUSTERED, CHOOSE)
 def choose(local: Local, request: StepRequest) -> StepResult:
-    """Train the model with the least loss (equation 8), and send it."""
-    (labels, *stacks), names = request.arrays, request.names[1:]
-    chosen, model, choice = 0, request.received[1:], dict[str, Scalar]()
-    if labels.shape != (1,):
-        losses, _ = _evaluations(local, names, stacks)
+    """Train the model with the least loss (equation 8), and send it; a single one has none."""
+    models, chosen, choice = _models(request), 0, dict[str, Scalar]()
+    if len(models) > 1:
+        losses, _ = _evaluations(local, models)
         chosen = int(losses.argmin())
         choice = {CLUSTER_LOSS: float(losses[chosen])}
         choice |= {ALL_ALIKE: 1} if losses.min() == losses.max() else {}
-        trained = local.fit([stack[chosen] for stack in stacks], names)
-    else:  # what FedAvg would send and receive passes as it is: large models are not copied here
-        trained = local.fit(model, names)
-    metrics = {**trained.metrics, CLUSTER: int(labels[chosen]), **choice}
-    return StepResult(trained.sent, trained.num_examples, metrics, names=names)
+    number, names, arrays = models[chosen]
+    trained = local.fit(arrays, names)
+    metrics, given = (
+        {**trained.metrics, CLUSTER: number, **choice},
+        dict(zip(names, arrays, strict=True)),
+    )
+    start = [given[name] for name in trained.names]
+    sent, n = trained.sent, trained.num_examples
+    return StepResult(sent, n, metrics, names=trained.names, start=start)
 
 
 @step(CLUSTERED, EVALUATE, kind=EVALUATE)
@@ -82,23 +85,42 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
 
     A single model is evaluated without a loss, too.
     """
-    stacks = request.arrays
-    if all(len(stack) == 1 for stack in stacks):
-        chosen, (loss, n, metrics) = 0, local.evaluate([stack[0] for stack in stacks])
+    models, chosen = _models(request), 0
+    if len(models) == 1:
+        measured = [local.evaluate(models[0].arrays, models[0].names)]
     else:
-        losses, measured = _evaluations(local, request.names, stacks)
+        losses, measured = _evaluations(local, models)
         chosen = int(losses.argmin())
-        loss, n, metrics = measured[chosen]
-    return StepResult([], n, with_loss(loss, {**metrics, CLUSTER: chosen}))
+    loss, n, metrics = measured[chosen]
+    return StepResult([], n, with_loss(loss, {**metrics, CLUSTER: models[chosen].number}))
 
 
-def _evaluations(
-    local: Local, names: Sequence[str], stacks: Sequence[Matrix]
-) -> tuple[Matrix, list[Evaluated]]:
+class Model(NamedTuple):
+    """A cluster's model as it came: its number, and its arrays with their own names."""
+
+    number: int
+    names: Sequence[str]
+    arrays: Sequence[Array]
+
+
+def _models(request: StepRequest) -> list[Model]:
+    """Return the models of clusters that came."""
+    found: dict[str, dict[str, Array]] = {}
+    for name, array in zip(request.names, request.received, strict=True):
+        number, slash, own = name.partition("/")
+        if not (slash and number.isascii() and number.isdigit()):
+            raise ValueError(f"arrays must be called as '0/NAME', by their cluster, got {name!r}.")
+        found.setdefault(number, {})[own] = array
+    if not 1 <= len(found) <= MOST_MODELS or len({tuple(own) for own in found.values()}) > 1:
+        raise ValueError(
+            f"models must be 1 to {MOST_MODELS}, of arrays with the same names, got {len(found)}."
+        )
+    return [Model(int(number), [*own], [*own.values()]) for number, own in found.items()]
+
+
+def _evaluations(local: Local, models: Sequence[Model]) -> tuple[Matrix, list[Evaluated]]:
     """Return each model's loss, infinity where it is NaN, and the client's evaluation of each."""
-    if len(stacks[0]) > MOST_MODELS:
-        raise ValueError(f"models must be at most {MOST_MODELS}, got {len(stacks[0])}.")
-    measured = [local.evaluate(model, names) for model in zip(*stacks, strict=True)]
+    measured = [local.evaluate(model.arrays, model.names) for model in models]
     losses = np.array([loss for loss, _, _ in measured])
     losses[np.isnan(losses)] = np.inf
     if not np.isfinite(losses).any():

@@ -9,24 +9,31 @@ model that the program averages: they are in the app's requests, and in no messa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any
 
 import numpy as np
+from flwr.app import Context
 
-from flwr_perdl.clients.base import INNER
+from flwr_perdl.clients import own_models
+from flwr_perdl.clients.base import INNER, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Evaluated, Local, NoEvaluateError, StepRequest, StepResult
 from flwr_perdl.clients.neighbor_relay import (
     ANNOUNCE,
     EXCHANGE,
     SHOW,
+    STATE,
     DiffusionClient,
+    Kept,
 )
-from flwr_perdl.clients.personalized import matched
+from flwr_perdl.clients.own_models import ADAPT, COMPARE
+from flwr_perdl.clients.personalized import kept_private
 from flwr_perdl.core.checks import Matrix, check_kind
+from flwr_perdl.network._compressed import CompressedProgram
 from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.averaging_program import AveragingProgram, state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEALED, SEED, Scalar, encode
@@ -66,7 +73,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     config, keeps = request.config, local.keeps
     about = json.loads(str(config[ABOUT]))
     forms = {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in about["arrays"]}
-    private = [] if keeps is None else matched("patterns", keeps.patterns, forms)
+    private = [] if keeps is None else keeps.part.private(forms)
     run = request.run + INNER
     start = Delivery.from_arrays(request.arrays, bool(config.get(SEALED))).start
     if start and [(array.shape, array.dtype) for array in start] != [*forms.values()]:
@@ -87,11 +94,36 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
         options["compression"] = COMPRESSIONS[kind](**own_options)
     learner = AveragingOptions(**options)
     first = [model[name] for name in shared]
-    program = learner.program(lambda node: app, initial=first, array_names=shared)
+    program = learner.program(lambda node: app, initial=first, array_names=shared, in_files=True)
     node = _Node(program, local.context, max_delay=about["max_delay"])
     node.has_start = bool(start)
     node.shows = "state" if about["shows"] is True else "observed"
     return node.exchange(request, local.kept)
+
+
+@step(AVERAGING, ADAPT, seals=True, whole=True)
+def adapt(local: Local, request: StepRequest) -> StepResult:
+    """Train the node's own model further."""
+    return own_models.adapt(local, request, kept_model)
+
+
+@step(AVERAGING, COMPARE, seals=True, whole=True)
+def compare(local: Local, request: StepRequest) -> StepResult:
+    """Compare the node's own model with the initial one."""
+    return own_models.compare(local, request, kept_model)
+
+
+def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:
+    """Return a node's own model, None before its first exchange."""
+    private = kept_private(context, run + INNER)
+    shared = [name for name in names if name not in private]
+    for program in (AveragingProgram, CompressedProgram):
+        store = private_store(context, f"diffusion, {program.__name__}")
+        kept = PrivateState(context, run, store).newest()
+        if kept is not None:
+            own = {n: encode(kept[f"{STATE}model_{i}"]) for i, n in enumerate(shared)}
+            return {name: private[name] if name in private else own[name] for name in names}
+    return None
 
 
 class _App:
@@ -132,4 +164,7 @@ class _Node(DiffusionClient):
                 "arrays must end with the model to begin with, got none: this node keeps no state "
                 "from before, and without a state-dir in its node config a restart loses it."
             )
-        return super()._kept(arrays)
+        if arrays is None:
+            return super()._kept(arrays)
+        fields = [name.removeprefix(STATE) for name in arrays if name.startswith(STATE)]
+        return Kept.from_arrays(arrays, state_type(tuple(fields)))  # a start would take as long

@@ -41,7 +41,14 @@ from flwr.app import Array, ConfigRecord, Context
 
 from flwr_perdl.clients.base import Member, private_store
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_list
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+    check_list,
+)
 from flwr_perdl.core.npy import file_of
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import (
@@ -76,6 +83,8 @@ class Step(NamedTuple):
     client: type[Any] | None
     #: Whether it sends nothing that the server can read where the node pins its neighbors' keys.
     seals: bool
+    #: Whether it sees the whole model, arrays that are private among them, and sends numbers alone.
+    whole: bool
 
 
 #: ``(protocol, kind, step) -> Step``.
@@ -89,6 +98,7 @@ def step(
     kind: str = TRAIN,
     client: type[Any] | None = None,
     seals: bool = False,
+    whole: bool = False,
 ) -> Callable[[Registered], Registered]:
     """Register a function ``(local, request) -> StepResult`` as a step of a protocol.
 
@@ -106,6 +116,8 @@ def step(
         `Local.evaluate`, and mods stand around these.
     seals : bool, default False
         Whether the step keeps to sealed messages where the node pins its neighbors' keys.
+    whole : bool, default False
+        Whether the step sees the whole model, also what `keep_private` keeps, and sends no arrays.
 
     Returns
     -------
@@ -124,9 +136,11 @@ def step(
         check_kind(argument, value, str, "a text")
     check_choice("kind", kind, (TRAIN, EVALUATE))
     check_kind("client", client, (type, type(None)), "a class or None")
+    check_flag("seals", seals)
+    check_flag("whole", whole)
 
     def register(function: Registered) -> Registered:
-        registered = Step(protocol, name, kind, function, client, seals)
+        registered = Step(protocol, name, kind, function, client, seals, whole)
         vars(function)["_steps"] = [*vars(function).get("_steps", ()), registered]
         return function
 
@@ -222,6 +236,8 @@ def read_step(
 def take(asked: Step, local: Local, request: StepRequest) -> StepResult:
     """Return what a step comes to, and keep what it keeps."""
     result = asked.function(local, request)
+    if asked.whole and len(result.arrays):
+        raise ValueError(f"step {asked.name!r} sees private arrays, and must send none, got some.")
     if result.keep is not None and asked.kind == TRAIN:
         local.kept.save(request.round, result.keep, alone=result.last)
     return result

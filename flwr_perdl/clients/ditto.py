@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from flwr.app import Context
 
-from flwr_perdl.clients.base import PrivateArrays
+from flwr_perdl.clients import own_models
+from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult, unsaid
+from flwr_perdl.clients.own_models import ADAPT, COMPARE
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
-from flwr_perdl.protocol.records import EVALUATE, NEW_STATE, with_loss
+from flwr_perdl.core.npy import as_file
+from flwr_perdl.protocol.records import EVALUATE, NEW_STATE, encode, with_loss
 
 DITTO, TRAIN = "ditto", "train"
 #: The share of the way to the server's model that a client's own goes.
@@ -30,8 +34,8 @@ def train(local: Local, request: StepRequest) -> StepResult:
     own = _own(kept, given)
     sent = local.fit(request.received, state="shared")  # evaluations see the own model's state
     trained = local.fit(own).arrays
-    pulled = [_pulled(*one, pull) for one in zip(request.names, trained, given, strict=True)]
-    keep = {f"{i:06d}": array for i, array in enumerate(pulled)}
+    each = enumerate(zip(request.names, trained, given, strict=True))
+    keep = {f"{i:06d}": as_file(_pulled(*one, pull)) for i, one in each}
     metrics = {**sent.metrics, NEW_STATE: int(kept is None)}
     return StepResult(sent.sent, sent.num_examples, metrics, keep)
 
@@ -42,6 +46,26 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
     own = _own(local.kept.after(request.round), request.arrays)
     loss, n, metrics = local.evaluate(own)
     return StepResult([], n, with_loss(loss, metrics))
+
+
+@step(DITTO, ADAPT, whole=True)
+def adapt(local: Local, request: StepRequest) -> StepResult:
+    """Train the client's own model further."""
+    return own_models.adapt(local, request, kept_model)
+
+
+@step(DITTO, COMPARE, whole=True)
+def compare(local: Local, request: StepRequest) -> StepResult:
+    """Compare the client's own model with the global one."""
+    return own_models.compare(local, request, kept_model)
+
+
+def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:
+    """Return the client's own model, None before its first training."""
+    kept = PrivateState(context, run, private_store(context, DITTO)).newest()
+    if kept is None:
+        return None
+    return dict(zip(names, (encode(kept[name]) for name in sorted(kept)), strict=True))
 
 
 def _own(kept: PrivateArrays | None, given: Sequence[Matrix]) -> Sequence[Matrix]:

@@ -5,6 +5,7 @@ Any client, and any ClientApp, is two functions to it: training and evaluation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -29,6 +30,7 @@ from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.models import as_dtype
 from flwr_perdl.protocol.compat import NumPyClient, like
 from flwr_perdl.protocol.records import (
+    AGAIN,
     ALTERNATE,
     ARRAYS,
     CONFIG,
@@ -38,6 +40,7 @@ from flwr_perdl.protocol.records import (
     METRICS,
     NUM_EXAMPLES,
     PARTITION_ID,
+    ROUND,
     RUN,
     SEED,
     Scalar,
@@ -45,6 +48,7 @@ from flwr_perdl.protocol.records import (
     error_of,
     in_order,
     named,
+    route_of,
     scalars,
     view,
 )
@@ -80,11 +84,14 @@ class Trained(NamedTuple):
         Number of examples.
     metrics : dict
         The user's metrics.
+    names : tuple of str
+        The arrays' names: those that stay at the client are not among them.
     """
 
     sent: list[Array]
     num_examples: int
     metrics: dict[str, Scalar]
+    names: tuple[str, ...] = ()
 
     @property
     def arrays(self) -> list[Matrix]:
@@ -147,6 +154,9 @@ class StepResult(NamedTuple):
         The arrays' names; by default the request's, if it has as many.
     last : bool, default False
         Whether ``keep`` replaces all that was kept before, so that no earlier round is repeated.
+    start : sequence of flwr.app.Array
+        Of the arrays of a model, what their training began with, where that is not the request's of
+        the same names.
 
     Examples
     --------
@@ -162,6 +172,7 @@ class StepResult(NamedTuple):
     keep: Mapping[str, NDArray[Any]] | None = None
     names: Sequence[str] = ()
     last: bool = False
+    start: Sequence[Array] = ()
 
 
 class Local:
@@ -204,6 +215,7 @@ class Local:
     ) -> None:
         self.context, self.client, self.keeps = context, client, keeps
         self._request, self._store, self._message, self._call = request, store, message, call
+        self._trained = False
 
     @cached_property
     def partition(self) -> int:
@@ -237,17 +249,23 @@ class Local:
             What the user's training receives besides the request's config.
         """
         model, names = [*map(encoded, arrays)], names or self._request.names
+        stays = json.loads(str(self._configs[MessageType.TRAIN].get(LEFT_OUT, "[]")))
         with state_of(self.context, state) if state else nullcontext():
             content = self._ask(MessageType.TRAIN, model, names, config)
         found = content.get(ARRAYS)
         if not isinstance(found, ArrayRecord):
             raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
+        if stays:  # they are no part of what is found
+            pairs = zip(names, model, strict=True)
+            kept = {name: own for name, own in pairs if name in found or name not in stays}
+            names, model = [*kept], [*kept.values()]
         trained = [*in_order(found, names).values()]
         shapes, wanted = ([tuple(array.shape) for array in some] for some in (trained, model))
         if shapes != wanted:
             raise ValueError(f"fit must return arrays of shapes {wanted}, got {shapes}.")
         metrics, n = numbers_of(content)
-        return Trained([sendable(*pair) for pair in zip(trained, model, strict=True)], n, metrics)
+        sent = [sendable(*pair) for pair in zip(trained, model, strict=True)]
+        return Trained(sent, n, metrics, tuple(names))
 
     def evaluate(
         self, arrays: Sequence[Any], names: Sequence[str] = (), **config: Any
@@ -280,11 +298,16 @@ class Local:
         """Return what the app's handler replies."""
         if self._call is None or self._message is None:
             raise TypeError("step must be without client= to train and evaluate by the app.")
-        asked = ConfigRecord({**self._configs[kind], **config})
+        told = {**self._configs[kind], **config}
+        keeps = self.keeps is not None or LEFT_OUT in told
+        if keeps and ROUND not in config and route_of(self._message)[0] == MessageType.TRAIN:
+            told[AGAIN] = self._trained
+        asked = ConfigRecord(told)
         content = RecordDict({ARRAYS: named(model, names), CONFIG: asked})
         reply = self._call(like(self._message, content, kind), self.context)
         if reply.has_error():
             raise ValueError(error_of(reply))
+        self._trained |= kind == MessageType.TRAIN
         return reply.content
 
 

@@ -24,6 +24,7 @@ from flwr_perdl.core.checks import (
     check_function,
 )
 from flwr_perdl.core.files import LAST_ROUND
+from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
 from flwr_perdl.network.combine import (
     Array,
@@ -33,7 +34,7 @@ from flwr_perdl.network.combine import (
     reported,
     screened,
 )
-from flwr_perdl.network.messages import Delivery, finite_rows, inbox_of
+from flwr_perdl.network.messages import Delivery, inbox_of
 from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, PINNED_KEYS, SEALED, Scalar
@@ -56,10 +57,9 @@ STATE = "state."
 
 SHOWS = ("observed", "state", "nothing")
 
-#: Names of the private arrays besides the program's state, see `_Kept`.
-_PENDING = "pending"
+#: Names of the private arrays besides the program's state, see `Kept`.
 _RUN_KEY = "run-key"
-_OVER = "over"
+_REST = "rest"
 
 
 class DiffusionClient(ProtocolClient):
@@ -174,80 +174,97 @@ class DiffusionClient(ProtocolClient):
             raise ValueError(
                 f"node {self.node} sends sealed messages only, and was asked for others."
             )
-        newest = private.newest() or {}
-        if _OVER in newest:
+        kept = self._kept(private.newest())
+        if kept.over:
             if step_ != SHOW:
                 raise ValueError(
                     f"step must be {SHOW!r} after node {self.node} has deleted its key of this run,"
                     f" got {step_!r}."
                 )
-            kept = self._kept(newest)
-            return StepResult(self._end(kept.state, sealed=True), 1, kept.over or {})
-        # A server that crashed asks for a round again, and must get the same messages.
-        found = private.before(request.round)
-        state, pending, run_key, _ = self._kept(found)
+            return StepResult(self._end(kept.state, sealed=True), 1, kept.metrics)
+        if kept.asked > request.round:
+            kept = self._kept(private.before(request.round))  # which are none, and that is logged
+        delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
         keys = None
         if sealed:
-            keys = Keys(self.node, request.run, run_key=run_key, **self._lasting)
-            run_key = keys.run_key
-        delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
-        metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and found is None else {}
+            keys = Keys(self.node, request.run, run_key=kept.run_key, **self._lasting)
+            kept = kept._replace(run_key=keys.run_key)
+        # A server that crashed asks for a round again, and gets the same messages.
+        if (kept.asked, kept.step) != (request.round, step_):
+            kept = self._next(kept, request, round_, delivery, keys)
+        reply: Sequence[Array] = [] if keys is None else [keys.card]
+        more: dict[str, Scalar] = {}
+        if step_ == SHOW:
+            reply = self._end(kept.state, sealed=kept.over)
+        elif kept.pending:
+            sent, more = self._sent(kept, delivery, keys)
+            reply = [*reply, *sent]
+        return StepResult(reply, 1, {**kept.metrics, **more}, kept.to_arrays(), last=True)
+
+    def _next(
+        self, kept: Kept, request: StepRequest, round_: int, delivery: Delivery, keys: Keys | None
+    ) -> Kept:
+        """Return what the node keeps after a request's work."""
+        state, pending, sizes = kept.state, kept.pending, kept.sizes
+        metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and kept.asked < 0 else {}
         # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
             if self.max_delay:  # after an absence it takes in what its neighbors have sent since
                 pending = round_ - 1
             if pending != round_ - 1:
                 delivery = delivery._replace(messages=())
-            state, more = self._combined(state, pending, delivery, keys)
+            state, more = self._combined(kept, pending, delivery, keys)
             metrics, pending = more | metrics, 0
-        reply: list[Matrix] = [] if keys is None else [keys.card]
-        if step_ == SHOW:
-            reply = self._end(state, sealed=sealed or _RUN_KEY in newest)
-        elif step_ == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
+        asleep = str(self.node) in str(request.config.get(ASLEEP, "")).split()
+        if request.step == EXCHANGE and not asleep:
             state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
-            message = check_message(self.program.message(state), 1)
-            sent, more = self._sent(message, delivery, round_, keys)
-            reply, metrics = [*reply, *sent], metrics | more
+            sizes = [*map(magnitude, self._message(state))]
         # Past messages cannot be opened once the key is gone, by a thief of the disk either.
-        over = step_ == SHOW and (sealed or _RUN_KEY in newest)
-        kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
-        return StepResult(reply, 1, metrics, kept.to_arrays(), last=over)
+        over = request.step == SHOW and kept.run_key is not None
+        key = None if over else kept.run_key
+        return Kept(state, key, pending, request.round, request.step, metrics, sizes, over)
 
     def _combined(
-        self, state: Any, round_: int, delivery: Delivery, keys: Keys | None
+        self, kept: Kept, round_: int, delivery: Delivery, keys: Keys | None
     ) -> tuple[Any, dict[str, Scalar]]:
         """Return the state with a round's messages taken in, and the metrics of that."""
         inbox, left_out = inbox_of(
             self.node,
             round_,
-            check_message(self.program.message(state), 1),
+            self._message(kept.state),
+            kept.sizes,
             delivery.messages,
             max_delay=self.max_delay,
             total=delivery.total,
             unseal=None if keys is None else keys.open,
         )
-        inbox, rejected = screened(self.program, state, inbox)
-        state = check_state("combine", self.program.combine(state, inbox), 1)
+        inbox, rejected = screened(self.program, kept.state, inbox)
+        state = check_state("combine", self.program.combine(kept.state, inbox), 1)
         reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
         metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
         left_out |= {one.sender: one.reason for one in rejected}
         return state, metrics | self._left_out(left_out)
 
-    def _kept(self, arrays: Mapping[str, Array] | None) -> _Kept:
+    def _message(self, state: Any) -> list[Array]:
+        """Return the node's message, without the axis of nodes."""
+        return [array[0, ...] for array in check_message(self.program.message(state), 1)]
+
+    def _kept(self, arrays: Mapping[str, Array] | None) -> Kept:
         """Return what was kept, or the program's start."""
         start = check_state("start", self.program.start(np.array([self.node])), 1)
-        return _Kept(start) if arrays is None else _Kept.from_arrays(arrays, type(start))
+        return Kept(start) if arrays is None else Kept.from_arrays(arrays, type(start))
 
     def _sent(
-        self, message: tuple[Array, ...], delivery: Delivery, round_: int, keys: Keys | None
-    ) -> tuple[Sequence[Matrix], dict[str, Scalar]]:
+        self, kept: Kept, delivery: Delivery, keys: Keys | None
+    ) -> tuple[Sequence[Array], dict[str, Scalar]]:
         """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
+        message = self._message(kept.state)
         metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
-        if not finite_rows(message).all():
+        if not np.isfinite(kept.sizes).all():
             return [], {**metrics, BROKEN: 1}
         if keys is None or delivery.cards is None:
             return message, metrics
-        sealed, rejected = keys.seal_each(message, round_, delivery.cards)
+        sealed, rejected = keys.seal_each(message, kept.pending, delivery.cards)
         return sealed, metrics | self._left_out(rejected)
 
     def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
@@ -271,45 +288,51 @@ class DiffusionClient(ProtocolClient):
         return [pack_arrays(shown)] if shown else []
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What a node keeps between two requests.
 
     Attributes
     ----------
     state : NamedTuple of arrays
         The program's state.
-    pending : int
-        The round whose messages the node waits for; 0 if it waits for none.
     run_key : bytes or None
         The node's private key in this run.
-    over : dict or None
-        Where the run is over for this node, the metrics of its last reply.
+    pending : int
+        The round whose messages the node waits for; 0 if it waits for none.
+    asked, step : int, str
+        The communication round and the step of the last request; -1 at the start.
+    metrics : dict
+        What that request's work came to, for the reply.
+    sizes : sequence of float
+        The largest absolute value of each array of the message that the node waits with.
+    over : bool
+        Whether the run is over for this node.
     """
 
     state: Any
-    pending: int = 0
     run_key: bytes | None = None
-    over: dict[str, Scalar] | None = None
+    pending: int = 0
+    asked: int = -1
+    step: str = ""
+    metrics: Mapping[str, Scalar] = {}
+    sizes: Sequence[float] = ()
+    over: bool = False
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the private arrays."""
-        arrays: dict[str, NDArray[Any]] = {
-            STATE + name: field for name, field in self.state._asdict().items()
-        }
-        if self.over is not None:
-            arrays[_OVER] = text_array([json.dumps(self.over)])
-        if self.run_key is not None:
-            arrays[_RUN_KEY] = np.frombuffer(self.run_key, dtype=np.uint8)
-        return {**arrays, _PENDING: np.array([self.pending])}
+        state, run_key, *rest = self
+        arrays = {STATE + name: field[0, ...] for name, field in state._asdict().items()}
+        if run_key is not None:
+            arrays[_RUN_KEY] = np.frombuffer(run_key, dtype=np.uint8)
+        return {**arrays, _REST: text_array([json.dumps(rest)])}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> _Kept:
+    def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> Kept:
         """Return what `to_arrays` was called on; ``state`` is the type of the program's state."""
         return cls(
-            state(**{name: arrays[STATE + name] for name in state._fields}),
-            int(arrays[_PENDING][0]),
+            state(**{name: arrays[STATE + name][None] for name in state._fields}),
             arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
-            json.loads(*texts_of(arrays[_OVER])) if _OVER in arrays else None,
+            *json.loads(*texts_of(arrays[_REST])),
         )
 
 

@@ -16,8 +16,9 @@ of its first run with which array has which name, and keeps to it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from glob import escape
 from logging import WARNING
@@ -44,6 +45,7 @@ from flwr_perdl.core.models import check_trained, fixed_entries
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.protocol.compat import like, log
 from flwr_perdl.protocol.records import (
+    AGAIN,
     ALTERNATE,
     LEFT_OUT,
     METRICS,
@@ -71,7 +73,9 @@ Call = Callable[[Message, Context], Message]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 
 
-def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> KeepPrivate:
+def keep_private(
+    *patterns: str | Sequence[str], share: str | Sequence[str] = (), inside: Sequence[Any] = ()
+) -> KeepPrivate:
     """Return a Flower mod that keeps the arrays with these names at the client.
 
     ``ClientApp(mods=[keep_private("head.*")])`` personalizes an app of the Message API without a
@@ -83,6 +87,9 @@ def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> 
     *patterns : str or sequence of str
         Names of arrays, or patterns of them as in ``fnmatch``: ``"fc3.*"``, one after the other or
         in a list. Arrays without names are called "0", "1", ….
+    share : str or sequence of str, default ()
+        Instead, names or patterns of the only arrays that are sent: ``share=["*lora*"]`` keeps all
+        others private.
     inside : sequence of Flower mods, default ()
         Mods around training, outermost first, that see the shared arrays alone, such as
         ``LocalDpMod``: the private ones are neither clipped nor noised, and do not count in norms.
@@ -98,14 +105,14 @@ def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> 
     TypeError
         If ``inside`` has something that is not a function.
     ValueError
-        If there are no patterns, or one is no text. When a message comes, and then as the error of
-        the reply, with the stored arrays as they were: if the patterns match no array, or all of
-        them (one that matches none, where another does, is a warning); if names or shapes are not
-        those of the run's messages before, or, of a client of `client_app` that takes its arrays by
-        position, names not those of its first run; if there is no ``"server-round"`` in the config;
-        if the app does not return the arrays that it received, or returns private ones that are not
-        finite, or a shared array of floats that its training changed and that equals a private one
-        (tied weights).
+        If there are no patterns, or both kinds, or one is no text. When a message comes, and then
+        as the error of the reply, with the stored arrays as they were: if the patterns match no
+        array, or all of them (one that matches none, where another does, is a warning); if names
+        or shapes are not those of the run's messages before, or, of a client of `client_app` that
+        takes its arrays by position, names not those of its first run; if there is no
+        ``"server-round"`` in the config; if the app does not return the arrays that it received, or
+        returns private ones that are not finite, or a shared array of floats that its training
+        changed and that equals a private one (tied weights).
 
     Notes
     -----
@@ -140,15 +147,26 @@ def keep_private(*patterns: str | Sequence[str], inside: Sequence[Any] = ()) -> 
     [array([3.]), array([1.])]
     """
     own = tuple(one for some in patterns for one in check_patterns("patterns", some))
-    if not own:
+    part = Part.of("patterns", own, share)
+    if part is None:
         raise ValueError("patterns must name at least one array, got none.")
-    return KeepPrivate(own, inside=check_mods("inside", inside))
+    return KeepPrivate(part, inside=check_mods("inside", inside))
+
+
+def kept_private(context: Context, run: str) -> dict[str, Array]:
+    """Return the private arrays that a run has come to, nothing before a client's first training.
+
+    ``run`` is the token of the run.
+    """
+    state = PrivateState(context, run, private_store(context, _ALGORITHM)).newest() or {}
+    own = {name: array for name, array in state.items() if name.startswith(_ARRAY)}
+    return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
 
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
     left_out = json.loads(str(config_of(message).get(LEFT_OUT, "[]")))
-    return KeepPrivate(tuple(map(escape, left_out))) if left_out else None
+    return KeepPrivate(Part("patterns", tuple(map(escape, left_out)))) if left_out else None
 
 
 def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
@@ -181,19 +199,45 @@ def matched(name: str, patterns: Sequence[str], names: Collection[str]) -> list[
             f"{name} must match arrays, got {_list(patterns)} with arrays called {_list(names)}."
         )
     if len(found) == len(names):
-        raise ValueError(f"{name} must leave an array to share, got {_list(patterns)}: all match.")
+        raise ValueError(
+            f"{name} must leave arrays to share and to keep, got {_list(patterns)}: all match."
+        )
     return found
 
 
-def warn_of_unmatched(name: str, patterns: Sequence[str], names: Collection[str]) -> None:
-    """Warn of patterns that match no array, where others do."""
-    unmatched = [one for one in patterns if not any(fnmatchcase(each, one) for each in names)]
-    if unmatched:
-        log(
-            WARNING,
-            "%s: %s matches none of the arrays, which are called %s.",
-            *(name, _list(unmatched), _list(names)),
-        )
+class Part(NamedTuple):
+    """Which arrays of a model are private: those with names that match, or all but those."""
+
+    #: What the patterns are called in errors: "share" where they are of what is shared.
+    argument: str
+    patterns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, argument: str, private: Any, share: Any) -> Part | None:
+        """Return the part by one of the two lists of patterns, None if both are empty."""
+        given = {
+            argument: check_patterns(argument, private),
+            "share": check_patterns("share", share),
+        }
+        if all(given.values()):
+            raise ValueError(f"share must be left out with {argument}, got {share!r}.")
+        return next((cls(*item) for item in given.items() if item[1]), None)
+
+    def private(self, names: Collection[str]) -> list[str]:
+        """Return which of these arrays are private: at least one, and not all."""
+        found = matched(self.argument, self.patterns, names)
+        return [one for one in names if one not in found] if self.argument == "share" else found
+
+    def warn(self, names: Collection[str]) -> None:
+        """Warn of patterns that match no array, where others do."""
+        own = [one for one in self.patterns if not any(fnmatchcase(each, one) for each in names)]
+        if own:
+            text = "%s: %s matches none of the arrays, which are called %s."
+            log(WARNING, text, self.argument, _list(own), _list(names))
+
+    def __str__(self) -> str:
+        """Return what is private, as a report says it."""
+        return "all but " * (self.argument == "share") + ", ".join(map(repr, self.patterns))
 
 
 class _Part(NamedTuple):
@@ -207,13 +251,27 @@ class _Part(NamedTuple):
     left_out: list[str]
 
 
+#: Whether the handlers get the model as it is, since no array leaves the client.
+_ASIDE: ContextVar[bool] = ContextVar("aside", default=False)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Have `keep_private` stand aside in this thread: for steps that send numbers alone."""
+    token = _ASIDE.set(True)
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
+
+
 class KeepPrivate:
     """See `keep_private`."""
 
     def __init__(
-        self, patterns: tuple[str, ...], *, inside: Sequence[Any] = (), by_position: bool = False
+        self, part: Part, *, inside: Sequence[Any] = (), by_position: bool = False
     ) -> None:
-        self.patterns = patterns
+        self.part = part
         self._inside = tuple(inside)
         self._by_position = by_position
 
@@ -221,6 +279,8 @@ class KeepPrivate:
         self, message: Message, context: Context, call_next: Call, inside: Sequence[Any] = ()
     ) -> Message:
         """Answer a message by the app, with the client's own arrays in it."""
+        if _ASIDE.get():
+            return call_next(message, context)
         kind = route_of(message)[0]
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
@@ -231,7 +291,9 @@ class KeepPrivate:
         run = str(config.get(RUN, context.run_id))
         store = private_store(context, _ALGORITHM)
         state = PrivateState(context, run, store)
-        kept = state.before(round_) if kind == MessageType.TRAIN else state.after(round_)
+        # A step may train several times; what it evaluates before, the round before has trained.
+        again = bool(config.pop(AGAIN, kind != MessageType.TRAIN))
+        kept = state.after(round_) if again else state.before(round_)
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
         first = _first_names(context, store) if self._by_position else part.names
         if first not in (None, part.names):
@@ -243,7 +305,7 @@ class KeepPrivate:
 
         model = _model(part, kept)
         if kept is None:
-            warn_of_unmatched("patterns", self.patterns, part.names)
+            self.part.warn(part.names)
         if kind != MessageType.TRAIN:
             message.content[record] = _record(model)
             return _without_arrays(call_next(message, context))
@@ -292,11 +354,12 @@ class KeepPrivate:
                 "and without a state-dir in its node config a restart loses what it kept."
             )
         names = list(given) if kept is None else _read_names(kept[_NAMES])
-        private = matched("patterns", self.patterns, names)
+        # Where the server leaves out all arrays, the client trains alone.
+        private = names if left_out and left_out == names else self.part.private(names)
         if not set(left_out) <= set(private):
             raise ValueError(
-                f"patterns must match all that the server leaves out, {_list(left_out)}, got "
-                f"{_list(self.patterns)}."
+                f"{self.part.argument} must keep all that the server leaves out, "
+                f"{_list(left_out)}, got {_list(self.part.patterns)}."
             )
         if list(given) not in (names, [name for name in names if name not in left_out]):
             raise ValueError(

@@ -88,6 +88,8 @@ class Rule(NamedTuple):
     #: By how much each point is multiplied before, (n,), at most 1; None: by 1. Weights are then
     #: capped.
     factors: Callable[[Matrix], NDArray[Any]] | None = None
+    #: The points' shares in an average that hangs on distances, (n,); None: it is by coordinate.
+    shares: Callable[[Matrix], Matrix] | None = None
 
 
 def aggregate(rule: str, points: Matrix, weights: Matrix) -> Aggregate:
@@ -102,7 +104,7 @@ def aggregate(rule: str, points: Matrix, weights: Matrix) -> Aggregate:
     weights : ndarray of shape (n,)
         At least 0.
     """
-    _, average, find_factors = RULES[rule]
+    _, average, find_factors, _ = RULES[rule]
     factors = np.ones(1) if find_factors is None else find_factors(points)
     if find_factors is not None:
         points, weights = points * factors[:, None], cap_sizes(weights) * (factors > 0)
@@ -113,6 +115,20 @@ def aggregate(rule: str, points: Matrix, weights: Matrix) -> Aggregate:
     value: Matrix = found.astype(points.dtype, copy=False)
     outlyingness = mark_far(points, value) if find_factors is None else 1 - factors
     return Aggregate(value, outlyingness, total)
+
+
+def share_out(rule: str, points: Matrix, weights: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the shares of points in what they come to by a robust rule, and their outlyingness.
+
+    The rule is none by coordinate: it asks for the points' lengths and distances alone.
+    """
+    _, _, find_factors, find_shares = RULES[rule]
+    if find_shares is not None:
+        shares = find_shares(points)
+        return shares, mark_far(points, shares @ points)
+    factors = np.ones(len(points)) if find_factors is None else find_factors(points)
+    sizes = cap_sizes(weights)
+    return sizes * factors / (sizes * (factors > 0)).sum(), 1 - factors
 
 
 # Rules --------------------------------------------------------------------------------------------
@@ -264,12 +280,21 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     return found
 
 
+def nearness(points: Matrix) -> Matrix:
+    """Return the shares of points in their geometric median: the nearer, the larger."""
+    distances = row_norms(points - geometric_median(points)).astype(float)
+    here = distances <= np.finfo(points.dtype).eps * np.abs(points).max(initial=0)
+    weights = here.astype(float) if here.any() else 1 / distances
+    shares: Matrix = weights / weights.sum()
+    return shares
+
+
 RULES: Mapping[str, Rule] = {
     "mean": Rule("far"),
     "filtered": Rule(LEFT_OUT, factors=keep_consistent),
     "clip": Rule("clipped", factors=clip_factors),
     "median": Rule("down-weighted", partial(np.median, axis=0)),
-    "geometric-median": Rule("down-weighted", geometric_median),
+    "geometric-median": Rule("down-weighted", geometric_median, shares=nearness),
     "trimmed": Rule("trimmed", trimmed_mean),
 }
 

@@ -16,7 +16,7 @@ or too large to be averaged    buffer of NaN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.aggregate import LEFT_OUT, RULES, aggregate
+from flwr_perdl.core.aggregate import LEFT_OUT, RULES, mark_far, share_out
+from flwr_perdl.core.npy import as_file
 
 Array = NDArray[Any]
 #: An array of the model that replies began from, and its `fixed_entries`.
@@ -40,6 +41,8 @@ STATISTICS = ("running_mean", "running_var")
 #: A float is far too large beyond so many times the lower median of an array's largest absolute
 #: values, which counts as one at least.
 FAR_TOO_LARGE = 100.0
+#: So many numbers of an array are read at a time: they stay in the cache.
+_BLOCK = 2**16
 
 
 @lru_cache
@@ -79,9 +82,17 @@ def is_plain(name: str, array: Array) -> bool:
     return not is_float(array) or name.endswith(STATISTICS)
 
 
+def blocks(size: int, step: int = _BLOCK) -> Iterator[slice]:
+    """Return the parts of an array that are read at a time."""
+    return (slice(at, at + step) for at in range(0, size, step))
+
+
 def magnitude(array: Array) -> float:
     """Return the largest absolute value; NaN if there is one."""
-    return max(float(array.max(initial=0)), -float(array.min(initial=0)))
+    flat = array.ravel("K")
+    parts = [flat[part] for part in blocks(flat.size)]
+    ends = [float(end) for part in parts for end in (part.max(), -float(part.min()))]
+    return float(np.max(ends, initial=0))
 
 
 def fixed_entries(array: Array) -> NDArray[np.bool_] | None:
@@ -117,9 +128,9 @@ def check_trained(name: str, array: Array, before: Array, fixed: NDArray[np.bool
             f"array {name!r} must have shape {before.shape} and dtype {before.dtype}, got "
             f"{array.shape} and {array.dtype}."
         )
+    if fixed is None and (size := magnitude(array)) <= largest_averaged(array.dtype):
+        return size
     own = fixed_entries(array)
-    if own is None and fixed is None:
-        return magnitude(array)
     odd = np.zeros(array.shape, dtype=bool)
     for entries in (own, fixed):
         odd |= False if entries is None else entries
@@ -145,15 +156,26 @@ def far_too_large(magnitudes: Array) -> Array:
 
 
 def mean_like(
-    start: Array, fixed: NDArray[np.bool_] | None, terms: Iterable[tuple[float, Array]]
+    start: Array, fixed: NDArray[np.bool_] | None, weights: Array, arrays: Sequence[Array]
 ) -> Array:
-    """Return the sum of (weight, array), of weights that sum to one, as what replaces ``start``."""
+    """Return the weighted sum of arrays, of weights that sum to one, as what replaces ``start``.
+
+    It is the view of its ``.npy`` file: what is sent afterwards is not written again.
+    """
     if start.dtype.kind == "b":
         return start
-    total = np.zeros(start.shape)
-    for weight, array in terms:
-        total += np.multiply(array, weight, dtype=np.float64)
-    return settled(total, start, fixed)
+    from flwr_perdl.core._kernels import add_weighted
+
+    mean, before = np.empty(start.size, start.dtype), start.ravel()
+    terms = [(w, array.ravel()) for w, array in zip(weights.tolist(), arrays, strict=True) if w]
+    for part in blocks(start.size):
+        total = np.zeros(len(before[part]))
+        for weight, array in terms:
+            own = array[part]
+            own = own if own.dtype == np.float32 else own.astype(np.float64, copy=False)
+            add_weighted(total, weight, own)
+        mean[part] = settled(total, before[part], None if fixed is None else fixed.ravel()[part])
+    return as_file(mean.reshape(start.shape))
 
 
 def settled(found: Array, start: Array, fixed: NDArray[np.bool_] | None) -> Array:
@@ -185,33 +207,89 @@ def aggregate_models(
     weights : ndarray of shape (n_models,)
         Positive.
     """
-    step: Array = np.zeros(0)
-    outlyingness: Array = np.zeros(len(models))
-    if rule != "mean":
-        step, outlyingness, _ = aggregate(rule, stack_changes(start, models), weights)
-        if RULES[rule].effect == LEFT_OUT:  # whoever is left out has no part in integers either
-            weights = weights * (outlyingness < 1)
-    shares = (weights / weights.sum()).tolist()
-    found, at = [], 0
-    for i, (array, fixed) in enumerate(start):
-        if rule != "mean" and is_float(array):
-            moved = array + step[at : at + array.size].reshape(array.shape)
-            found.append(settled(moved, array, fixed))
-            at += array.size
+    shares: Array = weights / weights.sum()
+    how, of_floats, outlyingness = RULES[rule], shares, 0 * shares
+    average = None if how.shares else how.average  # by coordinate
+    if rule != "mean" and average is None:
+        points = _single(changes_of(start, models))
+        of_floats, outlyingness = share_out(rule, points, weights)
+        of_floats = np.append(of_floats, 1 - of_floats.sum())  # the start's
+    if how.effect == LEFT_OUT:  # whoever is left out has no part in integers either
+        counted = weights * (outlyingness < 1)
+        shares = counted / counted.sum()
+    found = []
+    for i, one in enumerate(start):
+        arrays = [model[i] for model in models]
+        if not is_float(one[0]) or rule == "mean":
+            found.append(mean_like(*one, shares, arrays))
+        elif average is None:
+            found.append(mean_like(*one, of_floats, [*arrays, one[0]]))
         else:
-            terms = ((share, model[i]) for share, model in zip(shares, models, strict=True))
-            found.append(mean_like(array, fixed, (term for term in terms if term[0])))
+            found.append(_average_like(average, *one, arrays))
+    if average is not None:
+        *rows, middle = _single(changes_of(start, [*models, found]))
+        outlyingness = mark_far(np.array(rows), middle)
     return found, outlyingness
 
 
-def stack_changes(start: Sequence[Start], models: Sequence[Sequence[Array]]) -> Array:
-    """Return each model's changes of all floats, as a row (see `aggregate_models`)."""
-    rows = []
-    for model in models:
-        pairs = zip(model, start, strict=True)
-        parts = [change(array, *before).ravel() for array, before in pairs if is_float(array)]
-        rows.append(np.concatenate([np.zeros(0, np.float32), *parts]))
-    return np.stack(rows)
+def _average_like(
+    average: Callable[[Array], Array],
+    start: Array,
+    fixed: NDArray[np.bool_] | None,
+    arrays: Sequence[Array],
+) -> Array:
+    """Return an average by coordinate of arrays' changes as what replaces ``start``."""
+    before = start.ravel()
+    parts = _changes(start, fixed, arrays, np.float32)
+    moved = [before[:0], *(before[part] + average(points) for part, points in parts)]
+    return as_file(settled(np.concatenate(moved).reshape(start.shape), start, fixed))
+
+
+def _changes(
+    start: Array, fixed: NDArray[np.bool_] | None, arrays: Sequence[Array], least: type
+) -> Iterator[tuple[slice, Array]]:
+    """Return the changes of all arrays, (n_arrays, size), a part of them at a time."""
+    before, rows = start.ravel(), [array.ravel() for array in arrays]
+    stay = None if fixed is None else fixed.ravel()
+    for part in blocks(start.size, max(16 * _BLOCK // len(arrays), _BLOCK // 16)):
+        own = None if stay is None else stay[part]
+        yield part, np.stack([change(row[part], before[part], own, least) for row in rows])
+
+
+def changes_of(start: Sequence[Start], models: Sequence[Sequence[Array]]) -> Array:
+    """Return each model's changes of all floats as a row, in coordinates of their own.
+
+    The rows have the lengths and the distances of the changes, which is what rules and groups need,
+    and as few numbers as there are models: they follow from the changes' inner products, which are
+    summed over arrays. Distances below 1e-8 of the lengths are rounding. Where the changes are no
+    more numbers than models, they are the rows.
+
+    Returns
+    -------
+    ndarray of shape (n_models, at most n_models)
+    """
+    parts = (
+        points
+        for i, one in enumerate(start)
+        if is_float(one[0])
+        for _, points in _changes(*one, [model[i] for model in models], np.float64)
+    )
+    if sum(array.size for array, _ in start if is_float(array)) <= len(models):
+        return np.concatenate([np.zeros((len(models), 0)), *parts], axis=1)
+    products = np.zeros((len(models), len(models)))
+    for points in parts:
+        products += points @ points.T
+    lengths = np.sqrt(products.diagonal())
+    # Of directions, so that one that is long takes no digits from the others.
+    scale = np.where(lengths > 0, lengths, 1)
+    values, vectors = np.linalg.eigh(products / scale / scale[:, None])
+    rows: Array = lengths[:, None] * vectors * np.sqrt(np.maximum(values, 0))
+    return rows
+
+
+def _single(points: Array) -> Array:
+    """Return points in the precision of distances between them, at most 1 in size."""
+    return (points / (np.abs(points).max(initial=0) or 1)).astype(np.float32)
 
 
 def as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:

@@ -91,18 +91,30 @@ def _layout(
     return dtype, shape, "F" if fortran else "C", size
 
 
-def file_of(array: Array) -> bytes:
-    """Return the file of an array in the order of its rows; the one that it is the view of.
+def whole_file(array: Array) -> bytes | None:
+    """Return the bytes of the file that an array is the view of, None if it is of none."""
+    data = array.base
+    while isinstance(data, np.ndarray):  # of a view, as one with another first axis
+        data = data.base
+    if not isinstance(data, bytes) or not array.flags.c_contiguous:
+        return None
+    header = file_header(array.dtype, array.shape)
+    whole = len(data) == len(header) + array.nbytes and data.startswith(header)
+    return data if whole else None
 
-    A view's bytes are not copied.
-    """
+
+def file_of(array: Array) -> bytes:
+    """Return an array's file; that of one which is the view of its file is not written again."""
     array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
-    header, data = file_header(array.dtype, array.shape), array.base
-    size = len(header) + array.nbytes
-    if isinstance(data, bytes) and len(data) == size and data.startswith(header):
-        return data
+    if (whole := whole_file(array)) is not None:
+        return whole
     # Joined, since a large array's bytes would be copied once more by a sum.
-    return b"".join((header, array.reshape(-1).view(np.uint8).data))
+    return b"".join((file_header(array.dtype, array.shape), array.reshape(-1).view(np.uint8).data))
+
+
+def as_file(array: Array) -> Array:
+    """Return an array as the view of its file, which it is written to here or was before."""
+    return view_file(file_of(array))[0]
 
 
 def pack(data: bytes) -> NDArray[np.float64]:

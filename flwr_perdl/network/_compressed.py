@@ -32,6 +32,7 @@ the whole of ``q`` (its alpha is 1).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -39,9 +40,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.models import cleared, fixed_entries
+from flwr_perdl.core.models import cleared
 from flwr_perdl.core.npy import pack, unpack
-from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, state_type
+from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, fixed_of, state_type
 from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.random import spawn
 
@@ -79,7 +80,7 @@ class CompressedProgram(AveragingProgram):
 
     def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
         """Return by reason which of the inbox's links brought a message that does not count."""
-        sent = self._all_decoded(state, inbox.arrays)
+        sent = self._all_decoded(state, inbox.rows)
         unreadable = np.array([vectors is None for vectors in sent])
         found = super().rejects(state, inbox)
         return {**found, "it cannot be read": unreadable[inbox.links.indices]}
@@ -87,22 +88,20 @@ class CompressedProgram(AveragingProgram):
     def combine(self, state: Any, inbox: Inbox) -> Any:
         """Move the public copies, and combine by their means."""
         copies, sums = state.copies.copy(), state.sums.copy()
-        decoded = self._all_decoded(state, inbox.arrays)
+        decoded = self._all_decoded(state, inbox.rows)
         # What cannot be read has no weight.
         sent = np.stack([np.zeros_like(copies[0]) if own is None else own for own in decoded])
         copies += sent[inbox.own]
-        sums += replace(inbox, arrays=(sent,)).mean(ordered=True)
+        sums += replace(inbox, rows=(sent,)).mean(ordered=True)
         state = super().combine(state._replace(copies=copies, sums=sums), inbox)
         state.reports[:, 0] /= self.options.consensus_step
         return state
 
-    def _means(self, state: Any, inbox: Inbox) -> list[Array]:
-        """Return the model, moved towards the mean by the public copies; other arrays' means."""
+    def _means(self, state: Any, inbox: Inbox) -> Iterator[Array]:
+        """Yield the model, moved towards the mean by the public copies; other arrays' means."""
         form, moved, position = self._of(state), iter(self._moved(state, 0)), count(2)
-        return [
-            next(moved) if i in form.corrected else inbox.mean(next(position), ordered=True)
-            for i in form.sent
-        ]
+        for i in form.sent:
+            yield next(moved) if i in form.corrected else inbox.mean(next(position), ordered=True)
 
     def _tracked(self, state: Any, inbox: Inbox) -> list[Array]:
         """Return the trackers, moved towards the mean by the public copies."""
@@ -122,8 +121,7 @@ class CompressedProgram(AveragingProgram):
     def _parts(self, state: Any) -> Array:
         """Return what has a public copy, (m, n_parts, n_parameters)."""
         model = arrays_of(state, "model")
-        corrected = [model[i] for i in self._of(state).corrected]
-        parts = [[cleared(array, fixed_entries(array)) for array in corrected]]
+        parts = [[cleared(model[i], fixed_of(state, i)) for i in self._of(state).corrected]]
         if trackers := arrays_of(state, "tracker"):
             parts.append(trackers)
         m = len(state.nodes)
@@ -142,10 +140,10 @@ class CompressedProgram(AveragingProgram):
             codes.append(np.stack([pack(sent.tobytes()) for _, sent in each]))
         return np.stack(values), np.stack(codes)
 
-    def _all_decoded(self, state: Any, arrays: tuple[Array, ...]) -> list[Any]:
+    def _all_decoded(self, state: Any, rows: Sequence[Any]) -> list[Any]:
         """Return the vectors of each message; None of one that cannot be read."""
         n = state.copies.shape[2]
-        return [self._decoded(*each, n) for each in zip(arrays[0], arrays[1], strict=True)]
+        return [self._decoded(*each, n) for each in zip(rows[0], rows[1], strict=True)]
 
     def _decoded(self, values: Array, codes: Array, n: int) -> Any:
         """Return the vectors of a message, (n_parts, n_parameters); None if there are none."""

@@ -118,6 +118,8 @@ class Averaged(NamedTuple):
         Which nodes took part in the last round.
     dropped_by : dict of int to list of int
         Node -> which nodes say that they have left out its message; a node that lies may.
+    own : Own or None
+        On Flower, where the nodes' own models are: see `model_of`.
     """
 
     models: dict[int, list[Array]]
@@ -129,6 +131,14 @@ class Averaged(NamedTuple):
     dropped_messages: dict[int, int]
     alive: NDArray[np.bool_]
     dropped_by: dict[int, list[int]]
+    own: Any = None
+
+    def model_of(self, client: int | str, state_dir: Any = None) -> Any:
+        """Return a node's own model, on Flower as `flwr_perdl.strategies.Learned.model_of`."""
+        models: Mapping[Any, Any] = self.models
+        if self.own is not None and client not in models:
+            return self.own.model_of(client, state_dir)
+        return models[client]
 
 
 def diffusion_averaging(
@@ -425,15 +435,16 @@ class AveragingOptions:
         *,
         initial: Sequence[Array] | Any = None,
         array_names: Sequence[str] = (),
+        in_files: bool = False,
     ) -> AveragingProgram:
         """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
 
         ``clients`` and ``initial`` are those of `diffusion_averaging`; ``array_names`` are the
-        names of a list's arrays, by default those of an ArrayRecord, or "0", "1", ….
+        names of a list's arrays, by default those of an ArrayRecord, or "0", "1", …; ``in_files``
+        is that of `AveragingProgram`.
         """
-        if self.compression is not None:
-            return CompressedProgram(self, clients, initial, array_names)
-        return AveragingProgram(self, clients, initial, array_names)
+        kind = AveragingProgram if self.compression is None else CompressedProgram
+        return kind(self, clients, initial, array_names, in_files)
 
 
 def _disagreement(state: Any, living: NDArray[np.bool_]) -> float:

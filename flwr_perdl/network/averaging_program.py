@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from numbers import Real
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.arrays import row_products
 from flwr_perdl.core.checks import (
     brief_repr,
     check_list,
 )
 from flwr_perdl.core.models import (
+    Start,
     as_dtype,
     check_dtypes,
     check_trained,
@@ -28,8 +30,9 @@ from flwr_perdl.core.models import (
     largest_averaged,
     settled,
 )
+from flwr_perdl.core.npy import as_file
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.network.combine import Array, Inbox, stacked
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]
@@ -66,9 +69,9 @@ def with_arrays(state: Any, **kinds: Sequence[Array]) -> Any:
     return state._replace(**new)
 
 
-def is_fixed(array: Any) -> bool:
-    """Whether nobody can write to an array through this name."""
-    return isinstance(array, np.ndarray) and not array.flags.writeable
+def fixed_of(state: Any, i: int) -> Any:
+    """Return which entries of the i-th array of a state's models are not averaged, if any."""
+    return getattr(state, f"fixed_{i}", None)
 
 
 class AveragingProgram:
@@ -81,6 +84,10 @@ class AveragingProgram:
     ``g`` of gradient tracking, and ``tracker_i``, its ``y``. Push-sum has ``weight_0`` (m, 1), and
     after ``adapt`` the numerators in ``model_i``. Not corrected, but averaged plainly, are integers
     and the statistics of batch normalization (`flwr_perdl.core.models`); booleans are not sent.
+    ``fixed_i`` says which entries of a first model stay as they are, of an array that has such.
+
+    With ``in_files``, for a node alone, arrays are views of their ``.npy`` files, which its client
+    and its neighbors receive without a copy; the client must not change them.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class AveragingProgram:
         clients: Clients,
         initial: Sequence[Array] | Any,
         array_names: Sequence[str] = (),
+        in_files: bool = False,
     ) -> None:
         # A ClientApp can be called, too; the maths do not import Flower.
         if not callable(clients) or hasattr(clients, "lifespan"):
@@ -110,10 +118,10 @@ class AveragingProgram:
                 )
         self.options = options if options.method else replace(options, method=FIXED)
         self.clients = clients
-        # What cannot be written to is not copied: it may be large, or stand for no values at all.
-        own = [a if is_fixed(a) else np.array(a) for a in initial or ()]
+        own = [a if in_files else np.array(a) for a in initial or ()]
         self.initial = None if initial is None else own
         self._array_names = list(array_names)
+        self._in_files = in_files
         self._known_form: Form | None = None
         self._trained = list(dict.fromkeys(options.metrics))
         self._evaluated = list(dict.fromkeys(("loss", *options.metrics)))
@@ -126,12 +134,13 @@ class AveragingProgram:
     def start(self, nodes: NDArray[np.intp]) -> Any:
         """Return the state before the first round."""
         firsts = zip(*(self._first(int(node)) for node in nodes), strict=True)
-        model = [np.stack(arrays) for arrays in firsts]
-        corrected = {}
-        for i in self._form(int(nodes[0])).corrected:
-            corrected[i] = cleared(model[i], fixed_entries(model[i]))
+        model = [self._stacked(arrays) for arrays in firsts]
+        form = self._form(int(nodes[0]))
+        fixed = {i: fixed_entries(model[i]) for i in form.sent}
+        corrected = {i: cleared(model[i], fixed[i]) for i in form.corrected}
         fields = {"nodes": nodes, "reports": np.full((len(nodes), len(self.names)), np.nan)}
         fields |= {f"model_{i}": array for i, array in enumerate(model)}
+        fields |= {f"fixed_{i}": entries for i, entries in fixed.items() if entries is not None}
         if self.options.method == "exact_diffusion":
             fields |= {f"last_{i}": array for i, array in corrected.items()}
         elif self.options.method == "gradient_tracking":
@@ -152,18 +161,19 @@ class AveragingProgram:
         last, trackers = arrays_of(state, "last"), arrays_of(state, "tracker")
         sent, new_last, new_trackers = list(psi), [], []
         for j, i in enumerate(self._of(state).corrected if method != "atc" else ()):
-            fixed = fixed_entries(w[i])
+            fixed = fixed_of(state, i)
             old, new = cleared(w[i], fixed), cleared(psi[i], fixed)
             if method == "exact_diffusion":
-                found = new + old - last[j]
+                found = new + old
+                found -= last[j]
                 new_last.append(new)
             elif method == "gradient_tracking":
                 new_last.append(old - new)
-                new_trackers.append(trackers[j] + new_last[j] - last[j])
+                new_trackers.append(self._written(trackers[j] + new_last[j] - last[j]))
                 found = old - new_trackers[j]
             else:
                 found = old * by_row(state.weight_0, old) + new - old
-            sent[i] = settled(found, w[i], fixed)
+            sent[i] = self._written(settled(found, w[i], fixed))
         arrays = {"model": sent, "last": new_last, "tracker": new_trackers}
         return with_arrays(state, **{kind: own for kind, own in arrays.items() if own})
 
@@ -173,7 +183,7 @@ class AveragingProgram:
         Booleans are not in it, and zeros stand for values that are not averaged.
         """
         model = arrays_of(state, "model")
-        sent = [cleared(model[i], fixed_entries(model[i])) for i in self._of(state).sent]
+        sent = [cleared(model[i], fixed_of(state, i)) for i in self._of(state).sent]
         return (*sent, *arrays_of(state, "tracker"), *arrays_of(state, "weight"))
 
     @one_blas_thread()
@@ -183,19 +193,21 @@ class AveragingProgram:
         sent, means = arrays_of(state, "model"), self._means(state, inbox)
         model, squares = list(sent), np.zeros(len(state.nodes))
         for i, mean in zip(form.sent, means, strict=True):
-            fixed = fixed_entries(sent[i])
+            fixed = fixed_of(state, i)
             own = cleared(sent[i], fixed)
             if method == "push_sum" and i in form.corrected:
                 own = own / by_row(state.weight_0, own)
             if is_float(own):
-                squares += np.square((own - mean).reshape(len(own), -1)).sum(axis=1)
+                apart = (own - mean).reshape(len(own), -1)
+                squares += row_products(apart, apart)
             if method == "exact_diffusion" and i in form.corrected:
-                mean = (own + mean) / 2
-            model[i] = settled(mean, sent[i], fixed)
+                mean += own
+                mean /= 2
+            model[i] = self._written(settled(mean, sent[i], fixed))
         reports = state.reports.copy()
         reports[:, 0] = np.sqrt(squares)
-        reports[:, 1] = inbox.degrees * sum(array[0].size for array in inbox.arrays)
-        reports[:, 2] = inbox.degrees * sum(array[0].nbytes for array in inbox.arrays)
+        reports[:, 1] = inbox.degrees * sum(rows[0].size for rows in inbox.rows)
+        reports[:, 2] = inbox.degrees * sum(rows[0].nbytes for rows in inbox.rows)
         trackers = self._tracked(state, inbox)
         state = with_arrays(state._replace(reports=reports), model=model, tracker=trackers)
         if method == "push_sum":
@@ -205,36 +217,37 @@ class AveragingProgram:
             state = with_arrays(state, model=w)
         return self._evaluate(state, inbox.round) if every else state
 
-    def _means(self, state: Any, inbox: Inbox) -> list[Array]:
-        """Return the neighborhood's means of all arrays of the model that are sent."""
+    def _means(self, state: Any, inbox: Inbox) -> Iterator[Array]:
+        """Yield the neighborhood's means of the arrays of the model that are sent."""
         form, rule = self._of(state), str(self.options.robust)
-        floats = [k for k in range(len(form.sent)) if is_float(inbox.arrays[k])]
-        robust = {} if rule == "mean" else inbox.robust_means(floats, rule, self.options.n_liars)
-        if self.options.method != "push_sum":
-            each = range(len(form.sent))
-            return [robust[k] if k in robust else inbox.mean(k, ordered=True) for k in each]
-        means, weights = [], inbox.arrays[-1]
-        total = inbox.mean(-1, ordered=True)
+        floats = [k for k in range(len(form.sent)) if is_float(inbox.rows[k][0])]
+        if rule != "mean":
+            robust = inbox.robust_means(floats, rule, self.options.n_liars)
         for k, i in enumerate(form.sent):
-            array = inbox.arrays[k]
-            if i not in form.corrected:  # sent as it is: the weights are not in it
-                array = array * by_row(weights, array)
-            mean = replace(inbox, arrays=(array,)).mean(ordered=True)
-            means.append(mean / by_row(total, mean))
-        return means
+            if rule != "mean" and k in floats:
+                yield next(robust)
+            elif self.options.method != "push_sum":
+                yield inbox.mean(k, ordered=True)
+            else:
+                rows = inbox.rows[k]
+                if i not in form.corrected:  # sent as it is: the weights are not in it
+                    rows = stacked(rows) * by_row(stacked(inbox.rows[-1]), stacked(rows))
+                mean = replace(inbox, rows=(rows,)).mean(ordered=True)
+                yield mean / by_row(inbox.mean(-1, ordered=True), mean)
 
     def _tracked(self, state: Any, inbox: Inbox) -> list[Array]:
         """Return the neighborhood's means of the trackers."""
         first, trackers = len(self._of(state).sent), arrays_of(state, "tracker")
         means = (inbox.mean(first + j, ordered=True) for j in range(len(trackers)))
-        return [mean.astype(own.dtype) for mean, own in zip(means, trackers, strict=True)]
+        pairs = zip(means, trackers, strict=True)
+        return [self._written(mean.astype(own.dtype, copy=False)) for mean, own in pairs]
 
     def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
         """Return by reason which of the inbox's links brought a message that does not count."""
         columns = inbox.links.indices
-        sizes = np.array([_row_magnitudes(array) for array in inbox.arrays])
-        floats, bound = [is_float(array) for array in inbox.arrays], self.options.max_magnitude
-        limits = [largest_averaged(array.dtype) for array in inbox.arrays]
+        sizes, firsts = inbox.magnitudes, [rows[0] for rows in inbox.rows]
+        floats, bound = [is_float(array) for array in firsts], self.options.max_magnitude
+        limits = [largest_averaged(array.dtype) for array in firsts]
         large = np.zeros(len(columns), dtype=bool)
         for k, own in enumerate(inbox.own):
             links = slice(inbox.links.indptr[k], inbox.links.indptr[k + 1])
@@ -243,7 +256,7 @@ class AveragingProgram:
             large[links] = (there[:, 1:] > most[:, None]).any(axis=0)
         reasons = {"it has a value that is far larger than those of the neighborhood": large}
         if self.options.method == "push_sum":
-            reasons["its weight is not positive"] = inbox.arrays[-1][columns, 0] <= 0
+            reasons["its weight is not positive"] = stacked(inbox.rows[-1])[columns, 0] <= 0
         return reasons
 
     def observe(self, state: Any) -> dict[str, Array]:
@@ -263,30 +276,42 @@ class AveragingProgram:
 
     def _train(self, state: Any, models: list[Array], round_: int) -> tuple[Any, list[Array]]:
         """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
-        fitted, reports = [np.empty_like(array) for array in models], state.reports.copy()
+        fitted, reports = [], state.reports.copy()
+        fixed = [fixed_of(state, j) for j in range(len(models))]
         for i, node in enumerate(map(int, state.nodes)):
             form, config = self._form(node), {ROUND: round_, **(self.options.config or {})}
-            given = [np.array(array[i]) for array in models]  # the client may change them
-            parameters, _, metrics = self._client(node).fit(given, config)
-            whose, before = f"fit of node {node}", [array[i] for array in models]
-            for array, own in zip(fitted, form.checked(whose, parameters, before), strict=True):
-                array[i] = own
+            parameters, _, metrics = self._client(node).fit(self._given(models, i), config)
+            before = [(a[i], f if f is None else f[i]) for a, f in zip(models, fixed, strict=True)]
+            fitted.append(form.checked(whose := f"fit of node {node}", parameters, before))
             numbers = _numbers(whose, metrics, self._trained)
             reports[i, len(_OWN) : len(_OWN) + len(self._trained)] = numbers
-        return state._replace(reports=reports), fitted
+        return state._replace(reports=reports), [*map(self._stacked, zip(*fitted, strict=True))]
 
     def _evaluate(self, state: Any, round_: int) -> Any:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
         reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
         reports[:, first:] = np.nan
         due, config = round_ % self.options.evaluate_every == 0, self.options.config or {}
-        for i, (node, given) in enumerate(self.models(state).items() if due else ()):
-            client = self._client(node)
-            loss, n_examples, metrics = client.evaluate(given, {ROUND: round_, **config})
+        model = arrays_of(state, "model")
+        for i, node in enumerate(map(int, state.nodes) if due else ()):
+            client, asked = self._client(node), {ROUND: round_, **config}
+            loss, n_examples, metrics = client.evaluate(self._given(model, i), asked)
             if n_examples:  # none: the client has nothing to evaluate on
                 own = {**metrics, "loss": loss}
                 reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
         return state._replace(reports=reports)
+
+    def _stacked(self, rows: Sequence[Array]) -> Array:
+        """Return the nodes' arrays as one, (m, ...)."""
+        return rows[0][None] if self._in_files else np.stack(rows)
+
+    def _given(self, models: Sequence[Array], i: int) -> list[Array]:
+        """Return what a client receives of the nodes' models; it may change copies."""
+        return [a[i, ...] if self._in_files else np.array(a[i]) for a in models]
+
+    def _written(self, array: Array) -> Array:
+        """Return an array as it is sent and kept."""
+        return as_file(array[0, ...])[None] if self._in_files else array
 
     def _client(self, node: int) -> Any:
         """Return a node's client, checked."""
@@ -350,16 +375,16 @@ class Form:
         return [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
 
     def checked(
-        self, whose: str, arrays: Sequence[Array], before: Sequence[Array] | None = None
+        self, whose: str, arrays: Sequence[Array], before: Sequence[Start] = ()
     ) -> list[Array]:
-        """Return a model, trained from the one ``before``, in the dtypes of this form."""
+        """Return a model, trained from the one ``before`` if any, in the dtypes of this form."""
         own, shapes = [np.asarray(array) for array in arrays], [a.shape for a in self.like]
         if (found := [array.shape for array in own]) != shapes:
             raise ValueError(f"{whose} must have arrays of shapes {shapes}, got {found}.")
         try:
             own = [as_dtype(array, old.dtype) for array, old in zip(own, self.like, strict=True)]
-            for name, array, old in zip(self.names, own, before or own, strict=True):
-                check_trained(name, array, old, None if before is None else fixed_entries(old))
+            for name, array, start in zip(self.names, own, before, strict=False):
+                check_trained(name, array, *start)
         except ValueError as error:
             raise ValueError(f"{whose} must return what can be averaged: {error}") from None
         return own
@@ -369,14 +394,6 @@ def by_row(weights: Array, array: Array) -> Array:
     """Return weights of rows (m, 1) in as many dimensions as ``array`` (m, ...)."""
     rows: Array = weights.reshape(-1, *(1,) * (array.ndim - 1))
     return rows
-
-
-def _row_magnitudes(array: Array) -> Array:
-    """Return the largest absolute value of each row, (s,)."""
-    flat = array.reshape(len(array), -1)
-    largest = flat.max(axis=1, initial=0).astype(float)
-    found: Array = np.maximum(largest, -flat.min(axis=1, initial=0).astype(float))
-    return found
 
 
 def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:

@@ -18,7 +18,7 @@ N_k without k                       ``Inbox.links[k]``: those whose messages wer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -46,6 +46,8 @@ Array = NDArray[Any]
 DENSE_SHARE = 0.2
 #: Numbers in a row from which on compiled loops are faster than calls of NumPy and SciPy.
 LONG = 128
+#: Columns of messages that are combined at a time where they lie apart.
+BLOCK = 2**16
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -106,15 +108,18 @@ class Inbox:
         The round, from 1.
     nodes : ndarray of shape (m,)
         Ids of the receivers: the nodes that are hosted together.
-    senders, arrays : ndarray of shape (s,), tuple of ndarray of shape (s, ...)
-        Ids of the senders, ascending, the receivers among them, and the messages. Of several
-        rounds, if some are late, there is an entry each: ids may repeat.
+    senders, rows : ndarray of shape (s,), tuple of s arrays each
+        Ids of the senders, ascending, the receivers among them, and the messages: of each array a
+        stack (s, ...), or a list of the senders' own where they lie apart. Of several rounds, if
+        some are late, there is an entry each: ids may repeat.
     weights : sparse array of shape (m, s)
         The round's combination weights, a node's own included; rows sum to one.
     links : sparse array of shape (m, s)
         One where a neighbor's message was received, a node itself excluded.
     own : ndarray of shape (m,)
         Where each receiver stands among the senders.
+    sizes : ndarray of shape (n_arrays, s), optional
+        Largest absolute values, where they are known; see `magnitudes`.
 
     Examples
     --------
@@ -131,10 +136,25 @@ class Inbox:
     round: int
     nodes: NDArray[np.intp]
     senders: NDArray[np.intp]
-    arrays: tuple[Array, ...]
+    rows: tuple[Array | Sequence[Array], ...]
     weights: Csr
     links: Csr
     own: NDArray[np.intp]
+    sizes: Array | None = None
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The messages as stacks, a tuple of ndarray of shape (s, ...)."""
+        return tuple(map(stacked, self.rows))
+
+    @property
+    def magnitudes(self) -> Array:
+        """Largest absolute value of each array, of each message: (n_arrays, s)."""
+        if self.sizes is not None:
+            return self.sizes
+        flat = [array.reshape(len(array), -1) for array in self.arrays]
+        ends = [(rows.max(axis=1, initial=0), rows.min(axis=1, initial=0)) for rows in flat]
+        return np.array([np.maximum(high.astype(float), -low.astype(float)) for high, low in ends])
 
     def mean(self, i: int = 0, *, ordered: bool = False) -> Array:
         """Return the weighted mean of the ``i``-th array, a node's own included: (m, ...).
@@ -142,32 +162,42 @@ class Inbox:
         With ``ordered`` messages are added by sender, and the mean has the same bits wherever the
         nodes are hosted. That of half floats is in float32, that of integers in float64.
         """
-        weights, array = self._by_sender if ordered else self.weights, self.arrays[i]
-        if array.dtype not in FLOATS:
-            array = array.astype(np.float32 if array.dtype.kind == "f" else np.float64)
-        return product(weights, array, dense=not ordered)
+        weights, rows = self._by_sender if ordered else self.weights, self.rows[i]
+        if (dtype := rows[0].dtype) not in FLOATS:
+            rows = stacked(rows).astype(np.float32 if dtype.kind == "f" else np.float64)
+        if ordered and not isinstance(rows, np.ndarray):
+            return sums_apart(weights, rows)
+        return product(weights, stacked(rows), dense=not ordered)
 
-    def robust_means(self, positions: Sequence[int], rule: str, n_liars: int) -> dict[int, Array]:
-        """Return what a rule makes of these arrays of each neighborhood, (m, ...) by position.
+    def robust_means(self, positions: Sequence[int], rule: str, n_liars: int) -> Iterator[Array]:
+        """Yield what a rule makes of each of these arrays of each neighborhood, (m, ...).
 
-        The received are in the order of their senders: the bits are those of any engine.
+        The received are in the order of their senders: the bits are those of any engine. The
+        distances of messages are sums over arrays, which are read twice, one at a time.
         """
-        wide = (np.result_type(self.arrays[i], np.float32) for i in positions)
-        sent = {
-            i: self.arrays[i].reshape(len(self.senders), -1).astype(dtype, copy=False)
-            for i, dtype in zip(positions, wide, strict=True)
-        }
-        combined = {i: array[self.own] for i, array in sent.items()}
-        for k, own in enumerate(self.own):
-            weights = {at: weight for at, weight in self.neighbor_terms(k) if at != own}
-            received, squares = list(weights), np.zeros(len(weights))
-            for array in sent.values():
-                squares += np.square(row_norms(array[received] - array[own]))
-            for i, array in sent.items():
-                shares = np.array(list(weights.values()), array.dtype)
-                rows = array[own], array[received]
-                combined[i][k] = NEIGHBOR_RULES[rule](*rows, shares, n_liars, np.sqrt(squares))
-        return {i: rows.reshape(-1, *self.arrays[i].shape[1:]) for i, rows in combined.items()}
+        terms = [
+            [term for term in self.neighbor_terms(k) if term[0] != at]
+            for k, at in enumerate(self.own)
+        ]
+        squares = [np.zeros(len(received)) for received in terms]
+
+        def neighborhoods(i: int) -> Iterator[tuple[Array, Array, Array, Array]]:
+            dtype = np.result_type(self.rows[i][0], np.float32)
+            for at, received, there in zip(self.own, terms, squares, strict=True):
+                own = self.rows[i][at].ravel().astype(dtype, copy=False)
+                others = np.array([self.rows[i][j].ravel() for j, _ in received], dtype)
+                weights = np.array([weight for _, weight in received], dtype)
+                yield own, others.reshape(len(received), own.size), weights, there
+
+        for i in positions:
+            for own, received, _, there in neighborhoods(i):
+                there += np.square(row_norms(received - own))
+        for i in positions:
+            combined = [
+                NEIGHBOR_RULES[rule](own, received, weights, n_liars, np.sqrt(there))
+                for own, received, weights, there in neighborhoods(i)
+            ]
+            yield np.stack(combined).reshape(len(combined), *self.rows[i][0].shape)
 
     @cached_property
     def _by_sender(self) -> Csr:
@@ -212,6 +242,11 @@ class Inbox:
         return zip(weights.indices[row], weights.data[row], strict=True)
 
 
+def stacked(rows: Array | Sequence[Array]) -> Array:
+    """Return rows as one array, (s, ...)."""
+    return rows if isinstance(rows, np.ndarray) else np.stack(rows)
+
+
 def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
     """Return ``weights @ array``, (m, s) by (s, ...), in the array's dtype, the fastest way.
 
@@ -235,6 +270,19 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
     else:
         combined = weights.astype(array.dtype, copy=False) @ flat
     return combined.reshape(weights.shape[0], *array.shape[1:])
+
+
+def sums_apart(weights: Csr, rows: Sequence[Array]) -> Array:
+    """Return the `product` in order of rows that lie apart, by blocks that stay in the cache."""
+    sums = np.zeros((weights.shape[0], *rows[0].shape), rows[0].dtype)
+    flat, values = [row.reshape(-1) for row in rows], weights.data.astype(sums.dtype)
+    for k, total in enumerate(sums.reshape(len(sums), -1)):
+        terms = range(*weights.indptr[k : k + 2])
+        for at in range(0, len(total), BLOCK):
+            part = slice(at, at + BLOCK)
+            for j in terms:
+                total[part] += values[j] * flat[weights.indices[j]][part]
+    return sums
 
 
 def is_sparse(weights: Csr) -> bool:

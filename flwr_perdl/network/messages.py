@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix, check_array
+from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import text_array, texts_of
 from flwr_perdl.network.combine import Array, Inbox, LeftOut
 from flwr_perdl.network.schedule import LinkPlan
@@ -41,8 +42,8 @@ class Rejected(ValueError):
 class Message(NamedTuple):
     """One neighbor's message to one node, sent ``late`` rounds ago.
 
-    ``weight`` is the receiver's combination weight for the sender; the arrays have shape (1, ...),
-    sealed it is one array of numbers that carry its bytes.
+    ``weight`` is the receiver's combination weight for the sender; the arrays are the sender's own,
+    without an axis of nodes; sealed it is one array of numbers that carry its bytes.
     """
 
     sender: int
@@ -110,7 +111,8 @@ class Delivery(NamedTuple):
 def inbox_of(
     node: int,
     round_: int,
-    own: tuple[Array, ...],
+    own: Sequence[Array],
+    sizes: Sequence[float],
     messages: Sequence[Message],
     *,
     max_delay: int = 0,
@@ -127,8 +129,8 @@ def inbox_of(
     ----------
     node, round_ : int
         The receiver, and the round, from 1.
-    own : tuple of ndarray of shape (1, ...)
-        Its own message.
+    own, sizes : sequence of ndarray, sequence of float
+        Its own message, and the largest absolute value of each array.
     messages : sequence of Message
         What it received.
     max_delay : int, default 0
@@ -140,7 +142,7 @@ def inbox_of(
         `Rejected`.
     """
     form = [(array.shape, array.dtype) for array in own]
-    good: dict[tuple[int, int], Message] = {}
+    good: dict[tuple[int, int], tuple[Message, Sequence[float]]] = {}
     left_out: dict[int, str] = {}
     for message in messages:
         sender, late, _, arrays = message
@@ -154,15 +156,18 @@ def inbox_of(
                     raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
                 arrays = unseal(arrays[0], sender, round_ - late)
             alike = [(array.shape, array.dtype) for array in arrays] == form
-            if not alike or not finite_rows(arrays).all():
+            largest = [*map(magnitude, arrays)] if alike else [np.nan]
+            if not np.isfinite(largest).all():
                 raise Rejected("it has another form, or NaN or infinite values")
-            good[late, sender] = message._replace(arrays=arrays)
+            good[late, sender] = message._replace(arrays=arrays), largest
         except Rejected as reason:
             left_out[sender] = str(reason)
-    sound = finite_rows(own)
+    sound = np.array([np.isfinite(sizes).all()])
+    if not sound:
+        own, sizes = [*map(np.zeros_like, own)], [0.0] * len(own)
     # The node's own message stands among the others in the order of (late, sender).
-    good[0, node] = Message(node, 0, 0.0, [cleared(array, ~sound) for array in own])
-    stack = [good[key] for key in sorted(good)]
+    good[0, node] = Message(node, 0, 0.0, own), sizes
+    stack, all_sizes = zip(*(good[key] for key in sorted(good)), strict=True)
     senders = np.array([message.sender for message in stack])
     others = np.flatnonzero(senders != node)
     where = np.flatnonzero(senders == node)
@@ -170,8 +175,9 @@ def inbox_of(
     places = np.zeros_like(others), others
     totals = np.array([total])
     weights, links = shared_weights(received, places, (1, len(stack)), where, sound, totals)
-    arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
-    return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
+    rows = tuple(map(list, zip(*(message.arrays for message in stack), strict=True)))
+    found = np.array(all_sizes).T
+    return Inbox(round_, np.array([node]), senders, rows, weights, links, where, found), left_out
 
 
 class Mailbox:
@@ -257,7 +263,7 @@ class Mailbox:
 
     def count(self, inbox: Inbox, left_out: Sequence[LeftOut]) -> None:
         """Count the messages of an inbox, without those that the nodes have left out."""
-        floats = float(sum(array[0].size for array in inbox.arrays))
+        floats = float(sum(rows[0].size for rows in inbox.rows))
         if self._turn is not None and not left_out:
             self._floats[self._turn] = self._floats.get(self._turn, 0.0) + floats
             return

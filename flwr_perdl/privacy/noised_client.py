@@ -212,7 +212,7 @@ def _read(
     if reply.has_error():
         raise ValueError(error_of(reply))
     sent = reply.content.array_records[ARRAYS]
-    names = [name for name in message.content.array_records[ARRAYS] if name in sent]
+    names = [name for name in message.content.array_records[ARRAYS] if name in sent] or [*sent]
     model = promise.of == CHANGES
     limits = Limits(expect=given[len(given) - len(names) :]) if model else Limits()
     arrays, _, metrics, _ = read_reply(reply.content, limits, names=names)

@@ -17,21 +17,22 @@ name                  from Flower                          without it
 ====================  ===================================  ========================================
 
 Private attributes are read or set here alone too: of a message's metadata, which a grid stamps, of
-a ClientApp, whose handlers have no public list, and of the grid of Flower's simulation engine.
+a ClientApp, whose handlers have no public list, of records, and of the grid of Flower's simulation
+engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flwr.app import Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
@@ -181,3 +182,24 @@ def poll_faster(grid: Any) -> Iterator[None]:
         yield
     finally:
         grid.pull_interval = interval
+
+
+Record = TypeVar("Record", ArrayRecord, MetricRecord)
+
+
+def new_array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
+    """Return ``Array(dtype, shape, stype, data)``, without checks of what these are.
+
+    They take 9 us, and those of `new_record` 4 us per array: for a model of 122 arrays, which a
+    node makes seven times in a round, as long as to read it four times.
+    """
+    array = Array.__new__(Array)
+    vars(array).update(dtype=dtype, shape=shape, stype=stype, data=data)
+    return array
+
+
+def new_record(kind: type[Record], entries: Mapping[str, Any]) -> Record:
+    """Return a record of these arrays themselves, or of numbers, without checks."""
+    record = kind()
+    vars(record)["_data"].update(entries)
+    return record

@@ -200,6 +200,9 @@ class ProtocolRun:
             try:
                 if replies is not None and self.request is not None and self.request.combine:
                     replies.combined = self.request.combine(replies)
+                    if not (self.request.keep_arrays or self.request.reuse_last_reply):
+                        for reply in replies.values():  # they are large, and counted for already
+                            reply.arrays.clear()
                 self._take_up(next(self._steps) if replies is None else self._steps.send(replies))
             except StopIteration as end:
                 self._finish(end.value)
@@ -284,11 +287,12 @@ class ProtocolRun:
         # What float32 cannot hold would be infinite in the model, and in every later round.
         if any(array.dtype == np.float32 for array in self.record.model):
             largest = min(largest, _SINGLE)
-        limits = Limits(self.options.max_reply_bytes, magnitude=largest)
+        limits = Limits(magnitude=largest)
         if request is None:
             return limits
+        n_bytes = self.options.max_reply_bytes or request.max_bytes
         expect = request.expect if request.models is None else request.models.expected
-        return limits._replace(max_values=request.max_values, expect=expect)
+        return limits._replace(n_bytes=n_bytes, max_values=request.max_values, expect=expect)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
@@ -341,6 +345,7 @@ class ProtocolRun:
         self._log_lost(bad)
         self._check_enough(good, bad)
         self._warn_of_lost_state(good)
+        floats_up = {p: _n_values(reply.arrays) for p, reply in good.items()}
         # One thread: sums in another order would give other bits on a machine with more cores.
         with one_blas_thread():
             self._advance(self._with_absent(request, good))
@@ -351,7 +356,7 @@ class ProtocolRun:
         self._check_enough(kept, bad | outliers)
         for partition in outliers:
             self.record.last.pop(partition, None)
-        report = self._report(kept, bad | outliers)
+        report = self._report(kept, bad | outliers, floats_up)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
         self.record.done = report.round
@@ -373,7 +378,7 @@ class ProtocolRun:
         """Raise a TooFewReplies, before anything is saved, if too few good replies remain."""
         if len(good) >= self.options.min_clients:
             return
-        report = self._report(good, bad)
+        report = self._report(good, bad, {})
         self._tell(report)
         raise TooFewReplies(
             f"Round {report.round} has {len(good)} good replies, fewer than "
@@ -471,7 +476,7 @@ class ProtocolRun:
         bad = {**lost, **bad}
         self._warn_of_lost_state(good)
         self._log_lost(bad)
-        report = self._report(good, bad)
+        report = self._report(good, bad, {})
         self._count_losses(report)
         self.record.evaluated = report.round
         self._remember(report)
@@ -493,6 +498,26 @@ class ProtocolRun:
                 *(report.round, missing, asked),
             )
 
+    # After the last round ----------------------------------------------------------------------
+
+    def plan_after(
+        self,
+        step: str,
+        arrays: dict[int, list[Matrix]],
+        config: Mapping[str, Scalar],
+        protocol: str,
+    ) -> Plan:
+        """Return the plan of a step that clients take once the run is over."""
+        last = max((report.round for report in self.record.history), default=0)
+        return self._begin_exchange(1 + last, step, arrays, config, protocol)
+
+    def conclude_after(self, replies: Mapping[int, Reply], lost: Mapping[int, Lost]) -> RoundReport:
+        """Note the replies to such a step."""
+        self._log_lost(lost)
+        report = self._report(replies, lost, {})
+        self._remember(report)
+        return report
+
     # What both share -------------------------------------------------------------------------
 
     def past(self, round_: int, *, evaluation: bool) -> RoundReport | None:
@@ -513,13 +538,18 @@ class ProtocolRun:
         return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
 
     def _begin_exchange(
-        self, round_: int, step: str, arrays: dict[int, list[Matrix]], config: Mapping[str, Scalar]
+        self,
+        round_: int,
+        step: str,
+        arrays: dict[int, list[Matrix]],
+        config: Mapping[str, Scalar],
+        protocol: str = "",
     ) -> Plan:
         """Return the plan that asks these clients to take ``step``."""
         seed, token = self.options.seed, self.record.token
         common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: token}
-        if self._strategy.protocol_name:
-            common[PROTOCOL] = self._strategy.protocol_name
+        if protocol or self._strategy.protocol_name:
+            common[PROTOCOL] = protocol or self._strategy.protocol_name
         plain_config = {name: plain(value) for name, value in {**config, **common}.items()}
         self._plan = Plan(round_, step, arrays, plain_config, time.monotonic())
         self._note_event("ask", round=round_, step=step, asked=len(arrays))
@@ -569,7 +599,9 @@ class ProtocolRun:
         self.record.model = self._lift(check_arrays("what protocol returns", model))
         self.record.state, self.record.finished = {}, True
 
-    def _report(self, good: Mapping[int, Reply], lost: Mapping[int, Lost]) -> RoundReport:
+    def _report(
+        self, good: Mapping[int, Reply], lost: Mapping[int, Lost], floats_up: Mapping[int, int]
+    ) -> RoundReport:
         """Return the report of an exchange."""
         self.record.names |= {p: self.roster.name_of(p) for p in self.roster.names}
         dropped = {self.roster.label(p): why.reason for p, why in sorted(lost.items())}
@@ -583,8 +615,8 @@ class ProtocolRun:
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         if uncounted := self.roster.uncounted & good.keys():
             aggregate["uncounted-runs"] = float(len(uncounted))
-        ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
-        downs = [sum(array.size for array in self._plan.arrays[partition]) for partition in good]
+        ups = [floats_up.get(partition, 0) for partition in good]
+        downs = [_n_values(self._plan.arrays[partition]) for partition in good]
         return RoundReport(
             *self._plan[:2],
             metrics,
@@ -663,6 +695,10 @@ class ProtocolRun:
         if self._checkpoints is None or not self.record.done:
             return "nothing is saved"
         return f"the state after round {self.record.done} is saved in {self.options.checkpoint_dir}"
+
+
+def _n_values(arrays: Iterable[Matrix]) -> int:
+    return sum(array.size for array in arrays)
 
 
 def _check(request: Request, reply: Reply) -> object:

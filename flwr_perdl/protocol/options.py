@@ -73,8 +73,10 @@ class ServerSettings:
         Seconds to wait for them.
     events : str or Path, optional
         File to which every event of the run is appended as a line of JSON (docs/faults.md).
-    max_reply_bytes : int, default 2**28
-        Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
+    max_reply_bytes : int, optional
+        Most bytes of arrays in a reply; a larger one is refused before its arrays are read. By
+        default as many as a reply with the values that are asked for may have; 2**28 where their
+        number is not known.
     max_magnitude : float, optional
         Largest absolute value of a number in a reply, of metrics too; a reply with a larger one is
         refused. By default it is relative in each array of a user's model: 100 times the lower
@@ -105,7 +107,7 @@ class ServerSettings:
     allow_fewer: bool = False
     node_timeout: float = 60.0
     events: str | Path | None = None
-    max_reply_bytes: int = 2**28
+    max_reply_bytes: int | None = None
     max_magnitude: float | None = None
     clients_by_node: Mapping[int, int] | None = None
     # Given to the strategy itself.
@@ -154,7 +156,8 @@ class ServerSettings:
         check_count("evaluate_every", self.evaluate_every, 1)
         check_flag("allow_fewer", self.allow_fewer)
         check_real("node_timeout", self.node_timeout, 0)
-        check_count("max_reply_bytes", self.max_reply_bytes, 1)
+        if self.max_reply_bytes is not None:
+            check_count("max_reply_bytes", self.max_reply_bytes, 1)
         if self.max_magnitude is not None:
             check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
         check_real("fraction_train", self.fraction_train, 0, 1, open_low=True)

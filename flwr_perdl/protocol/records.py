@@ -47,7 +47,7 @@ from flwr.app import (
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import file_of, view_file
-from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
+from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, new_array, new_record
 
 __all__ = [
     "EVALUATE",
@@ -87,6 +87,8 @@ MEASURING = "perdl.evaluate."
 #: that has them, and wants left out of replies; whether to train in two steps, as FedRep.
 LEFT_OUT = "perdl.left-out"
 ALTERNATE = "perdl.alternate"
+#: In a request that a step makes to the app's handlers: whether these have trained in this step.
+AGAIN = "perdl.again"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
 #: The communication round; Flower's own strategies use this name.
@@ -208,8 +210,9 @@ class Replies(dict[int, Reply]):
     []
     """
 
-    #: What the replies come to by `Request.combine`; groups are a first axis.
-    combined: Sequence[Matrix] = ()
+    #: What the replies come to by `Request.combine`: arrays, not to be written to, or a list of
+    #: such for each group.
+    combined: Sequence[Any] = ()
 
     @cached_property
     def noted(self) -> dict[int, dict[str, float]]:
@@ -305,7 +308,7 @@ def encode(array: Matrix) -> Array:
     dtype = _NAMES.get(array.dtype)
     if dtype is None:
         return Array(array)
-    return Array(dtype, array.shape, NPY, file_of(array))
+    return new_array(dtype, array.shape, NPY, file_of(array))
 
 
 def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:
@@ -314,18 +317,19 @@ def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRec
 
 
 def to_records(
-    lists: Mapping[int, Sequence[Matrix]], *names: Collection[str]
+    lists: Mapping[int, Sequence[Matrix]], names_of: Callable[[int], Collection[str]]
 ) -> dict[int, ArrayRecord]:
     """Return the lists' ArrayRecords; what several share, a list or an array, is there once."""
     serialised: dict[int, Array] = {}
     records: dict[int, ArrayRecord] = {}
-    for arrays in lists.values():
+    for key, arrays in lists.items():
         if id(arrays) in records:
             continue
         for array in arrays:
             if id(array) not in serialised:
                 serialised[id(array)] = encode(array)
-        records[id(arrays)] = named([serialised[id(array)] for array in arrays], *names)
+        own = [serialised[id(array)] for array in arrays]
+        records[id(arrays)] = named(own, names_of(key))
     return {key: records[id(arrays)] for key, arrays in lists.items()}
 
 
@@ -336,13 +340,10 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     """
     numbers = map(str, range(len(arrays)))
     found = next((each for each in names if len(each) == len(arrays)), numbers)
-    record = ArrayRecord()  # made from a mapping it would have copies of the arrays
-    for name, array in zip(found, arrays, strict=True):  # faster than a mapping's update
-        record[name] = array
-    return record
+    return new_record(ArrayRecord, dict(zip(found, arrays, strict=True)))
 
 
-def in_order(record: ArrayRecord, names: Collection[str]) -> dict[str, Array]:
+def in_order(record: Mapping[str, Array], names: Collection[str]) -> dict[str, Array]:
     """Return a record's arrays in the order of these names, if it has just these; else in its."""
     return {name: record[name] for name in (names if record.keys() == set(names) else record)}
 
@@ -394,8 +395,8 @@ def reply_to(
     As many arrays as the request has keep the request's names.
     """
     given = {NUM_EXAMPLES: num_examples, **metrics}
-    numbers: dict[str, Any] = {name: _to_number(name, value) for name, value in given.items()}
-    records: dict[str, Any] = {METRICS: MetricRecord(numbers)}
+    numbers = {name: _to_number(name, value) for name, value in given.items()}
+    records: dict[str, Any] = {METRICS: new_record(MetricRecord, numbers)}
     if arrays is not None:
         records[ARRAYS] = to_record(arrays, message.content.get(ARRAYS, ()))
     return Message(RecordDict(records), reply_to=message)
@@ -638,10 +639,9 @@ def _check_forms(arrays: Sequence[Matrix], expected: Sequence[Matrix]) -> None:
         raise ValueError(f"wrong shapes or dtypes: {forms} are asked for, got {found}")
 
 
-def _numbers(views: Sequence[Matrix], limits: Limits) -> list[Matrix]:
-    """Return copies of arrays that are no model, checked."""
+def _numbers(arrays: list[Matrix], limits: Limits) -> list[Matrix]:
+    """Return arrays that are no model, checked."""
     known = FLOATS if limits.expect is not None else DTYPES
-    arrays = [view.copy("A") for view in views]
     for position, array in enumerate(arrays):
         if array.dtype not in known:
             raise ValueError(f"array {position} has dtype {array.dtype}, not float32 or float64")

@@ -142,9 +142,12 @@ class RunRecord:
 
     @property
     def named_model(self) -> dict[str, Matrix]:
-        """The model's arrays by name, or by number where they have no names."""
-        named = len(self.array_names) == len(self.model)
-        names = self.array_names if named else [f"{i:04d}" for i in range(len(self.model))]
+        """The model's arrays by name, those of several as "0/NAME", or by number without names."""
+        names, n_models = self.array_names, len(self.model) / (len(self.array_names) or 1)
+        if not names or n_models % 1:
+            names = [f"{i:04d}" for i in range(len(self.model))]
+        elif n_models != 1:
+            names = [f"{j}/{name}" for j in range(int(n_models)) for name in names]
         return dict(zip(names, self.model, strict=True))
 
 

@@ -40,6 +40,7 @@ from flwr_perdl.core.checks import (
     brief_repr,
     check_choice,
     check_count,
+    check_flag,
     check_kind,
     check_list,
     check_real,
@@ -49,11 +50,11 @@ from flwr_perdl.core.models import (
     DTYPES,
     Start,
     aggregate_models,
+    changes_of,
     check_trained,
     far_too_large,
     fixed_entries,
     is_float,
-    stack_changes,
 )
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
@@ -170,8 +171,9 @@ class Combine:
     ----------
     start : sequence of ndarray
         What the replies' arrays began from: a reply has arrays of these shapes and dtypes. With
-        ``group`` each has a first axis of groups, which a reply has not. Integers are averaged by
-        "mean" in any case, and rounded; booleans and entries that are not finite must stay.
+        ``group`` a list of such lists, one of each group, and so is what the replies come to.
+        Integers are averaged by "mean" in any case, and rounded; booleans and entries that are not
+        finite must stay.
     rule : str, default "mean"
         "mean", weighted by numbers of examples; "filtered", "clip", "trimmed", "median" or
         "geometric-median", of the changes from ``start`` (`flwr_perdl.core.aggregate`), which
@@ -182,7 +184,8 @@ class Combine:
     Raises
     ------
     ValueError
-        If ``rule`` is unknown, or the arrays of ``start`` are none, or not of as many groups.
+        If ``rule`` is unknown, the arrays of ``start`` are none, or those of two groups differ in
+        shape or dtype.
 
     Examples
     --------
@@ -194,47 +197,58 @@ class Combine:
     [array([3.])]
     """
 
-    start: Sequence[Matrix]
+    start: Sequence[Matrix] | Sequence[Sequence[Matrix]]
     rule: str = "mean"
     group: str | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
-        for array in check_list("start in combine", self.start):
-            check_kind("start in combine", array, np.ndarray, "a list of arrays of numbers")
-            if array.dtype not in DTYPES or (self.group is not None and not array.ndim):
-                raise ValueError(
-                    "start in combine must be arrays of booleans, integers, float16, float32 or "
-                    "float64, with a first axis of groups where there are any, got "
-                    f"{array.dtype} of shape {array.shape}."
-                )
-        if not len(self.start) or (
-            self.group is not None and len({len(a) for a in self.start}) > 1
-        ):
-            raise ValueError(
-                "start in combine must have at least one array, all with as many groups, got "
-                f"{len(self.start)} of different lengths."
-            )
         check_kind("group in combine", self.group, (str, type(None)), "a name or None")
         check_choice("rule in combine", self.rule, RULES)
+        check_list("start in combine", self.start)
+        forms = set()
+        for model in self._starts:
+            for array in check_list("start in combine", model):
+                check_kind("start in combine", array, np.ndarray, "a list of arrays of numbers")
+                if array.dtype not in DTYPES:
+                    raise ValueError(
+                        "start in combine must be arrays of booleans, integers, float16, float32 "
+                        f"or float64, got {array.dtype}."
+                    )
+            forms.add(tuple((array.shape, array.dtype) for array in model))
+        if len(forms) != 1 or () in forms:
+            raise ValueError(
+                "start in combine must have at least one array, of the same shapes and dtypes in "
+                f"all groups, got {len(self._starts)} group(s) of {len(forms)} kinds."
+            )
+
+    @property
+    def _starts(self) -> list[Sequence[Matrix]]:
+        """Each group's model."""
+        starts: Any = [self.start] if self.group is None else self.start
+        return list(starts)
 
     @property
     def expected(self) -> list[Matrix]:
         """Arrays of the shapes and dtypes of a reply's."""
-        return [array for array, _ in self._models[0]]
+        return list(self._starts[0])
 
     @cached_property
     def _models(self) -> list[list[Start]]:
         """Each group's model: its arrays, and which of their entries stay."""
-        stacks = [array[None] if self.group is None else array for array in self.start]
-        each = (map(np.asarray, model) for model in zip(*stacks, strict=True))
-        return [[(array, fixed_entries(array)) for array in model] for model in each]
+        return [[(array, fixed_entries(array)) for array in model] for model in self._starts]
+
+    def begun(self, reply: Reply) -> list[Start]:
+        """Return what a reply's arrays began from, or raise a ValueError."""
+        if self.group is not None:
+            check_group(self.group, reply, len(self._models))
+        return self._models[self._label(reply)]
 
     def check(self, reply: Reply) -> None:
         """Accept arrays of the shapes that are asked for, and the number of a group."""
         check_shapes([array.shape for array in self.expected], reply)
         if self.group is not None:
-            check_group(self.group, reply, len(self._models))
+            check_group(self.group, reply, len(self._starts))
 
     def magnitudes(self, reply: Reply) -> list[float]:
         """Return the largest value of each array, 0 if it is of no floats.
@@ -251,7 +265,7 @@ class Combine:
             found.append(size if is_float(array) else 0.0)
         return found
 
-    def __call__(self, replies: Replies) -> list[Matrix]:
+    def __call__(self, replies: Replies) -> list[Any]:
         """Return what the replies come to; a group without replies stays at its start."""
         models, shares = [], dict.fromkeys(replies, 0.0)
         for j, start in enumerate(self._models):
@@ -263,15 +277,15 @@ class Combine:
                 shares.update(zip(own, found.tolist(), strict=True))
             models.append(model)
         replies.note(RULES[self.rule].effect, shares)
-        return models[0] if self.group is None else stack_models(models)
+        return models[0] if self.group is None else models
 
     def _label(self, reply: Reply) -> int:
         """Return a reply's group."""
         return 0 if self.group is None else int(reply.metrics[self.group])
 
     def changes(self, replies: Replies) -> Matrix:
-        """Return the changes of all floats of each reply, as a row, where there is one group."""
-        return stack_changes(self._models[0], [reply.arrays for reply in replies.values()])
+        """Return each reply's changes of all floats as a row (`core.models.changes_of`)."""
+        return changes_of(self._models[0], [reply.arrays for reply in replies.values()])
 
 
 def check_models(
@@ -299,11 +313,6 @@ def check_models(
                 f"{table[position, i]:.3g}, more than {limits[position]:.3g}"
             )
     return wrong
-
-
-def stack_models(models: Sequence[Sequence[Matrix]]) -> list[Matrix]:
-    """Return models as stacks: one array per array of a model."""
-    return [np.stack(arrays) for arrays in zip(*models, strict=True)]
 
 
 @typing.runtime_checkable
@@ -454,6 +463,9 @@ class Request(NamedTuple):
         server, and its checkpoints, then hold a reply per client.
     combine : Combine, optional
         What is made of the good replies; it stands in ``replies.combined``.
+    keep_arrays : bool, default False
+        Whether the replies have their arrays after ``combine``, too: without it a round's models
+        are held until they are combined, and no longer.
     expect : sequence of ndarray, or None, default ()
         A model: the replies' arrays have the shapes and dtypes of these, values that are not far
         too large, and are as these where they cannot be averaged (`flwr_perdl.core.models`). By
@@ -482,6 +494,7 @@ class Request(NamedTuple):
     secure: Channel | None = None
     reuse_last_reply: int = 0
     combine: Combine | None = None
+    keep_arrays: bool = False
     expect: Sequence[Matrix] | None = ()
 
     @property
@@ -490,6 +503,17 @@ class Request(NamedTuple):
         if self.secure is not None:
             return None
         return self.combine or (Combine(start=self.expect) if self.expect else None)
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of the arrays of a reply that says what is asked for."""
+        models = self.models
+        asked: Sequence[Matrix] = () if models is None else models.expected
+        if self.secure is not None and self.summed is not None:
+            asked = self.summed.start
+        n_values = sum(array.size for array in asked) or self.max_values
+        # Of 8 bytes each; a few more are the headers'.
+        return 2**28 if n_values is None else 8 * n_values + 2**20
 
 
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
@@ -520,6 +544,7 @@ def check_request(request: object) -> Request:
         check_real("Request.max_weight", request.max_weight, 1)
     check_count("Request.reuse_last_reply", request.reuse_last_reply)
     check_kind("Request.combine", request.combine, (Combine, type(None)), "a Combine or None")
+    check_flag("Request.keep_arrays", request.keep_arrays)
     if request.expect is not None:
         check_arrays("Request.expect", request.expect)
     if request.reuse_last_reply and request.secure is not None:  # there is no single reply to keep

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_perdl.core.checks import check_kind
@@ -54,6 +54,9 @@ _LOOK_SECONDS, _SAME_LOOKS = 0.5, 6
 
 class LocalGrid(Grid):
     """A grid in this process: all of its nodes are there from the start, and answer at once."""
+
+    #: The nodes' contexts, with what their clients keep, by node.
+    contexts: Mapping[int, Context]
 
     @abstractmethod
     def begin_run(self, on_reply: Callable[[int, int], object]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from logging import INFO, WARNING
 from typing import Any, ClassVar, Unpack
@@ -30,6 +31,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     NEW_STATE,
+    Limits,
     Reply,
     read_reply,
     scalars,
@@ -110,8 +112,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     privacy: Promised | None = None
     #: How what requests declare is summed, where the server is to get no single reply.
     _sums: Callable[[Summed], Channel] | None = None
-    #: The names of the arrays that a request has before the model's.
-    _before_model: ClassVar[tuple[str, ...]] = ()
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
@@ -132,6 +132,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
         self._num_rounds: int | None = None
+        self._train_config: ConfigRecord | None = None
         self._evaluate_config: ConfigRecord | None = None
         self._show = Show()
         self._last: RoundReport | None = None
@@ -254,6 +255,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         mode = _check_start(grid, initial, timeout, configs, functions, verbose)
         rounds = self._check_rounds(num_rounds, initial)
         self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
+        self._train_config = train_config
         run = self.open(to_arrays(initial), initial)
         show = show_run(mode, type(self).__name__, self._shown_rounds(rounds))
         # From here on whatever ends the run is written to its events, also an interrupt.
@@ -269,6 +271,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 evaluate_fn,
                 should_stop,
             )
+            self._after_rounds(grid)
         done, least = run.record.done, self._least_rounds()
         if not run.record.model and done < least:
             log(
@@ -279,6 +282,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             )
         result.arrays = self._presented()
         return result
+
+    def _after_rounds(self, grid: Grid) -> None:
+        """Take the steps that come after the last round."""
 
     def _check_rounds(self, num_rounds: int | None, initial: ArrayRecord) -> int:
         """Return the number of rounds; a ValueError if there would be no result after them."""
@@ -481,7 +487,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             limits, names = run.limits, () if evaluation else run.record.array_names
 
             def read(reply: Message) -> Reply:
-                return read_reply(reply.content, limits, with_arrays=not evaluation, names=names)
+                if evaluation:
+                    return read_reply(reply.content, limits, with_arrays=False)
+                return self._read_trained(reply.content, limits, names)
 
             good, lost = self._gathered or read_replies(self._sent, replies, read)
             phase = "aggregate_evaluate" if evaluation else "aggregate_train"
@@ -491,6 +499,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if report is not None:
             self._tell(report)
         return report
+
+    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
+        """Return what a reply to training says."""
+        return read_reply(content, limits, names=names)
 
     def _check_returned(self, arrays: ArrayRecord) -> None:
         """Refuse a model that is not the one that the last aggregation returned.
@@ -526,6 +538,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         sampled, all_of_them = len(plan.arrays), len(nodes)
         log(INFO, "%s: Sampled %d nodes (out of %d)%s%s", phase, sampled, all_of_them, step, wait)
 
+    def _names_of(self, plan: Plan, partition: int) -> Collection[str]:
+        """Return the names of the arrays that a client receives, if they have so many."""
+        return self._running().record.array_names
+
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
@@ -533,8 +549,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         shared = ConfigRecord({**config, **plan.config})
         contents: dict[int, RecordDict] = {}
         self._sent = []
-        names = self._running().record.array_names
-        records = to_records(plan.arrays, names, (*self._before_model, *names))
+        records = to_records(plan.arrays, partial(self._names_of, plan))
         for partition, record in records.items():
             if id(record) not in contents:
                 contents[id(record)] = RecordDict({ARRAYS: record, CONFIG: shared})

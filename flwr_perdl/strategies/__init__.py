@@ -8,6 +8,7 @@ from flwr_perdl.protocol.request import Combine, Protocol, Request, TooFewReplie
 from flwr_perdl.protocol.roster import await_nodes
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._models import Adam, Momentum, Yogi
+from flwr_perdl.strategies._own_models import Learned
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
 from flwr_perdl.strategies.diffusion_averaging import DiffusionAveraging
@@ -29,6 +30,7 @@ __all__ = [
     "FedMD",
     "FedX",
     "FlowerNetwork",
+    "Learned",
     "Momentum",
     "NeighborRelay",
     "OneShotClustering",

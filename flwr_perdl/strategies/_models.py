@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from logging import WARNING
-from typing import ClassVar, Unpack
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from logging import INFO, WARNING
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp.strategy import Result
 
+from flwr_perdl.clients.own_models import MOST_FITS
+from flwr_perdl.clients.personalized import KEPT, Part, check_patterns
+from flwr_perdl.clients.transport import HALF, TRANSPORT, Transport
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
+    check_choice,
+    check_count,
     check_kind,
     check_real,
     check_robust,
     own_numbers,
 )
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
+from flwr_perdl.core.npy import as_file
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import ProtocolRun
-from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
+from flwr_perdl.protocol.driver import Plan, ProtocolRun
+from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.records import ARRAYS, CONFIG, LEFT_OUT, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
-from flwr_perdl.protocol.strategy import ProtocolStrategy
+from flwr_perdl.strategies._own_models import EndsWithModels
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
-_MODEL, _MEMORY = "model", "memory"
+_MODEL, MEMORY = "model", "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +75,16 @@ class Momentum:
         check_real("learning_rate", self.learning_rate, 0, LARGE, open_low=True)
         check_real("beta", self.beta, 0, np.nextafter(1, 0))
 
-    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
-        """Return the memory before the first step."""
-        return [np.zeros_like(array) for array in model]
+    def begin(self, array: Matrix) -> list[Matrix]:
+        """Return the memory of an array before the first step."""
+        return [np.zeros_like(array)]
 
     def step(
-        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
-    ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and memory."""
-        m: list[Matrix] = [self.beta * old + new for old, new in zip(memory, changes, strict=True)]
-        return [x + self.learning_rate * own for x, own in zip(model, m, strict=True)], m
+        self, array: Matrix, change: Matrix, memory: Sequence[Matrix]
+    ) -> tuple[Matrix, list[Matrix]]:
+        """Return the next array and memory."""
+        m: Matrix = self.beta * memory[0] + change
+        return array + self.learning_rate * m, [m]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +128,17 @@ class Adam:
             check_real(name, getattr(self, name), 0, np.nextafter(1, 0))
         check_real("tau", self.tau, 1e-12, LARGE)
 
-    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
-        """Return the memory before the first step: all m, then all v."""
-        v = [np.full_like(array, self.tau**2) for array in model]
-        return [*(np.zeros_like(array) for array in model), *v]
+    def begin(self, array: Matrix) -> list[Matrix]:
+        """Return the memory of an array before the first step, m and v."""
+        return [np.zeros_like(array), np.full_like(array, self.tau**2)]
 
     def step(
-        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
-    ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and memory."""
-        first, second = memory[: len(model)], memory[len(model) :]
-        b = self.beta_1
-        m: list[Matrix] = [b * old + (1 - b) * new for old, new in zip(first, changes, strict=True)]
-        v = [self._second(old, new**2) for old, new in zip(second, changes, strict=True)]
-        steps = [mi / (np.sqrt(vi) + self.tau) for mi, vi in zip(m, v, strict=True)]
-        return [x + self.learning_rate * own for x, own in zip(model, steps, strict=True)], m + v
+        self, array: Matrix, change: Matrix, memory: Sequence[Matrix]
+    ) -> tuple[Matrix, list[Matrix]]:
+        """Return the next array and memory."""
+        m: Matrix = self.beta_1 * memory[0] + (1 - self.beta_1) * change
+        v = self._second(memory[1], change**2)
+        return array + self.learning_rate * (m / (np.sqrt(v) + self.tau)), [m, v]
 
     def _second(self, v: Matrix, square: Matrix) -> Matrix:
         return self.beta_2 * v + (1 - self.beta_2) * square
@@ -153,7 +161,7 @@ class Yogi(Adam):
         return moved
 
 
-class ModelStrategy(ProtocolStrategy):
+class ModelStrategy(EndsWithModels):
     """A strategy that averages models of any kind, and may take a step along the mean change."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
@@ -162,51 +170,167 @@ class ModelStrategy(ProtocolStrategy):
         "reuse_last_reply": OLD,
         "clusters": "one model is for all: use ClusteredFedAvg",
     }
+    needs: ClassVar[tuple[Needs, ...]] = (
+        Needs(("compression",), "robust", (False, "mean"), "rules compare whole changes"),
+    )
 
     def __init__(
         self,
+        *,
         optimizer: Momentum | Adam | None,
         robust: str | bool,
+        transport: str | None,
+        compression: TopK | None,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        kinds = (Momentum, Adam, type(None))
+        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
+        self._part = Part.of("private", private, share)
+        self.private = check_patterns("private", private)
+        self.share = check_patterns("share", share)
+        self._is_private: list[bool] = []
+        #: Who has a private part, who is asked in this round, and to whom none is sent: not a part
+        #: of the state, since clients may lose theirs while a run is not on.
+        self._known: set[int] = set()
+        self._asked_now: set[int] = set()
+        self._cut: set[int] = set()
+        wires = (HALF.name,)
+        self.transport = None if transport is None else check_choice("transport", transport, wires)
+        kinds = (TopK, type(None))
+        self.compression = check_kind("compression", compression, kinds, "a TopK or None")
+        top = None if compression is None else compression.share
+        check_support(self, {"robust": robust, "compression": compression})
+        self._wire: Transport | None = None
+        if transport is not None or top is not None:
+            self._wire = Transport(transport is not None, top)
+        steps = (Momentum, Adam, type(None))
         self.optimizer: Momentum | Adam | None = check_kind(
-            "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
+            "optimizer", optimizer, steps, "a Momentum, Adam or Yogi, or None"
         )
         self.robust = check_robust(robust, RULES)
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         self._names = list(names) or list(map(str, range(len(initial))))
+        self._known, self._asked_now, self._cut = set(), set(), set()
+        own: list[str] = []
+        if self._part is not None and initial:
+            own = self._part.private(self._names)
+            self._part.warn(self._names)
+        self._is_private = [name in own for name in self._names]
         return super().open(initial, names)
+
+    def _run_rounds(self, *arguments: Any) -> Result:
+        """Take the rounds, and say what the result is not."""
+        evaluate_fn = arguments[5]
+        if self._part is not None:
+            log(
+                INFO if evaluate_fn is None else WARNING,
+                "Private arrays are the initial ones in the result%s: clients have their own.",
+                "" if evaluate_fn is None else " and for evaluate_fn",
+            )
+        return super()._run_rounds(*arguments)
 
     def _array_names(self) -> list[str]:
         """Return the names of the model's arrays, once a run is on."""
         run = self._running().record
         return run.array_names or self._names or [*map(str, range(len(run.model)))]
 
+    def private_names(self) -> list[str]:
+        """Return the names of the arrays that stay at the clients."""
+        pairs = zip(self._array_names(), self._is_private, strict=True)
+        return [name for name, private in pairs if private]
+
+    def shared(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return what belongs to shared arrays of a list with an entry per array, of any models."""
+        if self._part is None:
+            return list(arrays)
+        pairs = zip(arrays, cycle(self._is_private), strict=False)
+        return [one for one, private in pairs if not private]
+
+    def whole(self, model: Sequence[Matrix], shared: Sequence[Matrix]) -> list[Matrix]:
+        """Return a model with other shared arrays."""
+        if self._part is None:
+            return list(shared)
+        rest, pairs = iter(shared), zip(model, self._is_private, strict=True)
+        return [array if private else next(rest) for array, private in pairs]
+
+    def trained_by(self, replies: Collection[int]) -> None:
+        """Note that clients have trained: they have a private part of their own."""
+        self._known = (self._known - self._asked_now) | set(replies)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The metrics of a client that keeps what it is to keep."""
+        return () if self._part is None else (KEPT,)
+
+    def _ask(
+        self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
+    ) -> list[Message]:
+        """Return a message per client, in as few bytes as the options say.
+
+        Private arrays are in it only for clients that have none of their own.
+        """
+        if self._part is not None:
+            self._cut = self._known & plan.arrays.keys()
+            cut = {id(own): self.shared(own) for own in plan.arrays.values()}
+            # The plan's own table, from which reports count what was sent.
+            plan.arrays.update({who: cut[id(plan.arrays[who])] for who in self._cut})
+            left_out = json.dumps(self.private_names())
+            config = ConfigRecord({**config, LEFT_OUT: left_out})
+            if message_type == MessageType.TRAIN:
+                self._asked_now = set(plan.arrays)
+        messages, request = super()._ask(plan, nodes, message_type, config), self._running().request
+        if self._wire is not None:
+            changes = request is not None and request.models is not None
+            wire = replace(self._wire, changes=changes and message_type == MessageType.TRAIN)
+            for content in {id(one.content): one.content for one in messages}.values():
+                content[ARRAYS], dtypes = wire.shortened(content.array_records[ARRAYS])
+                told = {TRANSPORT: str(replace(wire, dtypes=dtypes))}
+                content[CONFIG] = ConfigRecord({**content.config_records[CONFIG], **told})
+        return messages
+
+    def _names_of(self, plan: Plan, partition: int) -> list[str]:
+        """Return the names of a model's arrays that a client receives."""
+        names = self._array_names()
+        return self.shared(names) if partition in self._cut else names
+
+    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
+        """Return what a reply to training says, changes as the model that they make."""
+        request = self._running().request
+        models = None if request is None else request.models
+        if self._wire is None or models is None:
+            return super()._read_trained(content, limits, names)
+        reply = read_reply(content, limits._replace(expect=None))
+        return self._wire.received(reply, models.begun(reply), self.shared(self._array_names()))
+
     def take_step(
         self,
         model: Sequence[Matrix],
         means: Sequence[Matrix],
-        state: State,
+        memory: Sequence[Matrix],
         names: Sequence[str] | None = None,
     ) -> tuple[list[Matrix], list[Matrix]]:
         """Return the next model and the optimizer's memory; ``names`` are by default all."""
-        if self.optimizer is None:
+        optimizer = self.optimizer
+        if optimizer is None:
             return list(means), []
-        arrays = zip(self._array_names() if names is None else names, model, strict=True)
-        steps = [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
-        own = [model[i].astype(np.result_type(model[i], np.float32), copy=False) for i in steps]
-        fixed = [fixed_entries(model[i]) for i in steps]
-        changes = [change(means[i], model[i], f) for i, f in zip(steps, fixed, strict=True)]
-        memory = unpack_model(state, _MEMORY) or self.optimizer.begin(own)
-        moved, memory = self.optimizer.step(own, changes, memory)
-        found = list(means)
-        for i, array, entries in zip(steps, moved, fixed, strict=True):
-            found[i] = settled(array, model[i], entries)
-        return found, [np.asarray(array) for array in memory]
+        found, kept = list(means), list[Matrix]()
+        for i, name in enumerate(self._array_names() if names is None else names):
+            if is_plain(name, model[i]):
+                continue
+            own, fixed = model[i], fixed_entries(model[i])
+            own = own.astype(np.result_type(own, np.float32), copy=False)
+            before = optimizer.begin(own)
+            if memory:
+                before = list(memory[len(kept) : len(kept) + len(before)])
+            moved, after = optimizer.step(own, change(means[i], model[i], fixed), before)
+            found[i] = as_file(settled(moved, model[i], fixed))
+            kept += [as_file(array) for array in after]
+        return found, kept
 
 
 def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matrix]:
@@ -229,8 +353,10 @@ def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matri
 
 def pack_model(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
     """Return the state that a checkpoint holds."""
-    both = ((_MODEL, model), (_MEMORY, memory))
-    arrays = {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
+    both = ((_MODEL, model), (MEMORY, memory))
+    arrays = {
+        f"{kind}/{i:06d}": as_file(array) for kind, some in both for i, array in enumerate(some)
+    }
     return {**arrays, **{kind: np.array(len(some)) for kind, some in both}}
 
 

@@ -7,7 +7,7 @@ Federated Learning", NeurIPS 2020) is the same from a random start.
 ======================================= ====================================================
 paper (P2, Phase 2)                     here
 ======================================= ====================================================
-``theta_{t-1}`` (k models)              the models, stacked: one array (k, ...) per array
+``theta_{t-1}`` (k models)              the models
 ``z_{i,t}`` (equation 8)                the client's choice, by the loss that its ``evaluate``
                                         returns
 local update (line 7)                   the client's own ``fit``
@@ -36,14 +36,15 @@ What each party receives:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 
 from flwr_perdl.clients.clustered import (
     ALL_ALIKE,
@@ -51,7 +52,6 @@ from flwr_perdl.clients.clustered import (
     CHOOSE,
     CLUSTER,
     CLUSTERED,
-    LABELS,
     MEASURE,
     MOST_FITS,
     N_FITS,
@@ -68,9 +68,11 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.driver import Plan
 from flwr_perdl.protocol.options import JUDGED, OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
     Replies,
@@ -83,10 +85,11 @@ from flwr_perdl.protocol.records import (
     to_record,
 )
 from flwr_perdl.protocol.report import summarize
-from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed, stack_models
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import updates
 from flwr_perdl.strategies._models import (
+    MEMORY,
     Adam,
     ModelStrategy,
     Momentum,
@@ -94,13 +97,14 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Own, Table
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
 #: In reports: that a client chose a cluster that few choose.
 FEW = "in a small cluster"
-#: Names in a checkpoint: who chose what when, the round, each client's groups.
-_CHOSEN, _ROUND, _GROUPS = "chosen", "round", "groups"
+#: Names in a checkpoint: the number of models, who chose what when, the round, clients' groups.
+_CLUSTERS, _CHOSEN, _ROUND, _GROUPS = "clusters", "chosen", "round", "groups"
 
 
 class Clusters(NamedTuple):
@@ -118,10 +122,12 @@ class Clusters(NamedTuple):
     metrics : list of dict
         Per cluster, means over its clients in the last exchange in which they named it, weighted by
         their examples; empty for a cluster without clients there.
+    own : Own
+        Where the clients' own models are: see `model_of`.
 
     Examples
     --------
-    >>> from flwr.app import ArrayRecord
+    >>> from flwr.app import Array, ArrayRecord
     >>> from flwr_perdl.strategies import Clusters
     >>> clusters = Clusters([ArrayRecord(), ArrayRecord()], {0: 0, 1: 1, 2: 1}, [1, 2], [{}, {}])
     >>> clusters.members[2], clusters.sizes
@@ -132,6 +138,21 @@ class Clusters(NamedTuple):
     members: dict[int, int]
     sizes: list[int]
     metrics: list[dict[str, float]]
+    own: Own = Own()
+
+    @property
+    def shared(self) -> list[ArrayRecord]:
+        """The models of which a new client takes one."""
+        return self.models
+
+    @property
+    def table(self) -> Table:
+        """As `Learned.table`."""
+        return self.own.table
+
+    def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
+        """Return a client's own model, as `Learned.model_of`: that of its cluster."""
+        return self.own.model_of(client, state_dir)
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
@@ -186,6 +207,18 @@ class ClusteredFedAvg(ModelStrategy):
         clusters that few choose are reported.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
+    private, share : str or sequence of str, default ()
+        Names of arrays that stay at the clients, or of those that alone are sent, as in
+        `PersonalizedFedAvg`: groups whose members have, say, a head each.
+    transport : {"float16"}, optional
+        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
+        every array has its own dtype on the wire.
+    compression : TopK, optional
+        Clients send the largest entries of their changes, and the rest in later rounds; not with
+        ``robust``.
+    fine_tune : int, default 0
+        After the last round each client trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``, also for later evaluations.
     privacy : Noise, optional
         As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then count alike.
     **options
@@ -206,9 +239,9 @@ class ClusteredFedAvg(ModelStrategy):
     Numbers of samples weigh, those above ten times the round's median as that
     (`Request.max_weight`).
 
-    Floats per client and round: k models and k numbers down, one model up; between choices one
-    model down. "one-shot" and "anchors" cost one round more, in which one model goes down and one
-    comes up, ``k="auto"`` a further one, in which up to 2 ``max_clusters`` - 1 models go down.
+    Floats per client and round: k models down, one model up; between choices one model down.
+    "one-shot" and "anchors" cost one round more, in which one model goes down and one comes up,
+    ``k="auto"`` a further one, in which up to 2 ``max_clusters`` - 1 models go down.
 
     ``k="auto"`` can tell kinds apart only by ``evaluate``. If that measures the loss on the samples
     of ``fit``, more clusters always look better; with few samples a client, kinds that differ by
@@ -228,13 +261,17 @@ class ClusteredFedAvg(ModelStrategy):
 
     unsupported: ClassVar = {"secure": SECURE, "reuse_last_reply": OLD}
     needs = (
+        *ModelStrategy.needs,
+        Needs(("privacy",), "transport", (None,), "noise is for sums of whole changes"),
+        Needs(("privacy",), "private", ((), []), "the sum is of the whole model"),
+        Needs(("privacy",), "share", ((), []), "the sum is of the whole model"),
+        Needs(("privacy",), "compression", (None,), "noise is for sums of whole changes"),
         Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
     )
     flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
     protocol_name = CLUSTERED
-    _before_model = (LABELS,)
 
     privacy: Noise | None
 
@@ -248,11 +285,25 @@ class ClusteredFedAvg(ModelStrategy):
         proximal_mu: float | None = None,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
+        transport: str | None = None,
+        compression: TopK | None = None,
+        fine_tune: int = 0,
         max_clusters: int = 8,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, **options)
+        super().__init__(
+            optimizer=optimizer,
+            robust=robust,
+            transport=transport,
+            compression=compression,
+            fine_tune=fine_tune,
+            private=private,
+            share=share,
+            **options,
+        )
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         check_support(self, locals())
@@ -299,7 +350,12 @@ class ClusteredFedAvg(ModelStrategy):
             {partition: numbers.index(j) for partition, j in sorted(members.items())},
             [own.count(j) for j in numbers],
             [_means(last, j) for j in numbers],
+            self.own,
         )
+
+    def _model_for(self, client: int) -> dict[str, Array] | None:
+        """Return the model of a client's cluster."""
+        return dict(self._model(self._found()[0].get(client, 0)))
 
     def _found(self) -> tuple[dict[int, int], dict[int, dict[str, float]]]:
         """Return each client's cluster, and the metrics of the last exchange that named it."""
@@ -315,13 +371,23 @@ class ClusteredFedAvg(ModelStrategy):
 
     @property
     def _n_models(self) -> int:
-        stacks = [] if self._run is None else self._run.record.model
-        return len(stacks[0]) if stacks else 0
+        return 0 if self._run is None else len(self._run.record.model) // len(self._array_names())
 
     def _model(self, j: int) -> ArrayRecord:
         """Return a cluster's model."""
-        run = self._running().record
-        return to_record([stack[j] for stack in run.model], run.array_names)
+        run, names = self._running().record, self._array_names()
+        return to_record(run.model[j * len(names) : (j + 1) * len(names)], names)
+
+    def _names_of(self, plan: Plan, partition: int) -> list[str]:
+        """Return the names of a client's models: after the number of the cluster their own."""
+        names, request = super()._names_of(plan, partition), self._running().request
+        if plan.step == ALONE:
+            return names
+        numbers = [*range(len(plan.arrays[partition]) // len(names))]
+        if plan.step == CHOOSE and len(numbers) == 1 and request is not None:
+            state = request.state or {}
+            numbers = [j for p, j, _ in state[_CHOSEN].tolist() if p == partition] or numbers
+        return [f"{j}/{name}" for j in numbers for name in names]
 
     def _presented(self) -> ArrayRecord:
         """Return the model of the largest cluster."""
@@ -338,7 +404,7 @@ class ClusteredFedAvg(ModelStrategy):
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""
         if CLUSTER in reply.metrics:
-            check_group(CLUSTER, reply, len(model[0]))
+            check_group(CLUSTER, reply, len(model) // len(self._array_names()))
 
     # The protocol ---------------------------------------------------------------------------
 
@@ -360,9 +426,9 @@ class ClusteredFedAvg(ModelStrategy):
                         f"initial_arrays must be {self.k} models, stacked along a first axis, with "
                         f'start="given", got an array of shape {array.shape}.'
                     )
-            return _state(model)
+            return _state([*zip(*model, strict=True)])
         if self.k == 1:
-            return _state([array[None] for array in model])
+            return _state([model])
         if self.start_from == "random":
             return _state(self._perturb(model, int(self.k)))
         if self.k == _AUTO and self._num_rounds == 1:
@@ -374,34 +440,36 @@ class ClusteredFedAvg(ModelStrategy):
             ALONE,
             model,
             {**self._config(), N_FITS: self.start_rounds},
-            model=[array[None] for array in model],
-            expect=model,
+            metrics=self.needed,
+            expect=self.shared(model),
         )
+        self.trained_by(replies)
         return self._group(model, replies)
 
-    def _perturb(self, model: list[Matrix], k: int) -> list[Matrix]:
-        """Return random models around one, stacked; what is averaged plainly is the same in all."""
-        stacks = [np.stack([array] * k) for array in model]
+    def _perturb(self, model: list[Matrix], k: int) -> list[list[Matrix]]:
+        """Return random models around one; what is averaged plainly is the same in all."""
         names = zip(self._names, model, strict=True)
         moved = [i for i, (name, array) in enumerate(names) if not is_plain(name, array)]
         fixed = [fixed_entries(model[i]) for i in moved]
         own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
+        models = [list(model) for _ in range(k)]
         drawn = updates.perturb(own, k, spawn(self.options.seed, SERVER, 0))
         for i, stack, entries in zip(moved, drawn, fixed, strict=True):
-            stacks[i] = settled(stack, stacks[i], entries)
-        return stacks
+            for one, array in zip(models, stack, strict=True):
+                one[i] = settled(array, model[i], entries)
+        return models
 
     def _measure(self, state: State) -> Generator[Request, Replies, State]:
         """Have the clients measure the groups' mean models, and keep as few as are needed."""
-        stacks = unpack_model(state)
+        models = _models(state)
         replies = yield Request(
             MEASURE,
-            stacks,
+            _flat(models),
             self._config(),
             state,
-            partial(check_shapes, [(len(stacks[0]),)]),
-            model=[stack[:1] for stack in stacks],  # the mean of all
-            max_values=len(stacks[0]),
+            partial(check_shapes, [(len(models),)]),
+            model=models[0],  # the mean of all
+            max_values=len(models),
         )
         groups_of = {int(row[0]): row[1:] for row in state[_GROUPS]}
         losses = [r.arrays[0][groups_of[p]] for p, r in replies.items() if p in groups_of]
@@ -415,37 +483,33 @@ class ClusteredFedAvg(ModelStrategy):
         groups, sizes = np.unique(state[_GROUPS][:, k], return_counts=True)
         if robust and sizes.max() > 1:
             groups = groups[sizes > 1]
-        return _state([stack[groups] for stack in stacks])
+        return _state([models[j] for j in groups])
 
     def _round(self, state: State) -> Generator[Request, Replies, State]:
         """Lines 5-8: clients choose in every `choose_every`th round, as in IFCA, and train."""
-        stacks, round_ = unpack_model(state), int(state[_ROUND])
-        k, choice = len(stacks[0]), round_ - round_ % self.choose_every
+        models, round_ = _models(state), int(state[_ROUND])
+        k, choice = len(models), round_ - round_ % self.choose_every
         # An absent client keeps the cluster that it chose last, until the next choice.
         chosen = {int(p): (int(j), int(at)) for p, j, at in state[_CHOSEN]}
-        labels = np.arange(k, dtype=float)
-        each = [[labels[[j]], *(np.asarray(stack[j]) for stack in stacks)] for j in range(k)]
-        everything = [labels, *stacks] if k > 1 else each[0]
-        known = {p: each[j] for p, (j, at) in chosen.items() if choice <= at < round_}
+        everything = _flat(models)
+        known = {p: models[j] for p, (j, at) in chosen.items() if choice <= at < round_}
         # Line 8: the driver calls it, for `replies.combined` below.
-        combine = Combine(start=stacks, rule=self.robust, group=CLUSTER)
-        one = [np.asarray(stack[0]) for stack in stacks]
+        starts = [self.shared(model) for model in models]
+        combine = Combine(start=starts, rule=self.robust, group=CLUSTER)
         replies = yield Request(  # line 5; clients: lines 6-7
             CHOOSE,
             everything,
             self._config(),
             state,
             per_client=(lambda partition: known.get(partition, everything)) if known else None,
-            model=stacks,
+            metrics=self.needed,
             combine=combine,
-            summed=Summed(one, "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,
+            summed=Summed(models[0], "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,
         )
+        self.trained_by(replies)
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:
             self._report_few(k, replies, first=not round_)
-        moved, memory = self.take_step(stacks, replies.combined, state)
-        # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
-        trained = {chosen[p][0] for p in replies}
         if not round_ and all(ALL_ALIKE in reply.metrics for reply in replies.values()):
             log(
                 WARNING,
@@ -453,10 +517,17 @@ class ClusteredFedAvg(ModelStrategy):
                 "cluster: evaluate must return the model's loss.",
                 k,
             )
-        idle = [j for j in range(k) if j not in trained]
-        for new, old in zip(moved, stacks, strict=True):
-            new[idle] = old[idle]
-        return _state(moved, round_ + 1, chosen, memory)
+        # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
+        trained, memory = {chosen[p][0] for p in replies}, unpack_model(state, MEMORY)
+        size, names = len(memory) // k, self.shared(self._array_names())
+        steps = [
+            self.take_step(old, new, memory[j * size : (j + 1) * size], names)
+            for j, (old, new) in enumerate(zip(starts, replies.combined, strict=True))
+        ]
+        moved = [
+            self.whole(models[j], steps[j][0]) if j in trained else models[j] for j in range(k)
+        ]
+        return _state(moved, round_ + 1, chosen, _flat(kept for _, kept in steps))
 
     def _report_few(self, k: int, replies: Replies, *, first: bool) -> None:
         """Report clusters that less than half as many clients choose as one has on average."""
@@ -484,7 +555,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _group(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from what the clients learned alone."""
-        combine = Combine(start=model, rule=self.robust)
+        combine = Combine(start=self.shared(model), rule=self.robust)
         changes = combine.changes(replies)
         most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)
         if most > len(replies):
@@ -505,7 +576,7 @@ class ClusteredFedAvg(ModelStrategy):
         most = min(most, len(changes))
         if self.start_from == "anchors":
             anchors = partitions[updates.choose_anchors(changes, most, robust)].tolist()
-            return _state(stack_models([replies[partition].arrays for partition in anchors]))
+            return _state([self.whole(model, replies[p].arrays) for p in anchors])
         groups = updates.nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
@@ -513,13 +584,12 @@ class ClusteredFedAvg(ModelStrategy):
         if robust and self.k == _AUTO:
             combine = replace(combine, rule="clip")
         members = [partitions[groups.members[j]].tolist() for j in wanted]
-        stacks = stack_models(
-            [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
-        )
+        means = [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
+        models = [self.whole(model, mean) for mean in means]
         if self.k != _AUTO:
-            return _state(stacks)
+            return _state(models)
         table = np.column_stack([partitions, groups.of.T])
-        return {**_state(stacks), _GROUPS: table}
+        return {**_state(models), _GROUPS: table}
 
 
 def _means(metrics: Mapping[int, Mapping[str, float]], cluster: int) -> dict[str, float]:
@@ -533,7 +603,7 @@ def _means(metrics: Mapping[int, Mapping[str, float]], cluster: int) -> dict[str
 
 
 def _state(
-    stacks: Sequence[Matrix],
+    models: Sequence[Sequence[Matrix]],
     round_: int = 0,
     chosen: Mapping[int, tuple[int, int]] | None = None,
     memory: Sequence[Matrix] = (),
@@ -541,7 +611,20 @@ def _state(
     """Return the state: models, round, who chose which cluster when, and an optimizer's memory."""
     rows = [(partition, *what) for partition, what in sorted((chosen or {}).items())]
     return {
-        **pack_model(stacks, memory),
+        **pack_model(_flat(models), memory),
+        _CLUSTERS: np.array(len(models)),
         _ROUND: np.array(round_),
         _CHOSEN: np.array(rows, dtype=np.int64).reshape(-1, 3),
     }
+
+
+def _models(state: State) -> list[list[Matrix]]:
+    """Return the clusters' models in a state."""
+    flat = unpack_model(state)
+    size = len(flat) // int(state[_CLUSTERS])
+    return [flat[at : at + size] for at in range(0, len(flat), size)]
+
+
+def _flat(models: Iterable[Sequence[Matrix]]) -> list[Matrix]:
+    """Return the arrays of all models, one model after the other."""
+    return [array for model in models for array in model]

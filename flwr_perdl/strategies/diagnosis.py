@@ -3,17 +3,19 @@
 `Diagnosis` trains the user's own clients a few rounds by each of the strategies here that take any
 model, lets every client evaluate what it would have, and says which to take:
 
-==============  ==================================================================================
-candidate       what is trained
-==============  ==================================================================================
-``fedavg``      FedAvg
-``fine-tuned``  FedAvg's model after half of the rounds, fine-tuned by each client
-``head``        `PersonalizedFedAvg`, the last layer private (or the arrays that are given)
-``body``        `PersonalizedFedAvg`, the first layer private
-``ditto``       `Ditto`
-``clusters``    `ClusteredFedAvg` with ``k="auto"``, robust
-``local``       each client alone
-==============  ==================================================================================
+===================  =============================================================================
+candidate            what is trained
+===================  =============================================================================
+``fedavg``           FedAvg
+``fine-tuned``       FedAvg's model after half of the rounds, fine-tuned by each client
+``head``             `PersonalizedFedAvg`, the last layer private (or the arrays that are given)
+``body``             `PersonalizedFedAvg`, the first layer private
+``head-fine-tuned``  as ``head`` for half of the rounds, then all arrays fine-tuned by each client
+``ditto``            `Ditto`
+``clusters``         `ClusteredFedAvg` with ``k="auto"``, robust
+``clusters-head``    the same, with the private arrays of ``head``
+``local``            each client alone
+===================  =============================================================================
 
 They stand in the order in which a simpler one is preferred. By each of them a client's model is
 trained ``num_rounds`` times, and measured equally often on the way.
@@ -22,7 +24,8 @@ Two candidates are compared by each client's gain: the mean over clients and its
 outliers, whose gains are three times as far from the median as those of four fifths of the clients.
 So what a few clients report decides nothing, however large.
 
-What each party receives is what it receives in these strategies.
+What each party receives is what it receives in these strategies; private arrays never leave their
+client.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays
 from flwr_perdl.protocol.report import RoundReport, lower_is_better
-from flwr_perdl.protocol.request import TooFewReplies
+from flwr_perdl.protocol.request import Protocol, State, TooFewReplies
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
 from flwr_perdl.strategies.ditto import Ditto
@@ -61,13 +64,15 @@ WRITE = {
     "fine-tuned": "FedAvg, then fine-tuning at each client",
     "head": "PersonalizedFedAvg({private})",
     "body": "PersonalizedFedAvg({private})",
+    "head-fine-tuned": "PersonalizedFedAvg({private}), then fine-tuning at each client",
     "ditto": "Ditto()",
     "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
+    "clusters-head": 'ClusteredFedAvg("auto", private={private}) with start_rounds=5, robust=True',
     "local": "no federation: clients are better off alone",
 }
-#: Where all candidates are equally good, another one than the simplest is taken with at most this
-#: probability; and never for a gain of less than this share: what nobody would notice is no reason.
-_LEVEL, _LEAST = 0.05, 0.01
+#: A candidate that is as good as the others is passed over with about this probability (intervals
+#: are of 95 % on both sides), and never for a gain of less than this share, which nobody notices.
+_LEVEL, _LEAST = 0.025, 0.01
 #: Outliers are so many times as far from the median as all clients but a fifth are. One in five may
 #: then report anything; of normally distributed gains it is nearly four standard deviations.
 _FAR = 3.0
@@ -85,7 +90,7 @@ class Diagnosed(NamedTuple):
     choice : str
         The candidate to take, such as ``"head"``.
     sentence : str
-        Which strategy that is, and by how much which one is ahead, with an interval.
+        Which strategy that is, and by how much the best is ahead, with an interval.
     confidence : float
         Share of a thousand draws of clients, with replacement, in which it is taken.
     values : dict of str to ndarray of shape (n_clients,)
@@ -94,6 +99,10 @@ class Diagnosed(NamedTuple):
         The clients' partitions, those that evaluated all candidates.
     groups : dict of int to int
         Who is like whom: each client's cluster, by partition.
+    best, over : str
+        The best candidate, and the one that is taken; where that is the best, the next one.
+    lead : tuple of float
+        By how much ``best`` is ahead of ``over``: the mean over clients, and its interval's ends.
     higher_is_better : bool, default False
         Of the metric.
 
@@ -101,10 +110,10 @@ class Diagnosed(NamedTuple):
     --------
     >>> import numpy as np
     >>> from flwr_perdl.strategies import Diagnosed
-    >>> values = {"fedavg": np.array([0.7, 0.8])}
-    >>> print(Diagnosed("fedavg", "Share all.", 1.0, values, [0, 1], {0: 0, 1: 0}).table())
-    candidate      median        gain    interval  clients that gain
-    fedavg           0.75           0  +-       0             0 of 2
+    >>> values, lead = {"fedavg": np.array([0.7, 0.8])}, ("fedavg", "fedavg", (0.0, 0.0, 0.0))
+    >>> print(Diagnosed("fedavg", "Share all.", 1.0, values, [0, 1], {0: 0, 1: 0}, *lead).table())
+    candidate            median        gain    interval  clients that gain
+    fedavg                 0.75           0  +-       0             0 of 2
     """
 
     choice: str
@@ -113,20 +122,23 @@ class Diagnosed(NamedTuple):
     values: dict[str, Matrix]
     clients: list[int]
     groups: dict[int, int]
+    best: str
+    over: str
+    lead: tuple[float, float, float]
     higher_is_better: bool = False
 
     def table(self) -> str:
         """Return the candidates' medians over clients, and mean gains over one shared model.
 
-        With a probability of about 0.9 the intervals have the true gains of all candidates.
+        With a probability of about 0.95 the intervals have the true gains of all candidates.
         """
-        lines = ["candidate      median        gain    interval  clients that gain"]
+        lines = ["candidate            median        gain    interval  clients that gain"]
         for name, values in self.values.items():
             gains = (values - self.values["fedavg"]) * (1 if self.higher_is_better else -1)
             gain, width = _middle(gains, len(self.values))
             n_gain = f"{int(np.sum(gains > 0))} of {len(gains)}"
             lines.append(
-                f"{name:<9}{np.median(values):>12.4g}{gain:>12.4g}  +-{width:>8.4g}{n_gain:>19}"
+                f"{name:<15}{np.median(values):>12.4g}{gain:>12.4g}  +-{width:>8.4g}{n_gain:>19}"
             )
         return "\n".join(lines)
 
@@ -145,9 +157,9 @@ class Diagnosis(ShownAsCalled):
     With every candidate each client trains ``num_rounds`` times, from the same model, and evaluates
     the model that it would have, by its own ``evaluate``. The last evaluation counts, or an earlier
     one that was clearly better at half of the clients for the other half, and conversely, so that
-    noise makes no candidate look better. The simplest candidate is taken of which the best is not
-    clearly ahead: by more than chance over clients, and by more than a hundredth. Clusters are left
-    out where all clients end in one.
+    noise makes no candidate look better. The simplest candidate is taken of which no other is
+    clearly ahead: by more than the interval, and by more than a hundredth. Clusters are left out
+    where all clients end in one.
 
     Parameters
     ----------
@@ -171,8 +183,13 @@ class Diagnosis(ShownAsCalled):
 
     Notes
     -----
-    The clients need `client_app`, and an ``evaluate``. A run costs about seven times the rounds of
-    FedAvg, and nine times its training.
+    The clients need `client_app`, and an ``evaluate``. With T rounds a run takes at
+    most 8.5 T rounds, in which a client trains at most 11 T times and evaluates after each round;
+    with ``"clusters"`` and ``"clusters-head"`` once for each cluster's model.
+
+    The interval of a lead is Student's, of the clients' differences: 95 % for all comparisons with
+    one candidate together (Bonferroni).
+
     `start` returns the metrics and arrays of the candidate that is taken; ``result``
     (`Diagnosed`) says all, and the log its table.
 
@@ -299,11 +316,13 @@ class Diagnosis(ShownAsCalled):
                     f"metric must be one of the clients' evaluations, got {self.metric!r}, which "
                     "none of them has."
                 )
-        members = candidates["clusters"][0].result.members
-        if len(set(members.values())) == 1:  # FedAvg after a longer start, which is no difference
-            log(INFO, "Diagnosis leaves out clusters: all clients are in one.")
-            measured.pop("clusters", None)
-        result = self._result = self._concluded(measured, members, parts)
+        groups: dict[str, dict[int, int]] = {}
+        for name in [name for name in candidates if name.startswith("clusters")]:
+            groups[name] = candidates[name][0].result.members
+            if len(set(groups[name].values())) == 1:  # a longer start alone is no difference
+                log(INFO, "Diagnosis leaves out %s: all clients are in one.", name)
+                measured.pop(name, None)
+        result = self._result = self._concluded(measured, groups, parts)
         log(INFO, "%s\n%s", result.sentence, result.table())
         return results[result.choice]
 
@@ -316,12 +335,20 @@ class Diagnosis(ShownAsCalled):
         yield "fine-tuned", (self._make(Ditto, 0.0), num_rounds - num_rounds // 2)
         for name, patterns in parts.items():
             yield name, (self._make(PersonalizedFedAvg, patterns), num_rounds)
+        head = parts.get("head")
+        if head is not None:
+            strategy = self._make(_FineTunedPart, head, num_rounds // 2)
+            yield "head-fine-tuned", (strategy, num_rounds)
         yield "ditto", (self._make(Ditto), num_rounds)
         # The first round trains several times, and the second one measures only. Robust, since one
         # client with huge losses would join all clusters.
         first = min(_START_ROUNDS, num_rounds // 3)
-        clusters = self._make(ClusteredFedAvg, "auto", start_rounds=first, robust=True)
+        options: Any = {"start_rounds": first, "robust": True}
+        clusters = self._make(ClusteredFedAvg, "auto", **options)
         yield "clusters", (clusters, num_rounds - first + 2)
+        if head is not None:
+            clusters = self._make(ClusteredFedAvg, "auto", private=head, **options)
+            yield "clusters-head", (clusters, num_rounds - first + 2)
         yield "local", (self._make(Ditto, 0.0), num_rounds)
 
     def _make(self, kind: Any, *arguments: Any, **more: Any) -> Any:
@@ -355,13 +382,13 @@ class Diagnosis(ShownAsCalled):
     def _concluded(
         self,
         measured: Mapping[str, list[dict[int, float]]],
-        groups: dict[int, int],
+        groups: Mapping[str, dict[int, int]],
         parts: Mapping[str, list[str]],
     ) -> Diagnosed:
         sign = 1 if self.higher_is_better else -1
         partitions = sorted({p for one in measured["fedavg"] for p in one})
         n, rng = len(partitions), spawn(self._seed, SERVER, 2)
-        half = _halves([groups.get(p, -1) for p in partitions], rng)
+        half = _halves([groups["clusters"].get(p, -1) for p in partitions], rng)
         n_times = min(map(len, measured.values()))
         found = {}
         for name, evaluations in measured.items():
@@ -382,18 +409,43 @@ class Diagnosis(ShownAsCalled):
         confidence = float(np.mean(_taken(scores[:, drawn])[1] == taken))
         names = list(found)
         values = dict(zip(names, sign * scores, strict=True))
-        choice, other = names[taken], 0 if taken == best else taken
-        ahead, width = _middle(scores[best] - scores[other], 2 if other else len(names))
+        choice = names[taken]
+        gains = _middle(scores[best] - scores)[0]
+        nearest = next((i for i in np.argsort(gains, kind="stable") if i != best), best)
+        over = int(nearest if taken == best else taken)
+        ahead, width = _middle(scores[best] - scores[over], len(names))
+        lead = (float(ahead), float(ahead - width), float(ahead + width))
         typical = {name: f"{np.median(own):.4g}" for name, own in values.items()}
-        lead = f"{ahead:.4g} ahead, interval {ahead - width:.4g} to {ahead + width:.4g}"
-        if taken != best:
-            why = f"{names[best]} with {typical[names[best]]} is not clearly better: {lead}"
-        else:
-            why = f"one shared model has {typical['fedavg']}: {lead}" if taken else "the best"
-        write = WRITE[choice].format(private=parts.get(choice))
-        sure = f"taken in {confidence:.0%} of draws of the clients"
-        sentence = f"{write} (median {self.metric} {typical[choice]}; {why}; {sure})."
-        return Diagnosed(choice, sentence, confidence, values, clients, groups, sign > 0)
+        write = WRITE[choice].format(private=parts.get("body" if choice == "body" else "head"))
+        sentence = (
+            f"{write}: median {self.metric} {typical[choice]}, by one shared model "
+            f"{typical['fedavg']}; {names[best]} is {'not clearly ' if taken != best else ''}ahead "
+            f"of {names[over]}, by {lead[0]:.4g}, interval {lead[1]:.4g} to {lead[2]:.4g}; taken "
+            f"in {confidence:.0%} of draws of the clients."
+        )
+        own, ends = groups.get(choice, groups["clusters"]), (names[best], names[over], lead)
+        higher = self.higher_is_better
+        return Diagnosed(choice, sentence, confidence, values, clients, own, *ends, higher)
+
+
+class _FineTunedPart(PersonalizedFedAvg):
+    """`PersonalizedFedAvg` for some rounds; then each client trains all arrays alone."""
+
+    def __init__(self, private: Sequence[str], shared_rounds: int, **options: Any) -> None:
+        super().__init__(private, **options)
+        self._shared_rounds = shared_rounds
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Train and average what is shared; then have clients keep all arrays, and train them."""
+        steps = super().protocol(initial, state)
+        request = next(steps)
+        for _ in range(self._shared_rounds):
+            request = steps.send((yield request))
+        self._is_private = [True for _ in self._is_private]
+        self._known = set()  # so that all clients receive the shared arrays once more
+        while True:
+            replies = yield request._replace(combine=None)
+            self.trained_by(replies)
 
 
 def _is_better_higher(metric: str) -> bool:
@@ -451,15 +503,17 @@ def _middle(values: Matrix, n_candidates: int = 2) -> tuple[Matrix, Matrix]:
 
 
 def _taken(scores: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the best candidate, and the first one of which it is not clearly ahead.
+    """Return the best candidate, and the first one of which no other is clearly ahead.
 
     ``scores`` (n_candidates, ..., n_clients): more is better, the simplest candidate first. The
     best one is that whose least lead over another is the largest.
     """
-    least_leads = np.stack([_middle(own - scores)[0].min(axis=0) for own in scores])
-    best = least_leads.argmax(axis=0)
-    leads = np.take_along_axis(scores, best[None, ..., None], axis=0) - scores
-    ahead, width = _middle(leads)
-    width[0] = _middle(leads[0], len(scores))[1]  # the best of many beats shared by luck more often
-    least = np.maximum(width, _LEAST * np.abs(np.median(scores, axis=-1)))
-    return best, (ahead > least).argmin(axis=0)
+    least = _LEAST * np.abs(np.median(scores, axis=-1))
+    least_leads, behind = [], np.zeros(scores.shape[:-1], dtype=bool)
+    for own in scores:
+        ahead, width = _middle(own - scores, len(scores))
+        least_leads.append(ahead.min(axis=0))
+        behind |= ahead > np.maximum(width, least)
+    best = np.array(least_leads).argmax(axis=0)
+    np.put_along_axis(behind, best[None], values=False, axis=0)
+    return best, behind.argmin(axis=0)

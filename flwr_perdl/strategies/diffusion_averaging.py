@@ -8,6 +8,7 @@ part in the averaging.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, ClassVar, Unpack
@@ -17,7 +18,9 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
+from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config, kept_model
+from flwr_perdl.clients.own_models import MOST_FITS, Find
+from flwr_perdl.clients.personalized import Part, check_patterns
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
@@ -26,14 +29,15 @@ from flwr_perdl.network.topology import Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import Scalar, for_evaluations, scalars, to_record
+from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
+from flwr_perdl.strategies._own_models import EndsWithModels
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights
 
 _TRAINED, _EVALUATED = "train-", "evaluate-"
 
 
-class DiffusionAveraging(NeighborRelay):
+class DiffusionAveraging(EndsWithModels, NeighborRelay):
     """Train any model at nodes that average with their neighbors; no server has the model.
 
     The nodes are those of `client_app`: a ClientApp with train and evaluate handlers, or a
@@ -59,6 +63,12 @@ class DiffusionAveraging(NeighborRelay):
         Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
     metrics : sequence of str, default ()
         Which metrics of training and evaluation leave the nodes; the loss of evaluations does.
+    private, share : str or sequence of str, default ()
+        Names of arrays that stay at the nodes, or of those that alone are sent, as in
+        `PersonalizedFedAvg`.
+    fine_tune : int, default 0
+        After the last round each node trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``.
     shows_models : bool, default False
         Whether the nodes send the server their models, and what they correct these by, at the end:
         not with ``sealed``, nor where they keep arrays private.
@@ -106,7 +116,7 @@ class DiffusionAveraging(NeighborRelay):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    protocol_name = AVERAGING
+    protocol_name = after_protocol = AVERAGING
     unsupported: ClassVar = {
         "secure": "no server sums: sealed hides the messages from it",
         "privacy": "neighbors receive a node's own model, not a sum",
@@ -131,6 +141,9 @@ class DiffusionAveraging(NeighborRelay):
         faults: Faults | None = None,
         staleness: int = 0,
         sealed: bool = False,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         network: dict[str, Any] = {"weights": weights, "faults": faults, "staleness": staleness}
@@ -146,9 +159,13 @@ class DiffusionAveraging(NeighborRelay):
             max_magnitude=self.options.max_magnitude,
         ).suited_to(self, 0)
         self.shows_models = check_flag("shows_models", shows_models)
+        self._part = Part.of("private", private, share)
+        self.private = check_patterns("private", private)
+        self.share = check_patterns("share", share)
+        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
         check_support(self, locals())
         self._names: list[str] = []
-        self._initial: list[Matrix] = []
+        self._shown: list[Matrix] = []
         self._learned: Averaged | None = None
 
     @property
@@ -165,7 +182,23 @@ class DiffusionAveraging(NeighborRelay):
         """
         if self._learned is None:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        return self._learned
+        return self._learned._replace(own=self.own)
+
+    @property
+    def find_own(self) -> Find | None:
+        """How a node's own model is found."""
+        return kept_model
+
+    def _array_names(self) -> list[str]:
+        return self._names
+
+    def shared_models(self) -> list[list[Matrix]]:
+        """Return the mean of the models that nodes have shown, if they have."""
+        return [self._shown] if self._shown else []
+
+    def private_names(self) -> list[str]:
+        """Return the names of the arrays that stay at the nodes."""
+        return [] if self._part is None else self._part.private(self._names)
 
     def start(
         self,
@@ -236,8 +269,8 @@ class DiffusionAveraging(NeighborRelay):
             self._learned = learned._replace(models=records)
         found = self._reported(self.n_rounds)
         if models:
-            mean = [_mean(arrays) for arrays in zip(*models.values(), strict=True)]
-            found.arrays = to_record(mean, self._names)
+            self._shown = [_mean(arrays) for arrays in zip(*models.values(), strict=True)]
+            found.arrays = to_record(self._shown, self._names)
         elif not self.shows_models and verbose not in (0, "quiet"):
             log(
                 INFO,
@@ -275,7 +308,8 @@ class DiffusionAveraging(NeighborRelay):
                 "strategy must be started with its own start, which says how many rounds there "
                 "are, got it without."
             )
-        self._names, self._initial = list(names), list(initial)
+        self._names, self._shown = list(names), []
+        self.private_names()  # refuses patterns that match none
         return super().open(initial, names)
 
     def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
@@ -288,6 +322,8 @@ class DiffusionAveraging(NeighborRelay):
         check_initial(model, [*start])
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
         own = averaging_config(self._averaging, self.plan.oldest, start, self.shows_models)
+        if private := self.private_names():
+            own = {**own, LEFT_OUT: json.dumps(private)}
         return {**own, **evaluations}
 
     def _reported(self, last: int) -> Result:

@@ -34,13 +34,16 @@ from typing import ClassVar, Unpack
 
 from flwr.serverapp import Grid
 
-from flwr_perdl.clients.ditto import DITTO, PULL
+from flwr_perdl.clients.ditto import DITTO, PULL, kept_model
+from flwr_perdl.clients.own_models import Find
 from flwr_perdl.core.checks import Matrix, check_real
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import NEW_STATE
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
+    MEMORY,
     TRAIN,
     Adam,
     ModelStrategy,
@@ -49,6 +52,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Learned
 
 
 class Ditto(ModelStrategy):
@@ -67,6 +71,15 @@ class Ditto(ModelStrategy):
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.core.aggregate`.
+    transport : {"float16"}, optional
+        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
+        every array has its own dtype on the wire.
+    compression : TopK, optional
+        Clients send the largest entries of their changes, and the rest in later rounds; not with
+        ``robust``.
+    fine_tune : int, default 0
+        After the last round each client trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``, also for later evaluations.
     **options
         See `ServerOptions`.
 
@@ -109,7 +122,7 @@ class Ditto(ModelStrategy):
     [0.5, 1.25]
     """
 
-    protocol_name = DITTO
+    protocol_name = after_protocol = DITTO
     unsupported: ClassVar = {
         **ModelStrategy.unsupported,
         "private": "each client has a whole model of its own: use PersonalizedFedAvg",
@@ -121,10 +134,30 @@ class Ditto(ModelStrategy):
         *,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
+        transport: str | None = None,
+        compression: TopK | None = None,
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, **options)
+        super().__init__(
+            optimizer=optimizer,
+            robust=robust,
+            transport=transport,
+            compression=compression,
+            fine_tune=fine_tune,
+            **options,
+        )
         self.pull = check_real("pull", pull, 0, 1)
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned so far."""
+        return Learned(self._presented(), self.own)
+
+    @property
+    def find_own(self) -> Find | None:
+        """How a client's own model is found."""
+        return kept_model
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
@@ -140,7 +173,8 @@ class Ditto(ModelStrategy):
                 metrics=(NEW_STATE,),
                 combine=Combine(start=model, rule=self.robust),
             )
-            state = pack_model(*self.take_step(model, replies.combined, state))
+            memory = unpack_model(state, MEMORY)
+            state = pack_model(*self.take_step(model, replies.combined, memory))
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients; who keeps a part private has no place for a whole model."""

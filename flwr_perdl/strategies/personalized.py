@@ -31,28 +31,18 @@ the server leaves out.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from logging import INFO, WARNING
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MessageType
-from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.personalized import (
-    KEPT,
-    check_patterns,
-    matched,
-    warn_of_unmatched,
-)
 from flwr_perdl.core.checks import Matrix, check_flag
-from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Plan, ProtocolRun
+from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import ALTERNATE, ARRAYS, LEFT_OUT, named
+from flwr_perdl.protocol.records import ALTERNATE
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
+    MEMORY,
     TRAIN,
     Adam,
     ModelStrategy,
@@ -61,6 +51,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
+from flwr_perdl.strategies._own_models import Learned
 
 #: The name in a checkpoint of which arrays are private.
 _PRIVATE = "private"
@@ -78,6 +69,9 @@ class PersonalizedFedAvg(ModelStrategy):
     ----------
     private : str or sequence of str
         Names of the private arrays, or patterns of them as in ``fnmatch``.
+    share : str or sequence of str
+        Instead, names or patterns of the shared arrays: ``share=["*lora*"]``, and all others are
+        private.
     alternate : bool, default False
         FedRep: in each round a client trains its private arrays while the shared ones are fixed,
         then the shared ones while its own are fixed. See Notes.
@@ -87,6 +81,15 @@ class PersonalizedFedAvg(ModelStrategy):
     robust : bool or str, default False
         How to average if clients may lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.core.aggregate`.
+    transport : {"float16"}, optional
+        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
+        every array has its own dtype on the wire.
+    compression : TopK, optional
+        Clients send the largest entries of their changes, and the rest in later rounds; not with
+        ``robust``.
+    fine_tune : int, default 0
+        After the last round each client trains its own model up to so many times further, and keeps
+        the best by the loss of its ``evaluate``, also for later evaluations.
     **options
         See `ServerOptions`.
 
@@ -142,42 +145,35 @@ class PersonalizedFedAvg(ModelStrategy):
 
     def __init__(
         self,
-        private: str | Sequence[str],
+        private: str | Sequence[str] = (),
         *,
+        share: str | Sequence[str] = (),
         alternate: bool = False,
         optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
+        transport: str | None = None,
+        compression: TopK | None = None,
+        fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(optimizer, robust, **options)
-        self.private = check_patterns("private", private)
-        if not self.private:
-            raise ValueError("private must name at least one array, got none.")
-        self.alternate = check_flag("alternate", alternate)
-        self._is_private: list[bool] = []
-        #: Who has a private part, and who is asked in this round: not a part of the state, since
-        #: clients may lose theirs while a run is not on.
-        self._known: set[int] = set()
-        self._asked_now: set[int] = set()
-
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
-        """Begin a run, or take it up from its checkpoint."""
-        listed = list(names)
-        own = matched("private", self.private, listed) if listed else []
-        warn_of_unmatched("private", self.private, listed)
-        self._is_private = [name in own for name in listed]
-        self._known, self._asked_now = set(), set()
-        return super().open(initial, listed)
-
-    def _run_rounds(self, *arguments: Any) -> Result:
-        """Take the rounds, and say what the result is not."""
-        evaluate_fn = arguments[5]
-        log(
-            INFO if evaluate_fn is None else WARNING,
-            "Private arrays are the initial ones in the result%s: clients have their own.",
-            "" if evaluate_fn is None else " and for evaluate_fn",
+        super().__init__(
+            optimizer=optimizer,
+            robust=robust,
+            transport=transport,
+            compression=compression,
+            fine_tune=fine_tune,
+            private=private,
+            share=share,
+            **options,
         )
-        return super()._run_rounds(*arguments)
+        if self._part is None:
+            raise ValueError("private, or share, must name at least one array, got none.")
+        self.alternate = check_flag("alternate", alternate)
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned so far."""
+        return Learned(self._presented(), self.own)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
@@ -187,44 +183,13 @@ class PersonalizedFedAvg(ModelStrategy):
         self._is_private = state[_PRIVATE].tolist()
         config = {ALTERNATE: True} if self.alternate else {}
         while True:
-            model = unpack_model(state)
-            shared = self._shared(model)
+            model, memory = unpack_model(state), unpack_model(state, MEMORY)
+            shared = self.shared(model)
+            combine = Combine(start=shared, rule=self.robust)
             replies = yield Request(
-                TRAIN,
-                model,
-                config,
-                state,
-                metrics=(KEPT,),
-                combine=Combine(start=shared, rule=self.robust),
+                TRAIN, model, config, state, metrics=self.needed, combine=combine
             )
-            self._known = (self._known - self._asked_now) | set(replies)
-            names = self._shared(self._array_names())
-            moved, memory = self.take_step(shared, replies.combined, state, names)
-            rest = iter(moved)
-            pairs = zip(model, self._is_private, strict=True)
-            model = [array if private else next(rest) for array, private in pairs]
-            state = {**pack_model(model, memory), _PRIVATE: state[_PRIVATE]}
-
-    def _shared(self, all_of_them: Sequence[Any]) -> list[Any]:
-        """Return what belongs to shared arrays of a list with an entry per array."""
-        pairs = zip(all_of_them, self._is_private, strict=True)
-        return [one for one, private in pairs if not private]
-
-    def _ask(
-        self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
-    ) -> list[Message]:
-        """Return a message per client, without private arrays for those that have their own."""
-        run = self._running().record
-        names, shared = run.array_names, self._shared(run.model)
-        shared_names = self._shared(names)
-        # The plan's own table, from which reports count what was sent.
-        plan.arrays.update(dict.fromkeys(self._known & plan.arrays.keys(), shared))
-        left_out = json.dumps([name for name in names if name not in shared_names])
-        told = ConfigRecord({**config, LEFT_OUT: left_out})
-        messages = super()._ask(plan, nodes, message_type, told)
-        for content in {id(message.content): message.content for message in messages}.values():
-            arrays = [*content.array_records[ARRAYS].values()]
-            content[ARRAYS] = named(arrays, names, shared_names)
-        if message_type == MessageType.TRAIN:
-            self._asked_now = set(plan.arrays)
-        return messages
+            self.trained_by(replies)
+            names = self.shared(self._array_names())
+            moved, memory = self.take_step(shared, replies.combined, memory, names)
+            state = {**pack_model(self.whole(model, moved), memory), _PRIVATE: state[_PRIVATE]}

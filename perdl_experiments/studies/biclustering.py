@@ -318,7 +318,7 @@ def _facts(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> di
     return {
         "n_subjects": n_subjects,
         "n_genes": n_genes,
-        "what": "your data" if config.data else "planted biclusters, new ones for every seed",
+        "what": "your data" if config.data else "synthetic biclusters, drawn anew for each seed",
         "n_clusters": int(result["k"]),
         "because": because,
         "by": "Algorithm 3's clusters" if data.labels is None else "their labels",

@@ -464,19 +464,19 @@ def _figures(
     each = {name: values.mean(axis=1) for name, values in errors.items()}  # (n_seeds, n_views)
     bars = {
         **{
-            f"{view} images": {METHODS[m]: each[m][:, i] for m in errors}
+            view: {METHODS[m]: each[m][:, i] for m in errors}
             for i, view in enumerate(VIEWS.values())
         },
-        "both": {METHODS[m]: each[m].mean(axis=1) for m in errors},
+        "both views": {METHODS[m]: each[m].mean(axis=1) for m in errors},
     }
     rows = {"original": first["original"]}
     rows |= {METHODS[m]: first[f"rebuilt_{m}"] for m in ("perma", *RIVALS)}
     whole = np.insert(curve, 0, each["alone"], axis=1)
-    drawn = {"both": whole.mean(axis=2)}
+    drawn = {"both views": whole.mean(axis=2)}
     drawn |= {view: whole[:, :, i] for i, view in enumerate(VIEWS.values())}
     return {
         "atoms": pictures.shared_and_own(
-            first["atoms"][0, :n], {f"own: {s.camera}": D for s, D in local}, shape
+            first["atoms"][0, :n], {f"private: {s.camera}": D for s, D in local}, shape
         ),
         "reconstructions": plots.images(
             {name: np.insert(X, SHOWN, np.nan, axis=0) for name, X in rows.items()}, shape

@@ -46,6 +46,7 @@ from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, stacked, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.words import megabytes
 
 #: Share of the images that are held out, and what counts as FedAvg's accuracy.
 HELD_OUT, NEAR = 0.25, 0.01
@@ -238,7 +239,7 @@ def _records(found: Arrays, size: str) -> Iterator[Record]:
     """Yield the results of networks of one size."""
     yield Record("accuracy_alone", found["alone"], parameters={"size": size})
     for name in WORDS:
-        for metric in ("gap", "bytes", "worst", "rounds", "floats"):
+        for metric in ("gap", "bytes", "worst", "rounds", "megabytes"):
             if f"{metric}/{name}" in found:
                 unit, at = "rounds" if metric == "rounds" else "", {"graph": name, "size": size}
                 yield Record(metric, found[f"{metric}/{name}"], parameters=at, unit=unit)
@@ -258,6 +259,7 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         "alone": np.array(np.mean([nodes.accuracy(own) for own in alone])),
         "curve/fedavg": fedavg,
         "sent/fedavg": np.array(float(MODEL)),
+        "megabytes/fedavg": np.array(megabytes(MODEL)),
     }
     for name, network in networks(n, seed, config.changing).items():
         # Exact diffusion is for fixed graphs: others have their default.
@@ -274,6 +276,7 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         )
         kept[f"curve/{name}"] = learned.curves["evaluate-accuracy"]
         kept[f"sent/{name}"] = np.array(learned.floats_sent / config.rounds / n)
+        kept[f"megabytes/{name}"] = np.array(learned.bytes_sent / config.rounds / n / 1e6)
         if isinstance(network, Topology):
             kept[f"gap/{name}"] = np.array(metropolis_weights(network).spectral_gap)
             kept[f"bytes/{name}"] = np.array(learned.bytes_sent / n)
@@ -281,29 +284,29 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         worst = kept[f"curve/{name}"].min(axis=1)
         rounds = rounds_to(worst, fedavg[-1, 0] - NEAR)
         kept[f"worst/{name}"], kept[f"rounds/{name}"] = worst[-1], np.array(float(rounds))
-        kept[f"floats/{name}"] = kept[f"sent/{name}"] * rounds
+        kept[f"megabytes/{name}"] = kept[f"megabytes/{name}"] * rounds  # a round's until now
     return kept
 
 
 def _figures(found: Mapping[str, Arrays]) -> dict[str, Any]:
-    from perdl_experiments import pictures, plots  # an extra: clients must not need it
+    from perdl_experiments import plots  # an extra: clients must not need it
 
-    costs = {}
-    for size, one in found.items():
-        rounds = {n: float(np.median(one[f"rounds/{n}"])) for n in WORDS if f"rounds/{n}" in one}
-        costs[size] = {
-            WORDS[name]: (float(np.median(one.get(f"gap/{name}", np.nan))), rounds[name])
-            for name in rounds
-            if np.isfinite(rounds[name]) and (name == "fedavg" or f"gap/{name}" in one)
-        }
     first = next(iter(found.values()))
     shown = {n: first[f"curve/{n}"] for n in WORDS if n != "fedavg" and f"curve/{n}" in first}
+    rows = sorted(["fedavg", *shown], key=lambda name: -np.median(first.get(f"gap/{name}", np.inf)))
+    rounds = {
+        size: [np.median(one.get(f"rounds/{name}", np.nan)) for name in rows]
+        for size, one in found.items()
+    }
     return {
         "curves": plots.lines(
             {WORDS[name]: curve.min(axis=2) for name, curve in shown.items()},
-            levels={"FedAvg at the end": float(np.median(first["worst/fedavg"]))},
+            levels={"FedAvg, final": float(np.median(first["worst/fedavg"]))},
             x="communication round",
             y="accuracy of the worst node",
+            log_x=True,
         ),
-        "gaps": pictures.rounds_against_gaps(costs),
+        "gaps": plots.dots(
+            {"": rounds}, [WORDS[name] for name in rows], x="rounds to FedAvg's accuracy"
+        ),
     }

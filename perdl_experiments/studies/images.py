@@ -267,7 +267,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     training = [report.aggregate for report in federated.history if report.step != "evaluate"]
     levels = {
         title: float(measured[name][0, N_NONZERO.index(CURVE_N_NONZERO)])
-        for title, name in {"clients alone": "local", "pooled data": "pooled"}.items()
+        for title, name in {"local training": "local", "pooled data": "pooled"}.items()
     }
     return Outcome(
         records=records,
@@ -495,7 +495,7 @@ def _figures(
 
     one_each = [int(np.argmax(task.test_kinds == kind)) for kind in np.unique(task.test_kinds)]
     global_atoms = federated.arrays[0]
-    own_kind = f"client {_called(task, 0)}, alone"
+    own_kind = f"local training,\nclient {_called(task, 0)}"
     shown = task.test[one_each[:10]]
     k = PICTURE_N_NONZERO
     rows = {
@@ -505,7 +505,7 @@ def _figures(
         "pooled data": _rebuild(shown, pooled, k),
     }
     own = {
-        f"client {_called(task, i)}: its own": D
+        f"client {_called(task, i)}: private": D
         for i, D in enumerate(federated.local_atoms[:DRAWN])
         if len(D)
     }

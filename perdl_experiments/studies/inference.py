@@ -155,7 +155,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=floats,
         floats_down=floats,
-        facts={"chosen": f"{config.step:g}" if config.step else "nine tenths of Table III's bound"},
+        facts={"chosen": f"{config.step:g}" if config.step else "0.9 times Table III's bound"},
     )
 
 
@@ -322,6 +322,6 @@ def _figure(curves: Mapping[str, Matrix]) -> Any:
             levels={f"{FOUND:g} dB": FOUND},
             limits=(-5, TOP),
         )
-        for what, title in {"y": "codes y", "nu": "dual variables nu, worst agent"}.items()
+        for what, title in {"y": "codes y", "nu": "dual variables nu, worst node"}.items()
     ]
     return plots.panels(drawn, columns=1, height=2.9)

@@ -142,7 +142,7 @@ def methods(config: Config) -> dict[str, Method]:
         network = metropolis_weights(topology)
         return row._replace(words=words, network=network, patience=patience)
 
-    long = f"every node hears all others, {PATIENCE * config.rounds} rounds"
+    long = f"complete graph, {PATIENCE * config.rounds} rounds"
     weights = relative_degree_variance_weights(ring, np.array([*[1e-4] * (nodes - 1), NOISY**2]))
     noisy = elsewhere._replace(
         words=f"noise at one node {_decibel(NOISY)} below its data", noise=(0.01, NOISY)
@@ -164,10 +164,12 @@ def methods(config: Config) -> dict[str, Method]:
             for other, title in TITLES.items()
             if other != update
         },
-        "isolated": on(own, Topology.from_edges(nodes, []), "ours, without neighbors"),
-        "central": on(own, Topology.complete(1), "ours, all data in one place"),
-        "complete": on(elsewhere, complete, "every node hears all others"),
-        "ring_many": on(elsewhere, Topology.ring(many), f"a ring of {many}, as much data in all"),
+        "isolated": on(own, Topology.from_edges(nodes, []), "local training (no neighbors)"),
+        "central": on(own, Topology.complete(1), "ours, centralized"),
+        "complete": on(elsewhere, complete, "complete graph"),
+        "ring_many": on(
+            elsewhere, Topology.ring(many), f"ring of {many} nodes, equally much data in all"
+        ),
         **{
             f"noise_{noise:g}": elsewhere._replace(
                 words=f"noise {_decibel(noise)} below the data", noise=(noise, noise)

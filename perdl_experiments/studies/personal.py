@@ -383,8 +383,8 @@ def run(config: Config, keep: Keep) -> Outcome:
 
 def _said(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
     """Return which method is best for each kind, in words."""
-    return "; ".join(
-        f"{KINDS[kind]}: {METHODS[methods[j]]} ({row[j]:.3f})"
+    return ", ".join(
+        f"{METHODS[methods[j]]} ({KINDS[kind]}, {row[j]:.3f})"
         for kind, row, j in zip(kinds, medians, medians.argmax(axis=1), strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""What a promise costs: PerMA's atoms with noise on their sums, against epsilon.
+"""What differential privacy costs: PerMA's atoms with noise on their sums, against epsilon.
 
 Nine tenths of a client's images carry one label. The noise hides every single image, whatever is
 known of all others. Atoms are learned in a public space, the lowest frequencies of the discrete
@@ -181,7 +181,7 @@ def _figures(epsilon: float, curve: list[float], errors: dict[str, float]) -> di
 
     at = sorted({*EPSILONS, epsilon})
     points = dict(zip(EPSILONS, curve, strict=True))
-    levels = {"not_private": "without noise", "alone": "clients alone", "public": "public atoms"}
+    levels = {"not_private": "without noise", "alone": "local training", "public": "public atoms"}
     panel = plots.Panel(
         "epsilon (smaller: more private)",
         "mean squared error",

@@ -160,12 +160,12 @@ def _paid(measured: Mapping[str, Mapping[str, float]]) -> str:
     """Return for whom federating paid, in words."""
     lost = [who for who, found in measured.items() if found["mse_full"] >= found["mse_alone"]]
     if not lost:
-        return "Federating paid for every node"
+        return "Federating pays off for every node"
     named = ", ".join(lost[:_NAMED]) + (f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED))
     if len(lost) == len(measured):
-        return f"Federating paid for no node ({named}): each did better alone"
+        return f"Federating pays off for no node ({named}): local training is better"
     won = len(measured) - len(lost)
-    return f"Federating paid for {won} of {len(measured)} nodes, not for {named}"
+    return f"Federating pays off for {won} of {len(measured)} nodes, not for {named}"
 
 
 @cached_by_file(maxsize=64)

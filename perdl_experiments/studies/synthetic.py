@@ -170,8 +170,8 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
         "clients": plots.dots(
             {
                 "": {
-                    "clients alone": list(np.maximum(alone, EXACT).T),
-                    "together (PerMA)": list(np.maximum(together, EXACT).T),
+                    "local training": list(np.maximum(alone, EXACT).T),
+                    "PerMA": list(np.maximum(together, EXACT).T),
                 }
             },
             [f"client {i}" for i in range(alone.shape[1])],
@@ -183,7 +183,7 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
                 "PerMA, median over seeds": curves["error_global_median"],
                 "PerMA, worst seed": curves["error_global_max"],
             },
-            levels={"clients alone, worst": float(alone.max())},
+            levels={"local training, worst client": float(alone.max())},
             x="communication round",
             y=error,
             log=True,

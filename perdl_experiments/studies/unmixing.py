@@ -297,10 +297,10 @@ def _figures(
     order = spectra["network"][0] if scene.endmembers is None else scene.endmembers
     names = [f"material {j + 1}" for j in range(len(order))]
     shown = {
-        "the tiles together": "network",
-        "each from its own spectra": "network_own",
-        "each tile alone": "isolated",
-        "all pixels, VCA": "vca",
+        "network of tiles": "network",
+        "network, local initial spectra": "network_own",
+        "local training": "isolated",
+        "centralized VCA": "vca",
     }
     matched = {
         label: np.stack([D[match_spectra(order, D).indices] for D in spectra[name]])

@@ -121,8 +121,10 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_servers_token_leads_nowhere_else(tmp_path: Path) -> None:
-    PrivateState(context(), "../../elsewhere", store(tmp_path / "own")).save(1, atoms(1))
+    PrivateState(context(), "..", store(tmp_path / "own")).save(1, atoms(1))
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
+    with pytest.raises(ValueError, match="run"):
+        PrivateState(context(), "../../elsewhere", store(tmp_path / "own"))
 
 
 def test_locked_files_say_nothing_and_open_with_their_key_alone(

@@ -63,12 +63,12 @@ NOTHING = delivery(arrays=[])
 def test_two_rounds_by_hand() -> None:
     where = context()
     reply, examples, metrics = client(where).fit(NOTHING, asked(1))
-    np.testing.assert_array_equal(reply, [[[6.0, 0.0]]])
+    np.testing.assert_array_equal(reply, [[6.0, 0.0]])
     assert (examples, metrics) == (1, {"floats": 2})
-    request = delivery((0, 0, 0.25, 1), (5, 0, 0.5, 1), arrays=[[[2.0, 4.0]], [[1.0, 2.0]]])
+    request = delivery((0, 0, 0.25, 1), (5, 0, 0.5, 1), arrays=[[2.0, 4.0], [1.0, 2.0]])
     reply, _, metrics = client(where).fit(request, asked(2))
     # 1/4 (2, 4) + 1/2 (1, 2) + 1/4 (6, 0)
-    np.testing.assert_allclose(reply, [[[2.5, 2.0]]])
+    np.testing.assert_allclose(reply, [[2.5, 2.0]])
     assert metrics == {"floats": 2}
     shown, _, metrics = client(where).fit(NOTHING, asked(3, "show"))
     assert metrics == {}
@@ -80,7 +80,7 @@ def test_two_rounds_by_hand() -> None:
 def test_a_round_that_is_asked_again_has_the_same_reply() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
+    request = delivery((0, 0, 0.5, 1), arrays=[[2.0, 4.0]])
     first, _, _ = client(where).fit(request, asked(2))
     again, _, _ = client(where).fit(request, asked(2))
     np.testing.assert_array_equal(first, again)
@@ -89,32 +89,32 @@ def test_a_round_that_is_asked_again_has_the_same_reply() -> None:
 def test_who_missed_a_round_has_heard_nobody_in_it() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
+    request = delivery((0, 0, 0.5, 1), arrays=[[2.0, 4.0]])
     reply, _, _ = client(where).fit(request, asked(3))
-    np.testing.assert_array_equal(reply, [[[6.0, 0.0]]])
+    np.testing.assert_array_equal(reply, [[6.0, 0.0]])
 
 
 @pytest.mark.parametrize(
     ("entry", "text"),
     [
-        ((0, 0, 0.5, 1), [[2.0, 4.0, 1.0]]),
-        ((0, 0, 0.5, 1), [[np.nan, 4.0]]),
-        ((0, 0, 0.5, 1), [2.0, 4.0]),
-        ((0, 1, 0.5, 1), [[2.0, 4.0]]),
-        ((0, -1, 0.5, 1), [[2.0, 4.0]]),
-        ((2, 0, 0.5, 1), [[2.0, 4.0]]),
-        ((5, 0, 0.5, 1), [[2.0, 4.0]]),
+        ((0, 0, 0.5, 1), [2.0, 4.0, 1.0]),
+        ((0, 0, 0.5, 1), [np.nan, 4.0]),
+        ((0, 0, 0.5, 1), [[2.0, 4.0]]),
+        ((0, 1, 0.5, 1), [2.0, 4.0]),
+        ((0, -1, 0.5, 1), [2.0, 4.0]),
+        ((2, 0, 0.5, 1), [2.0, 4.0]),
+        ((5, 0, 0.5, 1), [2.0, 4.0]),
     ],
-    ids=["shape", "nan", "flat", "late", "early", "own", "again"],
+    ids=["shape", "nan", "nested", "late", "early", "own", "again"],
 )
 def test_a_bad_message_is_left_out_and_its_sender_named(
     entry: tuple[float, ...], text: list[Any]
 ) -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = delivery((5, 0, 0.25, 1), entry, arrays=[[[2.0, 4.0]], text])
+    request = delivery((5, 0, 0.25, 1), entry, arrays=[[2.0, 4.0], text])
     reply, _, metrics = client(where).fit(request, asked(2))
-    np.testing.assert_allclose(reply, [[[5.0, 1.0]]])  # 1/4 (2, 4) + 3/4 (6, 0)
+    np.testing.assert_allclose(reply, [[5.0, 1.0]])  # 1/4 (2, 4) + 3/4 (6, 0)
     assert metrics == {"floats": 2, f"rejected-{entry[0]}": 1}
 
 
@@ -123,7 +123,7 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, float]) -> None
     where = context()
     client(where).fit(NOTHING, asked(1))
     entries = [(sender, 0, weight, 1) for sender, weight in enumerate(weights)]
-    request = delivery(*entries, arrays=[[[1.0, 1.0]], [[1.0, 1.0]]])
+    request = delivery(*entries, arrays=[[1.0, 1.0], [1.0, 1.0]])
     with pytest.raises(ValueError, match=r"^(weights|messages)"):
         client(where).fit(request, asked(2))
 
@@ -151,11 +151,11 @@ def test_sealed_messages_by_hand() -> None:
     (card,), _, _ = client(where).fit(NOTHING, sealed(0, "announce"))
     again, sent = client(where).fit([*NOTHING, *to(other)], sealed(1))[0]
     np.testing.assert_array_equal(card, again)
-    np.testing.assert_array_equal(other.open(sent, 2, 1), [[[6.0, 0.0]]])
-    mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
+    np.testing.assert_array_equal(other.open(sent, 2, 1), [[6.0, 0.0]])
+    mine = other.seal((np.array([2.0, 4.0]),), 2, 1, card)
     request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), mine]
     (_, sent), _, metrics = client(where).fit(request, sealed(2))
-    np.testing.assert_allclose(other.open(sent, 2, 2), [[[4.0, 2.0]]])
+    np.testing.assert_allclose(other.open(sent, 2, 2), [[4.0, 2.0]])
     assert metrics == {"floats": 2}
 
 
@@ -171,7 +171,7 @@ def test_what_the_program_reports_comes_with_the_next_reply_and_again_after_the_
 
     (card, _), _, metrics = ask([*NOTHING, *to(other)], sealed(1))
     assert metrics == {"floats": 2}  # no round is over
-    mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
+    mine = other.seal((np.array([2.0, 4.0]),), 2, 1, card)
     request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), mine]
     last = ask(request, sealed(2, "show"))
     assert last[2] == {"first": 4.0}
@@ -184,10 +184,10 @@ def test_a_sealed_message_of_several_arrays_does_not_spoil_the_others() -> None:
     """Before, the whole request was refused with a sentence about unpacking."""
     where, other = context(), Keys(5, "run")
     ((card, *_), _, _) = client(where).fit([*NOTHING, *to(other)], sealed(1))
-    mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
+    mine = other.seal((np.array([2.0, 4.0]),), 2, 1, card)
     request = [*delivery((6, 0, 0.25, 2), (5, 0, 0.5, 1), arrays=[]), *to(other), mine, mine, mine]
     (_, message), _, metrics = client(where).fit(request, sealed(2))
-    np.testing.assert_allclose(other.open(message, 2, 2), [[[4.0, 2.0]]])
+    np.testing.assert_allclose(other.open(message, 2, 2), [[4.0, 2.0]])
     assert metrics == {"floats": 2, "rejected-6": 1}
 
 

@@ -181,7 +181,7 @@ def test_open_the_server_sees_the_messages_and_nothing_else() -> None:
         if 1 <= round_ <= ROUNDS:
             assert dict(content["metrics"]) == {"num-examples": 1, "floats": 3}
             (sent,) = tap.arrays(content)
-            np.testing.assert_allclose(sent[0], written.messages[round_ - 1][node], atol=1e-14)
+            np.testing.assert_allclose(sent, written.messages[round_ - 1][node], atol=1e-14)
     ends = [tap.replied[ROUNDS + 1, node] for node in range(5)]
     shown = [dict(content["metrics"]) for content in ends]
     assert shown == [{"num-examples": 1}] * 5
@@ -232,7 +232,7 @@ def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) 
                 np.testing.assert_array_equal(letter, sent[place])
             else:
                 message = written.messages[round_ - 2][sender]
-                np.testing.assert_allclose(letter[0], message, atol=1e-14)
+                np.testing.assert_allclose(letter, message, atol=1e-14)
 
 
 def test_sealed_the_server_holds_ciphertext_and_public_keys_only() -> None:
@@ -293,7 +293,7 @@ class InTheMiddle:
         table, receivers, cards = arrays[:3]
         for i, sender in enumerate(table[:, 0].astype(int)):
             (message,) = self.keys[node].open(arrays[3 + i], sender, round_ - 2)
-            self.read[round_ - 2, sender, node] = message[0]
+            self.read[round_ - 2, sender, node] = message
             own = self.keys[sender]
             arrays[3 + i] = own.seal((message,), node, round_ - 2, self.cards[node])
         for i, receiver in enumerate(receivers.astype(int)):

@@ -82,6 +82,18 @@ def test_in_process_it_prints_what_its_readme_says(
     assert len(list(tmp_path.glob("out*"))) == models.get(name, 0)
 
 
+@_torch
+def test_lora_with_pytorch_where_sites_have_labels_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "perdl-lora"
+    monkeypatch.syspath_prepend(ROOT / "examples" / name)
+    step = read(name).steps[1]
+    assert "'differ=\"labels\"'" in step.commands
+    run_here(name, 12, differ="labels")
+    compare(capsys.readouterr().out, step)
+
+
 @apps()
 def test_a_node_reads_the_data_that_its_config_names(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -93,9 +105,13 @@ def test_a_node_reads_the_data_that_its_config_names(
     def loaded(**node_config: Any) -> Any:
         return load(Context(1, 1, node_config, RecordDict(), config))
 
-    X = np.arange(640.0).reshape(10, 64)
-    np.savez(tmp_path / "own.npz", X=X.reshape(10, 1, 8, 8) if "clust" in name else X, y=range(10))
-    own = loaded(data=str(tmp_path / "own.npz"), name="ward-7")
+    X, file = np.arange(640.0).reshape(10, 64), tmp_path / "own.npz"
+    np.savez(file, X=X.reshape(10, 1, 8, 8) if "clust" in name else X, y=range(10))
+    if name == "perdl-lora":
+        texts = [f"gout rash\tulcer {k}" for k in range(10)]
+        file.write_text("".join(f"{k}\t{text}\n" for k, text in enumerate(texts)))
+        X = module(name, "reports").to_tokens(texts)
+    own = loaded(data=str(file), name="ward-7")
     if name == "perdl-perma":
         np.testing.assert_array_equal(own, X)
     elif name in TORCH:

@@ -1,4 +1,5 @@
 import io
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from typer.testing import CliRunner
 from flwr_perdl import __version__
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from perdl_experiments.__main__ import main
 from perdl_experiments.cli import app
+from perdl_experiments.studies import EXPERIMENTS
 from perdl_experiments.terminal import Rows
 
 
@@ -28,13 +31,18 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
         "run", "synthetic", "--out", out, "--clients", 3, "--rounds", 3, "-o", "seeds=1"
     )
     assert result.exit_code == 0
-    assert "PerMA's global atoms" in result.stdout
-    assert str(out / "report.html") in result.stdout
+    table, _, end = result.stdout.partition("3 rounds; each client sent ")
+    assert "PerMA, shared atoms" in table
+    assert len(table.splitlines()) <= 15  # a title, and empty lines
+    assert (out / "report.html").as_uri() in end
+    verdict = json.loads((out / "results.json").read_text())["finding"]
+    assert verdict.startswith("Too few clients (3; default 10) and rounds (3; default 30)")
+    assert " ".join(end.split()).endswith(verdict)
     page = (out / "report.html").read_text()
     (out / "report.html").unlink()
     result = invoke("report", out)
     assert result.exit_code == 0
-    assert "PerMA's global atoms" in result.stdout
+    assert "Client by client" in result.stdout
     assert (out / "report.html").read_text() == page
 
 
@@ -98,6 +106,37 @@ def test_no_number_is_broken_at_any_width(columns):
     assert all(len(line) <= columns for line in lines)
     for cell in rows[0][1:]:
         assert any(cell in line for line in lines)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+@pytest.mark.parametrize("words", ["short", "a name that goes over several lines at 80 columns"])
+def test_a_brief_table_has_at_most_as_many_lines_as_asked(columns, words):
+    rows = Rows(["method", *(f"column {k}" for k in range(9))], [[words, *["0.123"] * 9]] * 20, "T")
+    console = Console(file=io.StringIO(), width=columns, color_system=None)
+    brief = rows.brief(console, 12)
+    printed = console.render_lines(brief._replace(title=""), pad=False)
+    assert len(printed) - 1 <= 12  # the last is empty
+    assert f"{20 - len(brief.rows)} more rows" in brief.title
+    assert list(brief.rows[0]) == rows.rows[0][: len(brief.columns)]
+
+
+def test_a_terminal_shows_at_once_that_the_program_loads(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    monkeypatch.setattr("perdl_experiments.cli.main", lambda: None)
+    main()
+    assert shown.getvalue().startswith("flwr-perdl: loading .")
+    assert shown.getvalue().endswith(" \r")  # and is wiped
+
+
+def test_every_experiment_names_a_guide():
+    docs = Path(__file__).parents[2] / "docs"
+    for name, one in EXPERIMENTS.items():
+        assert (docs / f"{one.page['guide']}.md").is_file(), name
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path):

@@ -52,7 +52,8 @@ def test_every_method_has_quality_and_cost(ran: Any) -> None:
     assert metrics["floats_up_tuned_local"] == 0
     assert metrics["floats_up_tuned_finetuned"] > metrics["floats_up_tuned_perma"]
     assert metrics["floats_up_tuned_pooled"] == metrics["samples_per_client"] * 4 / 5 * 64
-    assert (seen[5].done, seen[-1].done, seen[-1].total) == (6, 20, 20)
+    assert [*dict.fromkeys(one.done for one in seen)] == [*range(21)]  # 6 rounds, 14 parts
+    assert seen[-1].total == 20
 
 
 def test_more_atoms_of_their_own_help_and_matching_beats_the_naive_average(ran: Any) -> None:

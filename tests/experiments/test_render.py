@@ -70,11 +70,42 @@ def test_a_table_is_records_by_rows_and_columns() -> None:
     assert render.tables(page(tables=[spec]), [], facts) == []
 
 
+def test_a_table_marks_the_best_and_says_what_is_gained() -> None:
+    error = {"title": "error", "metric": "error", "show": "{mean:.2f}", "better": "lower"}
+    gain = {"title": "gain", "metric": "error", "show": "{median:+.0%}", "better": "lower"}
+    score = {"title": "score", "metric": "score", "show": "{value}", "better": "higher"}
+    lead = {**score, "title": "lead", "show": "{value:+.1f}", "over": {"method": "a"}}
+    spec = {"title": "", "caption": "", "rows": "method"}
+    spec["columns"] = [error, {**gain, "over": {"method": "a"}}, score, lead]
+    records = [Record("error", np.array([2.0, 4.0]), "a"), Record("error", np.array([1, 1.0]), "b")]
+    records += [Record("score", 0.5, "a"), Record("score", 0.25, "b"), Record("error", 0.0, "c")]
+    (table,) = render.tables({"tables": [spec]}, records, {})
+    assert list(table.rows) == [
+        ["a", "3.00", "-", "0.5", "-"],
+        ["b", "1.00", "+62%", "0.25", "-0.2"],
+        ["c", "0.00", "-", "-", "-"],  # of other seeds
+    ]
+    assert table.best == [[2, 1], [0, 3]]
+    (across,) = render.tables({"tables": [{**spec, "best": "row"}]}, records, {})
+    assert across.best == [[0, 3], [1, 3]]
+    assert "<b>0.00</b></td>" in render.html_table(table._asdict())
+
+
+def test_a_run_that_is_too_small_is_not_judged() -> None:
+    claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
+    options = {"clients": {"default": 0}, "rounds": {"default": 10}}
+    shown = page(finding="It is {error_ours_5}.", claims=[claim], options=options)
+    found = [render.report(shown, RECORDS, {"clients": 3, "rounds": n})["finding"] for n in (4, 5)]
+    assert found == ["Too few rounds (4; default 10) to judge. It is 2.", "It is 2. Yes."]
+
+
 def test_the_first_sentence_is_of_metrics_that_are_there_and_claims_are_judged() -> None:
     claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
     unknown = {"less": [["error_ours_5", "none"]], "holds": "?", "fails": "?"}
-    shown = page(finding=["{none}", "It is {error_ours_5}."], claims=[claim, unknown])
-    assert render.report(shown, RECORDS, {})["finding"] == "It is 2. Yes."
+    shown = page(
+        finding=["{none}", "It is {error_ours_5} ({error_theirs_5:%})."], claims=[claim, unknown]
+    )
+    assert render.report(shown, RECORDS, {})["finding"] == "It is 2 (50%). Yes."
     swapped = {**claim, "less": [["error_ours_10", "error_ours_5"]]}
     assert render.report(page(claims=[swapped]), RECORDS, {})["finding"] == "No."
     assert not render.is_less(20.0, 20.05, "psnr_a psnr_b")

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -172,6 +172,10 @@ VALID: dict[str, Callable[[], Any]] = {
 }
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "Combine": {"start": lambda: [_normal(D)]},
+    "adapt": {
+        "app": lambda: clients.client_app(lambda context: _Untrained()),
+        "result": lambda: ArrayRecord([np.ones(2)]),
+    },
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "Topology.k_regular": {"n_nodes": lambda: 5},
     "Topology.small_world": {"n_nodes": lambda: 5},

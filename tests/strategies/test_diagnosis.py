@@ -77,6 +77,11 @@ def test_the_known_difference_is_found(kind: str, seed: int) -> None:
     best = min(values.mean() for values in found.values.values())
     assert found.values[found.choice].mean() <= 1.1 * best
     assert len(found.clients) == N
+    mean, low, high = found.lead
+    leads = found.values[found.over] - found.values[found.best]
+    assert kind in (found.best, found.over)
+    assert low < mean < high
+    assert leads.min() <= mean <= leads.max()
     if kind == "clusters":
         assert len({found.groups[p] for p in range(0, N, 2)}) == 1
 
@@ -91,6 +96,7 @@ def test_a_metric_to_maximize_leads_to_the_same_choice() -> None:
 def test_a_given_part_stays_private() -> None:
     found = diagnosed("head", 0, private=("head.*",)).result
     assert "body" not in found.values
+    assert {"head", "head-fine-tuned"} <= found.values.keys()
     assert "head" in found.sentence
 
 
@@ -170,8 +176,10 @@ def test_each_candidate_trains_a_model_equally_often() -> None:
         "fine-tuned",
         "head",
         "body",
+        "head-fine-tuned",
         "ditto",
         "clusters",
+        "clusters-head",
         "local",
     }
     for name, values in found.values.items():

@@ -430,6 +430,24 @@ def test_a_run_that_is_resumed_has_the_same_bits(private: bool, tmp_path: Path) 
     assert_same(run("parts", None, server=resume), whole)  # nobody is asked again
 
 
+def test_a_node_that_is_asked_again_sends_the_same_message_and_trains_no_more() -> None:
+    """As a server asks that crashed before it had saved the round."""
+    rng, trained = np.random.default_rng(), list[int]()
+
+    class Random(LeastSquares):
+        def fit(self, parameters: list[NDArray[Any]], config: Any) -> Any:
+            trained.append(config["server-round"])
+            return [w + rng.standard_normal(w.shape) for w in parameters], 9, {}
+
+    grid = Tapped(client_app(lambda context: Random(partition_of(context))), N)
+    strategy = DiffusionAveraging(NET)
+    strategy.start(grid, ArrayRecord([START]), num_rounds=3, should_stop=lambda *_: True)
+    request, before, count = grid.asked[-1], grid.replies[-1].content, len(trained)
+    (again,) = grid.send_and_receive([request])
+    assert {name: again.content[name] for name in before} == dict(before)
+    assert (count, len(trained)) == (2 * N, count)
+
+
 # Bad replies, bad input --------------------------------------------------------------------------
 
 

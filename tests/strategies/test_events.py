@@ -108,11 +108,12 @@ class Sender:
     ("round_", "arrays", "options", "reason"),
     [
         (1, [np.eye(9)], {"max_reply_bytes": 500}, "too large: 776 bytes of arrays, at most 500"),
-        (2, [np.ones((1000, 1000))], {}, "too many numbers"),
+        (2, [np.ones((1000, 1000))], {}, "too large: 8000128 bytes"),
+        (2, [np.ones((100, 100))], {}, "too many numbers"),
         (2, [np.full((3, 6), 1e101)], {}, "array 0 has numbers beyond 1e+100"),
         (2, [np.full((3, 6), 9.0)], {"max_magnitude": 8.0}, "array 0 has numbers beyond 8"),
     ],
-    ids=["bytes", "shape", "magnitude", "own limit"],
+    ids=["bytes", "bytes asked for", "shape", "magnitude", "own limit"],
 )
 def test_the_server_says_what_a_reply_may_be(
     federation: Any, round_: int, arrays: list[Any], options: Any, reason: str

@@ -145,7 +145,7 @@ def test_messages_between_neighbors_have_the_dtypes_of_the_model(method: str) ->
     net = DIRECTED if method == "push_sum" else RING
     weights = {"weights": push_weights(net)} if method == "push_sum" else {}
     strategy = DiffusionAveraging(net, method=method, metrics=["counter", "var", "loss"], **weights)
-    start(strategy)
+    grid, _ = start(strategy)
     floats = [array for array in MODEL.values() if array.dtype.kind == "f"]
     n_bytes = sum(array.nbytes for array in MODEL.values() if array.dtype.kind != "b")
     corrected = sum(array.nbytes for array in floats) - 2 * MODEL["bn.running_var"].nbytes
@@ -153,6 +153,12 @@ def test_messages_between_neighbors_have_the_dtypes_of_the_model(method: str) ->
     received = strategy.result.curves["bytes-received"]
     degrees = np.asarray(net.adjacency.sum(axis=1)).ravel()
     np.testing.assert_array_equal(received, np.tile(degrees * (n_bytes + extra), (ROUNDS, 1)))
+    sent = [array for reply in grid.replies for array in reply.content.get("arrays", {}).values()]
+    assert sum(array.numpy().nbytes for array in sent) == N * ROUNDS * (n_bytes + extra)
+    asked = [
+        array for request in grid.asked for array in request.content.get("arrays", {}).values()
+    ]
+    assert {id(array.data) for array in sent} <= {id(array.data) for array in asked}  # handed on
     curves = strategy.result.curves
     last = curves["evaluate-counter"][-1]
     assert (last == 5 + 3 * ROUNDS).all()
@@ -270,6 +276,34 @@ def test_promoted_arrays_come_back_as_they_were_sent() -> None:
         assert not any(report.dropped for report in strategy.history)
         sent = {array.dtype for key, array in arrays_in(grid.replies) if key in MODEL}
         assert np.dtype(float) not in sent
+
+
+class Changing(InProcessGrid):
+    """The last client's replies have another array from round two on."""
+
+    changed: Callable[[np.ndarray], np.ndarray]
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        replies = list(super().pull_messages(message_ids))
+        arrays = replies[-1].content.get("arrays")
+        if arrays is not None and self._count > 2 * N:
+            arrays["conv.weight"] = Array(self.changed(arrays["conv.weight"].numpy()))
+        return replies
+
+
+@pytest.mark.parametrize(
+    "changed", [lambda a: a.astype(float), lambda a: a.reshape(3, 4), lambda a: np.tile(a, 10**5)]
+)
+@pytest.mark.parametrize("name", ["personal", "ditto", "one", "groups"])
+def test_another_dtype_shape_or_size_in_a_later_round_is_named(name: str, changed: Any) -> None:
+    strategy = STRATEGIES[name]()
+    grid = Changing(client_app(make_app()), N)
+    grid.changed = changed
+    given = ArrayRecord({name: Array(array) for name, array in MODEL.items()})
+    result = strategy.start(grid, given, num_rounds=3)
+    rounds = [report for report in strategy.history if report.step != "evaluate"]
+    assert [list(report.dropped) for report in rounds] == [[], *2 * [[f"client {N - 1}"]]]
+    assert result.arrays["conv.weight"].numpy().dtype == np.float32
 
 
 def test_a_dtype_that_is_none_of_a_model_is_named() -> None:

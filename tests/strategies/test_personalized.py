@@ -445,3 +445,19 @@ def test_a_run_goes_on_where_all_clients_lost_their_part(tmp_path: Path) -> None
     start(grid, 2, checkpoint_dir=tmp_path, server=RESUME)
     assert grid.errors == []
     assert grid.measured("head") == {0: 1, 1: 2}
+
+
+def test_trainings_of_one_message_go_on_from_each_others_private_arrays() -> None:
+    class Counts(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [array + 1 for array in parameters], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return 0.0, 1, dict(zip(("shared", "private"), map(float, parameters), strict=True))
+
+    app = client_app(lambda context: Counts(), private=["1"])
+    strategy = ClusteredFedAvg(2, start_rounds=3)
+    first = ArrayRecord([np.array(0.0), np.array(0.5)])
+    strategy.start(InProcessGrid(app, 3), first, num_rounds=2, verbose="quiet")
+    counted = [report.aggregate for report in strategy.history if report.step == "evaluate"]
+    assert [(own["shared"], own["private"]) for own in counted] == [(3, 3.5), (4, 4.5)]

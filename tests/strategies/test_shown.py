@@ -190,7 +190,8 @@ def test_a_notebook_draws_a_topology_and_its_weights(topology: Topology, edges: 
 
 def test_what_a_notebook_shows_is_escaped() -> None:
     clusters = Clusters([], {0: 0}, [1], [{"<script>": 1.0}])
-    diagnosed = Diagnosed("fedavg", "<script>", 1.0, {"fedavg": np.ones(2)}, [0, 1], {})
+    found = {"fedavg": np.ones(2)}, [0, 1], {}, "fedavg", "fedavg", (0.0, 0.0, 0.0)
+    diagnosed = Diagnosed("fedavg", "<script>", 1.0, *found)
     report = RoundReport(1, "<script>", {}, {}, {"a": "<script>"}, 0.0, 0.0, {})
     history = PerMA(2).history
     history.append(report)

@@ -1,0 +1,1 @@
+"""LoRA adapters of a transformer, with PyTorch: a Flower app."""

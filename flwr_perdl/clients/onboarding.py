@@ -1,0 +1,104 @@
+"""A client's own model by that of a finished run, at its site, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+
+from flwr_perdl.clients.app import AnsweringApp
+from flwr_perdl.clients.own_models import (
+    ADAPT,
+    FROZEN,
+    MOST_FITS,
+    N_FITS,
+    OWN_MODELS,
+    kept_model,
+    own_state,
+)
+from flwr_perdl.core.checks import check_count, check_kind, check_list
+from flwr_perdl.protocol.compat import become_server, stamp
+from flwr_perdl.protocol.records import (
+    ARRAYS,
+    CONFIG,
+    PROTOCOL,
+    ROUND,
+    RUN,
+    SEED,
+    STEP,
+    error_of,
+    named,
+)
+
+#: What the run is called in the client's state.
+_RUN = "adapted"
+
+
+def adapt(
+    app: ClientApp, result: Any, context: Context, *, fits: int = 20, seed: int = 0
+) -> ArrayRecord:
+    """Return a client's own model, which begins with what a finished run has learned.
+
+    Of several models the client takes the one with the least loss by its ``evaluate``. Then it
+    trains up to ``fits`` times, where the app keeps arrays private those alone, and keeps the best
+    by that loss. Nothing leaves the client.
+
+    Parameters
+    ----------
+    app : ClientApp
+        One of `client_app`.
+    result : ArrayRecord, sequence of ArrayRecord, or what a strategy's ``result`` is
+        The run's shared model, or models of clusters.
+    context : Context
+        The client's: who it is, and where its state is kept.
+    fits : int, default 20
+        How often the client trains at most.
+    seed : int, default 0
+        The seed that the client's training is told.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another kind.
+    ValueError
+        If the client cannot train or evaluate: its own sentence.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import ArrayRecord, Context, RecordDict
+    >>> from flwr_perdl.clients import adapt, client_app
+    >>> class Mean:
+    ...     def fit(self, parameters, config):
+    ...         return [parameters[0] + 0.5 * (1 - parameters[0])], 1, {}
+    ...     def evaluate(self, parameters, config):
+    ...         return float(abs(parameters[0][0] - 1)), 1, {}
+    >>> context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    >>> own = adapt(client_app(lambda context: Mean()), ArrayRecord([np.zeros(1)]), context, fits=3)
+    >>> own.to_numpy_ndarrays()
+    [array([0.875])]
+    """
+    answering: AnsweringApp = check_kind("app", app, AnsweringApp, "a ClientApp of client_app")
+    check_kind("context", context, Context, "a Context")
+    check_count("fits", fits, 0, MOST_FITS)
+    check_count("seed", seed)
+    shared = getattr(result, "shared", result)
+    models = [shared] if isinstance(shared, ArrayRecord) else list(check_list("result", shared))
+    for model in models:
+        check_kind("result", model, ArrayRecord, "ArrayRecords, or what has them as shared")
+    if not models:
+        raise ValueError("result must have a model, got none.")
+    arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
+    round_ = own_state(context, _RUN).last_round + 1
+    told: dict[str, Any] = {PROTOCOL: OWN_MODELS, STEP: ADAPT, ROUND: round_, SEED: seed, RUN: _RUN}
+    told |= {N_FITS: fits, FROZEN: answering.keeps_private}
+    content = RecordDict({ARRAYS: named([*arrays.values()], [*arrays]), CONFIG: ConfigRecord(told)})
+    become_server(context.run_id)  # a message is made by a server's process alone
+    message = Message(content, context.node_id, MessageType.TRAIN)
+    stamp(message, context.run_id, f"adapt-{round_}")
+    reply = app(message, context)
+    if (why := error_of(reply)) is not None:
+        raise ValueError(f"the client could not adapt the model: {why}.")
+    own = kept_model(context, _RUN, dict(models[0])) or {}
+    return named([*own.values()], [*own])

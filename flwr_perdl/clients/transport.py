@@ -1,0 +1,174 @@
+"""How a model travels in fewer bytes: in half floats, and of what clients send the largest changes.
+
+==============  ==================================================================================
+message         arrays
+==============  ==================================================================================
+request         with ``transport="float16"`` floats are half floats; the client has them in their
+                dtype again before its app sees them
+training reply  ``+NAME``: the change of an array of floats from what the client received, with
+                float16 in half floats; with ``compression=TopK(...)`` its largest entries, and
+                ``@NAME``: their positions. All others as they are
+==============  ==================================================================================
+
+The server adds a change to the model that it has in full precision: what the way down has rounded
+is in no sum, and steps that are small beside the numbers are not lost. Integers and booleans travel
+as they are, and so does, in its own dtype, an array with a number that half floats do not have.
+
+What a client has not sent of a change is added to its next one (error feedback: Stich, Cordonnier,
+Jaggi, "Sparsified SGD with memory", NeurIPS 2018; there of gradients, here of the change by a
+round's training). The largest are those of each array, one at least, and not of the whole model;
+the statistics of batch normalization are sent whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+
+from flwr_perdl.clients.base import UNSENT, PrivateState, private_store
+from flwr_perdl.core.checks import Matrix, check_count
+from flwr_perdl.core.models import Start, change, fixed_entries, is_float, is_plain, settled
+from flwr_perdl.network.compression import TopK
+from flwr_perdl.protocol.compat import like, log
+from flwr_perdl.protocol.records import ARRAYS, ROUND, RUN, Reply, config_of, encode, view
+
+#: The key of a request's config that says as JSON how it travels, and its reply.
+TRANSPORT = "perdl.transport"
+#: The dtype of floats on the wire.
+HALF = np.dtype(np.float16)
+#: What precedes the name of an array in a reply that is a change, and that are positions.
+_CHANGE, _AT = "+", "@"
+#: The dtype that half floats stand for, where the config does not say another one.
+_USUAL = "float32"
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How a message's arrays travel.
+
+    Parameters
+    ----------
+    half : bool
+        Whether as half floats.
+    share : float or None
+        The share of the entries that clients send of a change; None: all.
+    changes : bool, default False
+        Whether the reply is a model, of which changes are sent.
+    dtypes : mapping of str to str
+        By name, the dtypes that half floats stand for, where they are unusual.
+    """
+
+    half: bool
+    share: float | None
+    changes: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, message: Message) -> Transport | None:
+        """Return what a message says, None if it says nothing."""
+        said = config_of(message).get(TRANSPORT)
+        return None if said is None else cls(**json.loads(str(said)))
+
+    def __str__(self) -> str:
+        """Return it as a config has it."""
+        return json.dumps(vars(self))
+
+    # At the server --------------------------------------------------------------------------
+
+    def shortened(self, record: ArrayRecord) -> tuple[ArrayRecord, dict[str, str]]:
+        """Return a record as it is sent, and the unusual dtypes in it."""
+        sent, dtypes = ArrayRecord(), dict[str, str]()
+        for name, array in record.items():
+            sent[name] = own = self._halved(name, array)
+            if own.dtype == HALF.name and array.dtype != _USUAL:
+                dtypes[name] = array.dtype
+        return sent, dtypes
+
+    def received(self, reply: Reply, starts: Sequence[Start], names: Sequence[str]) -> Reply:
+        """Return a reply with the model that came of ``starts``, or raise a ValueError."""
+        given: dict[str, Any] = dict(zip(reply.names, reply.arrays, strict=True))
+        arrays: list[Matrix] = []
+        pairs = list(zip(names, starts, strict=True))
+        wanted = [f"{_CHANGE * is_float(start)}{name}" for name, (start, _) in pairs]
+        if {one for one in given if not one.startswith(_AT)} != set(wanted):
+            raise ValueError(
+                f"arrays must be changes with transport or compression, {wanted[:3]}, …, got "
+                f"{[*given][:3]}, …: the client needs client_app"
+            )
+        for key, (name, (start, fixed)) in zip(wanted, pairs, strict=True):
+            array = given[key]
+            if is_float(start):
+                at = given.get(f"{_AT}{name}")
+                if at is not None:
+                    array = TopK(1).decode((array, at), start.size).reshape(start.shape)
+                if array.shape != start.shape:
+                    raise ValueError(
+                        f"array {key!r} must have shape {start.shape}, got {array.shape}"
+                    )
+                with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found
+                    array = settled(start + array, start, fixed)
+            arrays.append(array)
+        return reply._replace(arrays=arrays, names=tuple(names))
+
+    # At a client ------------------------------------------------------------------------------
+
+    def restored(self, message: Message) -> Message:
+        """Return a request with its arrays in their dtypes."""
+        content = RecordDict(dict(message.content))
+        content[ARRAYS] = full = ArrayRecord()
+        for name, array in message.content.array_records[ARRAYS].items():
+            dtype = self.dtypes.get(name, _USUAL)
+            same = array.dtype != HALF.name or dtype == HALF.name
+            full[name] = array if same or not self.half else encode(view(array).astype(dtype))
+        return like(message, content)
+
+    def shorten(
+        self, reply: Message, begun: Mapping[str, Array], message: Message, context: Context
+    ) -> None:
+        """Replace the model in a reply by its changes from what it began with."""
+        config, record = config_of(message), reply.content.array_records[ARRAYS]
+        round_ = check_count(ROUND, config.get(ROUND))
+        run = str(config.get(RUN, context.run_id))
+        state = PrivateState(context, run + UNSENT, private_store(context, "transport"))
+        before, unsent, sent = state.before(round_) or {}, dict[str, Matrix](), ArrayRecord()
+        for name, array in record.items():
+            start = view(begun[name])
+            if not is_float(start):
+                sent[name] = array
+                continue
+            moved = change(view(array), start, fixed_entries(start))
+            if not np.isfinite(moved).all():
+                raise ValueError(f"array {name!r} must be finite after training, got others.")
+            if self.share is None or is_plain(name, start) or not start.size:
+                sent[_CHANGE + name] = self._halved(name, encode(moved))
+                continue
+            moved = moved + before.get(name, 0)
+            top = TopK(max(self.share, 1 / start.size))
+            found: Any = top.encode(moved.ravel(), np.random.default_rng(0))
+            values, at = found
+            sent[_CHANGE + name] = values_ = self._halved(name, encode(values))
+            sent[_AT + name] = encode(at)
+            kept = moved - top.decode((view(values_), at), start.size).reshape(start.shape)
+            unsent[name] = kept.astype(moved.dtype)
+        if unsent:
+            state.save(round_, unsent)
+        reply.content[ARRAYS] = sent
+
+    def _halved(self, name: str, array: Array) -> Array:
+        """Return an array in half floats, or as it is if these do not have all of its numbers."""
+        own = view(array)
+        if not self.half or not is_float(own) or own.dtype == HALF:
+            return array
+        with np.errstate(over="ignore"):
+            half = own.astype(HALF)
+        if np.array_equal(np.isinf(half), np.isinf(own)):
+            return encode(half)
+        text = "array %r has numbers that float16 does not have: it travels as %s."
+        log(WARNING, text, name, own.dtype)
+        return array

@@ -1,0 +1,316 @@
+"""What comes after the training: each client's own model, a new client's, and what it gained.
+
+The clients' half is `flwr_perdl.clients.own_models`. No array leaves a client here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from flwr_perdl.clients.own_models import (
+    ADAPT,
+    CLUSTER,
+    COMPARE,
+    FROZEN,
+    INITIAL,
+    MOST_FITS,
+    N_FITS,
+    OWN_MODELS,
+    SHARED,
+    Find,
+    kept_model,
+)
+from flwr_perdl.core import html
+from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.protocol.driver import ProtocolRun
+from flwr_perdl.protocol.options import ServerSettings
+from flwr_perdl.protocol.records import (
+    ARRAYS,
+    CONFIG,
+    LEFT_OUT,
+    NAME,
+    NUM_EXAMPLES,
+    PARTITION_ID,
+    for_evaluations,
+    named,
+    read_reply,
+    scalars,
+    to_record,
+)
+from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.request import read_replies
+from flwr_perdl.protocol.roster import LocalGrid, Roster
+from flwr_perdl.protocol.strategy import ProtocolStrategy
+
+#: By client and model ("own", "shared", "initial"), the metrics of the client's evaluation.
+Table = dict[int, dict[str, dict[str, float]]]
+OWN_MODEL = "own"
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """Where the clients' own models are."""
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    find: Callable[[int, str | Path | None], ArrayRecord] | None = None
+    table: Table = field(default_factory=dict)
+
+    def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
+        """Return a client's own model, see `Learned.model_of`."""
+        known: dict[int | str, int] = {name: p for p, name in self.names.items()}
+        known |= {p: p for p in self.names}
+        if client not in known or self.find is None:
+            raise ValueError(
+                f"client must be one of the run, by its partition or name, got {client!r}."
+            )
+        return self.find(known[client], state_dir)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What a run has learned.
+
+    Attributes
+    ----------
+    shared : ArrayRecord
+        The model of all clients: what a new one begins with.
+    own : Own
+        Where the clients' own models are: see `model_of`.
+
+    Examples
+    --------
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr_perdl.strategies import Learned
+    >>> Learned(ArrayRecord()).table
+    {}
+    """
+
+    shared: ArrayRecord
+    own: Own = field(default_factory=Own)
+
+    @property
+    def table(self) -> Table:
+        """What `compare` measured, by client and model: "own", "shared" and "initial"."""
+        return self.own.table
+
+    def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
+        """Return a client's own model, with the names of the initial arrays.
+
+        Parameters
+        ----------
+        client : int or str
+            Its partition, or its name.
+        state_dir : str or Path, optional
+            Where clients keep their state, on a machine that may read it. By default what clients
+            in this process keep in memory.
+
+        Raises
+        ------
+        ValueError
+            If the client was not in the run, or what it keeps is not at hand.
+        """
+        return self.own.model_of(client, state_dir)
+
+    def _repr_html_(self) -> str:
+        """Return the table, for a notebook."""
+        rows = (
+            ({"client": self.own.names.get(p, str(p)), "model": model}, metrics)
+            for p, models in self.table.items()
+            for model, metrics in models.items()
+        )
+        return html.titled(f"{len(self.own.names)} clients", html.metrics_table(rows))
+
+
+class EndsWithModels(ProtocolStrategy):
+    """A strategy whose clients end with a model of their own."""
+
+    #: The protocol whose steps its clients take after the run.
+    after_protocol: ClassVar[str] = OWN_MODELS
+    fine_tune: int = 0
+    _initial: Sequence[Matrix] = ()
+    _contexts: Mapping[int, Context]
+    _table: Table
+
+    _ended = False
+
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
+        """Begin a run, or take it up from its checkpoint."""
+        self._initial, self._table, self._contexts, self._ended = initial, {}, {}, False
+        return super().open(initial, names)
+
+    def _after_rounds(self, grid: Grid) -> None:
+        """Have the clients train their own models further, once."""
+        self._ended = True
+        nodes = self._everybody(grid)
+        if self.fine_tune and all(report.step != ADAPT for report in self.history):
+            self._after(grid, nodes, ADAPT, {N_FITS: self.fine_tune})
+
+    @property
+    def find_own(self) -> Find | None:
+        """How a client's whole model is found, None where it is the shared one, but for a part."""
+        return None
+
+    def shared_models(self) -> list[list[Matrix]]:
+        """Return the models of which a client takes one, none if the server has none."""
+        names = self._array_names()
+        model = self._running().record.model
+        return [model[at : at + len(names)] for at in range(0, len(model), len(names))]
+
+    def private_names(self) -> list[str]:
+        """Return the names of the arrays that stay at the clients."""
+        return []
+
+    def _array_names(self) -> list[str]:
+        """Return the names of a model's arrays."""
+        return self._running().record.array_names
+
+    @property
+    def own(self) -> Own:
+        """Where the clients' own models are."""
+        return Own(dict(self.client_names), self._find, dict(self._table))
+
+    def onboard(self, grid: Grid, *, fits: int = 20) -> dict[int, dict[str, float]]:
+        """Give clients that were not in the run a model of their own.
+
+        A new client takes the shared model, of several the one with the least loss. Where it has a
+        private part it trains that, up to ``fits`` times with the shared part as it is; with
+        ``fine_tune``, and where clients have whole models of their own, the whole. It keeps the
+        best by the loss of its ``evaluate``, and goes on with it in later evaluations and in
+        `Learned.model_of`.
+
+        Parameters
+        ----------
+        grid : Grid
+            The way to the clients; those that were in the run are not asked.
+        fits : int, default 20
+            How often a client trains at most.
+
+        Returns
+        -------
+        dict of int to dict of str to float
+            By new client: the losses before and after, and how many trainings it has kept.
+
+        Raises
+        ------
+        ValueError
+            If the run is not over, or no new client is there.
+        """
+        check_count("fits", fits, 0, MOST_FITS)
+        nodes, old = self._present_on(grid), self._running().record.names
+        new = {p: node for p, node in nodes.items() if p not in old}
+        if not new:
+            raise ValueError(f"grid must have clients that were not in the run, got {len(nodes)}.")
+        if not self.shared_models():
+            raise ValueError(
+                "strategy must have a model to begin with, got none: the server of "
+                "DiffusionAveraging has one with shows_models=True alone."
+            )
+        private, whole = self.private_names(), self.fine_tune or self.find_own is not None
+        config = {N_FITS: fits if private or whole else 0, FROZEN: bool(private and not whole)}
+        return self._after(grid, new, ADAPT, config).metrics
+
+    def compare(self, grid: Grid) -> Table:
+        """Have every client measure its own model, the shared one and the initial one.
+
+        Parameters
+        ----------
+        grid : Grid
+            The way to the clients.
+
+        Returns
+        -------
+        dict
+            By client (partition) and model ("own", "shared", "initial"), the metrics of the
+            client's ``evaluate``; also `Learned.table`.
+        """
+        report = self._after(grid, self._present_on(grid), COMPARE, {}, initial=True)
+        for partition, metrics in report.metrics.items():
+            models: dict[str, dict[str, float]] = {OWN_MODEL: {}}
+            for name, value in metrics.items():
+                which, _, metric = name.rpartition("/")
+                if name not in (NUM_EXAMPLES, CLUSTER):
+                    key = which if which in (SHARED, INITIAL) else OWN_MODEL
+                    models.setdefault(key, {})[metric if key != OWN_MODEL else name] = value
+            self._table[partition] = models
+        return dict(self._table)
+
+    def _everybody(self, grid: Grid) -> dict[int, int]:
+        """Return the nodes of the clients on the run's grid, by partition."""
+        if isinstance(grid, LocalGrid):
+            own = {int(c.node_config[PARTITION_ID]): c for c in grid.contexts.values()}
+            self._contexts = {**self._contexts, **own}
+        return self._present(grid) if self.fine_tune else {}
+
+    def _present_on(self, grid: Grid) -> dict[int, int]:
+        """Return the nodes of all clients on a grid, which need not be the run's, by partition."""
+        if not self._ended:
+            raise RuntimeError("a strategy must have run to its end before, got one that has not.")
+        check_kind("grid", grid, Grid, "a Grid")
+        self._everybody(grid)
+        run = self._running()
+        run.roster = Roster(ServerSettings.of({"min_clients": 1}))
+        return run.roster.find(grid, self._timeout)
+
+    def _after(
+        self,
+        grid: Grid,
+        nodes: Mapping[int, int],
+        step: str,
+        config: Mapping[str, Any],
+        *,
+        initial: bool = False,
+    ) -> RoundReport:
+        """Ask clients to take a step with the models that the run has come to."""
+        run, names = self._running(), self._array_names()
+        models = {str(j): model for j, model in enumerate(self.shared_models())}
+        if initial or not models:
+            models[INITIAL] = [*self._initial]
+        flat = [array for model in models.values() for array in model]
+        private = self.private_names()
+        told = {**config, **({LEFT_OUT: json.dumps(private)} if private else {})}
+        plan = run.plan_after(step, dict.fromkeys(nodes, flat), told, self.after_protocol)
+        keys = [f"{which}/{name}" for which in models for name in names]
+        evaluations = for_evaluations(scalars(self._evaluate_config or {}))
+        config = ConfigRecord({**(self._train_config or {}), **evaluations, **plan.config})
+        content = RecordDict({ARRAYS: to_record(flat, keys), CONFIG: config})
+        sent = [(p, Message(content, node, MessageType.TRAIN)) for p, node in nodes.items()]
+        replies = grid.send_and_receive([message for _, message in sent], timeout=self._timeout)
+        limits = run.limits._replace(expect=(), max_values=0)  # numbers come, and no arrays
+        good, lost = read_replies(sent, replies, lambda reply: read_reply(reply.content, limits))
+        report = run.conclude_after(dict(sorted(good.items())), lost)
+        self._tell(report)
+        return report
+
+    def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
+        """Return a client's own model."""
+        run, names = self._running().record, self._array_names()
+        context = self._contexts.get(client)
+        if state_dir is not None:
+            name = run.names.get(client, str(client))
+            who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
+            who |= {} if name == str(client) else {NAME: name}
+            context = Context(0, 0, who, RecordDict(), {})
+        model = self._model_for(client)
+        own: dict[str, Array] | None = None
+        if context is not None:
+            base = model or dict(to_record(self._initial, names))
+            own = kept_model(context, run.token, base, find=self.find_own)
+        if own is None and (model is None or self.private_names() or self.find_own is not None):
+            raise ValueError(
+                f"client must keep its own arrays in this process, or state_dir must be where it "
+                f"does, got client {client} with state_dir={state_dir!r}."
+            )
+        found = own or model or {}
+        return named([*found.values()], [*found])
+
+    def _model_for(self, client: int) -> dict[str, Array] | None:
+        """Return the shared model that a client takes, None if the server has none."""
+        models = self.shared_models()
+        return dict(to_record(models[0], self._array_names())) if models else None

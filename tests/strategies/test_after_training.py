@@ -1,0 +1,215 @@
+"""What comes after the training, for every strategy whose clients end with a model of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, MessageType, RecordDict
+
+from flwr_perdl.clients import adapt, client_app
+from flwr_perdl.network import Topology
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    DiffusionAveraging,
+    Ditto,
+    PersonalizedFedAvg,
+    ServerSettings,
+)
+
+#: Slopes of the two groups of clients; each has an intercept of its own.
+SLOPES = np.array([[1.0, -1.0, 0.5], [-1.0, 2.0, 0.0]])
+N_CLIENTS = 6
+
+
+class Linear:
+    """A linear regression on a client's points."""
+
+    def __init__(self, context: Context) -> None:
+        partition = int(context.node_config["partition-id"])
+        rng = np.random.default_rng(partition)
+        self.X = rng.standard_normal((30, 3))
+        self.y = self.X @ SLOPES[partition % 2] + rng.standard_normal()
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        """Take some gradient steps."""
+        slope, intercept = (np.array(array) for array in parameters)
+        for _ in range(5):
+            errors = self.X @ slope + intercept - self.y
+            slope -= 0.1 * self.X.T @ errors / len(errors)
+            intercept -= 0.1 * errors.mean()
+        return [slope, intercept], len(self.y), {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        """Return the mean squared error."""
+        slope, intercept = parameters
+        return float(np.mean((self.X @ slope + intercept - self.y) ** 2)), len(self.y), {}
+
+
+def start() -> ArrayRecord:
+    """Return the first model."""
+    return ArrayRecord({"slope": Array(np.zeros(3)), "intercept": Array(np.zeros(1))})
+
+
+PRIVATE = ["intercept"]
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "clustered": lambda **options: ClusteredFedAvg(2, start_rounds=3, **options),
+    "clustered, private": lambda **options: ClusteredFedAvg(
+        2, start_rounds=3, private=PRIVATE, **options
+    ),
+    "personalized": lambda **options: PersonalizedFedAvg(PRIVATE, **options),
+    "ditto": lambda **options: Ditto(**options),
+    "averaging": lambda **options: DiffusionAveraging(Topology.ring(N_CLIENTS), **options),
+    "averaging, private": lambda **options: DiffusionAveraging(
+        Topology.ring(N_CLIENTS), private=PRIVATE, **options
+    ),
+    "averaging, sealed": lambda **options: DiffusionAveraging(
+        Topology.ring(N_CLIENTS), sealed=True, **options
+    ),
+}
+NAMES = pytest.mark.parametrize("name", STRATEGIES)
+
+
+class RecordingGrid(InProcessGrid):
+    """Remembers what training replies carry."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.sent: list[set[str]] = []
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        """Push messages, and return the replies."""
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        trained = [one for one in replies if one.metadata.message_type == MessageType.TRAIN]
+        records = [own for one in trained for own in one.content.array_records.values()]
+        self.sent.append({name for record in records for name in record})
+        return replies
+
+
+def run(name: str, n_rounds: int = 8, app: Any = None, **options: Any) -> tuple[Any, RecordingGrid]:
+    """Return a strategy that has run, and its grid."""
+    grid = RecordingGrid(app or client_app(Linear), N_CLIENTS)
+    strategy = STRATEGIES[name](**options)
+    strategy.start(grid, start(), num_rounds=n_rounds)
+    return strategy, grid
+
+
+def loss_of(client: int, model: ArrayRecord) -> float:
+    """Return a client's loss of a model."""
+    context = Context(1, 1, {"partition-id": client}, RecordDict(), {})
+    return float(Linear(context).evaluate(model.to_numpy_ndarrays(), {})[0])
+
+
+@NAMES
+def test_each_clients_model_is_at_hand_in_process(name: str) -> None:
+    strategy, grid = run(name)
+    table = strategy.compare(grid)
+    for client in range(N_CLIENTS):
+        model = strategy.result.model_of(client)
+        assert list(model) == ["slope", "intercept"]
+        assert loss_of(client, model) == pytest.approx(table[client]["own"]["loss"])
+        assert table[client]["initial"]["loss"] == pytest.approx(loss_of(client, start()))
+    assert strategy.result.own.table == table
+    assert all("slope" not in sent for sent in grid.sent[-1:])  # numbers alone
+
+
+@NAMES
+def test_fine_tuning_keeps_the_best_and_sends_numbers_alone(name: str) -> None:
+    plain, _ = run(name)
+    tuned, grid = run(name, fine_tune=5)
+    assert tuned.history[-1].step == "adapt"
+    assert grid.sent[-1] == set()
+    for client, metrics in tuned.history[-1].metrics.items():
+        before, after = (loss_of(client, one.result.model_of(client)) for one in (plain, tuned))
+        assert metrics["loss-before"] == pytest.approx(before)
+        assert metrics["loss-after"] == pytest.approx(after)
+        assert after <= before
+    assert tuned.history[-1].aggregate["fits-kept"] > 0
+
+
+@pytest.mark.parametrize("name", ["clustered", "clustered, private", "personalized", "ditto"])
+def test_a_new_client_is_as_well_off_as_those_that_took_part(name: str) -> None:
+    strategy, _ = run(name, 20)
+    new = InProcessGrid(
+        client_app(Linear), 2, node_config=lambda i: {"partition-id": N_CLIENTS + i}
+    )
+    found = strategy.onboard(new, fits=40)
+    assert sorted(found) == [N_CLIENTS, N_CLIENTS + 1]
+    for client in found:
+        own = loss_of(client, strategy.result.model_of(client))
+        assert own == pytest.approx(found[client]["loss-after"])
+        assert own <= found[client]["loss-before"]
+        if "private" in name:
+            assert found[client]["cluster"] == strategy.result.members[client % 2]
+            assert own < 1e-3
+    with pytest.raises(ValueError, match="grid"):
+        strategy.onboard(new)
+
+
+def test_a_new_client_without_a_server() -> None:
+    strategy, _ = run("clustered, private", 20)
+    context = Context(1, 1, {"partition-id": N_CLIENTS}, RecordDict(), {})
+    app = client_app(Linear, private=PRIVATE)
+    own = adapt(app, strategy.result, context, fits=40)
+    assert loss_of(N_CLIENTS, own) < 1e-3
+    np.testing.assert_array_equal(own["slope"].numpy(), strategy.result.models[0]["slope"].numpy())
+    with pytest.raises(TypeError, match="app"):
+        adapt(None, strategy.result, context)  # type: ignore[arg-type]
+
+
+def test_a_node_begins_with_the_mean_of_the_models_that_others_show() -> None:
+    strategy, _ = run("averaging", shows_models=True)
+    new = InProcessGrid(client_app(Linear), 1, node_config=lambda i: {"partition-id": 9})
+    assert strategy.onboard(new, fits=5)[9]["fits-kept"] > 0
+    hidden, _ = run("averaging")
+    with pytest.raises(ValueError, match="shows_models"):
+        hidden.onboard(new)
+
+
+@pytest.mark.parametrize("name", ["clustered, private", "personalized", "ditto"])
+def test_what_clients_keep_on_disk_is_at_hand(name: str, tmp_path: Path) -> None:
+    kept = tmp_path / "states"
+    grid = InProcessGrid(
+        client_app(Linear), N_CLIENTS, node_config=lambda _: {"state-dir": str(kept)}
+    )
+    strategy = STRATEGIES[name](fine_tune=2)
+    strategy.start(grid, start(), num_rounds=3)
+    one = strategy.result.model_of(1)
+    other = strategy.result.model_of(1, state_dir=kept)
+    assert [a.tolist() for a in one.to_numpy_ndarrays()] == [
+        a.tolist() for a in other.to_numpy_ndarrays()
+    ]
+
+
+def test_a_resumed_run_is_fine_tuned_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "fine_tune": 3}
+    first, grid = run("personalized", 2, **options)
+    again = STRATEGIES["personalized"](**options, server=ServerSettings(resume=True))
+    again.start(grid, start(), num_rounds=2)
+    assert [report.step for report in again.history].count("adapt") == 1
+    assert again.history[-1].metrics == first.history[-1].metrics
+    other = PersonalizedFedAvg(["slope"], **options, server=ServerSettings(resume=True))
+    with pytest.raises(ValueError, match="private"):
+        other.start(grid, start(), num_rounds=2)
+
+
+@NAMES
+def test_what_is_wrong_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match="fine_tune"):
+        STRATEGIES[name](fine_tune=-1)
+    fresh = STRATEGIES[name]()
+    with pytest.raises(RuntimeError):
+        fresh.compare(InProcessGrid(client_app(Linear), N_CLIENTS))
+    strategy, _ = run(name, 2)
+    with pytest.raises(ValueError, match="client"):
+        strategy.result.model_of(77)
+
+
+def test_a_client_in_secure_sums_alone_takes_no_step_after_the_run() -> None:
+    strategy, _ = run("ditto", 2)
+    grid = InProcessGrid(client_app(Linear, secure=True), 2)
+    assert strategy.compare(grid) == {}
