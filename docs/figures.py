@@ -37,6 +37,7 @@ PAGES = (
     ROOT / "docs" / "perma.md",
     ROOT / "docs" / "faults.md",
     ROOT / "docs" / "decentralized-learning.md",
+    ROOT / "docs" / "groups-without-a-server.md",
     ROOT / "docs" / "model-diffusion.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "security-tests.md",

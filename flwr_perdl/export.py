@@ -10,7 +10,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_perdl import __version__
@@ -78,8 +78,6 @@ def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) 
     check_kind("source", source, kinds, "an ArrayRecord, arrays by name, a path, or a result")
     if isinstance(source, str | Path):
         named: dict[str, Any] = _members(Path(source), "source")
-    elif isinstance(source, ArrayRecord):
-        named = _values(source)
     else:
         named = dict(source)
     _write(path, named)
@@ -125,24 +123,24 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
         )
     suffix = ".npz" if find_spec("safetensors") is None else ".safetensors"
     models = getattr(result, "shared", [])  # none where models stay at the nodes
-    if isinstance(models, ArrayRecord):
-        shared, about = {f"shared{suffix}": models}, "what all clients share"
-    else:
-        shared = {f"cluster-{j}{suffix}": model for j, model in enumerate(models)}
-        about = "the model of a cluster"
-    made, whose = [(file, about) for file in shared], []
-    for file, model in shared.items():
-        _write(folder / file, _values(model))
+    shared = {"shared": models} if isinstance(models, ArrayRecord) else {}
+    shared = shared or {f"cluster-{j}": model for j, model in enumerate(models)}
+    made, whose = [], []
+    for name, model in shared.items():
+        _write(folder / f"{name}{suffix}", model)
+        made.append(
+            (f"{name}{suffix}", "what clients share" + ", of a cluster" * (name != "shared"))
+        )
     for client, name in result.own.names.items():
         try:
             own = result.model_of(client, state_dir)
         except ValueError:
             whose.append((client, name, "not at hand"))
             continue
-        file = next((one for one, model in shared.items() if _same(own, model)), "")
-        if not file:
-            file = f"client-{client}{suffix}"
-            _write(folder / file, _values(own))
+        same = [one for one, model in shared.items() if _same(own, model)]
+        file = f"{same[0] if same else f'client-{client}'}{suffix}"
+        if not same:
+            _write(folder / file, own)
             made.append((file, f"the own model of client {name}"))
         whose.append((client, name, file))
     for old in folder.iterdir():
@@ -179,21 +177,17 @@ def _same(one: ArrayRecord, other: ArrayRecord) -> bool:
     return [*one] == [*other] and all(one[name].data == other[name].data for name in one)
 
 
-def _values(model: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """Return a model's arrays."""
-    return {name: array.numpy() for name, array in model.items()}
-
-
-def _write(path: Path, named: Mapping[str, NDArray[Any]]) -> None:
+def _write(path: Path, named: Mapping[str, Any]) -> None:
     """Write arrays to a file: afterwards it holds all of them, or what it held."""
+    plain = {name: one.numpy() if isinstance(one, Array) else one for name, one in named.items()}
+    arrays = {name: np.asarray(array, order="C") for name, array in plain.items()}
     if path.suffix == ".npz":
         with files.replacing(path) as stream, ZipFile(stream, "w") as archive:
-            for name, array in named.items():
+            for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         return
     library = _library()
-    arrays = {name: np.asarray(array, order="C") for name, array in named.items()}
     try:
         data = library.save(arrays)
     except MemoryError:

@@ -217,13 +217,16 @@ def average_among_liars(
         return _Backward(clients(node)) if lies else clients(node)
 
     checked = AveragingOptions(**options).suited_to(network, n_rounds)
-    program = _LyingProgram(checked, some_lie, initial)
+    honest = type(checked.program(some_lie, initial=initial))
+    lying: Any = type("LyingProgram", (_Lies, honest), {})
+    program = lying(checked, some_lie, initial)
     program.liars, program.lie = liars, NEIGHBORS[attack]
-    return program.models(network.run(program, n_rounds).state)
+    models: dict[int, list[Matrix]] = program.models(network.run(program, n_rounds).state)
+    return models
 
 
-class _LyingProgram(AveragingProgram):
-    """What the nodes run: some send lies."""
+class _Lies(AveragingProgram):
+    """What the nodes run, before the honest program: some send lies."""
 
     liars: list[int]
     lie: Callable[[Matrix, Matrix], Matrix]

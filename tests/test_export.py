@@ -111,6 +111,20 @@ def test_of_a_result_there_is_a_file_per_model_and_a_card(
     assert f"| 2 | own | loss | {loss:.6g} |" in (tmp_path / "README.md").read_text()
 
 
+def test_of_perma_clients_have_files_with_their_local_atoms(
+    federation: Any, tmp_path: Path
+) -> None:
+    strategy = PerMA(3)
+    learned = federation().learn(strategy, 2)
+    save(tmp_path, strategy.result)
+    (file,) = tmp_path.glob("client-0.*")
+    found = load(file)
+    np.testing.assert_array_equal(found["global_atoms"], learned)
+    own = strategy.result.model_of(0)["local_atoms"].numpy()
+    np.testing.assert_array_equal(found["local_atoms"], own)
+    assert "PerMA, communication rounds: 2." in (tmp_path / "README.md").read_text()
+
+
 def test_what_is_not_at_hand_is_on_the_card(tmp_path: Path) -> None:
     strategy, _ = run("personalized", 2)
     made = tmp_path / "made"

@@ -248,7 +248,8 @@ class AnsweringApp(ClientApp):
                 answered = self._handle(message, context)
             else:
                 # Flower's mods, too, see no training in "train.default".
-                message = like(message, message.content, kind)
+                if message.metadata.message_type != kind:
+                    message = like(message, message.content, kind)
                 answered = self._guarded(kind, message, context)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
@@ -458,7 +459,8 @@ class NumPyClientApp(AnsweringApp):
 
     def _by_client(self, kind: str, message: Message, context: Context) -> Message:
         """Answer by the client's ``fit`` or ``evaluate``, or by a step that is for such clients."""
-        (arrays, config), client = read_request(message), self.made(context)
+        client = self.made(context)
+        arrays, config = read_request(message, writable=not isinstance(client, ProtocolClient))
         asked = find_step(config, kind, self._steps)
         if asked is not None and self._dispatches(asked, client):
             return _reply(message, asked, take_by(client, context, asked, arrays, config))

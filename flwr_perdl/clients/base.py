@@ -289,7 +289,7 @@ class PrivateState:
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
         for name in [name for name in self._records if name.startswith(PREFIX)]:
-            if name == self._name or name.partition("/")[0] != PREFIX + self._base:
+            if name.partition("/")[0] != PREFIX + self._base:
                 del self._records[name]
         self._records[self._name] = named([*kept.values()], kept)
 

@@ -32,6 +32,7 @@ from flwr_perdl.clients.own_models import ADAPT, COMPARE
 from flwr_perdl.clients.personalized import kept_private
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.network._compressed import CompressedProgram
+from flwr_perdl.network._groups import GroupsProgram
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import AveragingProgram, state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
@@ -117,7 +118,7 @@ def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.M
     """Return a node's own model, None before its first exchange."""
     private = kept_private(context, run + INNER)
     shared = [name for name in names if name not in private]
-    for program in (AveragingProgram, CompressedProgram):
+    for program in (AveragingProgram, CompressedProgram, GroupsProgram):
         store = private_store(context, f"diffusion, {program.__name__}")
         kept = PrivateState(context, run, store).newest()
         if kept is not None:

@@ -28,7 +28,7 @@ binds ``context.state`` to ``context.run_id``, whatever the server's messages sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from importlib import import_module
 from math import nan
@@ -37,7 +37,6 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import numpy as np
 from flwr.app import Array, ConfigRecord, Context
 
 from flwr_perdl.clients.base import Member, private_store
@@ -50,6 +49,7 @@ from flwr_perdl.core.checks import (
     check_kind,
     check_list,
 )
+from flwr_perdl.core.npy import file_of
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import (
     ANSWERED,
@@ -204,6 +204,8 @@ def find_step(config: Mapping[str, Any], kind: str, own: Steps) -> Step | None:
     steps = own
     if not any(one == protocol for one, _, _ in own):  # only names of files are looked up, and kept
         steps = _steps_in(protocol) if protocol in _files() else {}
+    if (found := steps.get((protocol, kind, name))) is not None:
+        return found
     if not steps:
         raise ValueError(
             f"{PROTOCOL} must be one that this client knows, got {protocol[:100]!r}: a protocol of "
@@ -212,8 +214,7 @@ def find_step(config: Mapping[str, Any], kind: str, own: Steps) -> Step | None:
     known = [one for its, of_kind, one in steps if (its, of_kind) == (protocol, kind)]
     if kind == EVALUATE and not known:
         return None
-    check_choice("step", name, known)
-    return steps[protocol, kind, name]
+    raise ValueError(f"step must be one of {', '.join(map(repr, known))}, got {name!r}.")
 
 
 def read_step(
@@ -262,14 +263,12 @@ def take_by(
     return take(asked, Local(context, request, store, client=client), request)
 
 
-def _digest(parameters: Sequence[Matrix], config: Mapping[str, Scalar]) -> str:
-    """Return what tells a request from every other one."""
-    own = {key: value for key, value in config.items() if key.startswith("perdl.")}
-    found = sha256(repr((sorted(own.items()), config[ROUND])).encode())
-    for array in parameters:
-        found.update(repr((array.shape, array.dtype.str)).encode())
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:32]
+# Virtual clients in one process are sent the same bytes, of which one digest is enough.
+@lru_cache(maxsize=1)
+def _digest(config: str, arrays: tuple[bytes, ...]) -> str:
+    """Return what tells a request from every other one: its config and the arrays' files."""
+    each = [sha256(part).digest() for part in (config.encode(), *arrays)]
+    return sha256(b"".join(each)).hexdigest()[:32]
 
 
 def _admit(
@@ -277,19 +276,20 @@ def _admit(
 ) -> None:
     """Note a request in ``context.state``, or raise a ValueError if it may not be answered."""
     record = context.state.get(ANSWERED)
-    # By kind: how many; by "run/kind": the last round, and the digest of its request.
+    # By "run/kind": the last round, the digest of its request, and how many there were.
     noted = record.copy() if isinstance(record, ConfigRecord) else ConfigRecord()
-    asked, round_ = _digest(request.arrays, request.config), request.round
-    token = sha256(request.run.encode()).hexdigest()[:16]
-    runs = {key.partition("/")[0] for key in noted if "/" in key}
+    own = sorted(one for one in request.config.items() if one[0].startswith("perdl."))
+    round_, token = request.round, sha256(request.run.encode()).hexdigest()[:16]
+    asked = _digest(repr((own, round_)), tuple(map(file_of, request.arrays)))
+    runs = {key.partition("/")[0] for key in noted}
     if token not in runs and len(runs) >= max_runs:
         raise ValueError(
             f"max_runs must be more to go on: this client takes part in {max_runs} runs of a "
             "strategy within one run of Flower."
         )
-    before = str(noted.get(f"{token}/{kind}", "-1"))
-    last = int(before.partition(" ")[0])
-    if before == f"{round_} {asked}":
+    last_, before, n_before = str(noted.get(f"{token}/{kind}", "-1 - 0")).split()
+    last = int(last_)
+    if (last, before) == (round_, asked):
         return
     if round_ <= last:
         raise ValueError(
@@ -298,13 +298,13 @@ def _admit(
         )
     if not request.arrays and last >= 0:
         raise ValueError("step must be a first one in a run's first request only, got it again.")
-    count = int(str(noted.get(kind, 0))) + 1
-    if count > max_requests:
+    counts = (str(one).split()[2] for key, one in noted.items() if key.endswith(f"/{kind}"))
+    if sum(map(int, counts)) >= max_requests:
         raise ValueError(
             f"max_requests must be more to go on: this client answers {max_requests} requests "
             f"to {kind} within one run of Flower."
         )
-    noted[kind], noted[f"{token}/{kind}"] = count, f"{round_} {asked}"
+    noted[f"{token}/{kind}"] = f"{round_} {asked} {int(n_before) + 1}"
     context.state[ANSWERED] = noted
 
 

@@ -33,6 +33,7 @@ from flwr_perdl.network.combine import (
     check_state,
     reported,
     screened,
+    silent_nodes,
 )
 from flwr_perdl.network.messages import Delivery, inbox_of
 from flwr_perdl.privacy.sealed import Keys, lasting_keys
@@ -258,6 +259,8 @@ class DiffusionClient(ProtocolClient):
         self, kept: Kept, delivery: Delivery, keys: Keys | None
     ) -> tuple[Sequence[Array], dict[str, Scalar]]:
         """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
+        if silent_nodes(self.program, kept.state).any():
+            return [], {FLOATS: 0}
         message = self._message(kept.state)
         metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
         if not np.isfinite(kept.sizes).all():

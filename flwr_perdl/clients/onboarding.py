@@ -92,11 +92,7 @@ def adapt(
     check_kind("context", context, Context, "a Context")
     check_count("fits", fits, 0, MOST_FITS)
     check_count("seed", seed)
-    config = (
-        {}
-        if train_config is None
-        else check_kind("train_config", train_config, Mapping, "a mapping")
-    )
+    config = check_kind("train_config", train_config or {}, Mapping, "a mapping")
     shared = getattr(result, "shared", result)
     models = [shared] if isinstance(shared, ArrayRecord) else list(check_list("result", shared))
     for model in models:

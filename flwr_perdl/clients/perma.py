@@ -269,7 +269,7 @@ class DictionaryClient(LearnerClient):
             raise ValueError("X must be one array where sums get noise, got batches or a past.")
         if refine_steps:
             L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
-        errors, after = [], np.vstack([G, L])
+        errors, after = [], np.concatenate([G, L])
         for _ in range(n_steps):
             D = after
             if batches is None:
@@ -282,7 +282,7 @@ class DictionaryClient(LearnerClient):
                 updated = found.updated
             # Algorithm 3, lines 3-9: the updated atoms nearest to G take its places and signs.
             aligned = align_to_global(updated, G)
-            after = np.vstack([aligned.global_atoms, aligned.local_atoms])
+            after = np.concatenate([aligned.global_atoms, aligned.local_atoms])
             if self.past is not None:  # whose sums know the atoms by their places
                 after = updated
         if bound is not None:

@@ -231,7 +231,7 @@ def check_real(
 
 def check_flag(name: str, value: object) -> bool:
     """Return ``value`` as a bool if it is one, or 0 or 1; or raise a ValueError that says so."""
-    if isinstance(value, Integral | np.bool_) and value in (0, 1):
+    if isinstance(value, bool) or (isinstance(value, Integral | np.bool_) and value in (0, 1)):
         return bool(value)
     raise ValueError(f"{name} must be True or False, got {value!r}.")
 

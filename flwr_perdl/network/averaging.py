@@ -43,7 +43,7 @@ Deviation: the papers take one gradient step of a known length where this takes 
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
 to zero; for one full gradient step that is the minimum of the sum of the nodes' losses.
 
-Compressed messages: `flwr_perdl.network._compressed`.
+Compressed messages: `flwr_perdl.network._compressed`. Groups: `flwr_perdl.network._groups`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
+from scipy.sparse.csgraph import connected_components
 
+from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import NEIGHBOR_RULES
 from flwr_perdl.core.checks import (
     brief_repr,
@@ -68,7 +71,9 @@ from flwr_perdl.core.checks import (
     check_robust,
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_float
+from flwr_perdl.core.repr import short_repr
 from flwr_perdl.network._compressed import CompressedProgram
+from flwr_perdl.network._groups import GroupsProgram
 from flwr_perdl.network.averaging_program import (
     BYTES,
     DISTANCE,
@@ -81,7 +86,7 @@ from flwr_perdl.network.averaging_program import (
 from flwr_perdl.network.combine import Array, Run
 from flwr_perdl.network.compression import Compression, check_compression
 from flwr_perdl.network.exchange import resolve_weights, run_program
-from flwr_perdl.network.schedule import schedule_of
+from flwr_perdl.network.schedule import Schedule, schedule_of
 from flwr_perdl.network.topology import Topology, weights_of
 
 METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
@@ -120,6 +125,9 @@ class Averaged(NamedTuple):
         Node -> which nodes say that they have left out its message; a node that lies may.
     own : Own or None
         On Flower, where the nodes' own models are: see `model_of`.
+    met, accepted : ndarray of shape (n_nodes, n_nodes), or None
+        With ``groups``: in how many rounds a node (row) has judged a neighbor's model (column), and
+        has taken it in; NaN for nodes that have not said so. Each tells of itself only.
     """
 
     models: dict[int, list[Array]]
@@ -132,6 +140,8 @@ class Averaged(NamedTuple):
     alive: NDArray[np.bool_]
     dropped_by: dict[int, list[int]]
     own: Any = None
+    met: Array | None = None
+    accepted: Array | None = None
 
     def model_of(self, client: int | str, state_dir: Any = None) -> Any:
         """Return a node's own model, on Flower as `flwr_perdl.strategies.Learned.model_of`."""
@@ -139,6 +149,37 @@ class Averaged(NamedTuple):
         if self.own is not None and client not in models:
             return self.own.model_of(client, state_dir)
         return models[client]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The groups that nodes have found, each ascending, the one of node 0 first.
+
+        Two nodes are in one group if both have accepted each other in more than half of the rounds
+        in which they have met, or if others link them so. Without ``groups`` there are none.
+        """
+        if (mutual := self._mutual) is None:
+            return []
+        _, labels = connected_components(mutual, directed=False)
+        return [np.flatnonzero(labels == label).tolist() for label in dict.fromkeys(labels)]
+
+    @property
+    def _mutual(self) -> Any:
+        """Who accepts whom, and is accepted, sparse (n_nodes, n_nodes); None without ``groups``."""
+        if self.met is None or self.accepted is None:
+            return None
+        likes = 2 * self.accepted > self.met  # of NaN: no
+        return sparse.csr_array(likes & likes.T, dtype=np.float64)
+
+    def __repr__(self) -> str:
+        """Return the fields in one line; what is large is only described."""
+        return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return the fields as a table, and a drawing of the groups, for a notebook."""
+        if (mutual := self._mutual) is None:
+            return html.record(self)
+        named = "; ".join(", ".join(map(str, group)) for group in self.groups)
+        return html.record(self) + html.graph(mutual, f"Who accepts each other. Groups: {named}")
 
 
 def diffusion_averaging(
@@ -157,6 +198,8 @@ def diffusion_averaging(
     robust: bool | str = False,
     n_liars: int = 1,
     max_magnitude: float | None = None,
+    groups: str | None = None,
+    local_rounds: int = 5,
 ) -> Averaged:
     """Train any model at many nodes that exchange models with their neighbors only.
 
@@ -182,7 +225,9 @@ def diffusion_averaging(
     - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
       ``sealed=True``. In both cases, for every node and round, in the clear:
       ``"neighbor-distance"``, the size of what it has received, the loss of ``evaluate``, and the
-      metrics that ``metrics`` names; no other metric leaves a node. A node's model only with
+      metrics that ``metrics`` names; no other metric leaves a node. With ``groups`` also number and
+      seconds of the evaluations by which a node chooses, and once, at the end, two rows of counts:
+      how often it has met and accepted each other node. A node's model only with
       ``shows_models=True``.
 
     Parameters
@@ -244,6 +289,19 @@ def diffusion_averaging(
         The largest absolute value of a float in a message that counts. By default 100 times, in
         each array, the lower median of the largest absolute values at the node and its neighbors,
         which counts as one at least.
+    groups : {"auto"}, optional
+        "auto": nodes find out by themselves which neighbors are like them. In every round a node
+        evaluates, by its client's ``evaluate``, its trained model and, for each neighbor, the
+        midpoint of the two models (of floats; integers and booleans are its own). It accepts those
+        with a lower loss than its own model has, and replaces its model by the plain mean of its
+        own and theirs. The weights of the network are not used, and it may be directed, or fall
+        apart; every node needs a neighbor in some round. Takes method "atc", and neither ``robust``
+        nor ``compression``. ``evaluate`` should measure on examples that ``fit`` does not use.
+        Zhao and Sayed (2015) compare distances of models instead; PENS (Onoszko et al., 2021) takes
+        a given number of neighbors, those whose own models have the lowest losses.
+    local_rounds : int, default 5
+        Rounds in which a node trains alone at first, and sends nothing, with ``groups``: less than
+        ``n_rounds``. A node that returns without its state begins with them anew.
 
     Returns
     -------
@@ -283,6 +341,8 @@ def diffusion_averaging(
         robust=robust,
         n_liars=n_liars,
         max_magnitude=max_magnitude,
+        groups=groups,
+        local_rounds=local_rounds,
     )
     check_count("n_rounds", n_rounds)
     check_function("callback", callback)
@@ -310,14 +370,20 @@ class AveragingOptions:
     robust: bool | str = False
     n_liars: int = 1
     max_magnitude: float | None = None
+    groups: str | None = None
+    local_rounds: int = 5
+    #: Number of nodes, with ``groups``: how long the rows of counts are; `suited_to` sets it.
+    n_nodes: int = 0
 
     def __post_init__(self) -> None:
         """Check the options."""
         self.robust = check_robust(self.robust, ("mean", *NEIGHBOR_RULES), best="clip")
         trusting, compression = self.robust == "mean", self.compression
+        if self.groups is not None:
+            check_choice("groups", self.groups, ("auto",))
         if self.method is None:
             plain = None if compression is None else "gradient_tracking"
-            self.method = plain if trusting else "atc"
+            self.method = plain if trusting and self.groups is None else "atc"
         if self.method is not None:
             check_choice("method", self.method, METHODS)
         if compression is not None:
@@ -326,6 +392,7 @@ class AveragingOptions:
             raise ValueError(
                 f"consensus_step must be None without compression, got {self.consensus_step!r}."
             )
+        self._check_groups()
         check_count("evaluate_every", self.evaluate_every)
         check_kind("metrics", self.metrics, Sequence, "a sequence of names")
         if isinstance(self.metrics, str) or not all(isinstance(x, str) for x in self.metrics):
@@ -343,6 +410,17 @@ class AveragingOptions:
                 "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
                 f"would add up in the corrections of the others, got {self.method!r}."
             )
+
+    def _check_groups(self) -> None:
+        """Raise a ValueError if an option does not go with ``groups``."""
+        check_count("local_rounds", self.local_rounds)
+        needs = {"method": "atc", "robust": "mean", "compression": None}
+        for name, needed in needs.items() if self.groups is not None else ():
+            if (value := getattr(self, name)) != needed:
+                raise ValueError(
+                    f"{name} must be {needed!r} with groups, in which each node takes the plain "
+                    f"mean of the whole models that it accepts, got {value!r}."
+                )
 
     def learned(self, run: Run, program: AveragingProgram | None = None) -> Averaged:
         """Return what a run has learned, with warnings; the models only by the program."""
@@ -375,7 +453,9 @@ class AveragingOptions:
             apart = _disagreement(run.state, run.alive[run.state.nodes])
         costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
         return Averaged(
-            models, run.curves, apart, *costs, run.dropped_messages, run.alive, run.dropped_by
+            *(models, run.curves, apart, *costs, run.dropped_messages, run.alive, run.dropped_by),
+            met=run.observed.get("met"),
+            accepted=run.observed.get("accepted"),
         )
 
     def suited_to(self, network: Any, n_rounds: int) -> AveragingOptions:
@@ -388,6 +468,8 @@ class AveragingOptions:
         """
         check_count("n_rounds", n_rounds)
         schedule = schedule_of(network)
+        if self.groups is not None:
+            return self._grouped(schedule, n_rounds)
         if schedule is None:
             return replace(self, method=self.method or FIXED)
         schedule.check_connected(n_rounds)
@@ -429,6 +511,18 @@ class AveragingOptions:
             )
         return replace(self, method=method)
 
+    def _grouped(self, schedule: Schedule | None, n_rounds: int) -> AveragingOptions:
+        """Return these options for the nodes of a network, which need not be connected."""
+        if schedule is None:
+            raise ValueError("network must have a plan that says who hears whom with groups.")
+        if 0 < n_rounds <= self.local_rounds:
+            raise ValueError(
+                f"local_rounds must be less than the number of rounds, {n_rounds}, got "
+                f"{self.local_rounds}."
+            )
+        schedule.check_linked(n_rounds)
+        return replace(self, n_nodes=schedule.n_nodes)
+
     def program(
         self,
         clients: Clients,
@@ -444,6 +538,7 @@ class AveragingOptions:
         is that of `AveragingProgram`.
         """
         kind = AveragingProgram if self.compression is None else CompressedProgram
+        kind = kind if self.groups is None else GroupsProgram
         return kind(self, clients, initial, array_names, in_files)
 
 

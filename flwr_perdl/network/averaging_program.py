@@ -325,7 +325,8 @@ class AveragingProgram:
                 f"{error.name!r} of its argument: the number itself is the node's partition-id."
             ) from error
         client = getattr(client, "numpy_client", client)  # of what to_client() returned
-        needed = ["fit", *(["evaluate"] if self.options.evaluate_every else [])]
+        evaluates = self.options.evaluate_every or self.options.groups
+        needed = ["fit", *(["evaluate"] if evaluates else [])]
         needed += ["get_parameters"] if self.initial is None else []
         for method in needed:
             if not callable(getattr(client, method, None)):

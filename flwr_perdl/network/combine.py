@@ -62,7 +62,8 @@ class Program(Protocol[State]):
     round, a dict of float arrays of shape (m,), with NaN where a node has nothing to report.
     With a method ``rejects(state, inbox)`` a node leaves out messages: it returns, by the reason,
     which of the inbox's links brought one, in the order of the entries of ``inbox.links``. Such a
-    message counts as one that is lost.
+    message counts as one that is lost. With a method ``silent(state)`` nodes may send nothing: it
+    returns, after ``adapt``, which of them, (m,). Their neighbors hear nothing, which is no fault.
 
     Examples
     --------
@@ -311,6 +312,15 @@ def end_round(
     inbox, left_out = screened(program, adapted, inbox)
     state: State = check_state("combine", program.combine(adapted, inbox), len(inbox.nodes))
     return state, inbox, left_out
+
+
+def silent_nodes(program: Program[State], adapted: State) -> NDArray[np.bool_]:
+    """Return which of the hosted nodes send nothing in a round, (m,): see `Program`."""
+    silent = getattr(program, "silent", None)
+    found: NDArray[np.bool_] = (
+        np.zeros(len(adapted[0]), dtype=bool) if silent is None else silent(adapted)
+    )
+    return found
 
 
 def run_round(

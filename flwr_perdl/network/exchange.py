@@ -29,6 +29,7 @@ from flwr_perdl.network.combine import (
     curves,
     end_round,
     reported,
+    silent_nodes,
     spread,
     step_back,
     tally,
@@ -221,8 +222,12 @@ class Host:
         self._program = program
 
     def send(self, round_: int) -> tuple[Array, ...]:
-        """Do the work before the exchange of a round; return the messages as they arrive."""
+        """Do the work before the exchange of a round.
+
+        Return the messages as they arrive, and last which nodes send theirs.
+        """
         self._adapted, sent = begin_round(self._program, self.state, round_)
+        speak = ~silent_nodes(self._program, self._adapted)
         plan, nodes = self.mailbox.plan, self.mailbox.nodes
         self._awake = plan.awake(round_)[nodes]
         broken = plan.faults.broken(plan.n_nodes, round_)[nodes]
@@ -233,13 +238,15 @@ class Host:
             for array in sent:
                 if array.dtype.kind == "f":
                     array[broken] = np.nan
-        return sent
+        return *sent, speak
 
     def receive(
         self, round_: int, arrays: tuple[Array, ...], arrived: NDArray[np.bool_] | None = None
     ) -> dict[str, Array]:
         """Take in the messages of a round, see `Mailbox.inbox`; return what the nodes report."""
-        inbox = self.mailbox.inbox(round_, arrays, self._own, arrived)
+        *sent, speak = arrays
+        arrived = speak if arrived is None else speak & arrived
+        inbox = self.mailbox.inbox(round_, tuple(sent), self._own, arrived)
         after, inbox, left_out = end_round(self._program, self._adapted, inbox)
         self.mailbox.count(inbox, left_out)
         self.state = step_back(after, self.state, ~self._awake)  # who is asleep takes in nothing

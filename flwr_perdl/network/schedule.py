@@ -69,7 +69,8 @@ class Schedule:
     repeats : bool, default False
         Whether the network of round ``t + window`` is that of round t.
     present : callable, optional
-        ``round -> ndarray of bool (n_nodes,)``: which nodes take part; all by default.
+        ``round -> ndarray of bool (n_nodes,)``: which nodes take part; all by default. The edges of
+        those that do not are left out, unless ``at`` returns a `CombinationMatrix`.
 
     Raises
     ------
@@ -109,10 +110,11 @@ class Schedule:
         return cls(n_nodes, lambda round_: matrices[round_ - 1], len(matrices), repeats=True)
 
     @classmethod
-    def random_pairs(cls, n_nodes: int, *, seed: int = 0) -> Schedule:
+    def random_pairs(cls, n_nodes: int, pairings: int = 1, *, seed: int = 0) -> Schedule:
         """Return gossip: in every round all nodes are paired at random, one may be left over.
 
-        The pairs of a round depend on the seed and the round only.
+        With several ``pairings`` a round has the pairs of so many, each drawn anew: a node hears
+        at most so many others. The pairs of a round depend on the seed and the round only.
 
         Examples
         --------
@@ -121,15 +123,17 @@ class Schedule:
         array([1, 1, 1, 1])
         """
         check_count("n_nodes", n_nodes, 2, MOST_NODES)
+        check_count("pairings", pairings, 1, n_nodes)
         check_count("seed", seed)
 
         def pairs(round_: int) -> list[list[int]]:
-            order = spawn(seed, PAIRS, round_).permutation(n_nodes)
-            drawn: list[list[int]] = order[: n_nodes // 2 * 2].reshape(-1, 2).tolist()
+            rng = spawn(seed, PAIRS, round_)
+            orders = [rng.permutation(n_nodes)[: n_nodes // 2 * 2] for _ in range(pairings)]
+            drawn: list[list[int]] = np.concatenate(orders).reshape(-1, 2).tolist()
             return drawn
 
-        window = 4 * (n_nodes - 1).bit_length()  # nearly always enough to connect them
-        return cls(n_nodes, pairs, window, name=f"random_pairs({n_nodes}, seed={seed})")
+        window = -(-4 * (n_nodes - 1).bit_length() // pairings)  # nearly always connects them
+        return cls(n_nodes, pairs, window, name=f"random_pairs({n_nodes}, {pairings}, seed={seed})")
 
     @classmethod
     def one_peer_exponential(cls, n_nodes: int) -> Schedule:
@@ -183,16 +187,13 @@ class Schedule:
             there: NDArray[np.bool_] = (first <= round_) & (round_ < last)
             return there
 
-        def at(round_: int) -> Topology:
-            there = sparse.diags_array(present(round_).astype(float))
-            return Topology(there @ topology.adjacency @ there)
-
         name = f"members({topology!r}, joins={joins or {}}, leaves={leaves or {}})"
-        return cls(n_nodes, at, present=present, name=name)
+        return cls(n_nodes, lambda round_: topology, present=present, name=name)
 
     def turn(self, round_: int) -> int:
         """Return the first round whose network is that of a round."""
-        return (round_ - 1) % self.window + 1 if self.repeats else round_
+        repeats = self.repeats and self.present is None
+        return (round_ - 1) % self.window + 1 if repeats else round_
 
     def matrix(self, round_: int) -> CombinationMatrix:
         """Return the combination matrix of a round."""
@@ -209,6 +210,9 @@ class Schedule:
         if not isinstance(own, CombinationMatrix):
             if not isinstance(own, Topology):
                 own = Topology.from_edges(self.n_nodes, check_kind("at", own, Iterable, "edges"))
+            if self.present is not None:  # who is absent is no neighbor
+                there = sparse.diags_array(self.awake(round_).astype(float))
+                own = Topology(there @ own.adjacency @ there)
             own = weights_of(own)
         if own.topology.n_nodes != self.n_nodes:
             raise ValueError(f"at must return {self.n_nodes} nodes, got {own!r} in round {round_}.")
@@ -246,6 +250,17 @@ class Schedule:
             raise ValueError(
                 f"network must be connected in some window of {self.window} round(s), got {self!r} "
                 f"in {count} separate parts."
+            )
+
+    def check_linked(self, n_rounds: int) -> None:
+        """Raise a ValueError unless every node has a neighbor in some of so many rounds."""
+        last = self.window if self.repeats else max(n_rounds, self.window)
+        heard = sum(self.matrix(round_).topology.degrees for round_ in range(1, last + 1))
+        if not np.all(heard):
+            node = int(np.argmin(heard))
+            raise ValueError(
+                f"network must give every node a neighbor in some round with groups, got {self!r} "
+                f"in which node {node} hears nobody."
             )
 
     def __repr__(self) -> str:

@@ -30,9 +30,9 @@ from copy import copy
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
@@ -184,6 +184,9 @@ def poll_faster(grid: Any) -> Iterator[None]:
         grid.pull_interval = interval
 
 
+Record = TypeVar("Record", ArrayRecord, MetricRecord)
+
+
 def new_array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
     """Return ``Array(dtype, shape, stype, data)``, without checks of what these are.
 
@@ -195,8 +198,8 @@ def new_array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Ar
     return array
 
 
-def new_record(arrays: Mapping[str, Array]) -> ArrayRecord:
-    """Return a record of these arrays themselves, without checks."""
-    record = ArrayRecord()
-    vars(record)["_data"].update(arrays)
+def new_record(kind: type[Record], entries: Mapping[str, Any]) -> Record:
+    """Return a record of these arrays themselves, or of numbers, without checks."""
+    record = kind()
+    vars(record)["_data"].update(entries)
     return record

@@ -657,8 +657,9 @@ class ProtocolRun:
     def _remember(self, report: RoundReport) -> None:
         """Append ``report`` to the history, save, and tell who wants to know."""
         self.record.history.append(report)
-        # A client that is back is named again when it is lost the next time.
-        self._logged -= {(self.roster.label(p), report.step == EVALUATE) for p in report.metrics}
+        if self._logged:  # a client that is back is named again when it is lost the next time
+            back, of = map(self.roster.label, report.metrics), report.step == EVALUATE
+            self._logged -= {(label, of) for label in back}
         self._tell(report)
         self.save()
         if self._observers is not None:

@@ -27,7 +27,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import dropwhile, takewhile
 from math import isfinite, isnan, nan
@@ -341,7 +340,7 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     """
     numbers = map(str, range(len(arrays)))
     found = next((each for each in names if len(each) == len(arrays)), numbers)
-    return new_record(dict(zip(found, arrays, strict=True)))
+    return new_record(ArrayRecord, dict(zip(found, arrays, strict=True)))
 
 
 def in_order(record: Mapping[str, Array], names: Collection[str]) -> dict[str, Array]:
@@ -396,8 +395,8 @@ def reply_to(
     As many arrays as the request has keep the request's names.
     """
     given = {NUM_EXAMPLES: num_examples, **metrics}
-    numbers: dict[str, Any] = {name: _to_number(name, value) for name, value in given.items()}
-    records: dict[str, Any] = {METRICS: MetricRecord(numbers)}
+    numbers = {name: _to_number(name, value) for name, value in given.items()}
+    records: dict[str, Any] = {METRICS: new_record(MetricRecord, numbers)}
     if arrays is not None:
         records[ARRAYS] = to_record(arrays, message.content.get(ARRAYS, ()))
     return Message(RecordDict(records), reply_to=message)
@@ -406,10 +405,12 @@ def reply_to(
 def _to_number(name: object, value: Any) -> Any:
     """Return a metric as a record has it, or raise a TypeError."""
     if isinstance(name, str) and not isinstance(value, _TEXTS):
-        with suppress(TypeError, ValueError):
+        try:
             if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
                 return [float(one) for one in value]
             return int(value) if isinstance(value, int) else float(value)
+        except (TypeError, ValueError):
+            pass
     raise TypeError(f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}.")
 
 
@@ -655,14 +656,17 @@ def _numbers(arrays: list[Matrix], limits: Limits) -> list[Matrix]:
     return arrays
 
 
-def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
-    """Return a request's arrays, which the user's client may write to, and its config."""
+def read_request(
+    message: Message, *, writable: bool = True
+) -> tuple[list[Matrix], dict[str, Scalar]]:
+    """Return a request's arrays, copies if a user's client may write to them, and its config."""
     record, config = message.content[ARRAYS], message.content[CONFIG]
     if not isinstance(record, ArrayRecord) or not isinstance(config, ConfigRecord):
         raise ValueError(
             f"a request must carry an ArrayRecord {ARRAYS!r} and a ConfigRecord {CONFIG!r}"
         )
-    return [decode(array) for array in record.values()], scalars(config)
+    read = decode if writable else view
+    return [read(array) for array in record.values()], scalars(config)
 
 
 def config_of(message: Message) -> Mapping[str, Any]:

@@ -274,8 +274,9 @@ class Roster:
     def name_of(self, partition: int) -> str:
         """Return a client's name, with its number where it is not unique; or its number alone."""
         name = self.names.get(partition, str(partition))
-        alone = self._count[name] == 1 and not _NUMBERED.fullmatch(name)
-        return name if alone or name == str(partition) else f"{partition} ({name})"
+        if name == str(partition) or (self._count[name] == 1 and not _NUMBERED.fullmatch(name)):
+            return name
+        return f"{partition} ({name})"
 
     def _note_name(self, partition: int, name: str) -> None:
         """Note a client's name."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from itertools import chain
 from logging import DEBUG, WARNING
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -41,8 +41,8 @@ _MOST_NODES = 10_000_000
 
 #: What may go wrong with one message: ``(partition, message) -> fault or None``.
 Faults = Callable[[int, Message], str | None]
-#: What a record holds that can be changed in place.
-_CHANGEABLE = (Array, list)
+#: Most of what records are made of, none of which can change.
+_FIXED = {bool, bytes, float, int, str, tuple, FunctionType}
 FAULTS = ("error", "silence", "nan", "shape", "empty")
 
 
@@ -285,20 +285,20 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
         if fault == "silence":
             return None
         # As a SuperNode does: what a client that failed wrote into its state is not kept.
-        kept = _copies(context.state)
+        kept = _copied(context.state)
         try:
             if fault == "error":
                 raise RuntimeError("a fault was injected")
             # Clients of one round share a message's content; on a network each has its own.
-            received = compat.like(message, RecordDict(_copies(message.content)))
+            received = compat.like(message, _copied(message.content))
             reply = directed(self.app(received, context), received)
             if time.monotonic() - began >= self._timeout:
                 return None
             if reply is None or reply.has_error():
                 return reply
-            reply.content = _spoilt(RecordDict(_copies(reply.content)), fault)
+            reply.content = _spoilt(_copied(reply.content), fault)
         except (Exception, SystemExit) as error:
-            context.state = RecordDict(kept)
+            context.state = kept
             partition = context.node_config[PARTITION_ID]
             log(DEBUG, "Client %s erred.", partition, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
@@ -319,16 +319,20 @@ def _answer(call: Callable[[], Message | None]) -> Message | None:
     return call()
 
 
-def _copies(content: RecordDict) -> dict[str, Any]:
-    """Return copies of all records; only the arrays' bytes, which cannot change, are shared."""
-    copies: dict[str, Any] = {}
-    for name, record in content.items():
-        own: Any = record.copy()
-        copies[name] = own
-        for key, value in record.items():
-            if isinstance(value, _CHANGEABLE):
-                own[key] = copy(value)
-    return copies
+def _copied(value: Any) -> Any:
+    """Return a copy of records in which only what cannot change is shared, as the arrays' bytes.
+
+    Flower's own copy of a record shares its arrays, and other ones are put in with many checks.
+    """
+    if isinstance(value, dict):
+        return {k: one if type(one) in _FIXED else _copied(one) for k, one in value.items()}
+    if isinstance(value, list):  # of numbers or texts
+        return value[:]
+    if not isinstance(value, (Array, Mapping)):
+        return value
+    new = object.__new__(type(value))
+    vars(new).update(_copied(vars(value)))
+    return new
 
 
 def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:

@@ -54,6 +54,20 @@ Table = dict[int, dict[str, dict[str, float]]]
 OWN_MODEL = "own"
 
 
+#: Why a client's own model is not returned.
+AT_HAND = (
+    "client must keep its own arrays in this process, or state_dir must be where it does, got "
+    "client {client} with state_dir={state_dir!r}."
+)
+
+
+def context_of(client: int, name: str, state_dir: str | Path) -> Context:
+    """Return a client's context by which what it keeps on disk is found."""
+    who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
+    who |= {} if name == str(client) else {NAME: name}
+    return Context(0, 0, who, RecordDict(), {})
+
+
 @dataclass(frozen=True, eq=False)
 class Own:
     """Where the clients' own models are."""
@@ -62,6 +76,12 @@ class Own:
     find: Callable[[int, str | Path | None], ArrayRecord] | None = None
     table: Table = field(default_factory=dict)
     run: str = ""
+
+    @classmethod
+    def of(cls, strategy: ProtocolStrategy, find: Any, table: Table | None = None) -> Own:
+        """Return where the own models of a run's clients are found."""
+        run = f"{type(strategy).__name__}, communication rounds: {strategy._running().record.done}"
+        return cls(dict(strategy.client_names), find, dict(table or {}), run)
 
     def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model, see `Learned.model_of`."""
@@ -175,8 +195,7 @@ class EndsWithModels(ProtocolStrategy):
     @property
     def own(self) -> Own:
         """Where the clients' own models are."""
-        run = f"{type(self).__name__}, communication rounds: {self._running().record.done}"
-        return Own(dict(self.client_names), self._find, dict(self._table), run)
+        return Own.of(self, self._find, self._table)
 
     def onboard(self, grid: Grid, *, fits: int = 20) -> dict[int, dict[str, float]]:
         """Give clients that were not in the run a model of their own.
@@ -295,20 +314,14 @@ class EndsWithModels(ProtocolStrategy):
         run, names = self._running().record, self._array_names()
         context = self._contexts.get(client)
         if state_dir is not None:
-            name = run.names.get(client, str(client))
-            who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
-            who |= {} if name == str(client) else {NAME: name}
-            context = Context(0, 0, who, RecordDict(), {})
+            context = context_of(client, run.names.get(client, str(client)), state_dir)
         model = self._model_for(client)
         own: dict[str, Array] | None = None
         if context is not None:
             base = model or dict(to_record(self._initial, names))
             own = kept_model(context, run.token, base, find=self.find_own)
         if own is None and (model is None or self.private_names() or self.find_own is not None):
-            raise ValueError(
-                f"client must keep its own arrays in this process, or state_dir must be where it "
-                f"does, got client {client} with state_dir={state_dir!r}."
-            )
+            raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
         found = own or model or {}
         return named([*found.values()], [*found])
 

@@ -25,7 +25,7 @@ from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_functi
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.schedule import Faults, Schedule
-from flwr_perdl.network.topology import Topology
+from flwr_perdl.network.topology import Topology, averaging_weights
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
@@ -59,6 +59,10 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         Where neighbors may lie, as there.
     compression, consensus_step
         For messages of fewer bytes, as there.
+    groups, local_rounds
+        With ``groups="auto"`` nodes find out by themselves which neighbors are like them
+        (docs/groups-without-a-server.md), as there; ``num_rounds`` must be more than
+        ``local_rounds``.
     evaluate_every : int, default 1
         Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
     metrics : sequence of str, default ()
@@ -123,7 +127,10 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         "reuse_last_reply": "staleness says for how long a neighbor's message counts",
         "clusters": "all nodes agree on one model",
     }
-    needs = (Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),)
+    needs = (
+        Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),
+        Needs(("groups",), "weights", (None,), "nodes then take plain means of those they accept"),
+    )
 
     def __init__(
         self,
@@ -134,6 +141,8 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         n_liars: int = 1,
         compression: TopK | RandomQuantization | None = None,
         consensus_step: float | None = None,
+        groups: str | None = None,
+        local_rounds: int = 5,
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         shows_models: bool = False,
@@ -146,7 +155,10 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
-        network: dict[str, Any] = {"weights": weights, "faults": faults, "staleness": staleness}
+        used = weights
+        if groups is not None and weights is None and isinstance(topology, Topology):
+            used = averaging_weights(topology)  # they do not count, but a topology may be directed
+        network: dict[str, Any] = {"weights": used, "faults": faults, "staleness": staleness}
         super().__init__(topology, 0, **network, sealed=sealed, **options)
         self._averaging = AveragingOptions(
             method=method,
@@ -154,6 +166,8 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
             n_liars=n_liars,
             compression=compression,
             consensus_step=consensus_step,
+            groups=groups,
+            local_rounds=local_rounds,
             evaluate_every=evaluate_every,
             metrics=metrics,
             max_magnitude=self.options.max_magnitude,

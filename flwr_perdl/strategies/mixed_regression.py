@@ -31,6 +31,7 @@ from math import prod
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
+from flwr.app import ArrayRecord
 
 from flwr_perdl.clients.mixed_regression import MIXED_REGRESSION, OPTION, RegressionClient
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES
@@ -47,13 +48,14 @@ from flwr_perdl.protocol.options import (
     check_support,
     spell_fields,
 )
-from flwr_perdl.protocol.records import Replies, Reply, check_group
+from flwr_perdl.protocol.records import Replies, Reply, check_group, to_record
 from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT, Answers, Ask, State, reject_unused
+from flwr_perdl.strategies._own_models import Learned, Own
 
 _COUNT = "rounds"
 #: The number of columns before an update's change.
@@ -92,6 +94,22 @@ class _MixedRegression(ProtocolStrategy):
         """Return the options of the two phases."""
         settings = super().settings()
         return {**asdict(settings.pop("two_phase")), **settings}
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned: every cluster's coefficients; a client's are its cluster's."""
+        shared = to_record(self._running().record.model[:1], ["coefficients"])
+        return Learned(shared, Own.of(self, self._find))
+
+    def _find(self, client: int, _state_dir: object) -> ArrayRecord:
+        """Return the coefficients of a client's cluster, as it said last in an evaluation."""
+        said = (report.metrics.get(client, {}) for report in reversed(self.history))
+        cluster = next((own["cluster"] for own in said if "cluster" in own), None)
+        if cluster is None:
+            raise ValueError(
+                f"client must have said its cluster in an evaluation, got client {client}."
+            )
+        return to_record([self._running().record.model[0][int(cluster)]], ["coefficients"])
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""

@@ -536,6 +536,8 @@ def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, roun
         return "it has NaN or infinite values"
     if store.plan.faults.broken(store.plan.n_nodes, round_)[node]:
         return "a simulated fault broke it"
+    if not floats and len(reply.arrays) <= (cards is not None):  # as the node's program wants it
+        return ""
     if cards is None:  # open: one message for all
         if not reply.arrays:
             return "it has no arrays"

@@ -52,10 +52,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from logging import WARNING
-from typing import ClassVar, Literal, Unpack
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid
 
+from flwr_perdl.clients import local_atoms, private_store
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import ATOMS, PERMA, REFINE_STEPS, SENDS, START, STATISTICS, UPDATE
 from flwr_perdl.core.aggregate import CAP, RULES
@@ -69,8 +73,19 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import NEW_STATE, Replies, Reply, Scalar, check_shapes, scalars
+from flwr_perdl.protocol.records import (
+    NEW_STATE,
+    PARTITION_ID,
+    Replies,
+    Reply,
+    Scalar,
+    check_shapes,
+    named,
+    scalars,
+    to_record,
+)
 from flwr_perdl.protocol.request import Protocol, Request, State, Summed
+from flwr_perdl.protocol.roster import LocalGrid
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
@@ -81,6 +96,7 @@ from flwr_perdl.strategies._dictionaries import (
     with_enough,
     within_bounds,
 )
+from flwr_perdl.strategies._own_models import AT_HAND, Learned, Own, context_of
 
 AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
@@ -213,9 +229,10 @@ class PerMA(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
+        self._contexts: dict[int, Context] = {}
         self.max_atoms = None if max_atoms is None else check_count("max_atoms", max_atoms, 1)
-        named = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
-        self.n_global = n_global if named else check_count("n_global", n_global)
+        word = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
+        self.n_global = n_global if word else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
         rules = [rule for rule in METHODS if rule in RULES]
@@ -266,6 +283,29 @@ class PerMA(ProtocolStrategy):
                 "orthogonal": np.array(orthogonal),
                 "samples": median_samples(replies),
             }
+
+    @property
+    def result(self) -> Learned:
+        """What the run has learned: the global atoms; a client's own model has its local ones."""
+        (atoms, *_) = self._running().record.model
+        shared = to_record([atoms], ["global_atoms"])
+        return Learned(shared, Own.of(self, partial(self._find, shared)))
+
+    def _after_rounds(self, grid: Grid) -> None:
+        nodes = grid.contexts.values() if isinstance(grid, LocalGrid) else ()
+        self._contexts = {int(one.node_config[PARTITION_ID]): one for one in nodes}
+
+    def _find(self, shared: ArrayRecord, client: int, state_dir: str | Path | None) -> ArrayRecord:
+        """Return the global atoms and a client's local ones, if these are at hand."""
+        source: Any = self._contexts.get(client)
+        if state_dir is not None:
+            where = context_of(client, self.client_names[client], state_dir)
+            store = private_store(where, PERMA)
+            source = None if store is None else store.folder
+        if source is None:
+            raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
+        own = to_record([local_atoms(source)], ["local_atoms"])
+        return named([*shared.values(), *own.values()], [*shared, *own])
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result: a choice needs one, and one after it."""

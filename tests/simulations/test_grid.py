@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
@@ -24,10 +33,12 @@ def echo() -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         calls = int(context.state.get("calls", ConfigRecord({"n": 0}))["n"]) + 1
-        context.state["calls"] = ConfigRecord({"n": calls})
+        context.state.setdefault("calls", ConfigRecord())["n"] = calls  # in place
         if message.content["config"].get("fail") == context.node_config["partition-id"]:
             raise RuntimeError("as asked")
         message.content["config"]["changed"] = True
+        message.content["config"]["list"].append(1)
+        message.content["arrays"]["0"].data = Array(np.eye(2)).data
         reply = RecordDict(
             {
                 "arrays": message.content["arrays"],
@@ -40,10 +51,12 @@ def echo() -> ClientApp:
 
 
 def ask(grid: InProcessGrid, **config: Any) -> list[Message]:
-    content = RecordDict({"arrays": ArrayRecord([np.eye(2)]), "config": ConfigRecord(config)})
+    config |= {"list": [0]}
+    content = RecordDict({"arrays": ArrayRecord([np.ones((2, 2))]), "config": ConfigRecord(config)})
     messages = [grid.create_message(content, "train", node, "") for node in grid.get_node_ids()]
     replies = list(grid.send_and_receive(messages))
-    assert "changed" not in content["config"]  # the client changed its own copy
+    assert content["config"] == config  # the client changed its own copy
+    np.testing.assert_array_equal(content["arrays"].to_numpy_ndarrays()[0], 1)
     return replies
 
 

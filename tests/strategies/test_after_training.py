@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, MessageType, RecordDict
 
-from flwr_perdl.clients import adapt, client_app
+from flwr_perdl.clients import DictionaryClient, RegressionClient, adapt, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.network import Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     DiffusionAveraging,
     Ditto,
+    FedX,
+    PerMA,
     PersonalizedFedAvg,
     ServerSettings,
 )
@@ -66,6 +69,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "averaging": lambda **options: DiffusionAveraging(Topology.ring(N_CLIENTS), **options),
     "averaging, private": lambda **options: DiffusionAveraging(
         Topology.ring(N_CLIENTS), private=PRIVATE, **options
+    ),
+    "averaging, groups": lambda **options: DiffusionAveraging(
+        Topology.ring(N_CLIENTS), groups="auto", local_rounds=1, **options
     ),
     "averaging, sealed": lambda **options: DiffusionAveraging(
         Topology.ring(N_CLIENTS), sealed=True, **options
@@ -224,3 +230,47 @@ def test_a_client_in_secure_sums_alone_takes_no_step_after_the_run() -> None:
     strategy, _ = run("ditto", 2)
     grid = InProcessGrid(client_app(Linear, secure=True), 2)
     assert strategy.compare(grid) == {}
+
+
+# Dictionaries and regressions --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_clients_dictionary_is_the_global_atoms_and_its_own(
+    on_disk: bool, tmp_path: Path
+) -> None:
+    X = np.random.default_rng(0).standard_normal((3, 60, 6))
+
+    def make_client(context: Context) -> DictionaryClient:
+        own = X[int(context.node_config["partition-id"])]
+        return DictionaryClient(own, OrthogonalLearner(5), context)
+
+    where = {"state-dir": str(tmp_path)} if on_disk else {}
+    grid = InProcessGrid(client_app(make_client), 3, node_config=lambda _: where)
+    strategy = PerMA(n_global=2)
+    atoms = strategy.start(grid, num_rounds=3).arrays.to_numpy_ndarrays()[0]
+    state_dir = tmp_path if on_disk else None
+    for client, local in enumerate(grid.local_atoms()):
+        model = strategy.result.model_of(client, state_dir)
+        np.testing.assert_array_equal(model["global_atoms"].numpy(), atoms)
+        np.testing.assert_array_equal(model["local_atoms"].numpy(), local)
+    assert list(strategy.result.shared) == ["global_atoms"]
+    with pytest.raises(ValueError, match="client"):
+        strategy.result.model_of(9)
+
+
+def test_a_clients_regression_is_its_clusters() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((8, 30, 3))
+
+    def make_client(context: Context) -> RegressionClient:
+        i = int(context.node_config["partition-id"])
+        y = X[i] @ SLOPES[i % 2]
+        return RegressionClient(X[i], y, context)
+
+    strategy = FedX(2)
+    strategy.start(InProcessGrid(client_app(make_client), 8), num_rounds=40)
+    assert strategy.result.shared["coefficients"].numpy().shape == (2, 3)
+    for i in range(8):
+        own = strategy.result.model_of(i)["coefficients"].numpy()
+        np.testing.assert_allclose(own, SLOPES[i % 2], atol=0.05)
