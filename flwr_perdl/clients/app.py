@@ -31,13 +31,7 @@ from flwr_perdl.clients.local import (
     evaluation_of,
     within,
 )
-from flwr_perdl.clients.personalized import (
-    KeepPrivate,
-    Part,
-    aside,
-    asked_to_keep,
-    check_mods,
-)
+from flwr_perdl.clients.personalized import KeepPrivate, Part, aside, asked_to_keep, check_mods
 from flwr_perdl.clients.transport import Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own

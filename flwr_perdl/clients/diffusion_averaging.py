@@ -20,14 +20,7 @@ from flwr_perdl.clients import own_models
 from flwr_perdl.clients.base import INNER, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Evaluated, Local, NoEvaluateError, StepRequest, StepResult
-from flwr_perdl.clients.neighbor_relay import (
-    ANNOUNCE,
-    EXCHANGE,
-    SHOW,
-    STATE,
-    DiffusionClient,
-    Kept,
-)
+from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, DiffusionClient, Kept
 from flwr_perdl.clients.own_models import ADAPT, COMPARE
 from flwr_perdl.clients.personalized import kept_private
 from flwr_perdl.core.checks import Matrix, check_kind

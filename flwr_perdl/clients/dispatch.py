@@ -245,11 +245,7 @@ def take(asked: Step, local: Local, request: StepRequest) -> StepResult:
 
 @one_blas_thread()
 def take_by(
-    client: Any,
-    context: Context,
-    asked: Step,
-    arrays: list[Matrix],
-    config: Mapping[str, Scalar],
+    client: Any, context: Context, asked: Step, arrays: list[Matrix], config: Mapping[str, Scalar]
 ) -> StepResult:
     """Return what a step comes to at a client that is made for it."""
     reject_other_client(asked, client)

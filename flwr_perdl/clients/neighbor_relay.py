@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 from flwr_perdl.clients.base import PrivateState
 from flwr_perdl.clients.dispatch import ProtocolClient, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
-from flwr_perdl.core.checks import (
-    Matrix,
-    check_choice,
-    check_count,
-    check_flag,
-    check_function,
-)
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_function
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import pack_arrays, text_array, texts_of

@@ -187,10 +187,7 @@ def settled(found: Array, start: Array, fixed: NDArray[np.bool_] | None) -> Arra
 
 
 def aggregate_models(
-    rule: str,
-    start: Sequence[Start],
-    models: Sequence[Sequence[Array]],
-    weights: Array,
+    rule: str, start: Sequence[Start], models: Sequence[Sequence[Array]], weights: Array
 ) -> tuple[list[Array], Array]:
     """Return the model that models come to, and their outlyingness.
 

@@ -80,9 +80,7 @@ def view_file(data: bytes, at: int = 0) -> tuple[Array, int]:
 
 
 @lru_cache(maxsize=256)
-def _layout(
-    header: bytes,
-) -> tuple[np.dtype[np.generic], tuple[int, ...], Literal["C", "F"], int]:
+def _layout(header: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...], Literal["C", "F"], int]:
     """Return dtype, shape, order and bytes (-1: of a negative shape) of an array by its header."""
     read, fortran, dtype = npy.read_array_header_1_0(BytesIO(header))
     shape = tuple(map(int, read))  # True is an integer to NumPy's reader, and not to its arrays

@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_real
-from flwr_perdl.network._dual import (
-    DualInference,
-    DualState,
-    Nodes,
-    column,
-    is_check_round,
-    norms,
-)
+from flwr_perdl.network._dual import DualInference, DualState, Nodes, column, is_check_round, norms
 from flwr_perdl.network._minimize import minimize
 from flwr_perdl.network.combine import Inbox, is_long, product
 from flwr_perdl.network.objectives import check_closed_forms

@@ -13,10 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.arrays import row_products
-from flwr_perdl.core.checks import (
-    brief_repr,
-    check_list,
-)
+from flwr_perdl.core.checks import brief_repr, check_list
 from flwr_perdl.core.models import (
     Start,
     as_dtype,

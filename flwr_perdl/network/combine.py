@@ -30,12 +30,7 @@ from scipy import sparse
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import NEIGHBOR_RULES
 from flwr_perdl.core.arrays import row_norms
-from flwr_perdl.core.checks import (
-    FLOATS,
-    brief_repr,
-    check_list,
-    check_real,
-)
+from flwr_perdl.core.checks import FLOATS, brief_repr, check_list, check_real
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.network.topology import Csr
@@ -375,9 +370,7 @@ def screened(program: Program[State], state: State, inbox: Inbox) -> tuple[Inbox
     return kept, left_out
 
 
-def tally(
-    left_out: Iterable[tuple[int, int, int]],
-) -> tuple[dict[int, int], dict[int, list[int]]]:
+def tally(left_out: Iterable[tuple[int, int, int]]) -> tuple[dict[int, int], dict[int, list[int]]]:
     """Return in how many rounds messages were left out, and by which receivers, by their sender.
 
     ``left_out`` has the round, the sender, and the receiver, which is the sender itself where the

@@ -58,14 +58,7 @@ from flwr_perdl.clients.clustered import (
 )
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import LEFT_OUT, keep_supported
-from flwr_perdl.core.checks import (
-    LARGE,
-    Matrix,
-    check_choice,
-    check_count,
-    check_real,
-    is_auto,
-)
+from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, check_real, is_auto
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.network.compression import TopK

@@ -68,21 +68,11 @@ from flwr_perdl.clients.neighbor_relay import (
     DiffusionClient,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
-from flwr_perdl.core.npy import (
-    pack_arrays,
-    unpack,
-    unpack_arrays,
-)
+from flwr_perdl.core.npy import pack_arrays, unpack, unpack_arrays
 from flwr_perdl.network.averaging_program import BYTES
 from flwr_perdl.network.averaging_program import FLOATS as RECEIVED
 from flwr_perdl.network.combine import Run, curves, spread, tally
-from flwr_perdl.network.messages import (
-    EVERYBODY,
-    Delivery,
-    MessageStore,
-    entries_of,
-    matrix_of,
-)
+from flwr_perdl.network.messages import EVERYBODY, Delivery, MessageStore, entries_of, matrix_of
 from flwr_perdl.network.schedule import Faults, LinkPlan, Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
