@@ -287,7 +287,7 @@ def tables(results: dict[str, Any]) -> str:
 
 def picture(results: dict[str, Any]) -> Figure:
     """Draw time and memory against the number of clients."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(12, 4), layout="constrained")
     sizes = {int(n): rows for n, rows in results["sizes"].items()}
     for axes, key, label in zip(
         figure.subplots(1, 2),
@@ -299,7 +299,7 @@ def picture(results: dict[str, Any]) -> Figure:
             values = [float(np.median(rows[name][key])) for rows in sizes.values()]
             axes.plot(list(sizes), values, "o-", label=name)
         axes.set(xlabel="clients", ylabel=label, ylim=(0, None))
-    axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=9)
     return figure
 
 
