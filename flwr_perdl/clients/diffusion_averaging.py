@@ -41,11 +41,16 @@ COMPRESSIONS = (TopK, RandomQuantization)
 
 
 def averaging_config(
-    learner: AveragingOptions, max_delay: int, start: Mapping[str, Matrix], shows: bool
+    learner: AveragingOptions,
+    max_delay: int,
+    start: Mapping[str, Matrix],
+    shows: bool,
+    half: bool,
 ) -> dict[str, Scalar]:
     """Return what a request says to the nodes besides what every diffusion's does.
 
-    ``shows``: whether nodes show their models at the end.
+    ``shows``: whether nodes show their models at the end; ``half``: whether messages travel in half
+    floats.
     """
     options = {name: value for name, value in vars(learner).items() if name != "config"}
     compression = learner.compression
@@ -55,7 +60,13 @@ def averaging_config(
         check_kind("compression", compression, COMPRESSIONS, "a TopK or RandomQuantization")
         options["compression"] = COMPRESSIONS.index(type(compression)), vars(compression)
     arrays = [[name, array.shape, array.dtype.str] for name, array in start.items()]
-    about = {"learner": options, "max_delay": max_delay, "arrays": arrays, "shows": shows}
+    about = {
+        "learner": options,
+        "max_delay": max_delay,
+        "arrays": arrays,
+        "shows": shows,
+        "half": half,
+    }
     return {ABOUT: json.dumps(about)}
 
 
@@ -90,7 +101,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     first = [model[name] for name in shared]
     program = learner.program(lambda node: app, initial=first, array_names=shared, in_files=True)
     node = _Node(program, local.context, max_delay=about["max_delay"])
-    node.has_start = bool(start)
+    node.has_start, node.half = bool(start), about["half"] is True
     node.shows = "state" if about["shows"] is True else "observed"
     return node.exchange(request, local.kept)
 

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from flwr_perdl.clients.base import PrivateState
 from flwr_perdl.clients.dispatch import ProtocolClient, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
+from flwr_perdl.clients.transport import halved
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_function
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
+from flwr_perdl.network.averaging_program import BYTES
 from flwr_perdl.network.combine import (
     Array,
     Program,
@@ -120,6 +122,8 @@ class DiffusionClient(ProtocolClient):
     (30, 240.0)
     """
 
+    #: Whether messages travel in half floats.
+    half = False
     only = (
         "this strategy needs a DiffusionClient at every node; the strategy DiffusionAveraging "
         "takes ordinary clients"
@@ -232,11 +236,16 @@ class DiffusionClient(ProtocolClient):
             max_delay=self.max_delay,
             total=delivery.total,
             unseal=None if keys is None else keys.open,
+            half=self.half,
         )
         inbox, rejected = screened(self.program, kept.state, inbox)
         state = check_state("combine", self.program.combine(kept.state, inbox), 1)
         reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
         metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
+        if self.half and BYTES in metrics:  # the inbox has them in full
+            whole = self._message(kept.state)
+            sizes = [sum(array.nbytes for array in some) for some in (self._halved(whole), whole)]
+            metrics[BYTES] = float(metrics[BYTES]) * sizes[0] / sizes[1]
         left_out |= {one.sender: one.reason for one in rejected}
         return state, metrics | self._left_out(left_out)
 
@@ -259,10 +268,17 @@ class DiffusionClient(ProtocolClient):
         metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
         if not np.isfinite(kept.sizes).all():
             return [], {**metrics, BROKEN: 1}
+        message = self._halved(message)
         if keys is None or delivery.cards is None:
             return message, metrics
         sealed, rejected = keys.seal_each(message, kept.pending, delivery.cards)
         return sealed, metrics | self._left_out(rejected)
+
+    def _halved(self, message: list[Array]) -> list[Array]:
+        """Return a message as it is sent; a single number, as push-sum's weight, in full."""
+        if not self.half:
+            return message
+        return [a if a.size == 1 else halved(str(i), a) for i, a in enumerate(message)]
 
     def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
         """Log which neighbors' messages or cards were rejected; return the metrics of that."""

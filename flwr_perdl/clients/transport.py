@@ -163,12 +163,18 @@ class Transport:
     def _halved(self, name: str, array: Array) -> Array:
         """Return an array in half floats, or as it is if these do not have all of its numbers."""
         own = view(array)
-        if not self.half or not is_float(own) or own.dtype == HALF:
-            return array
-        with np.errstate(over="ignore"):
-            half = own.astype(HALF)
-        if np.array_equal(np.isinf(half), np.isinf(own)):
-            return encode(half)
-        text = "array %r has numbers that float16 does not have: it travels as %s."
-        log(WARNING, text, name, own.dtype)
+        sent = halved(name, own) if self.half else own
+        return array if sent is own else encode(sent)
+
+
+def halved(name: str, array: Matrix) -> Matrix:
+    """Return an array as half floats; as it is if it has no floats, or one that these have not."""
+    if not is_float(array) or array.dtype == HALF:
         return array
+    with np.errstate(over="ignore"):
+        half = array.astype(HALF)
+    if np.array_equal(np.isinf(half), np.isinf(array)):
+        return half
+    text = "array %r has numbers that float16 does not have: it travels as %s."
+    log(WARNING, text, name, array.dtype)
+    return array

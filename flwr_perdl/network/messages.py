@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,6 +119,7 @@ def inbox_of(
     max_delay: int = 0,
     total: float = 1.0,
     unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
+    half: bool = False,
 ) -> tuple[Inbox, dict[int, str]]:
     """Return the inbox of a node from single messages, by the rules of `Mailbox`.
 
@@ -140,6 +142,8 @@ def inbox_of(
     unseal : callable, optional
         ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
         `Rejected`.
+    half : bool, default False
+        Whether half floats stand for floats of the own message's dtypes.
     """
     form = [(array.shape, array.dtype) for array in own]
     good: dict[tuple[int, int], tuple[Message, Sequence[float]]] = {}
@@ -155,6 +159,8 @@ def inbox_of(
                 if len(arrays) != 1:
                     raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
                 arrays = unseal(arrays[0], sender, round_ - late)
+            if half:
+                arrays = [*starmap(_restored, zip(arrays, own, strict=False))]
             alike = [(array.shape, array.dtype) for array in arrays] == form
             largest = [*map(magnitude, arrays)] if alike else [np.nan]
             if not np.isfinite(largest).all():
@@ -178,6 +184,12 @@ def inbox_of(
     rows = tuple(map(list, zip(*(message.arrays for message in stack), strict=True)))
     found = np.array(all_sizes).T
     return Inbox(round_, np.array([node]), senders, rows, weights, links, where, found), left_out
+
+
+def _restored(array: Array, own: Array) -> Array:
+    """Return half floats as floats of another array's dtype, everything else as it is."""
+    is_half = array.dtype == np.float16 and own.dtype.kind == "f"
+    return array.astype(own.dtype) if is_half else array
 
 
 class Mailbox:

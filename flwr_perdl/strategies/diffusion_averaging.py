@@ -21,7 +21,8 @@ from flwr.serverapp.strategy import Result
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config, kept_model
 from flwr_perdl.clients.own_models import MOST_FITS, Find
 from flwr_perdl.clients.personalized import Part, check_patterns
-from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
+from flwr_perdl.clients.transport import HALF
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_function
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.schedule import Faults, Schedule
@@ -73,6 +74,9 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
     fine_tune : int, default 0
         After the last round each node trains its own model up to so many times further, and keeps
         the best by the loss of its ``evaluate``.
+    transport : {"float16"}, optional
+        How floats travel between neighbors: in half floats, whose rounding stays in the models; not
+        with ``compression``. By default every array has its own dtype on the wire.
     shows_models : bool, default False
         Whether the nodes send the server their models, and what they correct these by, at the end:
         not with ``sealed``, nor where they keep arrays private.
@@ -129,6 +133,7 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
     }
     needs = (
         Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),
+        Needs(("transport",), "compression", (None,), "such messages have few bytes already"),
         Needs(("groups",), "weights", (None,), "nodes then take plain means of those they accept"),
     )
 
@@ -153,6 +158,7 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
         fine_tune: int = 0,
+        transport: str | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         used = weights
@@ -176,6 +182,8 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         self._part = Part.of("private", private, share)
         self.private = check_patterns("private", private)
         self.share = check_patterns("share", share)
+        wires = (HALF.name,)
+        self.transport = None if transport is None else check_choice("transport", transport, wires)
         self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
         check_support(self, locals())
         self._names: list[str] = []
@@ -312,7 +320,8 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
 
     def settings(self) -> dict[str, Any]:
         """Return what makes two runs the same run."""
-        own = {"shows_models": self.shows_models}
+        names = ("shows_models", "private", "share", "fine_tune", "transport")
+        own = {name: vars(self)[name] for name in names}
         return {**super().settings(), **vars(self._averaging), **own}
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
@@ -335,7 +344,8 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         model = [*start.values()]
         check_initial(model, [*start])
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
-        own = averaging_config(self._averaging, self.plan.oldest, start, self.shows_models)
+        half, last = self.transport is not None, self.plan.oldest
+        own = averaging_config(self._averaging, last, start, self.shows_models, half)
         if private := self.private_names():
             own = {**own, LEFT_OUT: json.dumps(private)}
         return {**own, **evaluations}

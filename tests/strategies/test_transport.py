@@ -118,6 +118,30 @@ def test_nodes_send_float32_models_in_four_bytes_a_number() -> None:
     assert grid.down == 2 * (4 * N_FLOATS + 8)  # booleans are not sent
 
 
+@pytest.mark.parametrize("method", ["atc", "exact_diffusion", "gradient_tracking", "push_sum"])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_nodes_send_half_floats(method: str, sealed: bool) -> None:
+    found = {}
+    for transport in (None, "float16"):
+        grid = CountingGrid(client_app(Adds), 4)
+        strategy = DiffusionAveraging(
+            Topology.ring(4),
+            method=method,
+            sealed=sealed,
+            transport=transport,
+            shows_models=not sealed,
+        )
+        result = strategy.start(grid, model(), num_rounds=3)
+        found[transport] = result.arrays.to_numpy_ndarrays(), strategy.result.bytes_sent
+    (whole, most), (half, least) = found[None], found["float16"]
+    assert least < 0.51 * most + 4 * 3 * 2 * 8
+    for one, other in zip(whole, half, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(other, one, atol=2.0**-9)
+    with pytest.raises(ValueError, match="compression"):
+        DiffusionAveraging(Topology.ring(4), transport="float16", compression=TopK(0.1))
+
+
 @pytest.mark.parametrize("name", SINGLE)
 def test_small_steps_add_up_in_half_floats(name: str) -> None:
     """Each step is smaller than half the distance of half floats: it would be lost in a model."""
