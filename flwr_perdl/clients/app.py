@@ -275,8 +275,8 @@ class AnsweringApp(ClientApp):
         if (transport := Transport.of(message)) is not None:
             if sums or (asked is not None and asked.client is not None):
                 raise ValueError(
-                    "transport and compression must be left out where a client sends sums, or no "
-                    "model, got a request with them."
+                    "transport and compression must be left out where clients insist on secure "
+                    "sums or privacy, or send no model, got a request with them."
                 )
             message = transport.restored(message)
         if self._secure and trains and not secure and not _is_start(message, asked):

@@ -159,8 +159,8 @@ def inbox_of(
                 if len(arrays) != 1:
                     raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
                 arrays = unseal(arrays[0], sender, round_ - late)
-            if half:
-                arrays = [*starmap(_restored, zip(arrays, own, strict=False))]
+            if half and len(arrays) == len(own):
+                arrays = [*starmap(_restored, zip(arrays, own, strict=True))]
             alike = [(array.shape, array.dtype) for array in arrays] == form
             largest = [*map(magnitude, arrays)] if alike else [np.nan]
             if not np.isfinite(largest).all():

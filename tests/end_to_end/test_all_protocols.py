@@ -34,7 +34,8 @@ def learn(grid: Any = None) -> dict[str, np.ndarray]:
     """Return what two clients learn by every protocol."""
     found = {}
     for name, case in CASES.items():
-        options = {"topology": Topology.complete(2)} if name in ("relay", "averaging") else {}
+        neighbors = name.partition(",")[0] in ("relay", "averaging")
+        options = {"topology": Topology.complete(2)} if neighbors else {}
         here = case.grid(n=2) if grid is None else grid
         for i, array in enumerate(case.run(here, case.cut + 2, case=name, **options)):
             found[f"{name} {i}"] = array

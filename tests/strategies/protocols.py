@@ -160,6 +160,9 @@ def averaging(topology: Topology = RING, **options: Any) -> DiffusionAveraging:
     return DiffusionAveraging(topology, **options)
 
 
+#: A part that stays at the clients, and fewer bytes.
+PARTS: dict[str, Any] = {"private": ["head"], "transport": "float16"}
+
 CASES = {
     "perma": Case(
         lambda **o: PerMA(2, **o),
@@ -198,6 +201,16 @@ CASES = {
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
     "relay": Case(relay, nodes, 3),
     "averaging": Case(averaging, models, 3, START, private=True),
+    "clusters, parts": Case(
+        lambda k=2, **o: ClusteredFedAvg(k, **PARTS, choose_every=2, **o),
+        models,
+        2,
+        START,
+        private=True,
+    ),
+    "averaging, parts": Case(
+        lambda topology=RING, **o: averaging(topology, **PARTS, **o), models, 3, START, private=True
+    ),
     "own": Case(own_protocol.OwnMean, owners, 1, protocols=(own_protocol,)),
 }
 SOME: dict[str, Any] = {"fraction_train": 0.8}

@@ -76,7 +76,7 @@ def spoil(key: str, value: Any) -> Callable[[RecordDict], None]:
 
 FAULTS = ("error", "silence", "nan", "shape", "empty")
 HOSTILE: dict[str, Any] = {
-    "huge": spoil("arrays", lambda array: Array(np.full_like(array.numpy(), 1e101))),
+    "huge": spoil("arrays", lambda array: Array(np.full(array.shape, 1e101))),
     "text": spoil("arrays", lambda array: Array(np.full(array.shape, "x"))),
     "longer": spoil("arrays", lambda array: Array(np.ones((7, *array.shape)))),
     "garbage": spoil("arrays", lambda array: Array("float64", (3, 6), "numpy.ndarray", b"!")),
@@ -136,7 +136,7 @@ def test_what_a_client_keeps_private_stays_there_or_the_run_is_refused(name: str
         return
     case.run(grid, case.cut + 2)
     shared = case.grid()
-    if name != "personal":  # whose server leaves it out by itself
+    if name != "personal" and "parts" not in name:  # whose server leaves it out by itself
         case.run(shared, case.cut + 2)
         assert largest(shared) > 400
     assert largest(grid) < 200
