@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.own_models import (
     ADAPT,
     CLUSTER,
@@ -66,6 +67,12 @@ def context_of(client: int, name: str, state_dir: str | Path) -> Context:
     who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
     who |= {} if name == str(client) else {NAME: name}
     return Context(0, 0, who, RecordDict(), {})
+
+
+def contexts_on(grid: Grid) -> dict[int, Context]:
+    """Return the contexts of the clients in this process, by partition."""
+    nodes = grid.contexts.values() if isinstance(grid, LocalGrid) else ()
+    return {int(identify(context)[PARTITION_ID]): context for context in nodes}
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,9 +271,7 @@ class EndsWithModels(ProtocolStrategy):
 
     def _everybody(self, grid: Grid) -> dict[int, int]:
         """Return the nodes of the clients on the run's grid, by partition."""
-        if isinstance(grid, LocalGrid):
-            own = {int(c.node_config[PARTITION_ID]): c for c in grid.contexts.values()}
-            self._contexts = {**self._contexts, **own}
+        self._contexts = {**self._contexts, **contexts_on(grid)}
         return self._present(grid) if self.fine_tune else {}
 
     def _present_on(self, grid: Grid) -> dict[int, int]:

@@ -75,7 +75,6 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
     NEW_STATE,
-    PARTITION_ID,
     Replies,
     Reply,
     Scalar,
@@ -85,7 +84,6 @@ from flwr_perdl.protocol.records import (
     to_record,
 )
 from flwr_perdl.protocol.request import Protocol, Request, State, Summed
-from flwr_perdl.protocol.roster import LocalGrid
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
@@ -96,7 +94,7 @@ from flwr_perdl.strategies._dictionaries import (
     with_enough,
     within_bounds,
 )
-from flwr_perdl.strategies._own_models import AT_HAND, Learned, Own, context_of
+from flwr_perdl.strategies._own_models import AT_HAND, Learned, Own, context_of, contexts_on
 
 AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
@@ -292,8 +290,7 @@ class PerMA(ProtocolStrategy):
         return Learned(shared, Own.of(self, partial(self._find, shared)))
 
     def _after_rounds(self, grid: Grid) -> None:
-        nodes = grid.contexts.values() if isinstance(grid, LocalGrid) else ()
-        self._contexts = {int(one.node_config[PARTITION_ID]): one for one in nodes}
+        self._contexts = contexts_on(grid)
 
     def _find(self, shared: ArrayRecord, client: int, state_dir: str | Path | None) -> ArrayRecord:
         """Return the global atoms and a client's local ones, if these are at hand."""
