@@ -32,7 +32,7 @@ from flwr_perdl.clients.local import (
     within,
 )
 from flwr_perdl.clients.personalized import KeepPrivate, Part, aside, asked_to_keep, check_mods
-from flwr_perdl.clients.transport import Transport
+from flwr_perdl.clients.transport import TRANSPORT, Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
@@ -272,7 +272,7 @@ class AnsweringApp(ClientApp):
             call = partial(self._take, asked)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
         sums = self._privacy or secure or self._secure or PROMISE in config_of(message)
-        if (transport := Transport.of(message)) is not None:
+        if (transport := _transport_of(message)) is not None:
             if sums or (asked is not None and asked.client is not None):
                 raise ValueError(
                     "transport and compression must be left out where clients insist on secure "
@@ -294,11 +294,13 @@ class AnsweringApp(ClientApp):
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
         store = private_store(context, asked.protocol)
-        keeps = self._keep or self.own_keep or asked_to_keep(message)
+        keeps = self._keep or self.own_keep
+        if keeps is None and LEFT_OUT in config_of(message):
+            keeps = asked_to_keep(message)
         call = self._aside if asked.whole else self._answer
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
-        reply, transport = _reply(message, asked, result), Transport.of(message)
+        reply, transport = _reply(message, asked, result), _transport_of(message)
         if transport is not None and transport.changes:
             names = reply.content.array_records[ARRAYS]
             begun = dict(zip(names, result.start, strict=True)) if result.start else record
@@ -323,7 +325,7 @@ class AnsweringApp(ClientApp):
         keep = self._keep
         if keep is None and self.own_keep is None and LEFT_OUT in config_of(message):
             keep = asked_to_keep(message)
-        kind, transport = route_of(message)[0], Transport.of(message)
+        kind, transport = route_of(message)[0], _transport_of(message)
         begun = dict(message.content.array_records.get(ARRAYS, {})) if transport else {}
         mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:
@@ -347,6 +349,11 @@ class AnsweringApp(ClientApp):
     def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""
         return super().__call__(message, context)
+
+
+def _transport_of(message: Message) -> Transport | None:
+    """Return how a message's arrays travel, None if as they are."""
+    return Transport.of(message) if TRANSPORT in config_of(message) else None
 
 
 def _pins_keys(context: Context) -> bool:

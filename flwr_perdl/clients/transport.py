@@ -70,10 +70,9 @@ class Transport:
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, message: Message) -> Transport | None:
-        """Return what a message says, None if it says nothing."""
-        said = config_of(message).get(TRANSPORT)
-        return None if said is None else cls(**json.loads(str(said)))
+    def of(cls, message: Message) -> Transport:
+        """Return what a message says."""
+        return cls(**json.loads(str(config_of(message)[TRANSPORT])))
 
     def __str__(self) -> str:
         """Return it as a config has it."""
