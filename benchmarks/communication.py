@@ -14,18 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from _digits import CLIENTS, ROUNDS, digits
 from _measure import cell, main
-from flwr.app import Array, ArrayRecord, Context, MessageType
+from flwr.app import MessageType
 
-from flwr_perdl.clients import client_app
 from flwr_perdl.network import TopK
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, PersonalizedFedAvg, ServerSettings
 from perdl_experiments.render import markdown_table
-from perdl_experiments.studies._network import NAMES
-from perdl_experiments.studies.personal import Client, Config, first_model, splits
 
-SEEDS, ROUNDS, CLIENTS, STEP = 3, 40, 20, 0.3
+SEEDS = 3
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "float16": {"transport": "float16"},
@@ -68,27 +66,8 @@ def size(messages: list[Any]) -> int:
 def run(name: str, way: str, seed: int) -> tuple[float, float, float]:
     """Return the mean accuracy over clients, and kB down and up per client and round."""
     kind, strategy = STRATEGIES[name]
-    config = Config(
-        clients=CLIENTS,
-        rounds=ROUNDS,
-        seed=seed,
-        seeds=1,
-        data="",
-        images=40,
-        hidden=32,
-        kinds=(kind,),
-        methods=(),
-    )
-    own = splits(config, kind, seed)
-    clients = [Client(one, seed, i, STEP) for i, one in enumerate(own)]
-    model = first_model(config, own, seed)
-
-    def make_client(context: Context) -> Client:
-        return clients[int(context.node_config["partition-id"])]
-
-    arrays = zip(NAMES, model, strict=True)
-    start = ArrayRecord({key: Array(array.astype(np.float32)) for key, array in arrays})
-    grid = CountingGrid(client_app(make_client), CLIENTS)
+    app, start = digits(kind, seed, np.float32)
+    grid = CountingGrid(app, CLIENTS)
     server = ServerSettings(evaluate_every=ROUNDS)
     running = strategy(seed=seed, server=server, **WAYS[way])
     running.start(grid, start, num_rounds=ROUNDS)

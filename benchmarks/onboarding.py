@@ -15,17 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from _digits import CLIENTS, ROUNDS, digits
 from _measure import cell, main
-from flwr.app import Array, ArrayRecord, Context
 
-from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, PersonalizedFedAvg
 from perdl_experiments.render import markdown_table
-from perdl_experiments.studies._network import NAMES
-from perdl_experiments.studies.personal import Client, Config, first_model, splits
 
-SEEDS, ROUNDS, CLIENTS, NEW, STEP, FITS = 3, 40, 20, 4, 0.3, 40
+SEEDS, NEW, FITS = 3, 4, 40
 STRATEGIES: dict[str, tuple[str, Callable[..., Any]]] = {
     "PersonalizedFedAvg, labels permuted": (
         "labels",
@@ -41,28 +38,13 @@ STRATEGIES: dict[str, tuple[str, Callable[..., Any]]] = {
 def run(name: str, seed: int) -> tuple[float, float]:
     """Return the mean accuracy over clients that take part, and over the same where they join."""
     kind, strategy = STRATEGIES[name]
-    config = Config(
-        clients=CLIENTS,
-        rounds=ROUNDS,
-        seed=seed,
-        images=40,
-        hidden=32,
-        kinds=(kind,),
-        methods=(),
-    )
-    own = splits(config, kind, seed)
-    clients = [Client(one, seed, i, STEP) for i, one in enumerate(own)]
-    arrays = zip(NAMES, first_model(config, own, seed), strict=True)
-    start = ArrayRecord({key: Array(array) for key, array in arrays})
-
-    def make_client(context: Context) -> Client:
-        return clients[int(context.node_config["partition-id"])]
+    app, start = digits(kind, seed)
 
     def grid_of(partitions: Sequence[int]) -> InProcessGrid:
         def node_config(i: int) -> Mapping[str, Any]:
             return {"partition-id": partitions[i]}
 
-        return InProcessGrid(client_app(make_client), len(partitions), node_config=node_config)
+        return InProcessGrid(app, len(partitions), node_config=node_config)
 
     def accuracies(there: Sequence[int], new: Sequence[int] = ()) -> list[float]:
         running, grid = strategy(seed=seed, fraction_evaluate=0.0), grid_of(there)

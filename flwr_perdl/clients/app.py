@@ -271,9 +271,9 @@ class AnsweringApp(ClientApp):
         if asked is not None and asked.client is None:
             call = partial(self._take, asked)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
-        sums = self._privacy or secure or self._secure or PROMISE in config_of(message)
+        summed = self._privacy or secure or PROMISE in config_of(message)
         if (transport := _transport_of(message)) is not None:
-            if sums or (asked is not None and asked.client is not None):
+            if summed or self._secure or (asked is not None and asked.client is not None):
                 raise ValueError(
                     "transport and compression must be left out where clients insist on secure "
                     "sums or privacy, or send no model, got a request with them."
@@ -284,7 +284,7 @@ class AnsweringApp(ClientApp):
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        if trains and (self._privacy or secure or PROMISE in config_of(message)):
+        if trains and summed:
             return answer_for_sum(message, context, call, self._min_clients, self._own(context))
         return call(message, context)
 

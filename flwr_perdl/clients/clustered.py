@@ -70,10 +70,8 @@ def choose(local: Local, request: StepRequest) -> StepResult:
         choice |= {ALL_ALIKE: 1} if losses.min() == losses.max() else {}
     number, names, arrays = models[chosen]
     trained = local.fit(arrays, names)
-    metrics, given = (
-        {**trained.metrics, CLUSTER: number, **choice},
-        dict(zip(names, arrays, strict=True)),
-    )
+    metrics = {**trained.metrics, CLUSTER: number, **choice}
+    given = dict(zip(names, arrays, strict=True))
     start = [given[name] for name in trained.names]
     sent, n = trained.sent, trained.num_examples
     return StepResult(sent, n, metrics, names=trained.names, start=start)
@@ -105,12 +103,12 @@ class Model(NamedTuple):
 
 def _models(request: StepRequest) -> list[Model]:
     """Return the models of clusters that came."""
-    found: dict[str, dict[str, Array]] = {}
-    for name, array in zip(request.names, request.received, strict=True):
-        number, slash, own = name.partition("/")
-        if not (slash and number.isascii() and number.isdigit()):
-            raise ValueError(f"arrays must be called as '0/NAME', by their cluster, got {name!r}.")
-        found.setdefault(number, {})[own] = array
+    found = request.models
+    odd = [name for name in found if not (name.isascii() and name.isdigit())]
+    if odd or not all("/" in name for name in request.names):
+        raise ValueError(
+            f"arrays must be called as '0/NAME', by their cluster, got {[*request.names][:3]}."
+        )
     if not 1 <= len(found) <= MOST_MODELS or len({tuple(own) for own in found.values()}) > 1:
         raise ValueError(
             f"models must be 1 to {MOST_MODELS}, of arrays with the same names, got {len(found)}."

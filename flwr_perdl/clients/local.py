@@ -135,6 +135,15 @@ class StepRequest(NamedTuple):
     names: tuple[str, ...] = ()
     received: Sequence[Array] = ()
 
+    @property
+    def models(self) -> dict[str, dict[str, Array]]:
+        """The arrays as they came, where several models did: called by model, "/", own name."""
+        found: dict[str, dict[str, Array]] = {}
+        for name, array in zip(self.names, self.received, strict=True):
+            model, _, own = name.partition("/")
+            found.setdefault(model, {})[own] = array
+        return found
+
 
 class StepResult(NamedTuple):
     """What a step comes to.

@@ -68,7 +68,7 @@ def adapt(local: Local, request: StepRequest, find: Find | None = None) -> StepR
 def compare(local: Local, request: StepRequest, find: Find | None = None) -> StepResult:
     """Evaluate the client's own model, the shared one that it began with, and the initial one."""
     own, numbers = own_model(local, request, request.round, find)
-    models = received(request)
+    models = request.models
     initial = models.pop(INITIAL, None)
     shared = models.get(str(numbers.get(CLUSTER, *[*models][:1])))
     loss, n, metrics = _evaluated(local, own)
@@ -79,15 +79,6 @@ def compare(local: Local, request: StepRequest, find: Find | None = None) -> Ste
             each = with_loss(loss, metrics)
             numbers |= {f"{name}/{metric}": value for metric, value in each.items()}
     return StepResult([], n, numbers)
-
-
-def received(request: StepRequest) -> dict[str, Model]:
-    """Return the models that came, by what precedes their arrays' names."""
-    models: dict[str, Model] = {}
-    for name, array in zip(request.names, request.received, strict=True):
-        which, _, plain = name.partition("/")
-        models.setdefault(which, {})[plain] = array
-    return models
 
 
 def own_state(context: Context, run: str) -> PrivateState:
@@ -116,7 +107,7 @@ def own_model(
     local: Local, request: StepRequest, round_: int, find: Find | None
 ) -> tuple[Model, dict[str, Scalar]]:
     """Return the client's own model after a round, and the number of its cluster if it chose."""
-    models, numbers = received(request), dict[str, Scalar]()
+    models, numbers = request.models, dict[str, Scalar]()
     initial = models.pop(INITIAL, {})
     private = {} if local.keeps is None else kept_private(local.context, request.run)
     whole = {which: {**model, **private} for which, model in models.items()} or {"": initial}

@@ -13,15 +13,12 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.own_models import MOST_FITS
-from flwr_perdl.clients.personalized import KEPT, Part, check_patterns
-from flwr_perdl.clients.transport import HALF, TRANSPORT, Transport
+from flwr_perdl.clients.personalized import KEPT
+from flwr_perdl.clients.transport import TRANSPORT, Transport
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
-    check_choice,
-    check_count,
     check_kind,
     check_real,
     check_robust,
@@ -186,19 +183,14 @@ class ModelStrategy(EndsWithModels):
         fine_tune: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
-        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
-        self._part = Part.of("private", private, share)
-        self.private = check_patterns("private", private)
-        self.share = check_patterns("share", share)
+        own: dict[str, Any] = {"private": private, "share": share, "fine_tune": fine_tune}
+        super().__init__(transport=transport, **own, **options)
         self._is_private: list[bool] = []
         #: Who has a private part, who is asked in this round, and to whom none is sent: not a part
         #: of the state, since clients may lose theirs while a run is not on.
         self._known: set[int] = set()
         self._asked_now: set[int] = set()
         self._cut: set[int] = set()
-        wires = (HALF.name,)
-        self.transport = None if transport is None else check_choice("transport", transport, wires)
         kinds = (TopK, type(None))
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
         top = None if compression is None else compression.share

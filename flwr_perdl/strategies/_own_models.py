@@ -28,8 +28,10 @@ from flwr_perdl.clients.own_models import (
     Find,
     kept_model,
 )
+from flwr_perdl.clients.personalized import Part, check_patterns
+from flwr_perdl.clients.transport import HALF
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import (
@@ -161,12 +163,27 @@ class EndsWithModels(ProtocolStrategy):
 
     #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
-    fine_tune: int = 0
-    _initial: Sequence[Matrix] = ()
-    _contexts: Mapping[int, Context]
-    _table: Table
 
-    _ended = False
+    def __init__(
+        self,
+        *arguments: Any,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
+        transport: str | None = None,
+        fine_tune: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._part = Part.of("private", private, share)
+        self.private = check_patterns("private", private)
+        self.share = check_patterns("share", share)
+        wires = (HALF.name,)
+        self.transport = None if transport is None else check_choice("transport", transport, wires)
+        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
+        self._initial: Sequence[Matrix] = ()
+        self._contexts: Mapping[int, Context] = {}
+        self._table: Table = {}
+        self._ended = False
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
@@ -175,10 +192,9 @@ class EndsWithModels(ProtocolStrategy):
 
     def _after_rounds(self, grid: Grid) -> None:
         """Have the clients train their own models further, once."""
-        self._ended = True
-        nodes = self._everybody(grid)
+        self._ended, self._contexts = True, contexts_on(grid)
         if self.fine_tune and all(report.step != ADAPT for report in self.history):
-            self._after(grid, nodes, ADAPT, {N_FITS: self.fine_tune})
+            self._after(grid, self._present(grid), ADAPT, {N_FITS: self.fine_tune})
 
     @property
     def find_own(self) -> Find | None:
@@ -193,7 +209,7 @@ class EndsWithModels(ProtocolStrategy):
 
     def private_names(self) -> list[str]:
         """Return the names of the arrays that stay at the clients."""
-        return []
+        return [] if self._part is None else self._part.private(self._array_names())
 
     def _array_names(self) -> list[str]:
         """Return the names of a model's arrays."""
@@ -202,7 +218,7 @@ class EndsWithModels(ProtocolStrategy):
     @property
     def own(self) -> Own:
         """Where the clients' own models are."""
-        return Own.of(self, self._find, self._table)
+        return Own() if self._run is None else Own.of(self, self._find, self._table)
 
     def onboard(self, grid: Grid, *, fits: int = 20) -> dict[int, dict[str, float]]:
         """Give clients that were not in the run a model of their own.
@@ -269,17 +285,12 @@ class EndsWithModels(ProtocolStrategy):
             self._table[partition] = models
         return dict(self._table)
 
-    def _everybody(self, grid: Grid) -> dict[int, int]:
-        """Return the nodes of the clients on the run's grid, by partition."""
-        self._contexts = {**self._contexts, **contexts_on(grid)}
-        return self._present(grid) if self.fine_tune else {}
-
     def _present_on(self, grid: Grid) -> dict[int, int]:
         """Return the nodes of all clients on a grid, which need not be the run's, by partition."""
         if not self._ended:
             raise RuntimeError("a strategy must have run to its end before, got one that has not.")
         check_kind("grid", grid, Grid, "a Grid")
-        self._everybody(grid)
+        self._contexts = {**self._contexts, **contexts_on(grid)}
         run = self._running()
         run.roster = Roster(ServerSettings.of({"min_clients": 1}))
         return run.roster.find(grid, self._timeout)

@@ -19,10 +19,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config, kept_model
-from flwr_perdl.clients.own_models import MOST_FITS, Find
-from flwr_perdl.clients.personalized import Part, check_patterns
-from flwr_perdl.clients.transport import HALF
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_function
+from flwr_perdl.clients.own_models import Find
+from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.schedule import Faults, Schedule
@@ -165,7 +163,9 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         if groups is not None and weights is None and isinstance(topology, Topology):
             used = averaging_weights(topology)  # they do not count, but a topology may be directed
         network: dict[str, Any] = {"weights": used, "faults": faults, "staleness": staleness}
-        super().__init__(topology, 0, **network, sealed=sealed, **options)
+        own: dict[str, Any] = {"private": private, "share": share, "fine_tune": fine_tune}
+        own |= {"transport": transport, "sealed": sealed}
+        super().__init__(topology, 0, **network, **own, **options)
         self._averaging = AveragingOptions(
             method=method,
             robust=robust,
@@ -179,12 +179,6 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
             max_magnitude=self.options.max_magnitude,
         ).suited_to(self, 0)
         self.shows_models = check_flag("shows_models", shows_models)
-        self._part = Part.of("private", private, share)
-        self.private = check_patterns("private", private)
-        self.share = check_patterns("share", share)
-        wires = (HALF.name,)
-        self.transport = None if transport is None else check_choice("transport", transport, wires)
-        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
         check_support(self, locals())
         self._names: list[str] = []
         self._shown: list[Matrix] = []
@@ -217,10 +211,6 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
     def shared_models(self) -> list[list[Matrix]]:
         """Return the mean of the models that nodes have shown, if they have."""
         return [self._shown] if self._shown else []
-
-    def private_names(self) -> list[str]:
-        """Return the names of the arrays that stay at the nodes."""
-        return [] if self._part is None else self._part.private(self._names)
 
     def start(
         self,
