@@ -109,7 +109,7 @@ def known(clients: Sequence[Client], model: Any, network: Network) -> Ended:
     for group in (np.arange(g, NODES, GROUPS) for g in range(GROUPS)):
 
         def links(round_: int, group: Any = group) -> Topology:
-            there = network.matrix(round_).topology  # type: ignore[union-attr]
+            there = network if isinstance(network, Topology) else network.matrix(round_).topology
             return Topology(there.adjacency[group][:, group])
 
         within = Schedule(len(group), links, ROUNDS)

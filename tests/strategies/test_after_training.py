@@ -226,6 +226,10 @@ def test_what_is_wrong_is_named(name: str) -> None:
         strategy.result.model_of(77)
 
 
+def test_clusters_that_have_not_been_learned_are_none() -> None:
+    assert ClusteredFedAvg(2).result.models == []
+
+
 def test_a_client_in_secure_sums_alone_takes_no_step_after_the_run() -> None:
     strategy, _ = run("ditto", 2)
     grid = InProcessGrid(client_app(Linear, secure=True), 2)
