@@ -36,6 +36,7 @@ _FILES = (
     "federations",
     "mixed_regression",
     "regression",
+    "patients",
     "rotated_digits",
     "personal",
     "private",
