@@ -27,6 +27,7 @@ COMMON = ("clients", "rounds", "seed", "data")
 
 _FILES = (
     "cameras",
+    "stations",
     "digits",
     "images",
     "sites",

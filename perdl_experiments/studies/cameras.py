@@ -215,24 +215,25 @@ def best(tries: Sequence[Try]) -> Try:
 class Comparison:
     """All methods on one split of the images."""
 
-    def __init__(self, config: Config, seed: int) -> None:
-        self.config, self.seed = config, seed
-        self.sites, self.shape, _ = load_sites(config, seed)
-        self.samples = [site.train for site in self.sites]
+    def __init__(self, config: Config, seed: int, sites: Sequence[Site]) -> None:
+        self.config, self.seed, self.sites = config, seed, sites
+        self.samples = [site.train for site in sites]
         self.all_shared = config.sharing(config.n_atoms, seed)
 
     def rebuilt(self, X: Matrix, D: Matrix) -> Matrix:
         """Return images rebuilt from ``n_nonzero`` atoms each."""
         return reconstruct(sparse_code(X, D, n_nonzero=min(self.config.n_nonzero, len(D))), D)
 
+    def errors(self, sets: Sequence[Matrix], D: Matrix) -> list[float]:
+        """Return the error on each set of a site's images."""
+        return [float(np.mean((X - self.rebuilt(X, D)) ** 2)) for X in sets]
+
     def judged(self, dictionaries: Sequence[Matrix], setting: float, **more: Any) -> Try:
         """Return dictionaries with their errors."""
 
         def errors(name: str) -> Matrix:
-            pairs = [(getattr(s, name), D) for s, D in zip(self.sites, dictionaries, strict=True)]
-            return np.array(
-                [[np.mean((X - self.rebuilt(X, D)) ** 2) for X in sets] for sets, D in pairs]
-            )
+            pairs = zip(self.sites, dictionaries, strict=True)
+            return np.array([self.errors(getattr(site, name), D) for site, D in pairs])
 
         return Try(dictionaries, errors("choose"), errors("test"), setting, **more)
 
@@ -256,8 +257,7 @@ class Comparison:
         """Return a shared dictionary, trained further at each site for its best number of steps."""
 
         def error(site: int, D: Matrix) -> float:
-            sets = self.sites[site].choose
-            return float(np.mean([np.mean((X - self.rebuilt(X, D)) ** 2) for X in sets]))
+            return float(np.mean(self.errors(self.sites[site].choose, D)))
 
         learner = _methods.make_learner(self.all_shared, self.config.n_atoms, shared.setting)
         found = _methods.finetuned(learner, shared.dictionaries[0], self.samples, error)
@@ -295,7 +295,7 @@ def compare(config: Config, seed: int) -> Arrays:
         Which images the sites have, and the methods' draws.
     """
     config = config.sized
-    these, tried = Comparison(config, seed), config.tried
+    these, tried = Comparison(config, seed, load_sites(config, seed)[0]), config.tried
     shared = these.penalized("perma")
     curve = {n: these.learn("perma", n, shared.setting) for n in tried[:-1]} | {tried[-1]: shared}
     given = list(curve) if config.n_global == "auto" else [config.n_global]
