@@ -40,7 +40,7 @@ import numpy as np
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.random import DATA, spawn
-from perdl_experiments.data import cached_by_file, check_kind, planted_clients, read_arrays
+from perdl_experiments.data import cached_by_file, planted_clients, read_arrays
 from perdl_experiments.measures import half_width
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -124,10 +124,9 @@ def _load(path: str, quantities: int) -> list[Matrix]:
             spawn(0, DATA), [12] * 6, [400] * 6, 6, n_features=2 * HOURS, noise=0.1
         ).samples
     (X,) = read_arrays(path, "X")
-    check_kind("X", path, X, "f", "numbers of shape (n_sites, n_hours, n_quantities)")
-    if X.ndim != 3 or X.shape[1] < HOURS:
+    if X.ndim != 3 or X.dtype.kind != "f" or X.shape[1] < HOURS:
         raise ValueError(
-            f"X in {path} must be of shape (n_sites, n_hours, n_quantities), got {X.shape}."
+            f"X in {path} must be numbers (n_sites, n_hours, n_quantities), got {X.dtype} {X.shape}."
         )
     n_days = X.shape[1] // HOURS
     days = X[:, : n_days * HOURS, :quantities].reshape(len(X), n_days, -1).astype(float)
