@@ -70,9 +70,9 @@ from perdl_experiments.studies._parts import keep_all
 
 #: Shares of a client's rows for training and for validation; the rest is for testing.
 TRAIN, VALIDATION = 0.5, 0.25
-#: The grids: learning rates, Ditto's proximal weights, penalties of coefficients and of what is a
+#: The grids: learning rates, in units of the inverse of the largest curvature at a client; Ditto's proximal weights, penalties of coefficients and of what is a
 #: client's own. Gradient steps of a client per round.
-STEPS, PULLS = (0.03, 0.1, 0.3, 1.0), (0.03, 0.1, 0.3, 1.0)
+STEPS, PULLS = (0.1, 0.3, 1.0, 1.9), (0.03, 0.1, 0.3, 1.0)
 PENALTIES = tuple(10.0**power for power in range(-4, 2))
 LOCAL_STEPS = 5
 #: Integers that a categorical feature has, and the share of missing values that has an indicator.
@@ -145,6 +145,13 @@ def residual(task: str, z: Matrix, y: Matrix) -> Matrix:
 def error(task: str, z: Matrix, y: Matrix) -> float:
     """Return the root mean squared error, or the share of wrong classes."""
     return float(np.sqrt(np.mean((z - y) ** 2)) if task == "number" else np.mean((z > 0) != y))
+
+
+def curvature(task: str, X: Matrix) -> float:
+    """Return the largest second derivative of the mean loss."""
+    ones = np.column_stack([X, np.ones(len(X))])
+    top = float(np.linalg.norm(ones, 2)) ** 2 / len(X)
+    return top if task == "number" else top / 4
 
 
 class Client:
@@ -298,7 +305,7 @@ def federated(config: Config, own: Sequence[Split], method: str, step: float, tu
     method : str
         One of `FEDERATED`.
     step : float
-        The learning rate.
+        One of `STEPS`.
     tuned : int
         So many further fits at most, on each client's own model.
     """
@@ -315,8 +322,10 @@ def federated(config: Config, own: Sequence[Split], method: str, step: float, tu
     if method == "ditto":
         tries = {f", proximal weight {pull:g}": partial(Ditto, pull, **options) for pull in PULLS}
 
+    length = step / max(curvature(config.task, one.train.X) for one in own)
+
     def make_client(context: Context) -> Client:
-        return Client(own[int(context.node_config[PARTITION_ID])], config.task, step)
+        return Client(own[int(context.node_config[PARTITION_ID])], config.task, length)
 
     app = client_app(make_client, private=["bias"] if method == "personal" else ())
     zero = {"weight": np.zeros(own[0].train.X.shape[1]), "bias": np.zeros(())}

@@ -126,7 +126,8 @@ def _load(path: str, quantities: int) -> list[Matrix]:
     (X,) = read_arrays(path, "X")
     if X.ndim != 3 or X.dtype.kind != "f" or X.shape[1] < HOURS:
         raise ValueError(
-            f"X in {path} must be numbers (n_sites, n_hours, n_quantities), got {X.dtype} {X.shape}."
+            f"X in {path} must be numbers (n_sites, n_hours, n_quantities), got "
+            f"{X.dtype} {X.shape}."
         )
     n_days = X.shape[1] // HOURS
     days = X[:, : n_days * HOURS, :quantities].reshape(len(X), n_days, -1).astype(float)
