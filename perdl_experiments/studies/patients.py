@@ -70,8 +70,9 @@ from perdl_experiments.studies._parts import keep_all
 
 #: Shares of a client's rows for training and for validation; the rest is for testing.
 TRAIN, VALIDATION = 0.5, 0.25
-#: The grids: learning rates, in units of the inverse of the largest curvature at a client; Ditto's proximal weights, penalties of coefficients and of what is a
-#: client's own. Gradient steps of a client per round.
+#: The grids: learning rates, in units of the inverse of the largest curvature at a client; Ditto's
+#: proximal weights; penalties of coefficients and of what is a client's own. Gradient steps of a
+#: client per round.
 STEPS, PULLS = (0.1, 0.3, 1.0, 1.9), (0.03, 0.1, 0.3, 1.0)
 PENALTIES = tuple(10.0**power for power in range(-4, 2))
 LOCAL_STEPS = 5
