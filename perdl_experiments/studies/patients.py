@@ -404,6 +404,9 @@ def _encoder(train: Matrix) -> Callable[[Matrix], Matrix]:
         if len(known) < (1 - MISSING) * len(column):
             columns.append(partial(_missing, j))
 
+    if not columns:
+        raise ValueError("X must have a feature that varies, got none.")
+
     def raw(X: Matrix) -> Matrix:
         return np.column_stack([one(X) for one in columns])
 
