@@ -12,7 +12,7 @@ from tests.studies import config_of, run_study, save
 
 
 def test_private_atoms_pay_where_sites_share_half_of_theirs() -> None:
-    ran = run_study("stations", seeds=1, rounds=5, n_atoms=12, n_nonzero=3, days=50)
+    ran = run_study("stations", seeds=1, rounds=10, n_atoms=12, n_nonzero=3, days=60)
     error = {name: ran.metrics[f"error_filled_{name}"] for name in stations.METHODS}
     assert error["perma"] < min(error["alone"], error["shared"], error["averaging"])
     assert ran.metrics["lead_shared"] == pytest.approx(1 - error["perma"] / error["shared"])
