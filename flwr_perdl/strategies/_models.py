@@ -32,7 +32,7 @@ from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import ARRAYS, CONFIG, LEFT_OUT, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
-from flwr_perdl.strategies._own_models import EndsWithModels
+from flwr_perdl.strategies._own_models import TrainsModels
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
@@ -158,7 +158,7 @@ class Yogi(Adam):
         return moved
 
 
-class ModelStrategy(EndsWithModels):
+class ModelStrategy(TrainsModels):
     """A strategy that averages models of any kind, and may take a step along the mean change."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
