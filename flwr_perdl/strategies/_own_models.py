@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.own_models import (
     ADAPT,
@@ -67,6 +68,9 @@ AT_HAND = (
 
 def context_of(client: int, name: str, state_dir: str | Path) -> Context:
     """Return a client's context by which what it keeps on disk is found."""
+    together = NodeStates(Path(state_dir)).contexts()  # of a grid's nodes, in one file
+    if client < len(together):
+        return together[client]
     who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
     who |= {} if name == str(client) else {NAME: name}
     return Context(0, 0, who, RecordDict(), {})
@@ -199,7 +203,7 @@ class EndsWithModels(ProtocolStrategy):
         models: dict[str, Sequence[Matrix]] = {
             str(j): model for j, model in enumerate(self.shared_models())
         }
-        if step == COMPARE or not models:
+        if self._initial and (step == COMPARE or not models):  # a resumed run may have none
             models[INITIAL] = self._initial
         return models
 

@@ -308,8 +308,8 @@ class PerMA(EndsWithModels):
         source: Any = self._contexts.get(client)
         if state_dir is not None:
             where = context_of(client, self.client_names[client], state_dir)
-            store = private_store(where, PERMA)
-            source = None if store is None else store.folder
+            store = None if where.state else private_store(where, PERMA)
+            source = where if store is None else store.folder
         if source is None:
             raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
         return to_record([*self._atoms, local_atoms(source)], [GLOBAL_ATOMS, LOCAL_ATOMS])

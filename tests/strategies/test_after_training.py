@@ -277,12 +277,13 @@ def test_a_node_begins_with_the_mean_of_the_models_that_others_show() -> None:
         hidden.onboard(new)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", ["clustered, private", "personalized", "ditto"])
-def test_what_clients_keep_on_disk_is_at_hand(name: str, tmp_path: Path) -> None:
+def test_what_clients_keep_on_disk_is_at_hand(name: str, together: bool, tmp_path: Path) -> None:
     kept = tmp_path / "states"
-    grid = InProcessGrid(
-        client_app(Linear), N_CLIENTS, node_config=lambda _: {"state-dir": str(kept)}
-    )
+    own: dict[str, Any] = {"node_config": lambda _: {"state-dir": str(kept)}}
+    options = {"state_dir": kept} if together else own
+    grid = InProcessGrid(client_app(Linear), N_CLIENTS, **options)
     strategy = STRATEGIES[name](fine_tune=2)
     strategy.start(grid, start(), num_rounds=3)
     one = strategy.result.model_of(1)
@@ -302,6 +303,18 @@ def test_a_resumed_run_is_fine_tuned_once(tmp_path: Path) -> None:
     other = PersonalizedFedAvg(["slope"], **options, server=ServerSettings(resume=True))
     with pytest.raises(ValueError, match="private"):
         other.start(grid, start(), num_rounds=2)
+
+
+@pytest.mark.parametrize("name", ["clustered, private", "personalized"])
+def test_a_run_goes_on_without_its_initial_arrays(name: str, tmp_path: Path) -> None:
+    whole, _ = run(name, 4)
+    _, grid = run(name, 2, checkpoint_dir=tmp_path)
+    again = STRATEGIES[name](checkpoint_dir=tmp_path, server=ServerSettings(resume=True))
+    again.start(grid, num_rounds=4)
+    for client in range(N_CLIENTS):
+        one, other = (run.result.model_of(client) for run in (whole, again))
+        assert as_lists(one) == as_lists(other)
+    assert [*again.compare(grid)[0]] == ["own", "shared"]
 
 
 @ALL_NAMES
