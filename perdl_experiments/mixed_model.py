@@ -15,19 +15,19 @@ import numpy as np
 from flwr_perdl.core.checks import Matrix
 
 #: Iterations end where the log-likelihood per point rises by less, or after so many.
-GAIN, ITERATIONS = 1e-8, 1000
+GAIN, ITERATIONS = 1e-6, 1000
 #: Directions along which points vary less do not count; nor does less noise. Shares of the most.
 _TINY = 1e-10
 
 
 class MixedModel(NamedTuple):
-    """A linear model whose coefficients are normal, and independent, over clients."""
+    """A linear model whose coefficients are normally distributed over clients."""
 
     common: Matrix
     #: The clients' own: conditional means given their points, (n_clients, d).
     models: Matrix
-    #: Of the coefficients over clients, (d,), and of the noise.
-    variances: Matrix
+    #: Covariance of the coefficients over clients, (d, d), and variance of the noise.
+    between: Matrix
     noise: float
     #: Log-likelihood by iteration.
     history: list[float]
@@ -62,8 +62,8 @@ def _solve(A: Matrix, b: Matrix) -> Matrix:
     return np.asarray(np.linalg.lstsq(A, b, rcond=_TINY)[0])
 
 
-def fit_mixed_model(statistics: Matrix) -> MixedModel:
-    """Fit random coefficients, a variance each, by expectation-maximization of the likelihood.
+def fit_mixed_model(statistics: Matrix, *, correlated: bool) -> MixedModel:
+    """Fit random coefficients by expectation-maximization of the likelihood.
 
     Laird and Ware, "Random-effects models for longitudinal data", Biometrics 1982. The common
     coefficients are the generalized least squares of each iteration's variances.
@@ -72,16 +72,20 @@ def fit_mixed_model(statistics: Matrix) -> MixedModel:
     ----------
     statistics : ndarray of shape (n_clients, (d + 1)^2 + 1)
         Every client's sums; of a feature of ones the random coefficient is an intercept.
+    correlated : bool
+        Whether coefficients have covariances too, or a variance each.
     """
     sums, history = _sums(statistics), list[float]()
     n, sizes = sums.n.sum(), np.einsum("mii->i", sums.XX)
     floor = _TINY * (sums.yy.sum() / n or 1.0)
     noise = max(sums.squares(sums.pooled()) / n, floor)
     variances = np.divide(noise * n / len(sizes), sizes, np.zeros(len(sizes)), where=sizes > 0)
+    between = np.diag(variances)
     while True:
-        root = np.sqrt(variances)
-        inner = np.eye(len(root)) + root[:, None] * sums.XX * root / noise
-        spread = root[:, None] * np.linalg.inv(inner) * root  # of coefficients, given the points
+        values, vectors = np.linalg.eigh(between)
+        root = vectors * np.sqrt(np.maximum(values, 0))
+        inner = np.eye(len(root)) + root.T @ sums.XX @ root / noise
+        spread = root @ np.linalg.inv(inner) @ root.T  # of coefficients, given the points
         gain = sums.XX @ spread / noise
         left = sums.Xy - np.einsum("mij,mj->mi", gain, sums.Xy)
         common = _solve((sums.XX - gain @ sums.XX).sum(axis=0), left.sum(axis=0))
@@ -91,8 +95,10 @@ def fit_mixed_model(statistics: Matrix) -> MixedModel:
         fit += n * np.log(2 * np.pi * noise) + np.linalg.slogdet(inner)[1].sum()
         history.append(float(-fit / 2))
         if len(history) == ITERATIONS or (history[1:] and history[-1] < history[-2] + GAIN * n):
-            return MixedModel(common, common + own, variances, noise, history)
-        variances = np.mean(own**2 + np.einsum("mii->mi", spread), axis=0)
+            return MixedModel(common, common + own, between, noise, history)
+        between = (own.T @ own + spread.sum(axis=0)) / len(own)
+        if not correlated:
+            between *= np.eye(len(root))
         squares = sums.squares(common + own) + noise * np.einsum("mii->", gain)
         noise = max(float(squares / n), floor)
 

@@ -5,7 +5,7 @@ training part, by fold; the server chooses the number of models and fits them. T
 of every client's points is only measured on. Compared with the two phases of FedMD and FedX, given
 as many models; with one model for all: FedAvg, least squares, ridge, ridge with an intercept per
 client, and ridge with all products of two features; with a ridge regression per client, by itself
-or shrunk to the pooled model; and with a mixed model, whose random intercepts and slopes come from
+or shrunk to the pooled model; and with mixed models, whose random intercepts and slopes come from
 the same second moments (`perdl_experiments.mixed_model`). All methods have the same splits, so
 differences are paired; their intervals count that splits overlap (Nadeau and Bengio, "Inference for
 the generalization error", Machine Learning 2003).
@@ -19,11 +19,12 @@ the number of models is chosen on the rest.
 Metrics: ``ev_clustered``, ``ev_fedx`` (FedMD and FedX given as many models), ``ev_fedavg`` and
 ``ev_pooled`` (one model, by FedAvg and by least squares), ``ev_ridge`` (one ridge model),
 ``ev_intercepts`` (one ridge model and an intercept per client), ``ev_quadratic`` (one ridge model
-with products; not of many features), ``ev_slopes`` (a mixed model), ``ev_shrunk`` (a ridge
-regression per client, shrunk to the pooled model), ``ev_local`` (a ridge regression per client):
-held-out explained variance, means over splits; ``k``; ``gain_over_METHOD``, by how much the
-clustered models are ahead on the same splits, and with two splits or more ``gain_low_over_METHOD``
-and ``gain_high_over_METHOD``, the 95 % interval of that mean.
+with products; not of many features), ``ev_slopes`` and ``ev_correlated`` (mixed models with
+a variance per coefficient, and with covariances too), ``ev_shrunk`` (a ridge regression per client,
+shrunk to the pooled model), ``ev_local`` (a ridge regression per client): held-out explained
+variance, means over splits; ``k``; ``gain_over_METHOD``, by how much the clustered models are ahead
+on the same splits, and with two splits or more ``gain_low_over_METHOD`` and
+``gain_high_over_METHOD``, the 95 % interval of that mean.
 """
 
 from __future__ import annotations
@@ -200,12 +201,14 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
     X, y, _ = _standard(table, split)
     fitted = _fitted(table, split, seed, k)
     statistics = fitted["statistics"]
+    sums = statistics.sum(axis=1)
     thetas = {
         "clustered": fitted["weights"] @ fitted["models"],
         "pooled": np.tile(_pooled(X, y, split), (len(X), 1)),
         "ridge": _pooled_ridge(X, y, split, intercepts=False),
         "intercepts": _pooled_ridge(X, y, split, intercepts=True),
-        "slopes": fit_mixed_model(statistics.sum(axis=1)).models,
+        "slopes": fit_mixed_model(sums, correlated=False).models,
+        "correlated": fit_mixed_model(sums, correlated=True).models,
         "shrunk": shrink_to_pooled(statistics, PENALTIES),
         "local": _ridges(X, y, split),
         "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),

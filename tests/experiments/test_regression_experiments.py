@@ -221,10 +221,12 @@ def patients() -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     return X, y, np.stack([sufficient_statistics(A, b, 3, rng=rng) for A, b in pairs])
 
 
-def test_the_mixed_model_of_sums_is_that_of_the_points() -> None:
+@pytest.mark.parametrize("correlated", [False, True])
+def test_the_mixed_model_of_sums_is_that_of_the_points(correlated: bool) -> None:
     X, y, statistics = patients()
-    found = fit_mixed_model(statistics.sum(axis=1))
-    between = np.diag(found.variances)
+    found = fit_mixed_model(statistics.sum(axis=1), correlated=correlated)
+    between = found.between
+    assert bool(between[0, 1]) == correlated
     spreads = [A @ between @ A.T + found.noise * np.eye(len(A)) for A in X]
     likelihood = [
         multivariate_normal.logpdf(b, A @ found.common, V)
