@@ -42,7 +42,7 @@ def test_the_components_second_moments_have_the_noise_of_the_promise(
     assert np.diag(noise).std() == pytest.approx(sigma, rel=0.3)
     found = private.principal_components(replace(one, epsilon=1e3))
     exact = np.linalg.svd(images, full_matrices=False)[1][: private.N_ATOMS]
-    assert np.sum((images @ found.T) ** 2) == pytest.approx(np.sum(exact**2), rel=1e-4)
+    assert np.sum((images @ found.T) ** 2) == pytest.approx(np.sum(exact**2), rel=1e-3)
 
 
 def test_more_frequencies_than_pixels_are_rejected() -> None:
