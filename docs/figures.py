@@ -6,8 +6,8 @@ A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- en
 ``runs/NAME``, the tables of the experiment NAME with its defaults; ``gallery/NAME``, those of the
 first run on the gallery's page NAME; ``comparisons/NAME``, metrics of that experiment with several
 options, see ``COMPARISONS``; ``topologies`` and ``support``, see there; a file of an example; or a
-Markdown file: a picture of its name beside it becomes one of the guides'. All but the gallery's and
-these are made here.
+Markdown file: a picture of its name beside it replaces the guides'. All but the gallery's and these
+are made here.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ PAGES = (
     ROOT / "docs" / "model-diffusion.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "security-tests.md",
-    ROOT / "docs" / "scale.md",
-    ROOT / "docs" / "speed.md",
     ROOT / "docs" / "rivals.md",
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "clustered-learning.md",
@@ -119,8 +117,9 @@ def content(source: str) -> str:
     if kind == "examples":
         return fenced(ROOT / source)
     picture = (ROOT / source).with_suffix(".png")
-    if picture.exists():
-        shutil.copy(picture, ROOT / "docs" / "images")
+    copy = ROOT / "docs" / "images" / picture.name
+    if picture.exists() and copy.exists():
+        shutil.copy(picture, copy)
     return (ROOT / source).read_text()
 
 
