@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def renamed_digits(partition: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images and labels, in the client's own order of the ten digits."""
+    """Return images and labels; each client numbers the ten digits differently."""
     images, labels = digits(return_X_y=True)
     mine = np.random.default_rng(0).permutation(len(labels))[partition % 17 :: 17]
     return images[mine] / 16, np.random.default_rng(partition).permutation(10)[labels[mine]]
