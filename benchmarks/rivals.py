@@ -261,8 +261,8 @@ def tables(found: dict[Any, tuple[Any, list[Run]]], seeds: int) -> tuple[str, st
         torch = [one.version for one in distributions(name="torch", path=path)]
     rows.sort()
     accuracies = markdown_table(
-        ["task", "other library", "accuracy, ours", "theirs", "ours - theirs"],
-        [names + accuracy for _, names, accuracy, _ in rows],
+        ["task: other library", "accuracy, ours", "theirs", "ours - theirs"],
+        [[": ".join(names), *accuracy] for _, names, accuracy, _ in rows],
     )
     costs = markdown_table(
         [
