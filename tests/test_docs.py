@@ -8,6 +8,7 @@ import runpy
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flwr_perdl.strategies import ProtocolStrategy
@@ -45,7 +46,12 @@ def test_the_results_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
 def test_the_numbers_of_the_guides_are_in_the_gallery() -> None:
     """A table's cell, or the text since the last link, has numbers of the page that it links to."""
     rows = 0
-    for name in ("kinds-of-heterogeneity.md", "rounds-and-learning-rate.md"):
+    for name in (
+        "clustered-learning.md",
+        "keep-a-part-private.md",
+        "kinds-of-heterogeneity.md",
+        "rounds-and-learning-rate.md",
+    ):
         text = " ".join((ROOT / "docs" / name).read_text().split())
         for said, page in re.findall(r"([^|\]]*)\]\((gallery/\S+?\.md)\)", text):
             check_numbers(said, ROOT / "docs" / page)
@@ -67,6 +73,23 @@ def test_the_numbers_of_speed_and_scale_are_in_the_benchmarks_tables() -> None:
                     assert shown in measured, f"{name}: {shown} is not in {pages}"
                     numbers += 1
     assert numbers > 50
+
+
+def test_the_guides_say_what_the_benchmarks_measured() -> None:
+    results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
+    guide = " ".join((docs / "keep-a-part-private.md").read_text().split())
+    right = re.findall(r"\| ([\w-]+) \| \1 (\d+)", (results / "diagnosis-planted.md").read_text())
+    cheap = re.findall(r"(\d+) of 10 \|\n", (results / "diagnosis.md").read_text())
+    for found in ([runs for _, runs in right], cheap):
+        assert f"in {sum(map(int, found))} of 50 runs" in guide
+    table = (results / "clustered.md").read_text().partition("Ray")[0]
+    times = [float(ratio) for ratio in re.findall(r": ([\d.]+) \(", table.partition("---:")[2])]
+    one, choice, between = (np.round(times[i::3], 1) for i in range(3))
+    guide = " ".join((docs / "clustered-learning.md").read_text().split())
+    said = re.search(r"most ([\d.]+) times .* takes (\d) to (\d) times .* most ([\d.]+)", guide)
+    assert said is not None
+    shown = [float(number) for number in said.groups()]
+    assert shown == [one.max(), choice.min().round(), choice.max().round(), between.max()]
 
 
 def check_numbers(text: str, page: Path) -> None:
