@@ -64,7 +64,7 @@ def picture(groups: Groups) -> Figure:
         axes.scatter(ratios, np.full(len(ratios), row), s=22, color=colors, zorder=2)
     axes.set_yticks(range(len(shown)), [RIVALS[key] for key in shown], fontsize=SMALL)
     axes.set_xscale("log")
-    axes.set_xlabel("the other program's time over ours", fontsize=SMALL)
+    axes.set_xlabel("their time over ours", fontsize=SMALL)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
