@@ -99,3 +99,15 @@ def test_what_strategies_support_is_on_the_page_as_they_declare_it() -> None:
                 with pytest.raises(TypeError, match=f"'{name}'") as error:
                     ProtocolStrategy.__init__(object.__new__(strategy), **{name: True})
                 assert strategy.unsupported[name] in str(error.value)
+
+
+def test_the_page_of_methods_is_what_its_generator_writes_and_has_every_strategy() -> None:
+    methods = runpy.run_path(str(ROOT / "docs" / "methods.py"))
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert page == methods["page"]()
+    learners = runpy.run_path(str(ROOT / "docs" / "figures.py"))["learners"]()
+    listed = {
+        type(methods["written"](one)) for rows in methods["QUESTIONS"].values() for one in rows
+    }
+    assert set(learners.values()) <= listed
+    assert all(link in page for _, link in methods["PAPERS"].values())
