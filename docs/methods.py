@@ -82,7 +82,11 @@ QUESTIONS = {
         Method("FedSA-LoRA", PERSONAL, 'PersonalizedFedAvg(["*lora_B*"])', ("FedSA",), ANY),
         Method("Ditto", PERSONAL, "Ditto(pull=0.1)", ("Ditto",), ANY),
         Method(
-            "FedAvg, fine-tuned", PERSONAL, "ClusteredFedAvg(1, fine_tune=20)", ("FedAvg",), ANY
+            "FedAvg, fine-tuned",
+            "use-a-clients-model.md",
+            "ClusteredFedAvg(1, fine_tune=20)",
+            ("FedAvg",),
+            ANY,
         ),
         Method("PerMA", "perma.md", "PerMA()", ("PerMA",), ATOMS),
     ),
