@@ -20,11 +20,11 @@ import numpy as np
 
 rng = np.random.default_rng(0)
 effects = np.array([[-2.0, 0.5, 0.0, 3.0], [-0.5, 1.5, -1.0, 2.0], [-1.0, -0.5, 1.0, 4.0]])
-kinds = rng.permutation(np.repeat([0, 1, 2], 20))
+types = rng.permutation(np.repeat([0, 1, 2], 20))
 shop = np.repeat(np.arange(60), 12)
 X = rng.standard_normal((len(shop), 3))
 Z = np.column_stack([X, np.ones(len(shop))])
-y = np.sum(Z * effects[kinds[shop]], axis=1) + 0.5 * rng.standard_normal(len(shop))
+y = np.sum(Z * effects[types[shop]], axis=1) + 0.5 * rng.standard_normal(len(shop))
 print(len(np.unique(shop)), "shops,", len(shop), "days in all")
 
 # %% [markdown]
@@ -77,7 +77,7 @@ print(f"clustered models:    {error(model.predict(X[test], groups=shop[test])):.
 # %%
 table = np.array(
     [
-        [np.sum((model.labels_ == j) & (kinds == k)) for k in range(3)]
+        [np.sum((model.labels_ == j) & (types == k)) for k in range(3)]
         for j in range(len(model.coef_))
     ]
 )

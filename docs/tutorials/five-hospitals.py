@@ -22,7 +22,7 @@ from sklearn.datasets import load_breast_cancer
 data = load_breast_cancer(as_frame=True)
 table = (data.data - data.data.mean()) / data.data.std()
 table = table.sample(frac=1, random_state=0)
-malignant, benign = (table[data.target[table.index] == kind] for kind in (0, 1))
+malignant, benign = (table[data.target[table.index] == label] for label in (0, 1))
 
 patients = {"north": (20, 180), "south": (120, 20), "east": (20, 20), "west": (12, 8)}
 patients["center"] = (40, 129)

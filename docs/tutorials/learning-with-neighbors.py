@@ -86,10 +86,10 @@ learned = {
     )
     for name, topology in networks.items()
 }
-alone = initial
+local = initial
 for _ in range(300):
-    alone = Softmax(3).fit(alone, {})[0]
-print(f"local training, node 3: accuracy {Softmax(3).evaluate(alone, {})[2]['accuracy']:.2f}")
+    local = Softmax(3).fit(local, {})[0]
+print(f"local training, node 3: accuracy {Softmax(3).evaluate(local, {})[2]['accuracy']:.2f}")
 for name, done in learned.items():
     last = done.curves["evaluate-accuracy"][-1]
     print(f"{name}: accuracy {last.min():.2f} at the worst node, {last.max():.2f} at the best")
