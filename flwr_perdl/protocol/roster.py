@@ -286,24 +286,28 @@ class Roster:
 
 
 def await_nodes(grid: Grid, options: ServerSettings) -> int:
-    """Wait until the nodes of a run have registered, and return their number.
+    """Wait until the nodes of a run have connected, and return their number.
 
-    In a simulation the ServerApp starts while virtual nodes still register, so that a strategy
-    that begins at once trains on a few of them.
+    In a simulation the ServerApp starts while virtual nodes still connect; a strategy that begins
+    at once would train on a few of them.
 
     Parameters
     ----------
     grid : Grid
-        The way to the nodes.
+        The connection to the nodes.
     options : ServerSettings
         A strategy's options: ``num_clients``, ``allow_fewer``, ``min_clients``, ``node_timeout``
         and ``clients_by_node`` apply.
 
+    Returns
+    -------
+    int
+
     Raises
     ------
     TooFewReplies
-        If fewer than ``min_clients`` nodes are there in time, or, without ``allow_fewer``, fewer
-        than ``num_clients``.
+        If fewer than ``min_clients`` nodes connect in time, or, without ``allow_fewer``, fewer than
+        ``num_clients``.
 
     Examples
     --------
