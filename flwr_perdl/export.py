@@ -86,6 +86,14 @@ def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) 
 def load(path: str | Path) -> dict[str, NDArray[Any]]:
     """Return the arrays of a safetensors or .npz file by name.
 
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    dict of str to ndarray
+
     Raises
     ------
     ValueError

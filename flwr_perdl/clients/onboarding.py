@@ -66,6 +66,11 @@ def adapt(
     train_config : ConfigRecord or mapping, optional
         What the client's training reads from a message's config, as that of ``strategy.start``.
 
+    Returns
+    -------
+    ArrayRecord
+        With the names of the initial arrays.
+
     Raises
     ------
     TypeError

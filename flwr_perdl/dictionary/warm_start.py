@@ -150,6 +150,10 @@ def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> 
     scales : sequence of float
         The threshold of each iteration, as a multiple of the learner's own.
 
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+
     Examples
     --------
     >>> import numpy as np

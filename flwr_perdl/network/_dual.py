@@ -87,7 +87,7 @@ class DualInference(ABC):
     objective : Objective
         Loss and regulariser.
     topology : Topology
-        Who hears whom; connected and undirected.
+        Which agents are neighbors; connected and undirected.
     dictionaries : sequence or mapping of int to ndarray of shape (n_atoms_k, n_features)
         Agents' atoms, of norm at most 1; in a mapping, those of the agents hosted here.
     X : ndarray of shape (n_samples, n_features)

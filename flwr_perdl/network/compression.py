@@ -1,4 +1,4 @@
-"""Compression of a vector to few bytes, for messages between neighbors.
+"""Compression of vectors, for smaller messages.
 
 ================================================  ==============================================
 literature                                        here
@@ -105,15 +105,15 @@ class TopK:
 class RandomQuantization:
     """Send every entry as a small integer, rounded at random: unbiased.
 
-    Every 64 entries share a scale, their largest absolute value, in float32.
+    Blocks of 64 entries share a scale, their largest absolute value, in float32.
 
     Parameters
     ----------
     bits : int
-        Bits per entry, 4 to 8. An entry is wrong by at most its block's scale over
+        Bits per entry, 4 to 8. The error of an entry is at most its block's scale over
         ``2**(bits - 1) - 1``.
     seed : int, default 0
-        Seed of the rounding, which differs from node to node and round to round.
+        Seed of the rounding, different for every node and round.
 
     Raises
     ------

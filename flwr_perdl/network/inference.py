@@ -1,6 +1,6 @@
 r"""Dual inference over a network: every agent finds nu from its neighbors' messages (Section III).
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. The dual
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. The dual
 (28) of coding a sample x is a sum of costs (29), each of which one agent knows:
 
     J_k(nu; x) = -theta_k nu'x + f*(nu) / N + h*(W_k nu),   nu in V_f
@@ -210,6 +210,10 @@ def exact_dual(
         many atoms a positive tolerance saves time under the squared loss; under another loss the
         solution stays exact.
 
+    Returns
+    -------
+    ExactDual
+
     Examples
     --------
     >>> import numpy as np
@@ -289,11 +293,11 @@ def infer(
     compress: bool | None = None,
     **options: Any,
 ) -> Inference:
-    """Infer the duals and codes of samples: every agent has its own atoms, and hears its neighbors.
+    """Infer the duals and codes of samples: every agent has its own atoms and its neighbors.
 
-    In memory, a block of samples ends when every agent's residual is within the tolerance; blocks
-    run on as many cores as there are. On a network of messages, where no agent knows the others'
-    residuals, all ``n_rounds`` are run.
+    In memory, a block of samples ends when every agent's residual is within the tolerance, and
+    blocks run on all cores. On a network of messages, where no agent knows the others' residuals,
+    all ``n_rounds`` are run.
 
     Parameters
     ----------
@@ -304,7 +308,7 @@ def infer(
     dictionaries : sequence of ndarray of shape (n_atoms_k, n_features)
         The agents' atoms, of norm at most 1.
     network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-        Who hears whom, connected and undirected, with doubly stochastic weights
+        Which agents are neighbors: connected, undirected, with doubly stochastic weights
         (``"exact_diffusion"``: symmetric ones; the ADMMs do not use them). A topology means
         Metropolis weights; with the first two all is in memory, without faults. A network that
         changes may not have links that its ``topology`` lacks with an ADMM, which keeps a
@@ -324,6 +328,10 @@ def infer(
         a bounded V_f the diffusions can do so as well, unless an entry meets a bound and leaves it.
     **options : float
         Options of the method: ``step``, ``penalty``, ``relaxation``.
+
+    Returns
+    -------
+    Inference
 
     Examples
     --------

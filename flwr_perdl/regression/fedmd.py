@@ -245,14 +245,14 @@ def cluster_anchors(
     separation: float | None = None,
     max_clusters: int = 8,
 ) -> AnchorClusters:
-    """Group anchors whose estimates are alike.
+    """Cluster anchors by their estimates.
 
     Parameters
     ----------
     estimates : ndarray of shape (n_anchors, d)
         At least one.
     n_clusters : int, optional
-        How many groups; by default found.
+        Number of groups; by default found.
     separation : float, optional
         The paper's Delta: groups are what is connected by distances below half of it, and with
         ``n_clusters`` only the largest groups count.

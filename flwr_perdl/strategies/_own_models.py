@@ -141,6 +141,10 @@ class Learned:
             Where clients keep their state, on a machine that may read it. By default what clients
             in this process keep in memory.
 
+        Returns
+        -------
+        ArrayRecord
+
         Raises
         ------
         ValueError
