@@ -263,7 +263,7 @@ class AnsweringApp(ClientApp):
         if _pins_keys(context) and (kind == MessageType.EVALUATE or not (asked and asked.seals)):
             raise ValueError(
                 "neighbour-keys in the node config must be left out for such a request: a node "
-                f"that pins keys sends sealed messages alone, got one to {kind}."
+                f"that pins keys sends only sealed messages, got one to {kind}."
             )
         call = self._answer
         if asked is not None and asked.client is None:
@@ -273,7 +273,7 @@ class AnsweringApp(ClientApp):
         if (transport := _transport_of(message)) is not None:
             if summed or self._secure or (asked is not None and asked.client is not None):
                 raise ValueError(
-                    "transport and compression must be left out where clients insist on secure "
+                    "transport and compression must be left out where clients require secure "
                     "sums or privacy, or send no model, got a request with them."
                 )
             message = transport.restored(message)

@@ -244,7 +244,7 @@ class PrivateState:
         """
         found = self._newest(check_count("round_", round_) - 1)
         if found is None and round_ > 1 and self._held:
-            log(WARNING, "No state from before round %d is kept: this client starts anew.", round_)
+            log(WARNING, "No state from before round %d: this client starts afresh.", round_)
         return found
 
     def after(self, round_: int) -> PrivateArrays | None:

@@ -138,8 +138,8 @@ class LearnerClient(ProtocolClient):
     """
 
     only = (
-        "PerMA needs a DictionaryClient, or a LearnerClient of one's own, at every client; "
-        "PersonalizedFedAvg trains any model by the clients' own fit"
+        "PerMA needs a DictionaryClient, or your own LearnerClient, at every client; "
+        "PersonalizedFedAvg trains any model with the clients' fit"
     )
     #: What the samples of each batch count; None: all alike.
     weights: Sequence[float] | None = None
@@ -415,7 +415,7 @@ def read_local_steps(request: StepRequest) -> int:
 def data_warnings(X: Matrix, n_atoms: int) -> list[str]:
     """Return what is unusual about a client's samples for so many atoms, and what to do then."""
     n = int(np.count_nonzero(observed(X).any(axis=1)))
-    zeros = "mostly samples of zeros: leave them out"
+    zeros = "mostly zero samples: leave them out"
     few = "fewer samples than atoms, which may become copies of these: lower n_atoms or add samples"
     return [zeros] * (2 * n < len(X)) + [few] * (n < max(n_atoms, 2))
 

@@ -280,8 +280,8 @@ def _admit(
     runs = {key.partition("/")[0] for key in noted}
     if token not in runs and len(runs) >= max_runs:
         raise ValueError(
-            f"max_runs must be more to go on: this client takes part in {max_runs} runs of a "
-            "strategy within one run of Flower."
+            f"max_runs must be larger to go on: this client takes part in {max_runs} strategy runs "
+            "within one Flower run."
         )
     last_, before, n_before = str(noted.get(f"{token}/{kind}", "-1 - 0")).split()
     last = int(last_)
@@ -297,8 +297,8 @@ def _admit(
     counts = (str(one).split()[2] for key, one in noted.items() if key.endswith(f"/{kind}"))
     if sum(map(int, counts)) >= max_requests:
         raise ValueError(
-            f"max_requests must be more to go on: this client answers {max_requests} requests "
-            f"to {kind} within one run of Flower."
+            f"max_requests must be larger to go on: this client answers {max_requests} requests "
+            f"to {kind} within one Flower run."
         )
     noted[f"{token}/{kind}"] = f"{round_} {asked} {int(n_before) + 1}"
     context.state[ANSWERED] = noted

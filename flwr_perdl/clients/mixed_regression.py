@@ -88,9 +88,8 @@ class RegressionClient(ProtocolClient):
     """
 
     only = (
-        "this strategy clusters linear models, which RegressionClient fits, with a feature map and "
-        "a loss of one's own where wanted; ClusteredFedAvg clusters models of any kind by the "
-        "clients' own fit"
+        "this strategy clusters the linear models of RegressionClient, with any feature map and "
+        "loss; ClusteredFedAvg clusters any model with the clients' fit"
     )
 
     def __init__(

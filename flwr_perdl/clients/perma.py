@@ -1,6 +1,6 @@
-"""The client of `PerMA` (P0, Algorithm 1, lines 2-5; Algorithms 3 and 6).
+"""The client of `PerMA` (Algorithm 1, lines 2-5; Algorithms 3 and 6).
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023. The paper stores atoms as columns; here rows are atoms.
 
 =======================================  =======================================================
@@ -122,7 +122,7 @@ class DictionaryClient(LearnerClient):
         samples completed by their own reconstruction, and `may_send` holds for each of their
         entries. Errors are those of the observed entries.
     learner : Learner
-        The local algorithm A_i (P0, Algorithm 4 or 5, or any other).
+        The local algorithm A_i (Algorithm 4 or 5, or any other).
     context : Context
         What Flower hands to the client's factory; says who the client is and keeps its state.
     digits : int, optional

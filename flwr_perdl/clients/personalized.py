@@ -175,8 +175,8 @@ def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
         raise TypeError(f"{name} must be functions, got {mods!r}.")
     if any(isinstance(mod, KeepPrivate) for mod in listed):
         raise ValueError(
-            f"{name} must be without keep_private, which stands around all mods, on training and "
-            "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
+            f"{name} must be without keep_private, which wraps all mods, of training and of "
+            "evaluation: give client_app private=[...], or make it the ClientApp's first mod."
         )
     return listed
 
@@ -349,8 +349,8 @@ class KeepPrivate:
         lost = [name for name in left_out if name not in given and f"{_ARRAY}{name}" not in own]
         if lost:
             raise ValueError(
-                f"arrays must have a start of {_list(lost)}: this client keeps none from before, "
-                "and without a state-dir in its node config a restart loses what it kept."
+                f"arrays must have initial values of {_list(lost)}: this client has none of its "
+                "own; without a state-dir in its node config a restart loses them."
             )
         names = list(given) if kept is None else _read_names(kept[_NAMES])
         # Where the server leaves out all arrays, the client trains alone.
@@ -369,7 +369,7 @@ class KeepPrivate:
             if name in given and before is not None and tuple(given[name].shape) != before.shape:
                 raise ValueError(
                     f"array {name!r} must have shape {before.shape}, which this client keeps of "
-                    f"it, got {tuple(given[name].shape)}: a changed model wants a new run."
+                    f"it, got {tuple(given[name].shape)}: a changed model needs a new run."
                 )
         return _Part(given, names, private, left_out)
 

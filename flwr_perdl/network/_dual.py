@@ -159,8 +159,8 @@ class DualInference(ABC):
         needed = self.time_constant * log(1 / min(tolerance, 1))
         if needed > MOST_ROUNDS:
             warnings.warn(
-                f"The tolerance {tolerance:g} may need {needed:.3g} communication rounds, and only "
-                f"{MOST_ROUNDS} are run unless their number is given.",
+                f"The tolerance {tolerance:g} may need {needed:.3g} communication rounds, of which "
+                f"at most {MOST_ROUNDS} are run unless their number is given.",
                 stacklevel=2,
             )
         return min(_EVERY * max(1, ceil(min(needed, MOST_ROUNDS) / _EVERY)), MOST_ROUNDS)

@@ -179,7 +179,7 @@ class Averaged(NamedTuple):
         if (mutual := self._mutual) is None:
             return html.record(self)
         named = "; ".join(", ".join(map(str, group)) for group in self.groups)
-        return html.record(self) + html.graph(mutual, f"Who accepts each other. Groups: {named}")
+        return html.record(self) + html.graph(mutual, f"Nodes that accept each other: {named}")
 
 
 def diffusion_averaging(
@@ -406,8 +406,8 @@ class AveragingOptions:
             raise ValueError(f"robust must be False with compression, got {self.robust!r}.")
         if not trusting and self.method not in ("atc", "cta"):
             raise ValueError(
-                "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
-                f"would add up in the corrections of the others, got {self.method!r}."
+                "method must be 'atc' or 'cta' with robust, since the corrections of the others "
+                f"would accumulate what a rule removes, got {self.method!r}."
             )
 
     def _check_groups(self) -> None:
@@ -439,11 +439,11 @@ class AveragingOptions:
         received = run.curves.get(FLOATS, np.zeros((1, 1)))
         lost = run.dropped_messages or (received != received.max(axis=0, initial=0)).any()
         if self.compression is not None and lost:
-            text = "Messages were lost: with compression the models keep an error of that."
+            text = "Messages were lost: with compression this leaves an error in the models."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         for node, n_times in run.dropped_messages.items():
             by = ", ".join(map(str, run.dropped_by.get(node, ())))
-            said = f", as node {by} says" if by else ""
+            said = f", as reported by node {by}" if by else ""
             _LOG.warning("Messages of node %d were left out in %d rounds%s.", node, n_times, said)
         models: dict[int, list[Array]] = {}
         apart = np.nan

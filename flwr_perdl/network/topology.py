@@ -504,7 +504,9 @@ class CombinationMatrix:
         alone.eliminate_zeros()
         if alone.nnz:
             k, j = int(alone.coords[0][0]), int(alone.coords[1][0])
-            raise ValueError(f"weights must follow the topology, but node {k} does not hear {j}.")
+            raise ValueError(
+                f"weights must follow the topology, but node {k} does not receive from {j}."
+            )
         weights.sort_indices()
         object.__setattr__(self, "matrix", weights)
 

@@ -97,7 +97,7 @@ class Promise:
         try:
             promise = cls(**json.loads(str(given)))
         except (TypeError, ValueError, RecursionError):
-            raise ValueError(f"{PROMISE} must be a promise, got {brief_repr(given)}.") from None
+            raise ValueError(f"{PROMISE} must be a guarantee, got {brief_repr(given)}.") from None
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
         check_count(f"skip in {PROMISE}", promise.skip, 0, _MOST)

@@ -71,17 +71,17 @@ class NoisedSum:
         if min_clients < least:
             raise ValueError(
                 f'min_clients must be at least {least} with privacy of trust="distributed", whose '
-                f"noise is for so many clients, got {min_clients}."
+                f"noise needs that many clients, got {min_clients}."
             )
         if self.noise.level == "record" and not self.summed.by_sample:
             raise ValueError(
-                'level in privacy must be "client" where what is summed is no sum over samples, '
-                'each of which can be bounded, got "record".'
+                'level in privacy must be "client" if the sums are not over samples that can be '
+                'bounded, got "record".'
             )
         if rounds is None:
             raise ValueError(
-                "privacy must come with the strategy's own start, which says for how many rounds "
-                "its budget is, got another interface."
+                "privacy must come with the strategy's own start, for whose number of rounds the "
+                "budget is, got another interface."
             )
         if not kept:
             kept |= {_ROUNDS: np.array(rounds), _SPENT: np.array(0)}
@@ -126,7 +126,7 @@ class NoisedSum:
         total, there, lost = gather(grid, sent, round_, limits, timeout)
         if len(there) < self.n_required:
             self._spend(-1)
-            why = f"{len(there)} clients answered, and the noise is for {self.n_required} at least"
+            why = f"{len(there)} clients answered, and the noise needs at least {self.n_required}"
             return {}, {p: Lost(FAILED, why) for p in there} | lost
         sigma = self._release(len(sent)).sigma
         if self._distributed:  # more shares than are needed

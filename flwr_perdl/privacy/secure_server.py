@@ -138,13 +138,13 @@ class SecureMean:
             good, lost, failed = self._gather(grid, asked, len(sent), round_, limits, timeout)
             if good or not failed:
                 break
-            log(WARNING, "Round %d: the secure sum was not opened, and is asked for again.", round_)
+            log(WARNING, "Round %d: the secure sum is lost, and requested again.", round_)
             # Without those who failed, if that leaves enough: they may be gone for long.
             rest = [one for one in asked if one[0] not in failed]
             if len(rest) >= MIN_CLIENTS:
                 missing |= {partition: lost[partition] for partition in failed}
                 asked = rest
-        log(INFO, "secure sum: %d clients in it, %d not", len(good), len(sent) - len(good))
+        log(INFO, "secure sum: %d clients included, %d not", len(good), len(sent) - len(good))
         return good, missing | lost
 
     def _gather(

@@ -285,8 +285,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if not run.record.model and done < least:
             log(
                 WARNING,
-                "The run has no result yet: %d of the %d rounds that it takes are done. A strategy "
-                "with ServerSettings(resume=True) goes on from its checkpoint.",
+                "The run has no result yet: %d of the %d rounds that it needs are done. Continue "
+                "from its checkpoint with ServerSettings(resume=True).",
                 *(done, least),
             )
         result.arrays = self._presented()

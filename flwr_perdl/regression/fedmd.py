@@ -208,8 +208,7 @@ def _find_models(settings: TwoPhase, state: Descent) -> Refining:
     estimates = state.thetas[state.moved]  # where an anchor started says nothing of its cluster
     if not len(estimates) and not len(state.centers):
         raise ValueError(
-            "Phase 1 has no anchors: no client with enough points answered that was asked for its "
-            "estimate."
+            "Phase 1 has no anchors: no client with enough points sent its estimate."
         )
     if not len(estimates):
         return Refining.start(state, state.centers)

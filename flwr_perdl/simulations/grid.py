@@ -215,7 +215,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
             if node in self.contexts:
                 asked.append((message, self._fault(message)))
             else:
-                log(WARNING, "There is no node %d: nobody answers.", node)
+                log(WARNING, "There is no node %d.", node)
         for done, ((message, _), reply) in enumerate(
             zip(asked, self._call_each(asked), strict=True), start=1
         ):
@@ -304,7 +304,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
         except (Exception, SystemExit) as error:
             context.state = kept
             partition = context.node_config[PARTITION_ID]
-            log(DEBUG, "Client %s erred.", partition, exc_info=error)
+            log(DEBUG, "Client %s failed.", partition, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             reply = Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         return reply

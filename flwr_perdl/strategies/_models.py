@@ -223,7 +223,7 @@ class ModelStrategy(EndsWithModels):
         if self._part is not None:
             log(
                 INFO if evaluate_fn is None else WARNING,
-                "Private arrays are the initial ones in the result%s: clients have their own.",
+                "Private arrays have their initial values in the result%s; clients have their own.",
                 "" if evaluate_fn is None else " and for evaluate_fn",
             )
         return super()._run_rounds(*arguments)

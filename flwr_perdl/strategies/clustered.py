@@ -478,8 +478,8 @@ class ClusteredFedAvg(ModelStrategy):
         losses = [r.arrays[0][groups_of[p]] for p, r in replies.items() if p in groups_of]
         if not losses:
             raise ValueError(
-                "fraction_train must let clients that trained alone measure the groups, got other "
-                "clients only."
+                "fraction_train must include clients of the local training, which measure the "
+                "groups, got other clients only."
             )
         robust = self.robust != "mean"
         k = updates.smallest_as_good(np.stack(losses), robust)
@@ -516,8 +516,8 @@ class ClusteredFedAvg(ModelStrategy):
         if not round_ and all(ALL_ALIKE in reply.metrics for reply in replies.values()):
             log(
                 WARNING,
-                "Each client has the same loss for all of the %d models, by which none finds its "
-                "cluster: evaluate must return the model's loss.",
+                "Every client has the same loss for all %d models, so none can find its cluster: "
+                "evaluate must return the loss of the model that it receives.",
                 k,
             )
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.

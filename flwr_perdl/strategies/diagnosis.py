@@ -59,7 +59,7 @@ from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
 #: What to write for each candidate, the simplest first.
 WRITE = {
-    "fedavg": "FedAvg: share all, it is enough",
+    "fedavg": "FedAvg: one shared model is enough",
     "fine-tuned": "FedAvg, then fine-tuning at each client",
     "head": "PersonalizedFedAvg({private})",
     "body": "PersonalizedFedAvg({private})",
@@ -67,7 +67,7 @@ WRITE = {
     "ditto": "Ditto()",
     "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
     "clusters-head": 'ClusteredFedAvg("auto", private={private}) with start_rounds=5, robust=True',
-    "local": "no federation: clients are better off alone",
+    "local": "no federation: local training is better",
 }
 #: A candidate that is as good as the others is passed over with about this probability (intervals
 #: are of 95 % on both sides), and never for a gain of less than this share, which nobody notices.
@@ -329,7 +329,7 @@ class Diagnosis(ShownAsCalled):
         for name in [name for name in candidates if name.startswith("clusters")]:
             groups[name] = candidates[name][0].result.members
             if len(set(groups[name].values())) == 1:  # a longer start alone is no difference
-                log(INFO, "Diagnosis leaves out %s: all clients are in one.", name)
+                log(INFO, "Diagnosis leaves out %s: all clients are in one cluster.", name)
                 measured.pop(name, None)
         result = self._result = self._concluded(measured, groups, parts)
         log(INFO, "%s\n%s", result.sentence, result.table())
@@ -407,7 +407,7 @@ class Diagnosis(ShownAsCalled):
             if 2 * np.isfinite(scores).sum() >= n:
                 found[name] = scores
             else:
-                log(WARNING, "Diagnosis leaves out %s: most clients evaluate it in no round.", name)
+                log(WARNING, "Diagnosis leaves out %s: most clients never evaluated it.", name)
         all_of_them = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
         clients = [p for p, has_all in zip(partitions, all_of_them, strict=True) if has_all]
         if "fedavg" not in found or len(clients) < 2:
@@ -427,10 +427,10 @@ class Diagnosis(ShownAsCalled):
         typical = {name: f"{np.median(own):.4g}" for name, own in values.items()}
         write = WRITE[choice].format(private=parts.get("body" if choice == "body" else "head"))
         sentence = (
-            f"{write}: median {self.metric} {typical[choice]}, by one shared model "
+            f"{write}: median {self.metric} {typical[choice]}, with one shared model "
             f"{typical['fedavg']}; {names[best]} is {'not clearly ' if taken != best else ''}ahead "
-            f"of {names[over]}, by {lead[0]:.4g}, interval {lead[1]:.4g} to {lead[2]:.4g}; taken "
-            f"in {confidence:.0%} of draws of the clients."
+            f"of {names[over]}, by {lead[0]:.4g}, interval {lead[1]:.4g} to {lead[2]:.4g}; "
+            f"recommended in {confidence:.0%} of resamples of the clients."
         )
         own, ends = groups.get(choice, groups["clusters"]), (names[best], names[over], lead)
         higher = self.higher_is_better

@@ -186,7 +186,7 @@ class Ditto(ModelStrategy):
         sentence = (
             f"clients of Ditto must keep nothing private, since {self.unsupported['private']}, got "
             f"{roster.label(who)}, which keeps {roster.private[who]} ({len(keeping)} of "
-            f"{len(nodes)} clients in all): take keep_private, or private= of client_app, away."
+            f"{len(nodes)} clients in all): remove keep_private, or private= of client_app."
         )
         if len(nodes) - len(keeping) < self._options.min_clients:
             raise ValueError(sentence)

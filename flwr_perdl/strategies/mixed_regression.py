@@ -149,8 +149,7 @@ class _MixedRegression(ProtocolStrategy):
             log(
                 WARNING,
                 "Left out of the models: clients [%s], whose curvature is more than ten times the "
-                "median: the step size would have to follow theirs. With step_size given they "
-                "count.",
+                "median and would decide the step size. With a given step_size they take part.",
                 ", ".join(self.client_names.get(p, str(p)) for p in state.steep.tolist()),
             )
 

@@ -1,6 +1,6 @@
-"""Planted dictionaries (A.1 of P0): what the four studies on them have in common.
+"""Planted dictionaries (PerMA, A.1): shared by four studies.
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023. Every client's data is made of orthonormal atoms, some of which all clients share.
 Errors are distances d_{1,2} (Definition 1) to the planted atoms.
 """

@@ -1,9 +1,9 @@
-"""Novel documents: Section IV-B, Fig. 7 and Table IV of P1, on news counts or planted ones.
+"""Novel documents: Section IV-B, Fig. 7 and Table IV, on news or synthetic documents.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Documents
-arrive in blocks. In time step t a network of 10 t agents, one atom each, learns from one block,
-then says of each document of the next how new it is (Algorithm 2); ten agents with random atoms
-join, and the network is drawn anew. A document is novel if no earlier block has its topic.
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Documents arrive
+in blocks. In time step t a network of 10 t agents, one atom each, learns from one block, then
+scores the novelty of each document of the next (Algorithm 2); ten agents with random atoms join,
+and the network is redrawn. A document is novel if no earlier block has its topic.
 
 The paper's settings run as they are with ``score=paper``: Huber's loss, ATC diffusion stopped long
 before convergence, the raw cost as score. The default has converged inference, the score

@@ -1,15 +1,15 @@
-"""Which part of a network is shared? Four kinds of difference, and the methods that answer them.
+"""Personalization methods under four types of heterogeneity (non-IID data).
 
-Every client has a few images for training, half as many to choose by, and others that its accuracy
-is measured on. Clients differ in one of four ways:
+Every client has a few training images, half as many for validation, and a test set. The data are
+heterogeneous in one of four ways:
 
 ===========  =====================================================================================
 kind         what differs
 ===========  =====================================================================================
-``labels``   each client calls the classes by other numbers
-``turned``   four groups see their images turned by 0, 90, 180 or 270 degrees
-``cameras``  each client's camera has its own sensitivity per pixel, and is out of place
-``missing``  each client has images of three classes only
+``labels``   label permutation (concept shift): each client numbers the classes differently
+``turned``   four groups of clients with images rotated by 0, 90, 180 or 270 degrees
+``cameras``  feature shift: each client's camera has its own gain per pixel and offset
+``missing``  label skew: each client has images of three classes only
 ===========  =====================================================================================
 
 The network has one hidden layer, the *body*, and an output layer, the *head*.
@@ -17,27 +17,25 @@ The network has one hidden layer, the *body*, and an output layer, the *head*.
 =============  ===================================================================================
 method         what it is
 =============  ===================================================================================
-``alone``      each client alone, stopped at its best epoch, one epoch per round at most
-``linear``     each client alone, a softmax regression in place of the network
+``alone``      local training, stopped at the best epoch, at most one epoch per round
+``linear``     local training of a softmax regression instead of the network
 ``fedavg``     FedAvg
-``tuned``      FedAvg's last model, trained further by each client, with a step of its own, stopped
+``tuned``      FedAvg's last model, fine-tuned by each client with its own learning rate, stopped
                likewise
 ``fedper``     `PersonalizedFedAvg` with a private head (Arivazhagan et al., 2019)
-``fedrep``     the same, head and body trained in turn (Collins et al., 2021)
+``fedrep``     the same, head and body trained alternately (Collins et al., 2021)
 ``lg-fedavg``  `PersonalizedFedAvg` with a private body (Liang et al., 2020)
 ``ditto``      `Ditto` (Li et al., 2021)
 ``clustered``  `ClusteredFedAvg`, ``k="auto"``
 =============  ===================================================================================
 
-Every method has the same rounds, one epoch of an array per round, and its own best length of a step
-(Ditto its best pull, too; the regression its best penalty) of a grid, by the mean accuracy on the
-images to choose by.
+Every method has the same rounds, one epoch per array and round, and its best learning rate of a
+grid by the mean validation accuracy (Ditto also its best pull; the regression its best penalty).
 
 ``--data FILE.npz`` with ``X`` (n, h, w) and ``y`` (n,), as for ``images``; without it,
 scikit-learn's digits.
 
-Metrics: ``accuracy_KIND_METHOD``, the mean over clients of the accuracy on their own images, and of
-that the median over seeds.
+Metrics: ``accuracy_KIND_METHOD``: the mean test accuracy over clients, and its median over seeds.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What differential privacy costs: PerMA's atoms with noise on their sums, against epsilon.
+"""The cost of differential privacy: PerMA with noised sums, against epsilon.
 
-Nine tenths of a client's images carry one label. The noise hides every single image, whatever is
-known of all others. Atoms are learned in a public space, the lowest frequencies of the discrete
-cosine transform, from random unit atoms; images are brought to norm 1, so that dark and bright
-ones count alike, and each is coded by a fixed number of atoms, whatever the other images are. The
-error is measured on held-out images of all labels, in pixels.
+Label skew: 90 % of a client's images have one label. The noise hides the presence of every single
+image, whatever is known of the others. Atoms are learned in a public subspace, the lowest
+frequencies of the discrete cosine transform, from random unit atoms; images are brought to norm 1,
+so that dark and bright ones count alike, and each is coded by a fixed number of atoms, whatever the
+other images are. The error is measured on held-out images of all labels, in pixels.
 
 ``--data FILE.npz`` with ``X`` (n, h, w) and ``y`` (n,), as for ``images``; without it,
 scikit-learn's digits.
 
-Metrics: ``error_private`` (this run), ``error_not_private``, ``error_alone`` (each client alone),
+Metrics: ``error_private`` (this run), ``error_not_private``, ``error_alone`` (local training),
 ``error_public`` (the frequencies themselves as atoms). Curves: ``epsilon``, and ``error_central``,
 the error where the server adds the noise.
 """
