@@ -173,7 +173,7 @@ def combine(stack: Matrix, current: Matrix, weights: Matrix | None, *, orthogona
 def _own(
     samples: Sequence[Matrix], learner: Learner, seed: int, start: Start, min_support: int
 ) -> Matrix:
-    """Return what the clients send of the dictionaries that they learn alone."""
+    """Return what the clients send of their local dictionaries."""
     found = [start(X, learner, rng=spawn(seed, i)).dictionary for i, X in enumerate(samples)]
     pairs = zip(samples, found, strict=True)
     return np.stack([send(X, learner, D, 0, min_support) for X, D in pairs])

@@ -559,7 +559,7 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
         silence = _SILENCE if progress.doing == doing else _AT_ONCE
         if bar.disable and time.monotonic() - said > silence:
             said, doing = time.monotonic(), progress.doing
-            step = f"step {progress.done} of {progress.total}"
+            step = f"step {progress.done} of {progress.total}" if progress.total else ""
             _tell(", ".join(filter(None, [doing, step, error])))
         total = progress.total or None  # unknown
         bar.update(

@@ -137,7 +137,7 @@ def describe(figure: Figure) -> str:
     Returns
     -------
     str
-        Such as "error against round: PerMA from 0.5 to 0.001; clients alone from 0.5 to 0.2."
+        Such as "error against round: PerMA from 0.5 to 0.001; local training from 0.5 to 0.2."
     """
     panels = [axes for axes in figure.axes if axes.get_visible() and axes.get_label() != _BAR]
     told = [said for said in map(_describe, panels) if said]

@@ -8,8 +8,8 @@ The client is any NumPyClient, or any ClientApp with train and evaluate handlers
 - ``measure-models``: evaluate every model that came, and send the losses;
 - ``cluster``: evaluate every model that came, train the one with the least loss, and send it.
 
-The arrays of models of clusters are called by the number of the cluster and their own name, as
-``"2/conv1.weight"``; the app sees their own names, one model at a time. An evaluation of several
+The arrays of models of clusters are called by the number of the cluster and their name, as
+``"2/conv1.weight"``; the app sees their names, one model at a time. An evaluation of several
 models is that of the one with the least loss.
 """
 
@@ -94,7 +94,7 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
 
 
 class Model(NamedTuple):
-    """A cluster's model as it came: its number, and its arrays with their own names."""
+    """A cluster's model as it came: its number, and its arrays with their names."""
 
     number: int
     names: Sequence[str]

@@ -1,1 +1,1 @@
-"""What every room may use: checks of arguments, files, threads, averages that withstand liars."""
+"""What every room may use: checks of arguments, files, threads, robust averages."""

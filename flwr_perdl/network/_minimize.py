@@ -207,7 +207,7 @@ def _times(H: Matrix, y: Matrix) -> Matrix:
 
 
 def _line_search(height: Callable[[Matrix], Matrix], slope: Matrix) -> Matrix:
-    """Return steps, halved from 1 until each descends a tenth of what its slope promises."""
+    """Return steps, halved from 1 until each descends a tenth of what its slope predicts."""
     t = np.ones_like(slope)
     start = height(np.zeros_like(slope))
     # Near the minimum differences of heights are rounding: a step that cannot be judged is taken.

@@ -83,7 +83,7 @@ class AveragingProgram:
     and the statistics of batch normalization (`flwr_perdl.core.models`); booleans are not sent.
     ``fixed_i`` says which entries of a first model stay as they are, of an array that has such.
 
-    With ``in_files``, for a node alone, arrays are views of their ``.npy`` files, which its client
+    With ``in_files``, for a single node, arrays are views of their ``.npy`` files, which its client
     and its neighbors receive without a copy; the client must not change them.
     """
 

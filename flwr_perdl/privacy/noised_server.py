@@ -44,12 +44,12 @@ _SPENT, _ROUNDS, _SUM = "spent", "rounds", "sum"
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedSum:
-    """What the server gets of a round under a promise: one sum with noise, as a mean.
+    """What the server gets of a round under a guarantee: one sum with noise, as a mean.
 
     Parameters
     ----------
     noise : Noise
-        The promise for the whole run.
+        The guarantee for the whole run.
     summed : Summed
         What the request declares.
     secure : mapping, optional
@@ -100,7 +100,7 @@ class NoisedSum:
         return self.noise.trust == "distributed"
 
     def config(self, n_clients: int) -> dict[str, Scalar]:
-        """Return what the clients are told: the promise."""
+        """Return what the clients are told: the guarantee."""
         promise = self._promise(n_clients)
         return {MAX_WEIGHT: 1, NORM: float(promise.limit), PROMISE: promise.text}
 
@@ -225,9 +225,9 @@ def sums_with(
     Parameters
     ----------
     privacy : Noise or None
-        The promise.
+        The guarantee.
     secure : bool or mapping, default False
-        Whether sums are secure without a promise, too; options of SecAgg+.
+        Whether sums are secure without a guarantee, too; options of SecAgg+.
 
     Raises
     ------

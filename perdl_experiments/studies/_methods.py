@@ -200,7 +200,7 @@ def learn_tuned(
 def finetuned(
     learner: Learner, D: Matrix, samples: Sequence[Matrix], error: Callable[[int, Matrix], float]
 ) -> list[tuple[Matrix, int]]:
-    """Return each client's dictionary, trained further, and after how many of `FURTHER`.
+    """Return each client's dictionary, fine-tuned, and after how many of `FURTHER`.
 
     Parameters
     ----------

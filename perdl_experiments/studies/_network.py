@@ -109,7 +109,7 @@ def random_network(
 
 
 def by_epoch(clients: Sequence[Network], model: Model, epochs: int) -> Iterator[list[Evaluated]]:
-    """Yield all clients' evaluations after each epoch of every client alone, from none on."""
+    """Yield all clients' evaluations after each epoch of local training, from none on."""
     models = [model] * len(clients)
     for t in range(epochs + 1):
         yield [one.evaluate(own, {}) for one, own in zip(clients, models, strict=True)]

@@ -72,12 +72,12 @@ class Config(PermaConfig):
 
 
 def learn_alone(X: Matrix, learner: Learner, D: Matrix, rounds: int) -> Matrix:
-    """Return a dictionary of ``X`` alone: the start ``D``, and an iteration per further round."""
+    """Return a dictionary of ``X`` alone: the start ``D``, and an iteration per later round."""
     return iterate(learner, X, D, [1.0] * (rounds - 1))
 
 
 def cost(federated: Federated) -> Matrix:
-    """Return rounds, floats up and floats down of a federation."""
+    """Return rounds, and values sent and received, of a federation."""
     return np.array([federated.rounds, federated.floats_up, federated.floats_down])
 
 

@@ -160,7 +160,7 @@ class _Softmax:
 
 
 def among_liars(config: Config, seed: int, robust: bool | str, attack: str | None) -> float:
-    """Return the accuracy of the worst honest node among two liars of the exponential graph.
+    """Return the worst honest node's accuracy with two malicious nodes in the exponential graph.
 
     Without an ``attack`` it is the worst of the same nodes, and all are honest.
     """
@@ -192,7 +192,7 @@ def networks(n: int, seed: int, changing: int) -> dict[str, Topology | Schedule]
 
 
 def run(config: Config, keep: Keep) -> Outcome:
-    """Run all graphs, FedAvg and the nodes alone with every seed."""
+    """Run all graphs, FedAvg and local training with every seed."""
     parts = {
         _named(size, f"seed-{seed}", between="-"): partial(_one_seed, one, seed)
         for size, one in config.sizes.items()

@@ -282,7 +282,7 @@ def _told_in_events_only() -> Iterator[None]:
 
 
 def _alone(config: Config) -> float:
-    """Return the mean error of clients alone: of the weak ones where there are any."""
+    """Return the mean error of local training: of the clients with few samples if there are any."""
     planted, errors = config.planted, []
     everybody = range(len(planted.samples))
     for i in everybody[-config.weak :] if config.weak else everybody:

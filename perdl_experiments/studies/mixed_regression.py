@@ -284,7 +284,7 @@ class _Counted(Clients):
 class Way(NamedTuple):
     """A method: settings, the models that Phase 2 starts from, and what it took to find these.
 
-    ``spent`` has floats up and down of every round before.
+    ``spent`` has values sent and received in every round before.
     """
 
     settings: TwoPhase

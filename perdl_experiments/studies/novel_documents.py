@@ -14,8 +14,8 @@ move the atoms alike. As documents have unit norm, their f(x) is then the same.
 Two options are not in the paper. ``learning=codes``: an agent divides the sum of its steps for a
 batch by the sum of the squares of all its codes so far, which it knows itself. That is the
 curvature of the squared loss in its own atom, so that an atom tends to an average over all
-documents that used it, as in online dictionary learning (Mairal et al., JMLR 2010), and no step
-length is chosen. ``counts=log``: a term's count n becomes 1 + log(n).
+documents that used it, as in online dictionary learning (Mairal et al., JMLR 2010), and no learning
+rate is tuned. ``counts=log``: a term's count n becomes 1 + log(n).
 
 ``learning=chosen`` takes the learning rule, counts and number of terms from `GRID` that have the
 largest mean area on the first two time steps with new topics. Later steps judge: their topics have

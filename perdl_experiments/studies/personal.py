@@ -257,7 +257,7 @@ def _tables(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Ma
 
 
 def stopped(clients: Sequence[Client], model: Model, epochs: int, how: str = "") -> Found:
-    """Return what is best of all numbers of epochs of each client alone.
+    """Return the best of all numbers of epochs of local training.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ def stopped(clients: Sequence[Client], model: Model, epochs: int, how: str = "")
 
 
 def linear(own: Sequence[Split]) -> Found:
-    """Return a softmax regression at each client alone, with the best penalty.
+    """Return a softmax regression at each client, with the best penalty.
 
     Parameters
     ----------
@@ -308,14 +308,14 @@ def _read(kept: Arrays, method: str) -> Found:
 
 
 def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
-    """Return `Found` of every method, as "METHOD/FIELD", with one length of a step.
+    """Return `Found` of every method, as "METHOD/FIELD", with one learning rate.
 
     Parameters
     ----------
     config : Config
         The study's options.
     kind : str
-        How the clients differ.
+        Type of heterogeneity.
     seed : int
         Which images they have.
     step : float

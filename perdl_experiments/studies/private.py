@@ -82,7 +82,7 @@ def client(context: Context, config: Config) -> DictionaryClient:
 
 
 def privacy(config: Config) -> Noise | None:
-    """Return the promise. Its noise comes from the seed: this is a simulation, to be repeated."""
+    """Return the guarantee. Its noise comes from the seed: this is a simulation, to be repeated."""
     if config.epsilon == inf:
         return None
     draws = count()

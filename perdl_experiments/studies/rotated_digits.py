@@ -282,7 +282,7 @@ def _averaged(
 
 
 def _tuned(clients: Sequence[Network], model: Model, epochs: int) -> float:
-    """Return the accuracy of the model that each client trains further, stopped in time."""
+    """Return the accuracy of the model fine-tuned at each client, stopped in time."""
     found = []
     for measured in by_epoch(clients, model, epochs):
         loss = float(np.mean([loss for loss, _, _ in measured]))

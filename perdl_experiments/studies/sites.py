@@ -83,7 +83,7 @@ def client(context: Context, config: Config) -> DictionaryClient:
 def _alone(
     train: Matrix, held_out: Matrix, partition: int, config: Config, *atoms: Matrix
 ) -> dict[str, float]:
-    """Return the error of what the node learns alone."""
+    """Return the error of local training."""
     learner = config.make_learner()
     D = learn(train, learner, spawn(config.seed, partition), config.rounds)
     rest = held_out - reconstruct(learner.code(held_out, D), D)

@@ -89,7 +89,7 @@ def federations(config: Config) -> list[Config]:
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
-    """Run one federation per seed, and its clients alone from the same starts."""
+    """Run one federation per seed, and local training from the same starts."""
     seeds = [
         keep(f"seed-{one.seed}", partial(_one_seed, one, federate)) for one in federations(config)
     ]
