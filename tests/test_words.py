@@ -25,9 +25,9 @@ WORDS = {
     r"(?<!matching )(?<!component )pursuit": "orthogonal matching pursuit (OMP)",
     r"P[0-3]": "the paper's short name",
 }
-NO_ZERO = r"(?<![\w.)\]\\/*\"'-])\.\d"
+NO_ZERO = r"(?<![\w.)\]\\/*%\"'-])\.\d"
 #: Another sense (types of non-IID data), an option's value, a parameter's name.
-ALLOWED = r'kinds of heterogeneity|"pursuit"|liars :'
+ALLOWED = r"""kinds of heterogeneity|["']pursuit["']|liars :"""
 
 
 def texts() -> Iterator[tuple[str, str]]:

@@ -127,7 +127,7 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(words)})"
 
     def __sklearn_tags__(self) -> Any:
-        """Return scikit-learn's tags of the estimator; scikit-learn alone calls this."""
+        """Return scikit-learn's tags of the estimator; only scikit-learn calls this."""
         utils: Any = sys.modules["sklearn.utils"]
         regressor = self._estimator_type == "regressor"
         return utils.Tags(
@@ -139,7 +139,7 @@ class Estimator:
         )
 
     def get_metadata_routing(self) -> Any:
-        """Return what scikit-learn passes on to which method; scikit-learn alone calls this."""
+        """Return what scikit-learn passes on to which method; only scikit-learn calls this."""
         routing: Any = sys.modules["sklearn.utils.metadata_routing"]
         request = routing.MetadataRequest(owner=type(self).__name__)
         for method, argument in self._metadata:

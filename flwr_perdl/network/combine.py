@@ -336,7 +336,7 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
 
 
 def sums_apart(weights: Csr, rows: Sequence[Array]) -> Array:
-    """Return the `product` in order of rows that lie apart, by blocks that stay in the cache."""
+    """Return the `product` in order of rows that are apart, by blocks that stay in the cache."""
     sums = np.zeros((weights.shape[0], *rows[0].shape), rows[0].dtype)
     flat, values = [row.reshape(-1) for row in rows], weights.data.astype(sums.dtype)
     for k, total in enumerate(sums.reshape(len(sums), -1)):

@@ -32,7 +32,7 @@ Two methods are not in the paper, because (31) converges slowly, and only to a p
   (as in Eckstein and Bertsekas, 1992), with a penalty of its own for every edge.
 
 **What each party receives.** In every round an agent sends its neighbors its estimate of nu (or of
-a gradient step from it), n_features floats per sample, and never an atom or a code. But nu *is* the
+a gradient step from it), n_features values per sample, and never an atom or a code. But nu *is* the
 residual of the sample (58): an agent's neighbors learn the sample up to what the atoms explain,
 whether they are informed or not.
 

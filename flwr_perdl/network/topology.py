@@ -776,7 +776,7 @@ def rounds_to_all(network: Any) -> int:
     """Return the rounds that a value of any node takes to reach every other node.
 
     If links change from round to round, the links of all rounds count together. Without any link
-    every node learns alone: a baseline, which takes no rounds. A network in several parts that do
+    nodes only train locally: a baseline, which takes no rounds. A network in several parts that do
     not hear each other is rejected.
     """
     matrices = matrices_of(network)

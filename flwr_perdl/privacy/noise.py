@@ -238,7 +238,7 @@ class Release(NamedTuple):
             The sum, of any shape; entries beyond the reach are cut.
         rng : numpy.random.Generator, optional
             The source of the noise in tests and simulations. By default OpenDP draws it from the
-            operating system's random numbers; only then is anything promised.
+            operating system's random numbers; only then is anything guaranteed.
 
         Returns
         -------

@@ -417,7 +417,7 @@ class Summed(NamedTuple):
 
 
 class Promised(typing.Protocol):
-    """What a run promises of privacy: all requests are then such that a channel keeps it."""
+    """What a run guarantees about privacy: all requests are then such that a channel keeps it."""
 
     @property
     def basis(self) -> Any:

@@ -557,7 +557,7 @@ class ClusteredFedAvg(ModelStrategy):
         return config
 
     def _group(self, model: list[Matrix], replies: Replies) -> State:
-        """Return the models that follow from what the clients learned alone."""
+        """Return the models that follow from the clients' local training."""
         combine = Combine(start=self.shared(model), rule=self.robust)
         changes = combine.changes(replies)
         most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)
