@@ -201,7 +201,7 @@ def _properties(client: Any, context: Context) -> dict[str, Any]:
 class AnsweringApp(ClientApp):
     """A ClientApp that takes part in this library's protocols, by its own handlers.
 
-    What guards the client stands around the dispatcher, the outermost first: whether its promise of
+    What guards the client wraps the dispatcher, outermost first: whether its guarantee of
     privacy or its pinned keys let it answer at all, secure sums, noise. Its private arrays are put
     in and taken out around its handlers, of which a step may call several, each with one model.
     """

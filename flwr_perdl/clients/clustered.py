@@ -106,9 +106,7 @@ def _models(request: StepRequest) -> list[Model]:
     found = request.models
     odd = [name for name in found if not (name.isascii() and name.isdigit())]
     if odd or not all("/" in name for name in request.names):
-        raise ValueError(
-            f"arrays must be named '0/NAME', by cluster, got {[*request.names][:3]}."
-        )
+        raise ValueError(f"arrays must be named '0/NAME', by cluster, got {[*request.names][:3]}.")
     if not 1 <= len(found) <= MOST_MODELS or len({tuple(own) for own in found.values()}) > 1:
         raise ValueError(
             f"models must be 1 to {MOST_MODELS}, of arrays with the same names, got {len(found)}."

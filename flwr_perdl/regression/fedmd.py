@@ -207,9 +207,7 @@ def _find_models(settings: TwoPhase, state: Descent) -> Refining:
     """Line 16: the means of like estimates are models, the largest groups first."""
     estimates = state.thetas[state.moved]  # where an anchor started says nothing of its cluster
     if not len(estimates) and not len(state.centers):
-        raise ValueError(
-            "Phase 1 has no anchors: no client with enough points sent its estimate."
-        )
+        raise ValueError("Phase 1 has no anchors: no client with enough points sent its estimate.")
     if not len(estimates):
         return Refining.start(state, state.centers)
     if settings.robust != "mean":
