@@ -60,6 +60,7 @@ INTERNAL = (
     *("configure_train", "configure_evaluate", "aggregate_train", "aggregate_evaluate"),  # Flower
     *("create_message", "get_node_ids", "pull_messages", "push_messages", "send_and_receive"),
     *("set_run", "run_id", "get_properties", "check_evaluation"),
+    *("after_protocol", "needs", "unsupported", "batches", "warns", "half", "only", "models_for"),
     *("find_own", "needed", "own", "private_names", "shared_models", "take_step", "trained_by"),
     *("whole", "ModelStrategy.shared", "exchanges", "reports_of", "round_of"),
     *("Combine.begun", "Combine.changes", "Combine.check", "Combine.expected"),
@@ -104,8 +105,9 @@ class Docstrings(griffe.Extension):
 
 
 def to_markdown(text: str) -> str:
-    """Return a docstring with its roles and simple tables in Markdown."""
+    """Return a docstring with its roles, simple tables and guides in Markdown."""
     text = re.sub(r":\w+:`[~.]?([^`]+)`", r"`\1`", text)
+    text = re.sub(r"\bdocs/([\w-]+)\.md(#[\w-]+)?", r"[\1](../../\1.html\2)", text)
     lines, out = text.splitlines(), []
     while lines:
         if not re.fullmatch(r"\s*=+(?: +=+)+\s*", lines[0]):
@@ -153,7 +155,7 @@ def public_names() -> dict[str, list[griffe.Object | griffe.Alias]]:
     for package in PACKAGES:
         module = loader.modules_collection[package]
         names = module.exports or [name for name in module.functions if name[0] != "_"]
-        ordered = sorted(names, key=lambda name: (name not in ORDER and len(ORDER), name))
+        ordered = sorted(sorted(names), key=lambda name: _place(name, ORDER))
         members = [_own(loader.modules_collection[f"{package}.{name}"]) for name in ordered]
         found[package] = [first.setdefault(one.canonical_path, one) for one in members]
     return found
@@ -179,15 +181,21 @@ def _shown(one: griffe.Object | griffe.Alias) -> list[str]:
         if member.is_function and len(homes) > 1 and "\n---" not in member.docstring.value:
             continue
         shown.append(name)
-    return sorted(shown, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    return sorted(shown, key=lambda name: _place(name, FIRST))
+
+
+def _place(name: str, order: tuple[str, ...]) -> int:
+    """Return where a name stands in an order, which the others follow."""
+    return order.index(name) if name in order else len(order)
 
 
 def _page(one: griffe.Object | griffe.Alias) -> str:
     """Return the text of a name's page, from which the handler makes the rest."""
     lines = [f"::: {one.path}"]
     if one.is_class:
-        lines += ["    options:", "      group_by_category: false", "      members:"]
-        lines += [f"        - {name}" for name in _shown(one)] or ["        []"]
+        shown = _shown(one)
+        lines += ["    options:", "      group_by_category: false", f"      members: {shown}"]
+        lines += ["      inherited_members: false"] * (not shown)  # which an empty list lets in
     return "\n".join(lines) + "\n"
 
 
@@ -289,7 +297,7 @@ def _index(
         private = path.rpartition(".")[2].startswith("_")
         if rest.strip() and not private and path != package:
             indented = "\n".join(f"    {line}".rstrip() for line in rest.strip().splitlines())
-            lines += ["", '??? note "Symbols, and how it is done"', "", indented]
+            lines += ["", '??? note "Notation and implementation"', "", indented]
         lines.append("")
     if constants:
         lines += ["## Constants and types", ""]

@@ -1,4 +1,4 @@
-"""What a client does in a protocol: one function per step, found by the names in the request.
+"""Steps of a protocol at the client: one function each, found by the names in the request.
 
 A request names its protocol and its step. The dispatcher looks the pair up and calls a function of
 two arguments, ``(local, request) -> StepResult``. `Local` is what an algorithm may use at a client,

@@ -1,4 +1,4 @@
-"""A client's own atoms: read where the client keeps them, on the client's own machine.
+"""A client's local atoms, read where the client keeps them.
 
 They are never sent. Anyone who can read a client's Flower context, or the ``state-dir`` of the node
 config, can read them: the client itself, and in a simulation the process that runs all clients.

@@ -1,4 +1,4 @@
-"""What a step of a protocol receives and returns, and what it may use at a client.
+"""What a protocol step at a client receives, uses and returns.
 
 Any client, and any ClientApp, is two functions to it: training and evaluation.
 """

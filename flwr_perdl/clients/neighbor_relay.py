@@ -1,4 +1,4 @@
-"""The client of a diffusion: one node, which talks to its neighbors through the server."""
+"""The client of a distributed algorithm: a node that sends messages through the server."""
 
 from __future__ import annotations
 

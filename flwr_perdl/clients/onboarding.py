@@ -1,4 +1,4 @@
-"""A client's own model by that of a finished run, at its site, without a server."""
+"""A client's own model from a finished run, at its site, without a server."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every room may use: checks of arguments, files, threads, robust averages."""
+"""Shared by all packages: argument checks, files, threads, robust averages."""

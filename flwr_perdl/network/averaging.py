@@ -179,7 +179,7 @@ class Averaged(NamedTuple):
         if (mutual := self._mutual) is None:
             return html.record(self)
         named = "; ".join(", ".join(map(str, group)) for group in self.groups)
-        return html.record(self) + html.graph(mutual, f"Nodes that accept each other: {named}")
+        return html.record(self) + html.graph(mutual, f"Mutual acceptance. Groups: {named}")
 
 
 def diffusion_averaging(

@@ -1,4 +1,4 @@
-"""The program of `flwr_perdl.network.diffusion_averaging`: what a node does in a round."""
+"""The program of `flwr_perdl.network.diffusion_averaging`: a node's round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The combine step: what a distributed algorithm is, and what a node has received in a round.
+"""Distributed algorithms as programs, and the messages that a node receives.
 
 A `Program` is a distributed algorithm in the form adapt, message, combine (Chen, Towfic, Sayed
 2015, eq. 31; Chainais and Richard 2014, Algorithm 1). A network delivers its messages: see

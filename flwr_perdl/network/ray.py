@@ -1,4 +1,4 @@
-"""Nodes in Ray actors: messages go from actor to actor, and not through the driver.
+"""Nodes in Ray actors: messages go from actor to actor, not through the driver.
 
 Every actor hosts some nodes, next to each other by id. In a round it puts its nodes' messages into
 Ray's object store and gives the driver a reference; the driver passes references to the actors

@@ -1,4 +1,4 @@
-"""A secure round: the server gets the weighted mean of the replies, and no single one.
+"""Secure aggregation: the server gets the weighted mean of the replies, and no single one.
 
 Flower's `SecAggPlusWorkflow` does the work, in four exchanges of messages: public keys; shares of
 the secret keys, encrypted between clients; masked replies; the shares that unmask the sum. Here the

@@ -1,4 +1,4 @@
-"""Which rows of a reply a client withholds: one rule, asked for a mask before sums are formed.
+"""Withholding: which rows of a reply a client may send.
 
 A row of a reply is a sum of terms ``w_ij x_i`` over samples. It reveals a sample whose term is most
 of the sum. The rule looks at the terms only: a mask that depends on the sum would leak it.

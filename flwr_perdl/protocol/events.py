@@ -1,4 +1,4 @@
-"""What happens in a run, as it happens: one JSON object per line (format: docs/faults.md)."""
+"""Events of a run, as they happen: one JSON object per line (format: docs/faults.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that every strategy takes, and how a strategy's options are checked.
+"""Options of every strategy, and their checks.
 
 A strategy declares what it supports: ``unsupported``, the reason for each thing that it does not,
 and ``needs``, what an option demands of others. docs/which-algorithm.md shows both.

@@ -1,4 +1,4 @@
-"""What messages carry, for clients of one's own: the keys' names, and arrays from a record.
+"""Names of keys and arrays in messages, for your own clients.
 
 ==================  ==============================================================================
 name                where it stands

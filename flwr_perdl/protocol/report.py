@@ -1,4 +1,4 @@
-"""What observers see of a run: reports, lines or a bar, and calls of the user's functions."""
+"""Reports of a run, its progress lines or bar, and callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a protocol is: a generator whose every ``yield`` is one communication round.
+"""A protocol: a generator whose every ``yield`` is one communication round.
 
 A protocol reads like the paper's listing. It yields a `Request`, gets the good replies by
 partition, computes, and yields the next one; it ends by ``return [arrays]``, its final model, or

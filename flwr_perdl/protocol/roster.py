@@ -1,4 +1,4 @@
-"""Who is there: waiting for the nodes of a run, and asking which of them is which client."""
+"""Waiting for the nodes of a run, and identifying their clients."""
 
 from __future__ import annotations
 

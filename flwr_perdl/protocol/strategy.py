@@ -1,4 +1,4 @@
-"""The base of every strategy: Flower's Message API on one side, a protocol on the other."""
+"""The base class of all strategies, between Flower's Message API and a protocol."""
 
 from __future__ import annotations
 

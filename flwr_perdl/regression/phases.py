@@ -1,4 +1,4 @@
-"""What both phases share: options, the server's state, requests and answers.
+"""Shared by both phases: options, the server's state, requests and answers.
 
 ======================================= ====================================================
 paper (Su, Xu, Yang, NeurIPS 2022)      here

@@ -1,4 +1,4 @@
-"""What the strategies that average any model share: its arrays, the rule, the server's step."""
+"""Shared by the strategies for any model: arrays, aggregation, server optimizers."""
 
 from __future__ import annotations
 

@@ -516,8 +516,8 @@ class ClusteredFedAvg(ModelStrategy):
         if not round_ and all(ALL_ALIKE in reply.metrics for reply in replies.values()):
             log(
                 WARNING,
-                "Every client has the same loss for all %d models, so none can find its cluster: "
-                "evaluate must return the loss of the model that it receives.",
+                "Every client has the same loss for all of the %d models, so none can find its "
+                "cluster: evaluate must return the loss of the model that it receives.",
                 k,
             )
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.

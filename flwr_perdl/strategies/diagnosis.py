@@ -1,4 +1,4 @@
-"""Which strategy fits these clients: share everything, a part, within clusters, or nothing.
+"""Diagnosis: which strategy fits these clients.
 
 `Diagnosis` trains your own clients for a few rounds with every model-agnostic strategy, lets each
 client evaluate the model it would end up with, and recommends one:

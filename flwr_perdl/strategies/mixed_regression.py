@@ -1,4 +1,4 @@
-"""FedMD and FedX + clustering: clustered mixed regression (Phase 1 and Phase 2 of the paper).
+"""FedMD and FedX + clustering: clustered mixed regression.
 
 Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
 `flwr_perdl.regression.two_phases` has the algorithm; its modules ``fedmd.py`` and ``fedx.py``

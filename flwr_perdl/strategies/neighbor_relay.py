@@ -1,4 +1,4 @@
-"""Messages between neighbors through the server: a distributed algorithm on a Flower federation.
+"""NeighborRelay: distributed algorithms on a Flower federation, by messages through the server.
 
 Flower's nodes can reach the server only. The server delivers what one neighbor addresses to
 another, and never combines: the algorithm, a `flwr_perdl.network.Program`, runs at the nodes
