@@ -63,8 +63,8 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
     Nodes run one after the other, or on several cores if their clients compute for long and only
     with this library's code; the replies are the same bits. Records are copied both ways, as on a
     wire. An exception in the ClientApp becomes an error reply and leaves the client's state
-    unchanged; its traceback is in Flower's log (``FLWR_LOG_LEVEL=DEBUG``). The timeout of
-    `send_and_receive` applies to each node separately, since nodes of a network compute in
+    unchanged; ``FLWR_LOG_LEVEL=DEBUG`` and ``start(..., verbose=2)`` log its traceback. The timeout
+    of `send_and_receive` applies to each node separately, since nodes of a network compute in
     parallel.
 
     Parameters
