@@ -56,7 +56,7 @@ FIRST = ("fit", "start", "run")
 
 #: Methods that a user neither calls nor writes, here or with the class's name: not on pages.
 INTERNAL = (
-    *("get_metadata_routing", "moved", "open", "settings", "summary", "begin_run"),
+    *("get_metadata_routing", "moved", "open", "settings", "take_names", "summary", "begin_run"),
     *("configure_train", "configure_evaluate", "aggregate_train", "aggregate_evaluate"),  # Flower
     *("create_message", "get_node_ids", "pull_messages", "push_messages", "send_and_receive"),
     *("set_run", "run_id", "get_properties", "check_evaluation"),
