@@ -446,7 +446,7 @@ class AveragingOptions:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         for node, n_times in run.dropped_messages.items():
             by = ", ".join(map(str, run.dropped_by.get(node, ())))
-            said = f", as reported by node {by}" if by else ""
+            said = f", as node {by} says" if by else ""
             _LOG.warning("Messages of node %d were left out in %d rounds%s.", node, n_times, said)
         models: dict[int, list[Array]] = {}
         apart = np.nan

@@ -196,7 +196,7 @@ class Roster:
         """Note why a node takes no part; one that was added loses its place until it answers."""
         self._silent.add(node)
         self.strangers[node] = brief(reason)
-        text = "Left out node %s, whose client does not identify itself: %s"
+        text = "Left out node %s, whose client does not say who it is: %s"
         log(WARNING, text, node, self.strangers[node])
 
     def duplicates(self, nodes: Collection[int]) -> list[int]:
