@@ -360,7 +360,7 @@ class Update(NamedTuple):
 
     #: The learner's dictionary after it, (n_atoms, n_features).
     updated: Matrix
-    #: `local_statistics` of all samples, but for rounding, without withheld ones.
+    #: `local_statistics` of all samples, up to rounding, without withheld ones.
     statistics: Matrix
     #: The mean squared error of the observed entries before it.
     error: float

@@ -94,7 +94,7 @@ def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
 def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
     """Return the atoms at unit norm, and what their norms were, (n_atoms, 1).
 
-    Rows that are unit but for rounding stay as they are, and so do zero rows: withheld atoms. Their
+    Rows that are unit up to rounding stay as they are, and so do zero rows: withheld atoms. Their
     norms are 1. Where there are no others, the atoms are ``D`` itself.
     """
     with np.errstate(over="ignore", under="ignore"):
@@ -112,7 +112,7 @@ def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
 def signs_of(cosines: Matrix) -> Matrix:
     """Return the signs of the cosines of two atoms, 1 for atoms that are orthogonal.
 
-    Cosines as near to zero as ``_ORTHOGONAL`` are zeros but for rounding, which must not decide.
+    Cosines as near to zero as ``_ORTHOGONAL`` are zeros up to rounding, which must not decide.
     """
     return 1 - 2 * (cosines < -_ORTHOGONAL).astype(cosines.dtype)
 

@@ -252,7 +252,7 @@ def lasso(
 ) -> Lasso:
     """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
 
-    On most data the codes are exact but for rounding.
+    On most data the codes are exact up to rounding.
 
     Parameters
     ----------

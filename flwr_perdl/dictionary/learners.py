@@ -71,7 +71,7 @@ _LEAST_SUPPORT = 2
 #: Updates of samples with missing entries, by the same codes: each completes them by the last one's
 #: atoms. One completion moves atoms too little: the more is missing, the less they move.
 _COMPLETIONS = 5
-#: Supports this near to a whole number, relative to it, are that number but for rounding.
+#: Supports this near to a whole number, relative to it, are that number up to rounding.
 _WHOLE = 1e-9
 
 
@@ -462,7 +462,7 @@ class SummedLearner(AlternatingLearner):
         return D
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the (completed) samples that the sums are of, but for rounding."""
+        """Return `update` of the (completed) samples that the sums are of, up to rounding."""
         weak = sums.support < _LEAST_SUPPORT
         rest = sums.products - sums.gram[:, weak] @ D[weak]
         gram = np.where(weak | weak[:, None], 0, sums.gram)
@@ -545,7 +545,7 @@ class OrthogonalLearner(SummedLearner, ThresholdLearner):
         return polar_factor(C.T @ X, D)
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the samples that the sums are of, but for rounding."""
+        """Return `update` of the samples that the sums are of, up to rounding."""
         return self._solve(sums.gram, sums.products, D).astype(D.dtype, copy=False)
 
     def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:

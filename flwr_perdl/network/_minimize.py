@@ -11,7 +11,7 @@ the inference problem (7) itself and its dual (28).
 
 The codes are an elastic net in as many unknowns as there are atoms, found by Newton steps with a
 line search; under Huber's loss, a few such elastic nets in turn. Both are piecewise quadratic, so
-that finitely many steps end at the minimum, but for rounding. Without such accuracy
+that finitely many steps end at the minimum, up to rounding. Without such accuracy
 :func:`descend` is faster for many atoms.
 """
 

@@ -116,7 +116,7 @@ def local_costs(
     X : ndarray of shape (n_samples, n_features)
         Samples; only informed agents look at them.
     nu : ndarray of shape (n_agents, n_samples, n_features)
-        Every agent's dual variables, within V_f but for rounding.
+        Every agent's dual variables, within V_f up to rounding.
     dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
         Every agent's atoms, of norm at most 1.
     informed : sequence of int, optional
@@ -175,10 +175,10 @@ class ExactDual(NamedTuple):
     cost : ndarray of shape (n_samples,)
         The least cost (7), which is the greatest value of the dual.
     gap : ndarray of shape (n_samples,)
-        Primal minus dual value: 0 but for rounding and the tolerance.
+        Primal minus dual value: 0 up to rounding and the tolerance.
     error : ndarray of shape (n_samples,)
         A bound of the relative error of ``nu`` that follows from the gap; 0 where the solution is
-        exact but for rounding.
+        exact up to rounding.
     """
 
     codes: tuple[Matrix, ...]
@@ -206,7 +206,7 @@ def exact_dual(
         The agents' atoms, of norm at most 1.
     tolerance : float, default 0.0
         Relative error of the duals that is allowed, ``||nu - nu^o|| <= tolerance * ||x||``. With 0
-        the solution is exact but for rounding, in the dtype of X, and computed in float64. With
+        the solution is exact up to rounding, in the dtype of X, and computed in float64. With
         many atoms a positive tolerance saves time under the squared loss; under another loss the
         solution stays exact.
 

@@ -575,7 +575,7 @@ class CombinationMatrix:
 
 
 def _are_one(sums: Any) -> bool:
-    """Whether all sums are one but for rounding."""
+    """Whether all sums are one up to rounding."""
     return bool(np.abs(np.asarray(sums) - 1).max() <= 1e-10)
 
 

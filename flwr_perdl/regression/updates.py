@@ -25,7 +25,7 @@ from scipy.spatial.distance import squareform
 from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import Matrix
 
-#: Digits of cosines: what is equal but for rounding is equal.
+#: Digits of cosines: what is equal up to rounding is equal.
 _DIGITS = 9
 #: Standard errors within which two numbers of groups are as good as each other.
 _ERRORS = 2

@@ -389,7 +389,7 @@ class PerMA(EndsWithModels):
             raise ValueError(
                 f"initial_arrays must have n_global={self.n_global} atoms, got {len(atoms)}."
             )
-        orthogonal = np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5)  # but for rounding
+        orthogonal = np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5)  # up to rounding
         return {"global_atoms": atoms, "orthogonal": np.array(orthogonal)}
 
     def _match(self, replies: Replies) -> State:
