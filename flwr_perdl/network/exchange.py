@@ -51,28 +51,7 @@ class Ended(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Network(ABC, ShownAsCalled):
-    """Nodes that send messages to their neighbors only.
-
-    Parameters
-    ----------
-    topology : Topology or Schedule
-        Which nodes are neighbors, in all rounds or in each.
-    weights : CombinationMatrix, or sequence of them, optional
-        Combination weights of a topology; Metropolis weights by default. A sequence is cycled
-        through round by round, each matrix with its own topology.
-    faults : Faults, optional
-        Faults to simulate; none by default.
-    staleness : int, default 0
-        Where a neighbor sends nothing in a round, the last message that it has sent to a node
-        counts again if it is at most so many rounds old. 0: its weight falls to the node. For
-        programs that forget an old message, as ``diffusion_averaging(method="atc")`` does.
-
-    Raises
-    ------
-    ValueError
-        If weights and topology have different numbers of nodes, or ``staleness`` is not 0 where a
-        node's weights do not sum to one.
-    """
+    """Nodes that send messages to their neighbors only; parameters: see `InMemoryNetwork`."""
 
     topology: Topology | Schedule
     weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None
@@ -184,7 +163,27 @@ def _stacked(parts: Sequence[Array]) -> Array:
 
 
 class InMemoryNetwork(Network):
-    """Nodes of one process that send messages to their neighbors only: see `Network`.
+    """Nodes of one process that send messages to their neighbors only.
+
+    Parameters
+    ----------
+    topology : Topology or Schedule
+        Which nodes are neighbors, in all rounds or in each.
+    weights : CombinationMatrix, or sequence of them, optional
+        Combination weights of a topology; Metropolis weights by default. A sequence is used in a
+        cycle, each matrix with its own topology.
+    faults : Faults, optional
+        Faults to simulate; none by default.
+    staleness : int, default 0
+        If a neighbor sends nothing in a round, its last message counts again, up to this many
+        rounds. 0: its weight goes to the node itself. For programs that forget an old message, such
+        as ``diffusion_averaging(method="atc")``.
+
+    Raises
+    ------
+    ValueError
+        If weights and topology have different numbers of nodes, or ``staleness`` is not 0 where a
+        node's weights do not sum to one.
 
     Examples
     --------

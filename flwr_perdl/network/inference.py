@@ -106,7 +106,7 @@ def local_costs(
 ) -> Matrix:
     """Return each agent's cost ``J_k(nu_k; x)`` (29) at its own dual variables.
 
-    At the optimum their sum is minus the least cost of coding the sample (65): how new it is to the
+    At the optimum their sum is minus the lowest cost of coding the sample (65): its novelty to the
     network. The agents find their mean by `Averaging`.
 
     Parameters
@@ -114,7 +114,7 @@ def local_costs(
     objective : Objective
         f, h and V_f.
     X : ndarray of shape (n_samples, n_features)
-        Samples; only informed agents look at them.
+        Samples; only informed agents use them.
     nu : ndarray of shape (n_agents, n_samples, n_features)
         Every agent's dual variables, within V_f up to rounding.
     dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
@@ -302,30 +302,29 @@ def infer(
     Parameters
     ----------
     objective : Objective
-        Loss and regulariser.
+        Loss and regularizer.
     X : ndarray of shape (n_samples, n_features)
         Samples.
     dictionaries : sequence of ndarray of shape (n_atoms_k, n_features)
         The agents' atoms, of norm at most 1.
     network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
         Which agents are neighbors: connected, undirected, with doubly stochastic weights
-        (``"exact_diffusion"``: symmetric ones; the ADMMs do not use them). A topology means
-        Metropolis weights; with the first two all is in memory, without faults. A network that
-        changes may not have links that its ``topology`` lacks with an ADMM, which keeps a
-        multiplier per link.
+        (``"exact_diffusion"``: symmetric ones; the ADMMs use none). A topology has Metropolis
+        weights; the first two run in memory, without faults. With an ADMM, which keeps a multiplier
+        per link, a changing network may have no links that its ``topology`` lacks.
     method : {"admm", "atc", "exact_diffusion", "jacobian_admm", "consensus"}, default "admm"
         `ConsensusADMM`, `ATC`, `ExactDiffusion`, `JacobianADMM` or `PenalizedConsensus`.
     n_rounds : int, optional
-        Communication rounds, at most. By default `DualInference.rounds` of the tolerance, in
-        memory, where the residuals end the run, four times that; never more than 100,000.
+        Largest number of communication rounds. By default `DualInference.rounds` of the tolerance,
+        in memory, where the residuals end the run, four times that; never more than 100,000.
     tolerance : float, default 1e-3
         Residual at which to stop; 0: never.
     informed : sequence of int, optional
         The agents that see the samples; all by default.
     compress : bool, optional
         Whether to iterate in the span of sample and atoms, in memory. By default where that is
-        cheaper and changes nothing but rounding: nu stays in that span under the squared loss. With
-        a bounded V_f the diffusions can do so as well, unless an entry meets a bound and leaves it.
+        cheaper and changes only rounding: nu stays in that span under the squared loss. With a
+        bounded V_f the diffusions can do so as well, unless an entry meets a bound and leaves it.
     **options : float
         Options of the method: ``step``, ``penalty``, ``relaxation``.
 

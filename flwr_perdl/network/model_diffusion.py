@@ -104,37 +104,38 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelDiffusion:
-    r"""The learner (Algorithm 1): what to minimize, and how.
+    r"""Online dictionary learning over distributed models (Algorithm 1).
 
     Parameters
     ----------
     objective : Objective
-        A row of Table I, its ``gamma`` and ``delta`` the same for all, or every agent's own.
+        A row of Table I, with ``gamma`` and ``delta`` the same for all agents, or one each.
     n_atoms_per_agent : int, or sequence of int, default 1
-        Atoms of each agent, N_k; in a sequence every agent's own number.
+        Number of atoms of each agent, N_k.
     step : float, default 0.1
-        ``mu_w`` of (56), per sample.
+        The learning rate ``mu_w`` of (56), per sample.
     decay : float, default 0.0
-        The step of the t-th batch is ``step / t**decay``; 0: constant, for streams that change.
+        The learning rate of the t-th batch is ``step / t**decay``; 0: constant, for streams that
+        change.
     batch_size : int, default 10
         Samples whose duals travel together.
     method : str, default "admm"
-        How the duals are found, one of those of `infer`; or ``"exact"``: in one place by
-        `exact_dual`, the limit of all others but ATC and consensus, in memory only.
+        How the duals are found: a method of `infer`; or ``"exact"``: in one place by `exact_dual`,
+        the limit of all others but ATC and consensus, in memory only.
     n_iterations : int, optional
         Communication rounds per batch; by default as many as the method needs for a relative error
-        of ``tolerance``, or of 1e-2 (40 dB), on the topology at hand, and 100,000 at most.
+        of ``tolerance``, or of 1e-2 (40 dB), on the given topology, and at most 100,000.
     tolerance : float, default 0.0
-        In memory, where all agents' residuals are known, a batch ends when they are within this;
-        0: never, as on a network.
+        In memory, where all agents' residuals are known, a batch ends when they are within this; 0:
+        never, as on a network.
     informed : sequence of int, optional
         The agents N_I that see the samples; all by default.
     compress : bool, optional
         Whether to iterate in fewer coordinates in memory, see `infer`.
     seed : int, default 0
-        Of the agents' first atoms.
+        Seed of the agents' first atoms.
     options : mapping of str to float, optional
-        Options of the method, see `infer`: ``step`` is the paper's mu. Of ``"exact"``:
+        Options of the method, see `infer`: ``step`` is the paper's mu. For ``"exact"``:
         ``tolerance``, see `exact_dual`.
 
     Examples

@@ -35,7 +35,7 @@ _LOG = getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class RayNetwork(Network):
-    """Nodes in Ray actors that send messages to their neighbors only: see `Network`.
+    """Nodes in Ray actors that send messages to their neighbors only.
 
     Runs on the Ray cluster that this process is connected to; without one, it starts one on this
     machine and ends it afterwards. If an actor is lost, its nodes are silent from then on, the
@@ -47,14 +47,14 @@ class RayNetwork(Network):
     Parameters
     ----------
     topology, weights, faults, staleness
-        See `Network`.
+        As in `InMemoryNetwork`.
     agents_per_actor : int, optional
         Nodes per actor; by default one actor per processor of the cluster.
 
     Raises
     ------
     ValueError
-        See `Network`; or if ``agents_per_actor`` is less than one.
+        As `InMemoryNetwork`; or if ``agents_per_actor`` is less than one.
     ImportError, RuntimeError
         In a run: if Ray is not installed; if all actors are lost.
 
