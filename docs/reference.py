@@ -56,10 +56,10 @@ FIRST = ("fit", "start", "run")
 
 #: Methods that a user neither calls nor writes, here or with the class's name: not on pages.
 INTERNAL = (
-    *("get_metadata_routing", "moved", "open", "settings", "take_names", "summary", "begin_run"),
+    *("get_metadata_routing", "open", "settings", "take_names", "summary", "begin_run"),
     *("configure_train", "configure_evaluate", "aggregate_train", "aggregate_evaluate"),  # Flower
     *("create_message", "get_node_ids", "pull_messages", "push_messages", "send_and_receive"),
-    *("set_run", "run_id", "get_properties", "check_evaluation"),
+    *("set_run", "get_properties", "check_evaluation"),
     *("after_protocol", "needs", "unsupported", "batches", "warns", "half", "only", "models_for"),
     *("find_own", "needed", "own", "private_names", "shared_models", "take_step", "trained_by"),
     *("whole", "ModelStrategy.shared", "exchanges", "reports_of", "round_of"),
