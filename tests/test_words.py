@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 #: What is not written, and what is. Names in code, such as `error_alone` and `cameras`, are stable.
 WORDS = {
-    r"kinds? of (clients|nodes|sites)|(one|two|four|k|several|unknown) kinds": "groups, clusters",
+    r"kinds? of (clients|nodes|sites)|(two|four|k|several|unknown) kinds(?! of)": "groups",
     r"(clients?|nodes?|sites?|trains?|trained|learns?|learned) alone": "local training",
     r"liars?|(clients|nodes|neighbors|who|that) (may )?lie": "malicious (Byzantine) clients",
     r"promises?|promised": "guarantee",
@@ -33,11 +33,11 @@ ALLOWED = r"""kinds of heterogeneity|(do my|how your) clients differ|["']pursuit
 def texts() -> Iterator[tuple[str, str]]:
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         yield str(page.relative_to(ROOT)), re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text())
+    for study in (ROOT / "perdl_experiments" / "studies").glob("*.toml"):
+        yield str(study.relative_to(ROOT)), re.sub(r"\{[^{}]*\}", "", study.read_text())
     for file in [*(ROOT / "flwr_perdl").rglob("*.py"), *(ROOT / "perdl_experiments").rglob("*.py")]:
-        nodes = [
-            one for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Constant)
-        ]
-        said = [one.value for one in nodes if isinstance(one.value, str) and " " in one.value]
+        values = [getattr(node, "value", "") for node in ast.walk(ast.parse(file.read_text()))]
+        said = [value for value in values if isinstance(value, str) and " " in value]
         yield str(file.relative_to(ROOT)), "\n".join(one.partition("Examples\n")[0] for one in said)
 
 
