@@ -118,9 +118,9 @@ def content(source: str) -> str:
         return support()
     if kind == "examples":
         return fenced(ROOT / source)
-    picture = (ROOT / source).with_suffix(".png")
-    if picture.exists():
-        shutil.copy(picture, ROOT / "docs" / "images")
+    for picture in ((ROOT / source).with_suffix(suffix) for suffix in (".svg", ".png")):
+        if picture.exists():
+            shutil.copy(picture, ROOT / "docs" / "images")
     return (ROOT / source).read_text()
 
 

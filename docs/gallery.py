@@ -591,7 +591,8 @@ def answer(question: Question, found: Found) -> Answer:
     word = YES if low + margin > 0 else NO if high + margin < 0 else UNDECIDED
     if lower:  # as a change of the error
         middle, low, high = -middle, -high, -low
-    shown = [f"{100 * one:+.3g}" if lower else f"{one:+.3g}" for one in (middle, low, high)]
+    scale = 100 if lower else 1
+    shown = [f"{scale * one:+.3g}" if one else "0" for one in (middle, low, high)]
     unit = " %" if lower else ""
     return Answer(word, f"{shown[0]}{unit}", f"{shown[1]} to {shown[2]}{unit}", best)
 
@@ -705,7 +706,7 @@ def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
     kinds = {Path(one["file"]).stem: one["kind"] for one in found.runs[found.first]["figures"]}
     chart = "#chart" if kinds[entry.pictures[0]] == CHART else ""
     yield f"- [![{page.title}](thumbnails/{page.name}.png{chart})]({page.name}.md)\n"
-    said = f"{markdown_text(page.sentence)} *{_verdict(entry, found)}.*"
+    said = f"{markdown_text(page.sentence)} *{_verdict(entry, found, against=True)}.*"
     yield f"    **[{page.title}]({page.name}.md)**<br>{said}\n"
 
 
@@ -822,12 +823,13 @@ def _measured(metric: str, found: Found) -> str:
     return f"{number(found.get(metric))}{span}"
 
 
-def _verdict(entry: Entry, found: Found) -> str:
+def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
     """Return a section's verdict; of a question of our own with its interval."""
     if entry.shows:
         return verdict(entry, found).capitalize()
     one = answer(entry.questions[0], found)
-    return f"{one.word.capitalize()} ({one.interval})"
+    rival = f" against {one.rival}" if against else ""
+    return f"{one.word.capitalize()} ({one.interval}{rival})"
 
 
 def _commands(page: Page, sections: Sequence[Entry]) -> str:
