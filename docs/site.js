@@ -1,6 +1,12 @@
-// Names in tables may break after a sign.
-for (const code of document.querySelectorAll(".md-typeset table:not([class]) code")) {
-  if (!code.children.length) code.innerHTML = code.innerHTML.replace(/[_:.(=]|[a-z](?=[A-Z])/g, "$&<wbr>");
+// Code in text breaks at its spaces alone, never inside an option; a name of over 30 characters, after a sign.
+for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
+  if (code.children.length) continue;
+  code.innerHTML = code.innerHTML
+    .split(" ")
+    .map((word) =>
+      word.length > 30 ? word.replace(/[_:.(=/]|[a-z](?=[A-Z])/g, "$&<wbr>") : `<span class="whole">${word}</span>`,
+    )
+    .join(" ");
 }
 // A table that is wider than its page becomes cards, a row each (docs/site.css).
 for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {

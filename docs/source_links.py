@@ -1,11 +1,13 @@
-"""A hook of MkDocs: README.md is the home page, links to programs and examples lead to copies.
+"""A hook of MkDocs: pages of the examples, tabs, and links to files of the repository.
 
 In the repository ``../../perdl_experiments/studies/patches.py`` leads to the file. The site has
-only what is below ``docs/``: each file that a page links to is copied to ``source/``, as text.
+only what is below ``docs/``: an example's README becomes a page with the example's code, and each
+other file that a page links to is copied to ``source/``, as text.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,29 +15,88 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"\]\(((?:\.\./)+(\w+/[\w/.-]+\.(?:py|toml)|examples/[\w/.-]+\.md))\)")
+#: Pages that a search shows last.
+NO_GUIDES = ("reference/", "gallery/", "examples/", "security-tests", "rivals", "speed", "glossary")
+LINK = re.compile(r"\]\(((?!https?:)[^)#\s]+)(#[^)]*)?\)")
+#: Blocks that follow each other and whose first comments name what they are written with.
+TABS = re.compile(r"(?:^```python\n# (?:PyTorch|NumPy)\n(?:.*\n)*?```\n\n?){2,}", re.MULTILINE)
+TAB = re.compile(r"^```python\n# (PyTorch|NumPy)\n((?:.*\n)*?)```$", re.MULTILINE)
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add a copy of every file that a page links to."""
-    sources = (page.abs_src_path for page in files.documentation_pages())
-    pages = [Path(source) for source in sources if source]  # the reference has none
-    named = {match[2] for page in pages for match in LINK.finditer(page.read_text())}
-    for name in sorted(name for name in named if not (ROOT / "docs" / name).exists()):
-        files.append(File.generated(config, f"source/{name}.txt", abs_src_path=str(ROOT / name)))
+    """Add a page for every example, and a copy of every other file that a page links to."""
+    for readme in sorted((ROOT / "examples").glob("**/README.md")):
+        files.append(File.generated(config, address(readme), content=example(readme)))
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("README.md")]
+    linked = {(page.parent / match[1]).resolve() for page in pages for match in links(page)}
+    for file in sorted(linked):
+        uri = address(file)
+        if uri.startswith("source/") and file.is_file():
+            files.append(File.generated(config, uri, abs_src_path=str(file)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Point the page's links to the copies; README.md takes the home page's place."""
-    if page.file.src_uri == "index.md":
-        return home((ROOT / "README.md").read_text())
-    up = "../" * (len(Path(page.file.src_uri).parts) - 1)
-    return LINK.sub(lambda found: f"]({up}source/{found[2]}.txt)", markdown)
+    """Point the page's links to the site, and lay blocks of two libraries over each other."""
+    uri = page.file.src_uri
+    if uri.startswith(NO_GUIDES):  # who searches for a word wants a guide
+        page.meta.setdefault("search", {"boost": 0.2})
+    source = ROOT / "docs" / uri
+    if uri.startswith("examples/"):
+        source = next(one for one in (ROOT / "examples").rglob("README.md") if address(one) == uri)
+
+    def link(found: re.Match[str]) -> str:
+        file = (source.parent / found[1]).resolve()
+        if not file.is_file():  # a page of the reference, or no link but code
+            return found[0]
+        return f"]({os.path.relpath(address(file), Path(uri).parent)}{found[2] or ''})"
+
+    markdown = LINK.sub(link, markdown)
+    return TABS.sub(lambda blocks: TAB.sub(tab, blocks[0]), markdown)
 
 
-def home(text: str) -> str:
-    """Return README.md as a page of ``docs/``: without badges, and without links that leave it."""
-    text = re.sub(r"!\[[^]]+\]\(https:[^)]+\)\n", "", text)  # nothing is loaded from elsewhere
-    text = re.sub(r"\[([^]]+)\]\((?!docs/|https:)[^)]+\)", r"\1", text)
-    return text.replace("](docs/", "](")
+def links(page: Path) -> list[re.Match[str]]:
+    """Return the links of a page to files."""
+    return list(LINK.finditer(page.read_text()))
+
+
+def address(file: Path) -> str:
+    """Return the address of a file of the repository; of an example's code, that of its page."""
+    path = file.relative_to(ROOT)
+    match path.parts:
+        case ("docs", *rest):
+            return "/".join(rest)
+        case ("README.md",):  # the home page says the same
+            return "index.md"
+        case ("examples", "README.md"):
+            return "examples/index.md"
+        case ("examples", name, "README.md"):
+            return f"examples/{name}.md"
+    return f"source/{path}.txt"
+
+
+def example(readme: Path) -> str:
+    """Return an example's README, and below it the code."""
+    text, folder = readme.read_text(), readme.parent
+    if folder.name == "examples":
+        return text
+    code = [*sorted(folder.rglob("*.py")), *folder.glob("pyproject.toml")]
+    shown = [file for file in code if len(file.read_text().splitlines()) > 1]
+    if shown:
+        text += "\n## The code\n"
+    for file in shown:
+        language = "python" if file.suffix == ".py" else "toml"
+        block = f"```{language}\n{file.read_text().rstrip()}\n```"
+        text += f'\n??? example "{file.relative_to(folder)}"\n\n{indented(block)}\n'
+    return text
+
+
+def tab(block: re.Match[str]) -> str:
+    """Return a block as a tab."""
+    code = f"```python\n{block[2]}```"
+    return f'=== "{block[1]}"\n\n{indented(code)}'
+
+
+def indented(text: str) -> str:
+    """Return the lines of a tab or of an admonition."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

@@ -8,6 +8,7 @@ import runpy
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flwr_perdl.strategies import ProtocolStrategy
@@ -45,12 +46,34 @@ def test_the_results_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
 def test_the_numbers_of_the_guides_are_in_the_gallery() -> None:
     """A table's cell, or the text since the last link, has numbers of the page that it links to."""
     rows = 0
-    for name in ("kinds-of-heterogeneity.md", "rounds-and-learning-rate.md"):
+    for name in (
+        "clustered-learning.md",
+        "keep-a-part-private.md",
+        "kinds-of-heterogeneity.md",
+        "rounds-and-learning-rate.md",
+    ):
         text = " ".join((ROOT / "docs" / name).read_text().split())
         for said, page in re.findall(r"([^|\]]*)\]\((gallery/\S+?\.md)\)", text):
             check_numbers(said, ROOT / "docs" / page)
             rows += bool(re.search(r"0\.\d+", said))
     assert rows > 10
+
+
+def test_the_guides_say_what_the_benchmarks_measured() -> None:
+    results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
+    guide = " ".join((docs / "keep-a-part-private.md").read_text().split())
+    right = re.findall(r"\| ([\w-]+) \| \1 (\d+)", (results / "diagnosis-planted.md").read_text())
+    cheap = re.findall(r"(\d+) of 10 \|\n", (results / "diagnosis.md").read_text())
+    for found in ([runs for _, runs in right], cheap):
+        assert f"in {sum(map(int, found))} of 50 runs" in guide
+    table = (results / "clustered.md").read_text().partition("Ray")[0]
+    times = [float(ratio) for ratio in re.findall(r": ([\d.]+) \(", table.partition("---:")[2])]
+    one, choice, between = (np.round(times[i::3], 1) for i in range(3))
+    guide = " ".join((docs / "clustered-learning.md").read_text().split())
+    said = re.search(r"most ([\d.]+) times .* takes (\d) to (\d) times .* most ([\d.]+)", guide)
+    assert said is not None
+    shown = [float(number) for number in said.groups()]
+    assert shown == [one.max(), choice.min().round(), choice.max().round(), between.max()]
 
 
 def check_numbers(text: str, page: Path) -> None:
@@ -79,11 +102,12 @@ def test_the_diff_of_the_readme_is_that_of_its_example() -> None:
 
 def test_every_test_that_the_security_page_names_is_there() -> None:
     page = (ROOT / "docs" / "security-tests.md").read_text()
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
-    assert len(named) > 30
+    rows = re.findall(r"^\| `([\w/]+\.py)`[^|]* \| (.+) \|$", page, re.MULTILINE)
+    named = [(file, test) for file, tests in rows for test in re.findall(r"`(\w+)`", tests)]
+    assert len(named) > 100
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {test}"
-    assert page.count("::") == len(named)
+    assert len(re.findall(r"`test_\w+`", page)) == len(named)
 
 
 def test_what_strategies_support_is_on_the_page_as_they_declare_it() -> None:

@@ -170,14 +170,34 @@ def test_the_home_page_is_light_and_asks_nobody_else(site: Path, browser: Any) -
 
 
 @looks
-def test_search_works_when_the_site_is_opened_from_disk(site: Path, browser: Any) -> None:
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("global_matching", "reference/flwr_perdl.dictionary/global_matching.html"),
+        ("byzantine", "faults.html|decentralized-learning.html|security.html"),
+        ("non-iid", "kinds-of-heterogeneity.html"),
+        ("pytorch", "pytorch-and-gpus.html"),
+        ("gpu", "pytorch-and-gpus.html"),
+        ("dataloader", "my-data.html"),
+        ("debug", "debug-a-client.html"),
+        ("checkpoint", "faults.html"),
+        ("learning rate", "rounds-and-learning-rate.html"),
+        ("fine-tune", "use-a-clients-model.html|keep-a-part-private.html"),
+        ("new client", "use-a-clients-model.html"),
+    ],
+)
+def test_a_search_leads_to_the_guide_when_the_site_is_opened_from_disk(
+    words: str, first: str, site: Path, browser: Any
+) -> None:
     page = browser.new_page()
     page.goto((site / "index.html").as_uri())
     page.keyboard.press("f")
-    page.keyboard.type("global_matching")
-    first = page.locator(".md-search-result__link").first
-    first.wait_for(state="attached")
-    assert "flwr_perdl.dictionary/global_matching.html" in first.get_attribute("href")
+    page.keyboard.type(words)
+    link = page.locator(".md-search-result__link").first
+    link.wait_for(state="attached")
+    page.wait_for_timeout(300)  # results of the last letter
+    found = urlsplit(link.get_attribute("href")).path.partition(f"/{__version__}/")[2]
+    assert re.fullmatch(first, found), f"{words} leads to {found}"
     page.close()
 
 
