@@ -163,6 +163,7 @@ class Entry(NamedTuple):
     columns: Sequence[Column] = ()
     names: Mapping[str, str] = {}
     ours: Sequence[str] = ()
+    rows: str = "method"
     drawn: Mapping[str, Any] = {}
 
     def seeds(self, run: str) -> list[int]:
@@ -790,7 +791,7 @@ def _methods(entry: Entry, found: Found) -> str:
     senses = [f" ({column.better} is better)" for column in entry.columns]
     all_, each = (senses[0], [""] * len(senses)) if len(set(senses)) == 1 else ("", senses)
     heads = [column.words + sense for column, sense in zip(entry.columns, each, strict=True)]
-    return markdown_table([f"method{all_}", *heads], [row[:-1] for row in rows])
+    return markdown_table([f"{entry.rows}{all_}", *heads], [row[:-1] for row in rows])
 
 
 def _reference(column: Column, method: str, found: Found) -> str:

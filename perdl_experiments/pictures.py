@@ -78,7 +78,8 @@ def shared_and_own(shared: Matrix, own: Mapping[str, Matrix], shape: tuple[int, 
     grid = figure.add_gridspec(len(heights), max(len(below), 1), height_ratios=heights)
     _show(figure.add_subplot(grid[0, :]), top, "shared by all")
     for i, (title, sheet) in enumerate(below.items()):
-        _show(figure.add_subplot(grid[1, i]), sheet, title)
+        named = fill(title, _LETTERS // len(below))
+        _show(figure.add_subplot(grid[1, i]), sheet, named)
     return figure
 
 
