@@ -33,6 +33,7 @@ from perdl_experiments.render import markdown_table
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "docs" / "which-algorithm.md",
+    ROOT / "docs" / "from-fedavg.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "docs" / "perma.md",
     ROOT / "docs" / "decentralized-learning.md",
@@ -48,13 +49,13 @@ PAGES = (
 )
 #: What a strategy may support: an option's name, or a word of its own, and the column's title.
 SUPPORT = {
-    "secure": "`secure` sums",
-    "privacy": "`privacy` (noise)",
-    "robust": "`robust` to malicious clients",
-    "reuse_last_reply": "`reuse_last_reply` last replies",
+    "secure": "secure sums",
+    "privacy": "privacy",
+    "robust": "robust",
+    "reuse_last_reply": "last replies",
     "missing": "missing entries",
-    "batches": "data in batches",
-    "clusters": "several clusters",
+    "batches": "batches",
+    "clusters": "groups",
     "private": "private parts",
 }
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -4,7 +4,7 @@
 
 Each row shows what is learned, and our method beside the strongest rivals. The numbers are those of
 docs/gallery/results.json; the atoms are learned here, from scikit-learn's digits as sites of the
-experiment `cameras` see them. README's words for the picture follow.
+experiment `cameras` see them. The words of README and the home page follow.
 """
 
 from __future__ import annotations
@@ -226,12 +226,15 @@ def words(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the picture in both forms, and README's words for those who do not see it."""
+    """Write the picture in both forms, and its words for those who do not see it."""
     results = json.loads((DOCS / "gallery" / "results.json").read_text())
     for theme in LOOKS:
         (DOCS / "images" / f"hero-{theme}.svg").write_text(draw(results, theme))
-    readme, alt = DOCS.parent / "README.md", re.compile(rf'(?<=<img alt=")[^"]*(?=" src="{SHOWN}")')
-    readme.write_text(alt.sub(words(results), readme.read_text()))
+    for page, said in {
+        DOCS.parent / "README.md": rf'(?<=<img alt=")[^"]*(?=" src="{SHOWN}")',
+        DOCS / "index.md": r"(?<=!\[)[^]]+(?=\]\(images/hero-light)",
+    }.items():
+        page.write_text(re.sub(said, words(results), page.read_text()))
 
 
 if __name__ == "__main__":

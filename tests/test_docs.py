@@ -88,8 +88,10 @@ def test_the_readme_says_what_its_picture_shows_as_the_gallery_measured_it() -> 
     results = json.loads((ROOT / "docs" / "gallery" / "results.json").read_text())
     hero = runpy.run_path(str(ROOT / "docs" / "hero.py"))
     readme = (ROOT / "README.md").read_text()
-    assert f'<img alt="{hero["words"](results)}" src="{hero["SHOWN"]}"' in readme
-    assert len(readme.split()) <= 750
+    words = hero["words"](results)
+    assert f'<img alt="{words}" src="{hero["SHOWN"]}"' in readme
+    assert f"![{words}](images/hero-light.svg#only-light)" in (ROOT / "docs" / "index.md").read_text()
+    assert len(readme.split()) <= 800
 
 
 def test_the_diff_of_the_readme_is_that_of_its_example() -> None:
@@ -123,3 +125,15 @@ def test_what_strategies_support_is_on_the_page_as_they_declare_it() -> None:
                 with pytest.raises(TypeError, match=f"'{name}'") as error:
                     ProtocolStrategy.__init__(object.__new__(strategy), **{name: True})
                 assert strategy.unsupported[name] in str(error.value)
+
+
+def test_the_page_of_methods_is_what_its_generator_writes_and_has_every_strategy() -> None:
+    methods = runpy.run_path(str(ROOT / "docs" / "methods.py"))
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert page == methods["page"]()
+    learners = runpy.run_path(str(ROOT / "docs" / "figures.py"))["learners"]()
+    listed = {
+        type(methods["written"](one)) for rows in methods["QUESTIONS"].values() for one in rows
+    }
+    assert set(learners.values()) <= listed
+    assert all(link in page for _, link in methods["PAPERS"].values())

@@ -374,7 +374,7 @@ def test_blocks_run_with_what_their_page_says_to_install(
     execute(python, "-I", "-c", RUN_ALL, *files, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("name", [one for one in EXAMPLES if "torch" not in one and tells(one)])
+@pytest.mark.parametrize("name", [one for one in EXAMPLES if not read(one).torch and tells(one)])
 def test_examples_run_with_what_their_readme_says_to_install(
     name: str, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -127,7 +127,6 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         "secure": "no server sums: sealed hides the messages from it",
         "privacy": "neighbors receive a node's own model, not a sum",
         "reuse_last_reply": "staleness says for how long a neighbor's message counts",
-        "clusters": "all nodes agree on one model",
     }
     needs = (
         Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),
