@@ -27,7 +27,10 @@ SHOWN = {
         "scikit-learn / ours, images, 5,000 x 784, 100 atoms: pursuit, k = 20",
     ): "orthogonal matching pursuit: scikit-learn",
     ("inference", "loop / float64, atc, p = 0.1"): "sparse coding over a network: loop over agents",
-    ("learners", "MiniBatchDictionaryLearning / MOD, digits"): "digits to equal error: scikit-learn",
+    (
+        "learners",
+        "MiniBatchDictionaryLearning / MOD, digits",
+    ): "digits to equal error: scikit-learn",
     (
         "coding",
         "SPAMS / ours, images, 5,000 x 784, 100 atoms: lasso, penalty 1",
@@ -67,7 +70,9 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
             fontsize=SMALL,
         )
     axes.set_yticks(rows, [fill(one, 22) for one in words], fontsize=SMALL)
-    axes.set(xscale="log", xlim=(min(ratios) / 4, max(ratios) * 3), xlabel="its time, in times of ours")
+    axes.set(
+        xscale="log", xlim=(min(ratios) / 4, max(ratios) * 3), xlabel="its time, in times of ours"
+    )
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
     axes.tick_params(axis="y", length=0)

@@ -70,8 +70,8 @@ YES, NO, UNDECIDED = "yes", "no", "undecided"
 #: The rules, as the index page shows them.
 MEANING = {
     BETTER: "Even our worst run beats the paper's number by more than the tolerance.",
-    REPRODUCED: "Our median is as good as the paper's number, within the tolerance; where the paper "
-    "has no number, each of its claims is true of our medians.",
+    REPRODUCED: "Our median is as good as the paper's number, within the tolerance; where the "
+    "paper has no number, each of its claims is true of our medians.",
     NOT_REPRODUCED: "Neither.",
     NOT_COMPARABLE: "The paper doesn't say enough to run the same experiment.",
     YES: "A question of our own: the interval of the paired difference to the best of the methods "
@@ -80,8 +80,8 @@ MEANING = {
     UNDECIDED: "It includes 0.",
 }
 RULES = (
-    "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. A "
-    f"claim compares medians, which must differ by more than {SHARE:.0%}.",
+    "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. "
+    f"A claim compares medians, which must differ by more than {SHARE:.0%}.",
     f"Numbers are medians over seeds, with the {LEVEL:.0%} bootstrap interval of the median; for "
     "five seeds or fewer, with the range. Pictures are of the first run. Our methods are in bold.",
 )
@@ -354,7 +354,9 @@ def _keep_pictures(job: Job) -> None:
     for figure in json.loads((job.folder / "results.json").read_text())["figures"]:
         file = Path(figure["file"])
         if file.stem in job.entry.pictures and figure["kind"] == CHART:
-            shutil.copy(job.folder / file.with_suffix(".svg"), _picture(job.entry, file.stem, ".svg"))
+            shutil.copy(
+                job.folder / file.with_suffix(".svg"), _picture(job.entry, file.stem, ".svg")
+            )
             _picture(job.entry, file.stem, ".png").unlink(missing_ok=True)
             if file.stem == job.entry.pictures[0]:
                 _thumbnail(job.entry, job.folder / file)
@@ -579,7 +581,9 @@ def answer(question: Question, found: Found) -> Answer:
     Where a lower number is better, it is a share of the rival's.
     """
     lower = question.better == "lower"
-    best = min(question.rivals, key=lambda name: (1 if lower else -1) * found.get(question.rivals[name]))
+    best = min(
+        question.rivals, key=lambda name: (1 if lower else -1) * found.get(question.rivals[name])
+    )
     if question.interval:
         low, high = (found.get(metric) for metric in question.interval)
         middle = found.get(question.ours)
@@ -623,7 +627,8 @@ def judgement(entry: Entry, found: Found) -> Iterator[str]:
     for claim in entry.claims:
         good = holds(claim, found)
         said = markdown_text(found.fill(claim.holds if good else claim.fails))
-        yield f"- **{(REPRODUCED if good else NOT_REPRODUCED).capitalize()}** ({claim.source}): {said}"
+        word = REPRODUCED if good else NOT_REPRODUCED
+        yield f"- **{word.capitalize()}** ({claim.source}): {said}"
     for question in entry.questions:
         one = answer(question, found)
         said = f"{one.difference} against {one.rival} (interval {one.interval})."
@@ -675,7 +680,9 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     verdicts = [verdict(*section) for section in every]
     counts = {one: verdicts.count(one) for one in MEANING if one in verdicts}
     papers_, own = (
-        ", ".join(f"{n} {one}" for one, n in counts.items() if (one in (YES, NO, UNDECIDED)) == mine)
+        ", ".join(
+            f"{n} {one}" for one, n in counts.items() if (one in (YES, NO, UNDECIDED)) == mine
+        )
         for mine in (False, True)
     )
     yield "# Gallery\n"
@@ -785,7 +792,9 @@ def _methods(entry: Entry, found: Found) -> str:
         cells = [_reference(column, method, found) for column in entry.columns]
         if any(cells):
             name = f"**{words}**" if method in entry.ours else words
-            rows.append([name, *(_measured(cell, found) if cell else "" for cell in cells), cells[0]])
+            rows.append(
+                [name, *(_measured(cell, found) if cell else "" for cell in cells), cells[0]]
+            )
     first = 1 if entry.columns[0].better == "lower" else -1
     rows.sort(key=lambda row: first * found.get(row[-1]) if row[-1] else np.inf)
     senses = [f" ({column.better} is better)" for column in entry.columns]

@@ -122,7 +122,9 @@ def tile(pixels: Matrix, x: float, y: float, side: float, edge: str = "") -> str
     Image.fromarray((255 * np.clip(pixels, 0, 1)).astype(np.uint8)).save(written, format="PNG")
     place = f"x='{x:.1f}' y='{y:.1f}' width='{side}' height='{side}'"
     data = b64encode(written.getvalue()).decode()
-    image = f"<image {place} style='image-rendering:pixelated' href='data:image/png;base64,{data}'/>"
+    image = (
+        f"<image {place} style='image-rendering:pixelated' href='data:image/png;base64,{data}'/>"
+    )
     return image + (f"<rect {place} fill='none' stroke='{edge}' stroke-width='2'/>" if edge else "")
 
 
@@ -161,7 +163,9 @@ def ring(color: str, n: int = 16) -> Iterator[str]:
     yield text(f"{n} nodes", 60, 55, color, anchor="middle")
 
 
-def text(words: str, x: float, y: float, color: str, *, bold: bool = False, anchor: str = "") -> str:
+def text(
+    words: str, x: float, y: float, color: str, *, bold: bool = False, anchor: str = ""
+) -> str:
     """Return a line of text."""
     look = f"fill='{color}'" + (" font-weight='700'" if bold else "")
     look += f" text-anchor='{anchor}'" if anchor else ""

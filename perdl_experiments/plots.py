@@ -334,7 +334,7 @@ def lines(
     if log_x:
         axes.xaxis.set_major_formatter("{x:g}")
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     name_lines(axes)
     return figure
 
@@ -402,8 +402,11 @@ def dots(
     log : bool, default False
         Whether they are logarithmic.
     """
-    groups_of_a_row = max(map(len, panels.values()))
-    row = max(0.27, 0.07 * groups_of_a_row)
+    named = [fill(name, _WRAP + 3) for name in names]
+    row = max(
+        0.36 if any("\n" in name for name in named) else 0.27,
+        *(0.07 * len(p) for p in panels.values()),
+    )
     figure = _figure(WIDTH, min(1.2 + row * len(names), _TALLEST))
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, groups) in zip(grid, panels.items(), strict=True):
@@ -416,10 +419,10 @@ def dots(
             look["color"] = COLORS[index % len(COLORS)]
             values = np.concatenate([np.ravel(one) for one in rows])
             axes.plot(values, at, _MARKERS[index % len(_MARKERS)], label=label, **look)
-        axes.set(xlabel=fill(x, _AXIS), xscale="log" if log else "linear")
+        axes.set(xlabel=fill(x, _AXIS // len(panels)), xscale="log" if log else "linear")
         if log:
-            axes.xaxis.set_major_locator(LogLocator(numticks=8 // len(panels)))
-    grid[0].set_yticks(range(len(names)), names, fontsize=SMALL)
+            axes.xaxis.set_major_locator(LogLocator(numticks=7 // len(panels)))
+    grid[0].set_yticks(range(len(names)), named, fontsize=SMALL)
     grid[0].invert_yaxis()
     if any(len(groups) > 1 for groups in panels.values()):
         share_legend(figure, grid)

@@ -90,7 +90,9 @@ def test_the_readme_says_what_its_picture_shows_as_the_gallery_measured_it() -> 
     readme = (ROOT / "README.md").read_text()
     words = hero["words"](results)
     assert f'<img alt="{words}" src="{hero["SHOWN"]}"' in readme
-    assert f"![{words}](images/hero-light.svg#only-light)" in (ROOT / "docs" / "index.md").read_text()
+    assert (
+        f"![{words}](images/hero-light.svg#only-light)" in (ROOT / "docs" / "index.md").read_text()
+    )
     assert len(readme.split()) <= 800
 
 
