@@ -88,7 +88,7 @@ RULES = (
 RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
 THUMBNAIL = 336, 210  # pixels
-LONG_ALT = 40  # words of an alternative text at most; a longer one lists the points of many lines
+LONG_ALT = 30  # words of an alternative text at most; a longer one lists the points of many lines
 _KEPT = 6  # significant digits
 _BRACKETS = str.maketrans("[]", "()")  # in alt text
 
@@ -354,7 +354,7 @@ def _keep_pictures(job: Job) -> None:
     for figure in json.loads((job.folder / "results.json").read_text())["figures"]:
         file = Path(figure["file"])
         if file.stem in job.entry.pictures and figure["kind"] == CHART:
-            shutil.copy(
+            shutil.copyfile(
                 job.folder / file.with_suffix(".svg"), _picture(job.entry, file.stem, ".svg")
             )
             _picture(job.entry, file.stem, ".png").unlink(missing_ok=True)
