@@ -50,6 +50,7 @@ from perdl_experiments.render import (
     number,
 )
 from perdl_experiments.studies import configure, find
+from perdl_experiments.words import data_size, megabytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "gallery"
@@ -89,6 +90,7 @@ RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
 THUMBNAIL = 336, 210  # pixels
 LONG_ALT = 30  # words of an alternative text at most; a longer one lists the points of many lines
+FLOATS = "floats_"  # metrics that count float64 values: pages have MB
 _KEPT = 6  # significant digits
 _BRACKETS = str.maketrans("[]", "()")  # in alt text
 
@@ -533,7 +535,11 @@ class Found:
 
     def fill(self, template: str) -> str:
         """Return a sentence with its metrics filled in."""
-        return fill(template, self.get)
+        return fill(template, self._said)
+
+    def _said(self, reference: str) -> float | str:
+        value = self.get(reference)
+        return data_size(value) if FLOATS in reference else value
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
@@ -828,9 +834,10 @@ def _figures(entry: Entry, found: Found) -> str:
 
 def _measured(metric: str, found: Found) -> str:
     """Return a metric's median, and its interval if that has any width."""
-    low, high = map(number, found.interval(metric))
+    scale = megabytes(1) if FLOATS in metric else 1
+    low, high = (number(scale * end) for end in found.interval(metric))
     span = f" ({low}\N{EN DASH}{high})" if low != high else ""
-    return f"{number(found.get(metric))}{span}"
+    return f"{number(scale * found.get(metric))}{span}"
 
 
 def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
