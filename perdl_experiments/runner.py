@@ -31,7 +31,7 @@ from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
 from perdl_experiments.fetch import save
-from perdl_experiments.outcome import ARRAYS, NEXT, RESULTS, to_results, write
+from perdl_experiments.outcome import ARRAYS, CHART, NEXT, RESULTS, to_results, write
 from perdl_experiments.report import REPORT, read_results, write_report
 from perdl_experiments.studies import (
     EXPERIMENTS,
@@ -452,13 +452,16 @@ def _foreign(path: Path, earlier: Mapping[str, Any] | None, config: Options) -> 
 def _figures(experiment: object) -> list[str]:
     """Return the names of an experiment's figures; none for one that is not known here."""
     found = EXPERIMENTS.get(str(experiment))
-    return [] if found is None else found.figures
+    names = [] if found is None else found.figures
+    return [*names, *(f"{name[:-4]}.svg" for name in names if name.endswith(".png"))]
 
 
 def _own_figures(path: Path) -> list[str]:
     """Return the names of the figures that the run in a folder has, or may have, written."""
     try:
-        return [one["file"] for one in read_results(path).get("figures", [])]
+        figures = read_results(path).get("figures", [])
+        charts = [one["file"] for one in figures if one.get("kind") == CHART]
+        return [*(one["file"] for one in figures), *(f"{name[:-4]}.svg" for name in charts)]
     except ValueError:
         return _figures((_read_run(path / _RUN) or {}).get("experiment"))
 

@@ -150,4 +150,4 @@ def _figures(lengths: Mapping[str, Mapping[int, list[float]]]) -> dict[str, Any]
         )
         for matching, of in lengths.items()
     ]
-    return {"paths": plots.panels(panels, columns=2)}
+    return {"paths": plots.panels(panels)}

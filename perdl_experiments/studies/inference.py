@@ -324,4 +324,4 @@ def _figure(curves: Mapping[str, Matrix]) -> Any:
         )
         for what, title in {"y": "codes y", "nu": "dual variables nu, worst node"}.items()
     ]
-    return plots.panels(drawn, columns=1, height=2.9)
+    return plots.panels(drawn, height=2.9)

@@ -520,7 +520,7 @@ def _figure(study: Study) -> Any:
         )
         for title, methods in PANELS.items()
     ]
-    return plots.panels(drawn, columns=1, height=2.7)
+    return plots.panels(drawn, height=2.7)
 
 
 def _median(errors: Matrix) -> list[float]:

@@ -424,7 +424,7 @@ def _figure(steps: Sequence[int], areas: Mapping[str, Mapping[int, Sequence[floa
         for name, by_step in areas.items()
     }
     drawn = plots.Panel("time step", "area under the ROC curve", steps, lines, linear=True)
-    return plots.panels([drawn], columns=1, height=3.0)
+    return plots.panels([drawn], height=3.0)
 
 
 def _facts(
