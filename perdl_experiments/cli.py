@@ -43,6 +43,7 @@ from perdl_experiments.runner import (
     Progress,
     check_extras,
     check_run,
+    export_models,
     resumable,
     run_experiment,
 )
@@ -381,6 +382,22 @@ def local_atoms(
         {f"{plural(len(D), 'atom')} of {plural(D.shape[1], 'feature')}" for D in found.values()}
     )
     print(f"{path}: {plural(len(found), 'client')}, {' or '.join(sizes)}")
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    out: Annotated[Path, typer.Option(help="The folder for the files.")] = Path("models"),
+) -> None:
+    """Export the models of a run: a file of what clients share, one per client, and a card.
+
+    A client's file may reveal its data: protect it as you protect the data.
+    """
+    with _errors_in_a_sentence():
+        export_models(folder, out)
+    print(
+        f"{out}: {plural(len(list(out.iterdir())) - 1, 'model')}, and which is whose in README.md"
+    )
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Drawings for the reports that are no curves: images, matrices, spectra, maps, networks."""
+"""Drawings for the reports that are no curves: images, matrices, spectra, maps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from itertools import combinations
 from textwrap import fill
 from typing import Any
 
-import networkx as nx
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from numpy.typing import NDArray
-from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.network import CombinationMatrix, Topology
 from perdl_experiments.plots import (
     COLORS,
     SMALL,
@@ -260,55 +254,3 @@ def maps(panels: Mapping[str, Matrix], tiles: int, n_rows: int = 1) -> Figure:
                 line(part[0] - 0.5, color="white", lw=0.4)
     figure.colorbar(shown, ax=list(grid), shrink=0.8, label="share")
     return figure
-
-
-def networks(named: Mapping[str, CombinationMatrix]) -> Figure:
-    """Draw topologies: links as wide as their weights, nodes as large as their own.
-
-    Parameters
-    ----------
-    named : mapping of str to CombinationMatrix
-        Title -> combination weights over the topology to draw.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        A panel for each; what the network is like is written below it.
-    """
-    figure, panels = panel_grid(len(named), height=3.3)
-    for axes, (title, weights) in zip(panels, named.items(), strict=True):
-        _draw_network(axes, weights)
-        axes.set_title(title)
-    return figure
-
-
-def _draw_network(axes: Axes, weights: CombinationMatrix) -> None:
-    topology = weights.topology
-    places = positions(topology)
-    axes.set_axis_off()
-    axes.set_aspect("equal")
-    links = sparse.coo_array(weights.matrix - sparse.diags_array(weights.matrix.diagonal()))
-    k, j = links.coords
-    width = 0.4 + 2.1 * links.data / links.data.max(initial=1e-12)
-    segments = list(np.stack([places[k], places[j]], axis=1))
-    axes.add_collection(LineCollection(segments, linewidths=width, colors=COLORS[4], alpha=0.5))
-    size = 30 * (0.6 + weights.matrix.diagonal())
-    axes.scatter(places[:, 0], places[:, 1], s=size, color=COLORS[0], zorder=2)
-    axes.text(
-        0.5,
-        -0.02,
-        f"{topology.n_nodes} nodes, {topology.n_edges} edges, "
-        f"spectral gap {weights.spectral_gap:.2g}",
-        transform=axes.transAxes,
-        ha="center",
-        va="top",
-        color=COLORS[4],
-    )
-    axes.margins(0.08)
-
-
-def positions(topology: Topology) -> NDArray[np.float64]:
-    """Return where to draw the nodes, shape (n_nodes, 2): neighbors close to each other."""
-    graph = nx.from_scipy_sparse_array(topology.adjacency)
-    layout = nx.kamada_kawai_layout(graph) if topology.is_connected else nx.circular_layout(graph)
-    return np.stack([layout[node] for node in range(topology.n_nodes)])

@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
+from flwr_perdl import export
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
@@ -25,7 +26,7 @@ from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.events import EVENTS, EventLog
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.protocol.report import Observers, OnRound
-from flwr_perdl.strategies import RoundReport, client_report
+from flwr_perdl.strategies import Clusters, Learned, RoundReport, client_report
 from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
@@ -182,6 +183,35 @@ def run_experiment(
         folder.finish()
     session.observers.end([] if folder is None else _outcome(folder.path))
     return results
+
+
+def export_models(folder: Path, out: Path) -> None:
+    """Write the models of a finished run to a folder, as `flwr_perdl.export.save` does.
+
+    Raises
+    ------
+    ValueError
+        If the run is not finished, or has not just one federation whose clients have models.
+    """
+    run = _read_run(folder / _RUN) or {}
+    run.pop(_DIGEST, None)
+    experiment = find(run.pop("experiment")) if _state(folder) == "finished" else None
+    study, federations = None if experiment is None else experiment.federated, list[Any]()
+    if experiment and study and (folder / _CHECKPOINTS).is_dir():
+        federations = study.federations(configure(experiment, options=run))
+    if study is None or len(federations) != 1:
+        raise ValueError(
+            "folder must be that of a finished run of one federation, which seeds=1 makes of many, "
+            f"got {str(folder)!r}."
+        )
+    (config,) = federations
+    server = {"seed": config.seed, "checkpoint_dir": folder / _CHECKPOINTS, "resume": True}
+    strategy = study.strategy(config, **server)
+    strategy.open([])  # from its checkpoint: no client is asked
+    result = getattr(strategy, "result", None)
+    if not isinstance(result, Clusters | Learned):
+        raise ValueError(f"folder must be of a strategy with models, got {strategy!r}.")
+    export.save(out, result, state_dir=folder / _STATE)
 
 
 def _outcome(path: Path) -> list[Path]:

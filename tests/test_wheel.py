@@ -323,16 +323,30 @@ def test_a_foreign_project_with_packages_of_the_same_names_runs(
 
 
 def programs(page: Path) -> list[Program]:
-    """Return a page's programs: all blocks below one command."""
+    """Return a page's programs: all blocks below one command.
+
+    Where it shows a client in PyTorch and in NumPy, each runs with the page's other blocks.
+    """
+    if "```python\n# PyTorch\n" not in page.read_text():
+        return variant(page, "")
+    found = variant(page, "PyTorch")
+    return found + [one for one in variant(page, "NumPy") if one not in found]
+
+
+def variant(page: Path, left_out: str) -> list[Program]:
+    """Return a page's programs without the blocks of a framework, and without PyTorch's extra."""
     text = page.read_text()
     installs = list(INSTALL.finditer(text))
     examples = {block["example"] for block in BLOCK.finditer(text) if block["example"]}
     found: dict[int, Program] = {}
     for block in BLOCK.finditer(text):
+        if left_out and block["code"].startswith(f"# {left_out}\n"):
+            continue
         above = [install for install in installs if install.start() < block.start()]
         assert above, f"{page.name} does not say what to install before its first block"
         said = text[above[-1].end() : block.start()].splitlines()
-        extras = (above[-1]["extras"] or "") + above[-1]["others"]
+        own = [one for one in (above[-1]["extras"] or "").split(",") if one != left_out.lower()]
+        extras = ",".join(own) + above[-1]["others"]
         program = Program(page, extras, [], [], examples)
         program = found.setdefault(above[-1].start(), program)
         if block["example"]:
@@ -374,7 +388,7 @@ def test_blocks_run_with_what_their_page_says_to_install(
     execute(python, "-I", "-c", RUN_ALL, *files, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("name", [one for one in EXAMPLES if "torch" not in one and tells(one)])
+@pytest.mark.parametrize("name", [one for one in EXAMPLES if not read(one).torch and tells(one)])
 def test_examples_run_with_what_their_readme_says_to_install(
     name: str, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:

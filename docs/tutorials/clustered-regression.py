@@ -1,10 +1,10 @@
 # %% [markdown]
-# # Clustered regression: who follows which model
+# # Clustered regression: find the groups of clients
 #
-# Sixty shops have twelve days of sales each. How sales react to price and weather depends on the
-# shop's kind, and nobody knows the kinds. One regression for all shops is wrong for each of them;
-# a shop alone has too few days. In this tutorial the shops find the kinds together. No day is sent;
-# what is sent is computed from as few as eight days.
+# Sixty shops have twelve days of sales each. How sales respond to price and weather depends on the
+# type of shop, and the types are unknown. A single regression serves no shop well, and eight
+# training days per shop are too few for local training. Here the shops find the groups together,
+# without sharing their data: clients send statistics of their eight days.
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.
@@ -12,26 +12,26 @@
 # %% [markdown]
 # ## The data
 #
-# Three kinds of shops, drawn here so that we can compare with the truth. Columns are price,
-# temperature and rain; each kind also has a level of its own.
+# Three groups of shops, synthetic so that we know the truth. The columns are price, temperature
+# and rain; each group also has its own intercept.
 
 # %%
 import numpy as np
 
 rng = np.random.default_rng(0)
 effects = np.array([[-2.0, 0.5, 0.0, 3.0], [-0.5, 1.5, -1.0, 2.0], [-1.0, -0.5, 1.0, 4.0]])
-kinds = rng.permutation(np.repeat([0, 1, 2], 20))
+types = rng.permutation(np.repeat([0, 1, 2], 20))
 shop = np.repeat(np.arange(60), 12)
 X = rng.standard_normal((len(shop), 3))
 Z = np.column_stack([X, np.ones(len(shop))])
-y = np.sum(Z * effects[kinds[shop]], axis=1) + 0.5 * rng.standard_normal(len(shop))
+y = np.sum(Z * effects[types[shop]], axis=1) + 0.5 * rng.standard_normal(len(shop))
 print(len(np.unique(shop)), "shops,", len(shop), "days in all")
 
 # %% [markdown]
-# ## One model for all, and one for each shop
+# ## Two baselines: one global model, and local training
 #
-# The last four days of each shop are held out. Without clusters there are two choices, and both
-# predict badly: one least-squares model for all shops, or one for each from its eight days.
+# We hold out the last four days of each shop. Without clusters there are two choices, and both
+# predict poorly: one least-squares model for all shops, or one per shop.
 
 # %%
 day = np.tile(np.arange(12), 60)
@@ -50,15 +50,17 @@ apart = np.array(
         for s in range(60)
     ]
 )
-print(f"one model for all:   {error(Z[test] @ together):.2f}")
-print(f"one model per shop:  {error(np.sum(Z[test] * apart[shop[test]], axis=1)):.2f}")
-print("the noise itself:    0.50")
+print(f"one global model:    {error(Z[test] @ together):.2f}")
+print(f"local training:      {error(np.sum(Z[test] * apart[shop[test]], axis=1)):.2f}")
+print("noise level:         0.50")
 
 # %% [markdown]
-# ## Find the kinds
+# ## Find the groups
 #
-# `MixedRegression` runs FedMD (federated moment descent, not model distillation) and FedX, with a
-# client per shop, in this process. `k="auto"` finds the number of models.
+# `MixedRegression` runs the two phases of
+# [Su et al., 2022](https://arxiv.org/abs/2206.07279): FedMD (federated moment descent, not model
+# distillation), then FedX, with a client per shop, in this process. `k="auto"` finds the number of
+# groups.
 
 # %%
 from flwr_perdl.estimators import MixedRegression
@@ -69,26 +71,26 @@ print(np.column_stack([model.coef_, model.intercept_]).round(1))
 print(f"clustered models:    {error(model.predict(X[test], groups=shop[test])):.2f}")
 
 # %% [markdown]
-# Each row is a model, its intercept last, near one of the three that we drew (in another order). Is
-# every shop where it belongs?
+# Each row is a model, with the intercept last, and close to one of the true ones (in another
+# order). Is every shop in the right cluster?
 
 # %%
 table = np.array(
     [
-        [np.sum((model.labels_ == j) & (kinds == k)) for k in range(3)]
+        [np.sum((model.labels_ == j) & (types == k)) for k in range(3)]
         for j in range(len(model.coef_))
     ]
 )
-print("rows: found clusters, columns: the true kinds")
+print("rows: clusters found, columns: true groups")
 print(table)
 
 # %% [markdown]
-# ## Is it clear who belongs where?
+# ## How clear are the clusters?
 #
-# `plot_clusters` draws each shop's error under every model. Where one point lies far below the
-# others, the cluster is clear.
+# `plot_clusters` shows each shop's error under every model. A shop's cluster is clear if one point
+# lies far below the others.
 
-# %% Each shop has one error near 0.5, under its own model, and two that are several times as large
+# %% Each shop has an error near 0.5 under its own cluster's model, and larger ones under the others
 import matplotlib.pyplot as plt
 
 from perdl_experiments.estimator_plots import plot_clusters
@@ -97,9 +99,9 @@ figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
 plot_clusters(model, X[train], y[train], shop[train], axes=axes)
 
 # %% [markdown]
-# ## A shop that was not there
+# ## A new shop
 #
-# A new shop needs a few responses of its own, `y_own`, to find its model; the others are NaN.
+# To find its cluster, a new shop needs a few known responses, `y_own`; the others are NaN.
 
 # %%
 new = rng.standard_normal((10, 3))
@@ -111,6 +113,6 @@ print(f"from three known days: {np.sqrt(np.mean((predicted[3:] - sales[3:]) ** 2
 # %% [markdown]
 # ## Next
 #
-# - The strategy behind it, for Flower projects: [FedMD and FedX](../clustered-learning.md).
-# - Models that are not linear: [clustered learning of any model](own-model.md).
-# - How different must models be? [where it fails](../clustered-learning.md#where-it-fails).
+# - In a Flower project: the strategies [FedMD and FedX](../clustered-learning.md), and their
+#   limitations.
+# - For any other model: [clustered federated learning](own-model.md).

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Five hospitals: named tables
+# # Five hospitals: data frames, names and missing values
 #
-# Five hospitals have tables of breast tumors. One lacks ten of the thirty columns: with the
-# factors that it shares with the others it explains 77 % of the energy of what it never measured;
-# alone it cannot. You write hospitals by name and use scikit-learn's methods.
+# Five hospitals have tables of breast tumors. One of them lacks ten of the thirty columns: the
+# atoms that it shares with the others explain 77 % of the energy of what it never measured, which
+# local training can't. You refer to hospitals by name and use scikit-learn's interface.
 #
 # You need `pip install '.[experiments]' pandas` in a clone ([installation](../install.md)), and
 # less than a minute.
@@ -11,9 +11,9 @@
 # %% [markdown]
 # ## A table per hospital
 #
-# scikit-learn ships the table. We split it into hospitals of different sizes; most tumors in the
-# south are malignant, most in the north benign. Columns have different units, so all hospitals
-# divide by the same scales, as a study's protocol would fix them.
+# The data come with scikit-learn. We split them into hospitals of different sizes and with label
+# skew: in the south most tumors are malignant, in the north most are benign. Columns have different
+# units, so all hospitals use the same scales, as a study protocol would define them.
 
 # %%
 import pandas as pd
@@ -22,7 +22,7 @@ from sklearn.datasets import load_breast_cancer
 data = load_breast_cancer(as_frame=True)
 table = (data.data - data.data.mean()) / data.data.std()
 table = table.sample(frac=1, random_state=0)
-malignant, benign = (table[data.target[table.index] == kind] for kind in (0, 1))
+malignant, benign = (table[data.target[table.index] == label] for label in (0, 1))
 
 patients = {"north": (20, 180), "south": (120, 20), "east": (20, 20), "west": (12, 8)}
 patients["center"] = (40, 129)
@@ -34,10 +34,10 @@ for name, (bad, good) in patients.items():
 {name: rows.shape for name, rows in train.items()}
 
 # %% [markdown]
-# ## Fit a mapping, use names
+# ## Clients have names
 #
-# `fit` takes the mapping. Its keys are the names of the clients from now on, and a mapping gives
-# a mapping back. Codes are data frames with the patients' index after `set_output`.
+# `fit` takes a mapping, whose keys name the clients. A mapping in gives a mapping back, and after
+# `set_output` codes are data frames with the patients' index.
 
 # %%
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
@@ -50,15 +50,15 @@ codes = model.transform(test, client=list(test))  # a mapping again
 codes["east"].iloc[:3, [0, 1, 2, -1]].round(2)
 
 # %% [markdown]
-# One hospital's table goes with its name; without `client`, the shared atoms alone are used, as
-# for a hospital that took no part.
+# Pass one hospital's table with its name. Without `client`, only the shared atoms are used, as for
+# a hospital that didn't take part.
 
 # %%
 rebuilt = model.reconstruct(test["east"], client="east")
 print(rebuilt.shape, model.atoms("east").shape, model.global_atoms_.shape)
 
 # %% [markdown]
-# A name that was not in `fit` is an error that says which there are:
+# An unknown name is an error that lists the known ones:
 
 # %%
 try:
@@ -69,37 +69,37 @@ except ValueError as error:
 # %% [markdown]
 # ## Scores per hospital
 #
-# `score` is the explained share of the samples' energy, here on patients who were held out. For
-# comparison: each hospital alone, and all tables in one place, each with twelve atoms.
+# `score` is the explained share of the samples' energy, here for held-out patients. We compare with
+# local training and with pooled data, twelve atoms each.
 
 
 # %%
 def twelve_atoms(tables):
-    """Return a model of one table, none of whose atoms is withheld."""
+    """Return a model of one site, which withholds no atoms."""
     return PersonalizedDictionaryLearning(12, 12, min_support=0).fit([pd.concat(tables)])
 
 
 together = twelve_atoms(list(train.values()))
 scores = {
     name: {
-        "alone": twelve_atoms([train[name]]).score(test[name], client=0),
+        "local training": twelve_atoms([train[name]]).score(test[name], client=0),
         "shared atoms": model.score(test[name]),
-        "shared and own": model.score(test[name], client=name),
-        "one place": together.score(test[name], client=0),
+        "shared and personal": model.score(test[name], client=name),
+        "pooled": together.score(test[name], client=0),
     }
     for name in test
 }
 pd.DataFrame(scores).T.round(3)
 
 # %% [markdown]
-# These columns repeat each other, so that a few patients are enough for twelve good atoms, and a
-# hospital gains little by the others. It gains where it lacks something:
+# The columns are highly correlated: a few patients suffice for twelve good atoms, and federating
+# gains little. It pays where a hospital lacks something:
 #
 # ## Missing values
 #
-# NaN is a missing value. Now the west has never measured the ten columns that begin with "worst",
-# and the east misses one value in five. `reconstruct` fills both in. The figure is the explained
-# share of the energy of what was missing.
+# NaN is a missing value. Now the west never measured the ten columns that begin with "worst", and
+# the east lacks one value in five. `reconstruct` fills in both; the score is the explained share of
+# the energy of the missing values.
 
 # %%
 import numpy as np
@@ -111,7 +111,7 @@ gaps["east"] = gaps["east"].mask(np.random.default_rng(0).random(gaps["east"].sh
 
 
 def filled_in(fitted, name, client):
-    """Return the explained share of the energy of a hospital's missing values."""
+    """Return the explained share of the missing values' energy."""
     guess, hidden = fitted.reconstruct(gaps[name], client=client), gaps[name].isna().to_numpy()
     truth = train[name].to_numpy()[hidden]
     return 1 - np.sum((truth - guess[hidden]) ** 2) / np.sum(truth**2)
@@ -122,25 +122,25 @@ together = twelve_atoms(list(gaps.values()))
 filled = {
     name: {
         "shared atoms": filled_in(fitted, name, None),
-        "shared and own": filled_in(fitted, name, name),
-        "one place": filled_in(together, name, 0),
+        "shared and personal": filled_in(fitted, name, name),
+        "pooled": filled_in(together, name, 0),
     }
     for name in ("west", "east")
 }
-filled["east"]["alone"] = filled_in(twelve_atoms([gaps["east"]]), "east", 0)
+filled["east"]["local training"] = filled_in(twelve_atoms([gaps["east"]]), "east", 0)
 pd.DataFrame(filled).T.round(2)
 
 # %% [markdown]
-# The west has no figure alone: `fit` rejects a column that no table has. Shared atoms alone fill
-# in better than with own ones: those, learned from few incomplete rows, fit what is there and
-# mislead about the rest.
+# The west has no score for local training: `fit` rejects a column that no table has. Shared atoms
+# fill in better without the personal ones, which overfit: they are learned from few, incomplete
+# rows.
 
 # %% [markdown]
-# ## Cross-validation by hospital
+# ## Leave one hospital out
 #
-# How well do shared atoms serve a hospital that took no part? `cross_val_score` leaves out one
-# after the other. scikit-learn takes entries of its `X` by number: give it
-# `list(train.values())`. A mapping ends with a `KeyError`, also in `GridSearchCV`.
+# How well do the shared atoms serve a hospital that didn't take part? `cross_val_score` leaves out
+# one after the other. scikit-learn indexes `X` by number, so pass `list(train.values())`; a mapping
+# raises a `KeyError`, in `GridSearchCV`, too.
 
 # %%
 from sklearn.model_selection import LeaveOneOut, cross_val_score
@@ -149,6 +149,8 @@ left_out = cross_val_score(model, list(train.values()), cv=LeaveOneOut())
 pd.Series(left_out, index=list(train)).round(3)
 
 # %% [markdown]
-# How many atoms should be shared? [The guide](../perma.md#how-many-atoms-how-many-shared) searches
-# over patients whom each hospital holds out. A hospital that joins later:
-# `model.add_site(new_table)`.
+# ## Next
+#
+# - [How many atoms, and how many shared](../perma.md#how-many-atoms-how-many-shared).
+# - A hospital that joins later: `model.add_site(new_table)`.
+# - The same with the data at the hospitals: [in your project](../use-in-your-project.md).

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Learning with neighbors: one model, and no server
+# # Learning with neighbors: a classifier without a server
 #
-# Sixteen hospitals want one classifier. None may give its model to a server, but each exchanges
-# models with a few others. In this tutorial each of them has only two of ten handwritten digits,
-# and after enough rounds all know all ten.
+# Sixteen hospitals train a classifier together. None of them may send its model to a server, but
+# each exchanges models with a few others. Each has images of only two of ten handwritten digits
+# (label skew); in the end, every model recognizes all ten.
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.
@@ -11,8 +11,9 @@
 # %% [markdown]
 # ## The client
 #
-# An ordinary client of Flower, here softmax regression in NumPy. Node k has the digits k and k + 1
-# (from 0 again after 9).
+# An ordinary Flower client: softmax regression in NumPy. (The same in PyTorch:
+# [learning without a server](../decentralized-learning.md).) Node k has the digits k and k + 1, or
+# 9 and 0.
 
 # %%
 import numpy as np
@@ -27,7 +28,7 @@ train, test = order[:1400], order[1400:]
 
 
 def read_data(node):
-    """Return a node's samples: two digits only."""
+    """Return a node's samples, of two digits only."""
     mine = train[np.isin(y[train], [node % 10, (node + 1) % 10])]
     return X[mine[node // 10 :: 2]], y[mine[node // 10 :: 2]]
 
@@ -49,17 +50,17 @@ class Softmax(NumPyClient):
         return [W, b], len(self.y), {}
 
     def evaluate(self, parameters, config):
-        """Return the accuracy on digits that no node has."""
+        """Return the accuracy on held-out images of all digits."""
         W, b = parameters
         accuracy = float(np.mean((X[test] @ W + b).argmax(axis=1) == y[test]))
         return 1 - accuracy, len(test), {"accuracy": accuracy}
 
 
 # %% [markdown]
-# ## Who hears whom
+# ## Choose a graph
 #
-# A ring is the sparsest network; in an exponential graph node k hears nodes k + 1, k + 2, k + 4, …
-# The spectral gap says how fast news spreads.
+# In a ring every node has two neighbors; in an exponential graph node k is linked to the nodes
+# 1, 2, 4, … places away. The larger the spectral gap, the faster information spreads.
 
 # %%
 from flwr_perdl.network import Topology, diffusion_averaging, metropolis_weights
@@ -71,12 +72,11 @@ for name, topology in networks.items():
     print(f"{name}: {links:.0f} neighbors each, spectral gap {gap:.2f}")
 
 # %% [markdown]
-# ## Learn
+# ## Train
 #
-# In every round each node trains its own model, sends it to its neighbors, and combines what it
-# hears. `diffusion_averaging` runs all nodes in this process, and nothing is encrypted;
-# [other networks](../decentralized-learning.md) are Ray actors, and a Flower federation whose
-# server cannot read the messages.
+# In each round every node trains its model, sends it to its neighbors, and averages it with theirs.
+# `diffusion_averaging` runs all nodes in this process; in a Flower app the strategy
+# [DiffusionAveraging](../decentralized-learning.md) does the same, encrypted if you like.
 
 # %%
 initial = [np.zeros((64, 10)), np.zeros(10)]
@@ -86,20 +86,20 @@ learned = {
     )
     for name, topology in networks.items()
 }
-alone = initial
+local = initial
 for _ in range(300):
-    alone = Softmax(3).fit(alone, {})[0]
-print(f"node 3 alone: accuracy {Softmax(3).evaluate(alone, {})[2]['accuracy']:.2f}")
+    local = Softmax(3).fit(local, {})[0]
+print(f"local training, node 3: accuracy {Softmax(3).evaluate(local, {})[2]['accuracy']:.2f}")
 for name, done in learned.items():
     last = done.curves["evaluate-accuracy"][-1]
     print(f"{name}: accuracy {last.min():.2f} at the worst node, {last.max():.2f} at the best")
 
 # %% [markdown]
-# ## The worst node, round by round
+# ## The worst node by round
 #
 # `curves` has a row per round and a column per node.
 
-# %% Accuracy of the worst node by round: the exponential graph is ahead of the ring at first
+# %% Accuracy of the worst node by round: at first the exponential graph is ahead of the ring
 import matplotlib.pyplot as plt
 
 figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -113,7 +113,8 @@ axes.legend(loc="lower right")
 # %% [markdown]
 # ## Next
 #
-# - Methods, lost messages, sleeping nodes, graphs that change, on Flower:
-#   [decentralized learning](../decentralized-learning.md).
-# - Graphs and weights: [choose the graph](../decentralized-learning.md#choose-the-graph).
-# - One *dictionary* instead of a classifier: [dictionaries over networks](../model-diffusion.md).
+# - In a Flower app, with other methods, changing graphs and lost messages:
+#   [learning without a server](../decentralized-learning.md).
+# - Which graph? [What each costs](../decentralized-learning.md#choose-a-graph).
+# - Nodes that form groups: [groups without a server](../groups-without-a-server.md).
+# - A dictionary instead of a classifier: [dictionaries over networks](../model-diffusion.md).

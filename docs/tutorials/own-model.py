@@ -1,10 +1,10 @@
 # %% [markdown]
-# # Your own model: clusters of clients, without knowing them
+# # Your own model: find clusters of clients
 #
-# Sixteen clients hold handwritten digits, and each of them scans its pages in one of four
-# directions. One linear classifier for all directions is poor. `ClusteredFedAvg` learns four, and
-# finds out which client needs which. The classifier here is scikit-learn's `SGDClassifier`; a
-# PyTorch network takes the same few lines (`examples/perdl-clustered`).
+# Sixteen clients have handwritten digits, and each scans its pages in one of four orientations.
+# A single linear classifier serves none of them well. `ClusteredFedAvg` trains four, and finds out
+# which client needs which. The classifier is scikit-learn's `SGDClassifier`; for PyTorch see
+# [clustered learning](../clustered-learning.md) and the app `examples/perdl-clustered`.
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.
@@ -12,8 +12,8 @@
 # %% [markdown]
 # ## The client
 #
-# An ordinary client of Flower: `fit` trains from the weights that come, `evaluate` returns a loss.
-# Nothing in it knows of clusters.
+# An ordinary Flower client: `fit` trains from the weights it receives, `evaluate` returns a loss.
+# It knows nothing of clusters.
 
 # %%
 import numpy as np
@@ -27,14 +27,14 @@ images, labels = load_digits(return_X_y=True)
 
 
 def read_data(partition):
-    """Return a client's images, turned as it scans them, and their labels."""
+    """Return a client's images, rotated as it scans them, and their labels."""
     mine = np.random.default_rng(0).permutation(len(labels))[partition::N_CLIENTS]
     turned = np.rot90(images[mine].reshape(-1, 8, 8), k=partition % 4, axes=(1, 2))
     return turned.reshape(len(mine), -1) / 16, labels[mine]
 
 
 class DigitsClient(NumPyClient):
-    """Trains on 80 of its images, and measures on the others."""
+    """Trains on 80 of its images and evaluates on the others."""
 
     def __init__(self, context):
         X, y = read_data(context.node_config["partition-id"])
@@ -45,7 +45,7 @@ class DigitsClient(NumPyClient):
         self.model.classes_ = np.arange(10)
 
     def fit(self, parameters, config):
-        """Train five epochs from the weights that came."""
+        """Train five epochs from the weights received."""
         X, y = self.train
         coef, intercept = (array.copy() for array in parameters)
         self.model.fit(X, y, coef_init=coef, intercept_init=intercept)
@@ -60,10 +60,10 @@ class DigitsClient(NumPyClient):
 
 
 # %% [markdown]
-# ## One model, and four
+# ## FedAvg, and four clusters
 #
-# `ClusteredFedAvg(1)` is FedAvg. `InProcessGrid` stands in for Ray or a SuperLink, which run the
-# same strategy and client.
+# `ClusteredFedAvg(1)` is FedAvg. `InProcessGrid` simulates the clients in this process; the same
+# strategy and client run on Ray and on SuperNodes.
 
 # %%
 from flwr.app import ArrayRecord
@@ -80,10 +80,10 @@ for k, strategy in strategies.items():
     print(f"{k} model(s): accuracy {strategy.history[-1].aggregate['accuracy']:.1f}")
 
 # %% [markdown]
-# ## Who is where
+# ## Which client is in which cluster
 #
 # `strategy.result` has the models, and each client's cluster by partition. Clients 0, 4, 8, … scan
-# in one direction, 1, 5, 9, … in the next.
+# in one orientation, 1, 5, 9, … in the next.
 
 # %%
 found = strategies[4].result
@@ -93,11 +93,11 @@ for cluster in range(4):
     )
 
 # %% [markdown]
-# ## Round by round
+# ## Accuracy by round
 #
-# `strategy.history` has every client's metrics of every round.
+# `strategy.history` has every client's metrics in every round.
 
-# %% Accuracy by round: four models rise far above the one model of FedAvg
+# %% Accuracy by round: with four models it is far higher than with FedAvg's single one
 import matplotlib.pyplot as plt
 
 figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -112,7 +112,7 @@ axes.margins(x=0.15)
 # %% [markdown]
 # ## Next
 #
-# - All options: starts, an unknown number of clusters, robust averages, fewer floats:
+# - An unknown number of clusters, robust aggregation, less communication:
 #   [clustered learning](../clustered-learning.md).
 # - The same change in Flower's quickstart: `examples/quickstart-clustered`.
-# - Four of you, and no server? [Learning with neighbors](learning-with-neighbors.md).
+# - Without a server: [learning with neighbors](learning-with-neighbors.md).

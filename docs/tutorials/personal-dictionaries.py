@@ -1,10 +1,9 @@
 # %% [markdown]
-# # Personal dictionaries: what sites share, and what is their own
+# # Personal dictionaries: shared and personal atoms
 #
-# Six sites have handwritten digits. Every site has zeros and ones, and one further digit that no
-# other site has. In this tutorial the sites learn two sets of *atoms* (small images of which each
-# digit is a sum): *global* atoms, which all sites share, and *local* atoms, which stay at their
-# site after the first round.
+# Six sites share images of 0 and 1; each also has one digit of its own. They learn 12 *atoms*
+# jointly and 12 privately: small images whose sparse combinations rebuild the digits. All sites
+# share the *global* atoms; *local* atoms stay at their site after the first round.
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and about a
 # minute.
@@ -12,9 +11,8 @@
 # %% [markdown]
 # ## The data
 #
-# scikit-learn brings 1,797 digits of 8 x 8 pixels. Each site gets 60 images of zeros and ones, and
-# 100 images of its own digit. Each image loses its mean, so that atoms describe shapes and not
-# brightness.
+# scikit-learn has 1,797 digits of 8 x 8 pixels. Each site gets 60 images of zeros and ones and 100
+# of its own digit. We subtract each image's mean, so that atoms describe shape, not brightness.
 
 # %%
 import numpy as np
@@ -31,10 +29,10 @@ sites = [
 print(len(sites), "sites,", sites[0].shape[0], "images each,", sites[0].shape[1], "pixels")
 
 # %% [markdown]
-# ## Learn
+# ## Train
 #
-# A site learns 24 atoms, of which 12 are global. `fit` runs a federation in this process: one
-# Flower client per site, and the strategy [PerMA](../perma.md).
+# `fit` runs a federation in this process: a Flower client per site, and the strategy
+# [PerMA](../perma.md).
 
 # %%
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
@@ -46,9 +44,9 @@ print("local atoms of each site:", [atoms.shape[0] for atoms in model.local_atom
 # %% [markdown]
 # ## Look at the atoms
 #
-# The first row shows ten global atoms: they look like zeros and ones, which all sites have. Each
-# further row shows ten local atoms of one site: most look like its own digit. An atom's sign has
-# no meaning, so a digit may be red on blue, or blue on red.
+# The ten global atoms in the first row look like zeros and ones, which all sites have. Each further
+# row has ten local atoms of a site, and most look like its own digit. Signs have no meaning: a
+# digit may be red on blue or blue on red.
 
 # %% Seven rows of ten atoms: the global ones, then the local ones of each of the six sites
 import matplotlib.pyplot as plt
@@ -64,12 +62,12 @@ for row, atoms, name in zip(axes, rows, names, strict=True):
     row[0].set_ylabel(name, rotation=0, ha="right", va="center")
 
 # %% [markdown]
-# ## Rebuild images that no site has seen
+# ## Reconstruct held-out images
 #
-# Each site rebuilds the remaining images of its own digit with five atoms per image: once out of
-# the 12 global atoms alone, and once out of these and its 12 local atoms.
+# Each site reconstructs further images of its own digit from five atoms per image, first with the
+# 12 global atoms only, then also with its 12 local ones.
 
-# %% Two bars per site: the error with global atoms alone, and the lower one with local atoms
+# %% Two bars per site: the error with global atoms only, and a lower one with local atoms
 new = {digit: own[digit][100:] for digit in own}
 
 
@@ -82,18 +80,18 @@ shared = [error(digit, None) for digit in new]
 personal = [error(digit, i) for i, digit in enumerate(new)]
 places = np.arange(len(new))
 figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-axes.bar(places - 0.2, shared, 0.4, label="global atoms alone", color="#0072b2")
+axes.bar(places - 0.2, shared, 0.4, label="global atoms only", color="#0072b2")
 axes.bar(places + 0.2, personal, 0.4, label="global and local atoms", color="#e69f00", hatch="//")
 axes.set(xlabel="the site's own digit", ylabel="mean squared error", xticks=places)
 axes.set_xticklabels(list(new))
 axes.legend()
-print(f"The local atoms lower the mean error by {1 - np.mean(personal) / np.mean(shared):.0%}.")
+print(f"Local atoms lower the mean error by {1 - np.mean(personal) / np.mean(shared):.0%}.")
 
 # %% [markdown]
-# ## Who uses which atom
+# ## Which site uses which atom
 #
-# `plot_sharing` shows the share of each global atom in a site's codes. The last column is the share
-# of all local atoms together.
+# `plot_sharing` shows how much of a site's codes (sparse coefficients) falls on each global atom;
+# the last column has all local atoms together.
 
 # %% A row per site: the shares of the global atoms in its codes, and of its local atoms together
 from perdl_experiments.estimator_plots import plot_sharing
@@ -102,18 +100,20 @@ figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
 plot_sharing(model, sites, axes=axes)
 
 # %% [markdown]
-# ## What travels
+# ## What a site sends
 #
-# In round one the server sees each site's dictionary. In all later rounds only sums for the global
-# atoms travel: no image, no code, and no local atom ([who learns what](../security.md#perma)).
+# In the first round, the server sees each site's dictionary. In all later rounds, a site sends only
+# sums for the global atoms: no image, no code, no local atom
+# ([who learns what](../security.md#perma)).
 
 # %%
 floats = [report.floats_up for report in model.history_ if report.step == "update"]
-print("values sent up per site and round:", int(floats[0]))
+print(f"sent per site and round: {8 * floats[0] / 1e6:.3f} MB")
 
 # %% [markdown]
 # ## Next
 #
-# - The same over Flower, with the data at the sites: [in your project](../use-in-your-project.md).
-# - All parameters: `PersonalizedDictionaryLearning`.
-# - How many atoms to share: [choosing both numbers](../perma.md#how-many-atoms-how-many-shared).
+# - Do personal atoms pay for your data, and
+#   [how many atoms to share](../perma.md#how-many-atoms-how-many-shared)?
+# - Names, data frames and missing values: [five hospitals](five-hospitals.md).
+# - With the data at the sites: [in your Flower project](../use-in-your-project.md).

@@ -131,7 +131,8 @@ def kept_local_atoms(state_dir: str | Path) -> dict[str, Matrix]:
 
 def _of_context(context: Context) -> PrivateState | None:
     """Return the one private state that a context keeps."""
-    runs = [name.removeprefix(PREFIX) for name in context.state if name.startswith(PREFIX)]
+    names = (name for name in context.state if name.startswith(PREFIX))
+    runs = [run for name in names if "/" not in (run := name.removeprefix(PREFIX))]
     return PrivateState(context, runs[0]) if runs else None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
+from flwr_perdl.clients import own_models
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_kind, check_real
@@ -17,6 +18,8 @@ from flwr_perdl.regression.phases import RULES
 from flwr_perdl.regression.two_phase import answer
 
 MIXED_REGRESSION = "mixed_regression"
+#: What the server calls its result.
+COEFFICIENTS = "coefficients"
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
 #: The largest norms of models by default. With the squared loss replies are linear in the model,
@@ -224,6 +227,27 @@ def answer_step(local: Local, request: StepRequest) -> StepResult:
     """
     client: RegressionClient = local.client
     return client.answer(request)
+
+
+@step(MIXED_REGRESSION, own_models.ADAPT, client=RegressionClient, whole=True)
+def adapt(local: Local, request: StepRequest) -> StepResult:
+    """Find the client's cluster."""
+    client: RegressionClient = local.client
+    found = client.measure(request)
+    own = request.arrays[0][client.cluster(request.arrays[0])]
+    state = own_models.own_state(local.context, request.run)
+    state.save(request.round, {COEFFICIENTS: own})
+    _, result = own_models.keep_best(request, own, lambda own: found, lambda own: own)
+    return result._replace(metrics={**result.metrics, **found.metrics})
+
+
+@step(MIXED_REGRESSION, own_models.COMPARE, client=RegressionClient, whole=True)
+def compare(local: Local, request: StepRequest) -> StepResult:
+    """Measure the model of the client's cluster, that of the largest cluster, and the first one."""
+    client: RegressionClient = local.client
+    own, *others = (client.measure(request._replace(arrays=[one])) for one in request.arrays)
+    names = (own_models.SHARED, own_models.INITIAL)
+    return own_models.side_by_side(own, dict(zip(names, others, strict=True)))
 
 
 @step(MIXED_REGRESSION, EVALUATE, kind=EVALUATE, client=RegressionClient)

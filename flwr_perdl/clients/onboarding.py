@@ -9,18 +9,20 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients.app import AnsweringApp
+from flwr_perdl.clients.mixed_regression import COEFFICIENTS, MIXED_REGRESSION
 from flwr_perdl.clients.own_models import (
     ADAPT,
     FROZEN,
     MOST_FITS,
     N_FITS,
     OWN_MODELS,
-    kept_model,
     own_state,
 )
+from flwr_perdl.clients.perma import GLOBAL_ATOMS, PERMA
 from flwr_perdl.core.checks import check_count, check_kind, check_list
 from flwr_perdl.protocol.compat import become_server, stamp
 from flwr_perdl.protocol.records import (
+    ANSWERED,
     ARRAYS,
     CONFIG,
     PROTOCOL,
@@ -30,8 +32,11 @@ from flwr_perdl.protocol.records import (
     STEP,
     error_of,
     named,
+    to_record,
 )
 
+#: Whose steps adapt a model of one array, by its name; those of others train by the user's app.
+_PROTOCOLS = {(GLOBAL_ATOMS,): PERMA, (COEFFICIENTS,): MIXED_REGRESSION}
 #: What the run is called in the client's state.
 _RUN = "adapted"
 
@@ -49,7 +54,8 @@ def adapt(
 
     Of several models the client takes the one with the least loss by its ``evaluate``. Then it
     trains up to ``fits`` times, where the app keeps arrays private those alone, and keeps the best
-    by that loss. Nothing leaves the client.
+    by that loss. A `DictionaryClient` learns its local atoms, a `RegressionClient` finds its
+    cluster. Nothing leaves the client.
 
     Parameters
     ----------
@@ -71,7 +77,7 @@ def adapt(
     TypeError
         If an argument is of another kind.
     ValueError
-        If the client cannot train or evaluate: its own sentence.
+        If the client cannot train or evaluate, as with another strategy's result.
 
     Examples
     --------
@@ -101,14 +107,24 @@ def adapt(
         raise ValueError("result must have a model, got none.")
     arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
     round_ = own_state(context, _RUN).last_round + 1
-    told = {**config, PROTOCOL: OWN_MODELS, STEP: ADAPT, ROUND: round_, SEED: seed, RUN: _RUN}
+    protocol = _PROTOCOLS.get((*models[0],), OWN_MODELS)
+    told = {**config, PROTOCOL: protocol, STEP: ADAPT, ROUND: round_, SEED: seed, RUN: _RUN}
     told |= {N_FITS: fits, FROZEN: answering.keeps_private}
     content = RecordDict({ARRAYS: named([*arrays.values()], [*arrays]), CONFIG: ConfigRecord(told)})
     become_server(context.run_id)  # a message is made by a server's process alone
     message = Message(content, context.node_id, MessageType.TRAIN)
     stamp(message, context.run_id, f"adapt-{round_}")
-    reply = app(message, context)
+    answered = context.state.pop(ANSWERED, None)  # it counts what servers ask, and none does here
+    failed = f"result must have a model that the client can train, got {[*models[0]]}"
+    try:
+        reply = app(message, context)
+    except Exception as error:
+        raise ValueError(f"{failed}: {error}") from error
+    finally:
+        context.state.pop(ANSWERED, None)
+        if answered is not None:
+            context.state[ANSWERED] = answered
     if (why := error_of(reply)) is not None:
-        raise ValueError(f"the client could not adapt the model: {why}.")
-    own = kept_model(context, _RUN, dict(models[0])) or {}
-    return named([*own.values()], [*own])
+        raise ValueError(f"{failed}: {why}.")
+    own = own_state(context, _RUN).newest() or {}
+    return to_record([*own.values()], [*own])

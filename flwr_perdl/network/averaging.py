@@ -125,6 +125,8 @@ class Averaged(NamedTuple):
         Node -> which nodes say that they have left out its message; a node that lies may.
     own : Own or None
         On Flower, where the nodes' own models are: see `model_of`.
+    shared : ArrayRecord or ()
+        On Flower with ``shows_models`` the mean of the nodes' models: what a new node begins with.
     met, accepted : ndarray of shape (n_nodes, n_nodes), or None
         With ``groups``: in how many rounds a node (row) has judged a neighbor's model (column), and
         has taken it in; NaN for nodes that have not said so. Each tells of itself only.
@@ -140,6 +142,7 @@ class Averaged(NamedTuple):
     alive: NDArray[np.bool_]
     dropped_by: dict[int, list[int]]
     own: Any = None
+    shared: Any = ()
     met: Array | None = None
     accepted: Array | None = None
 

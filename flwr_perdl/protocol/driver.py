@@ -109,6 +109,9 @@ class HasProtocol(typing.Protocol):
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options."""
 
+    def take_names(self, names: Sequence[str]) -> None:
+        """Take up what the arrays are called."""
+
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Return the protocol's generator."""
 
@@ -162,6 +165,7 @@ class ProtocolRun:
                 f"num_rounds must be at least the {self.record.done} rounds that the run to resume "
                 f"has done, got {rounds}."
             )
+        strategy.take_names(self.record.array_names or [*map(str, range(len(initial)))])
         # A checkpoint may have the result: no generator is needed, and no client is asked.
         if not self.record.finished:
             self._begin_protocol(initial)

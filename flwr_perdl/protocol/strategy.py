@@ -182,6 +182,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Return the strategy's own options by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
+    def take_names(self, names: Sequence[str]) -> None:
+        """Take up what the arrays are called that the run began with; a subclass's to use."""
+
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         self._returned = None

@@ -63,9 +63,9 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
     They are called one after the other; on several cores where their clients compute long, and by
     nothing but this library's code. The replies are the same bits. Records are copied both ways, as
     on a wire. An exception in the ClientApp becomes an error reply, and the client's state is what
-    it was before; its traceback is in Flower's log (``FLWR_LOG_LEVEL=DEBUG``). The timeout of
-    `send_and_receive` is each node's own, as on a network, where nodes compute side by side: a
-    reply that takes longer is not received.
+    it was before; ``FLWR_LOG_LEVEL=DEBUG`` and ``start(..., verbose=2)`` log its traceback. The
+    timeout of `send_and_receive` is each node's own, as on a network, where nodes compute side by
+    side: a reply that takes longer is not received.
 
     Parameters
     ----------

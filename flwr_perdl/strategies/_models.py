@@ -32,7 +32,7 @@ from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import ARRAYS, CONFIG, LEFT_OUT, Limits, Reply, read_reply
 from flwr_perdl.protocol.request import State
-from flwr_perdl.strategies._own_models import EndsWithModels
+from flwr_perdl.strategies._own_models import TrainsModels
 
 TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
@@ -158,7 +158,7 @@ class Yogi(Adam):
         return moved
 
 
-class ModelStrategy(EndsWithModels):
+class ModelStrategy(TrainsModels):
     """A strategy that averages models of any kind, and may take a step along the mean change."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
@@ -206,14 +206,16 @@ class ModelStrategy(EndsWithModels):
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
-        self._names = list(names) or list(map(str, range(len(initial))))
         self._known, self._asked_now, self._cut = set(), set(), set()
-        own: list[str] = []
-        if self._part is not None and initial:
-            own = self._part.private(self._names)
-            self._part.warn(self._names)
-        self._is_private = [name in own for name in self._names]
         return super().open(initial, names)
+
+    def take_names(self, names: Sequence[str]) -> None:
+        """Find which arrays are private."""
+        self._names, own = list(names), list[str]()
+        if self._part is not None and names:
+            own = self._part.private(names)
+            self._part.warn(names)
+        self._is_private = [name in own for name in names]
 
     def _run_rounds(self, *arguments: Any) -> Result:
         """Take the rounds, and say what the result is not."""

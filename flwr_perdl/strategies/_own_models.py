@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.own_models import (
     ADAPT,
@@ -41,6 +42,7 @@ from flwr_perdl.protocol.records import (
     NAME,
     NUM_EXAMPLES,
     PARTITION_ID,
+    Reply,
     for_evaluations,
     named,
     read_reply,
@@ -66,6 +68,9 @@ AT_HAND = (
 
 def context_of(client: int, name: str, state_dir: str | Path) -> Context:
     """Return a client's context by which what it keeps on disk is found."""
+    together = NodeStates(Path(state_dir)).contexts()  # of a grid's nodes, in one file
+    if client < len(together):
+        return together[client]
     who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
     who |= {} if name == str(client) else {NAME: name}
     return Context(0, 0, who, RecordDict(), {})
@@ -89,7 +94,8 @@ class Own:
     @classmethod
     def of(cls, strategy: ProtocolStrategy, find: Any, table: Table | None = None) -> Own:
         """Return where the own models of a run's clients are found."""
-        run = f"{type(strategy).__name__}, communication rounds: {strategy._running().record.done}"
+        rounds = strategy._shown_rounds(strategy._running().record.done)
+        run = f"{type(strategy).__name__}, rounds: {rounds}"
         return cls(dict(strategy.client_names), find, dict(table or {}), run)
 
     def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
@@ -163,27 +169,12 @@ class EndsWithModels(ProtocolStrategy):
 
     #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
-
-    def __init__(
-        self,
-        *arguments: Any,
-        private: str | Sequence[str] = (),
-        share: str | Sequence[str] = (),
-        transport: str | None = None,
-        fine_tune: int = 0,
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._part = Part.of("private", private, share)
-        self.private = check_patterns("private", private)
-        self.share = check_patterns("share", share)
-        wires = (HALF.name,)
-        self.transport = None if transport is None else check_choice("transport", transport, wires)
-        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
-        self._initial: Sequence[Matrix] = ()
-        self._contexts: Mapping[int, Context] = {}
-        self._table: Table = {}
-        self._ended = False
+    fine_tune = 0
+    _part: Part | None = None
+    _initial: Sequence[Matrix]
+    _contexts: Mapping[int, Context]
+    _table: Table
+    _ended = False
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
@@ -207,6 +198,15 @@ class EndsWithModels(ProtocolStrategy):
         model = self._running().record.model
         return [model[at : at + len(names)] for at in range(0, len(model), len(names))]
 
+    def models_for(self, step: str) -> dict[str, Sequence[Matrix]]:
+        """Return the models that clients receive with a step after the run, by name."""
+        models: dict[str, Sequence[Matrix]] = {
+            str(j): model for j, model in enumerate(self.shared_models())
+        }
+        if self._initial and (step == COMPARE or not models):  # a resumed run may have none
+            models[INITIAL] = self._initial
+        return models
+
     def private_names(self) -> list[str]:
         """Return the names of the arrays that stay at the clients."""
         return [] if self._part is None else self._part.private(self._array_names())
@@ -224,10 +224,10 @@ class EndsWithModels(ProtocolStrategy):
         """Give clients that were not in the run a model of their own.
 
         A new client takes the shared model, of several the one with the least loss. Where it has a
-        private part it trains that, up to ``fits`` times with the shared part as it is; with
-        ``fine_tune``, and where clients have whole models of their own, the whole. It keeps the
-        best by the loss of its ``evaluate``, and goes on with it in later evaluations and in
-        `Learned.model_of`.
+        private part, as its local atoms in `PerMA`, it trains that, up to ``fits`` times with the
+        shared part as it is; with ``fine_tune``, and where clients have whole models of their own,
+        the whole. It keeps the best by the loss of its ``evaluate``, and goes on with it in later
+        evaluations and in `Learned.model_of`. In `FedX` it finds its cluster.
 
         Parameters
         ----------
@@ -244,7 +244,9 @@ class EndsWithModels(ProtocolStrategy):
         Raises
         ------
         ValueError
-            If the run is not over, or no new client is there.
+            If no new client is there, or the run had ``privacy``: this has no noise.
+        RuntimeError
+            If the run is not over.
         """
         check_count("fits", fits, 0, MOST_FITS)
         nodes, old = self._present_on(grid), self._running().record.names
@@ -256,7 +258,7 @@ class EndsWithModels(ProtocolStrategy):
                 "strategy must have a model to begin with, got none: the server of "
                 "DiffusionAveraging has one with shows_models=True alone."
             )
-        private, whole = self.private_names(), self.fine_tune or self.find_own is not None
+        private, whole = self.private_names(), self.fine_tune or self.after_protocol != OWN_MODELS
         config = {N_FITS: fits if private or whole else 0, FROZEN: bool(private and not whole)}
         return self._after(grid, new, ADAPT, config).metrics
 
@@ -272,9 +274,18 @@ class EndsWithModels(ProtocolStrategy):
         -------
         dict
             By client (partition) and model ("own", "shared", "initial"), the metrics of the
-            client's ``evaluate``; also `Learned.table`.
+            client's ``evaluate``; also `Learned.table`. "shared" is in `PerMA` the global atoms
+            alone, and in `FedX` the model of the largest cluster; "initial" is in `PerMA` the
+            client's first dictionary, and in `FedX` without initial arrays zero.
+
+        Raises
+        ------
+        ValueError
+            If the run had ``privacy``: this has no noise.
+        RuntimeError
+            If the run is not over.
         """
-        report = self._after(grid, self._present_on(grid), COMPARE, {}, initial=True)
+        report = self._after(grid, self._present_on(grid), COMPARE, {})
         for partition, metrics in report.metrics.items():
             models: dict[str, dict[str, float]] = {OWN_MODEL: {}}
             for name, value in metrics.items():
@@ -290,25 +301,21 @@ class EndsWithModels(ProtocolStrategy):
         if not self._ended:
             raise RuntimeError("a strategy must have run to its end before, got one that has not.")
         check_kind("grid", grid, Grid, "a Grid")
+        if self.privacy is not None:
+            raise ValueError(
+                f"privacy must be None for what comes after the run, which has no noise, got "
+                f"{self.privacy!r}."
+            )
         self._contexts = {**self._contexts, **contexts_on(grid)}
         run = self._running()
         run.roster = Roster(ServerSettings.of({"min_clients": 1}))
         return run.roster.find(grid, self._timeout)
 
     def _after(
-        self,
-        grid: Grid,
-        nodes: Mapping[int, int],
-        step: str,
-        config: Mapping[str, Any],
-        *,
-        initial: bool = False,
+        self, grid: Grid, nodes: Mapping[int, int], step: str, config: Mapping[str, Any]
     ) -> RoundReport:
         """Ask clients to take a step with the models that the run has come to."""
-        run, names = self._running(), self._array_names()
-        models = {str(j): model for j, model in enumerate(self.shared_models())}
-        if initial or not models:
-            models[INITIAL] = [*self._initial]
+        run, names, models = self._running(), self._array_names(), self.models_for(step)
         flat = [array for model in models.values() for array in model]
         private = self.private_names()
         told = {**config, **({LEFT_OUT: json.dumps(private)} if private else {})}
@@ -320,7 +327,13 @@ class EndsWithModels(ProtocolStrategy):
         sent = [(p, Message(content, node, MessageType.TRAIN)) for p, node in nodes.items()]
         replies = grid.send_and_receive([message for _, message in sent], timeout=self._timeout)
         limits = run.limits._replace(expect=(), max_values=0)  # numbers come, and no arrays
-        good, lost = read_replies(sent, replies, lambda reply: read_reply(reply.content, limits))
+
+        def read(message: Message) -> Reply:
+            reply = read_reply(message.content, limits)
+            self.check_evaluation(reply, run.record.model)
+            return reply
+
+        good, lost = read_replies(sent, replies, read)
         report = run.conclude_after(dict(sorted(good.items())), lost)
         self._tell(report)
         return report
@@ -345,3 +358,24 @@ class EndsWithModels(ProtocolStrategy):
         """Return the shared model that a client takes, None if the server has none."""
         models = self.shared_models()
         return dict(to_record(models[0], self._array_names())) if models else None
+
+
+class TrainsModels(EndsWithModels):
+    """A strategy whose clients train models of any kind, of which a part may be private."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
+        transport: str | None = None,
+        fine_tune: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._part = Part.of("private", private, share)
+        self.private = check_patterns("private", private)
+        self.share = check_patterns("share", share)
+        wires = (HALF.name,)
+        self.transport = None if transport is None else check_choice("transport", transport, wires)
+        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)

@@ -259,6 +259,7 @@ class ClusteredFedAvg(ModelStrategy):
         Needs(("privacy",), "private", ((), []), "the sum is of the whole model"),
         Needs(("privacy",), "share", ((), []), "the sum is of the whole model"),
         Needs(("privacy",), "compression", (None,), "noise is for sums of whole changes"),
+        Needs(("privacy",), "fine_tune", (0,), "what clients say of it has no noise"),
         Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
     )

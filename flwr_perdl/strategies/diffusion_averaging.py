@@ -30,13 +30,13 @@ from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
-from flwr_perdl.strategies._own_models import EndsWithModels
+from flwr_perdl.strategies._own_models import TrainsModels
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights
 
 _TRAINED, _EVALUATED = "train-", "evaluate-"
 
 
-class DiffusionAveraging(EndsWithModels, NeighborRelay):
+class DiffusionAveraging(TrainsModels, NeighborRelay):
     """Train any model at nodes that average with their neighbors; no server has the model.
 
     The nodes are those of `client_app`: a ClientApp with train and evaluate handlers, or a
@@ -127,7 +127,6 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
         "secure": "no server sums: sealed hides the messages from it",
         "privacy": "neighbors receive a node's own model, not a sum",
         "reuse_last_reply": "staleness says for how long a neighbor's message counts",
-        "clusters": "all nodes agree on one model",
     }
     needs = (
         Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),
@@ -278,11 +277,12 @@ class DiffusionAveraging(EndsWithModels, NeighborRelay):
             learned = self._averaging.learned(run)
             models = self._models(run.state) if self.shows_models else {}
             records: Any = {node: to_record(model, self._names) for node, model in models.items()}
-            self._learned = learned._replace(models=records)
+            self._shown = [_mean(arrays) for arrays in zip(*models.values(), strict=True)]
+            mean = to_record(self._shown, self._names)
+            self._learned = learned._replace(models=records, shared=mean if models else ())
         found = self._reported(self.n_rounds)
         if models:
-            self._shown = [_mean(arrays) for arrays in zip(*models.values(), strict=True)]
-            found.arrays = to_record(self._shown, self._names)
+            found.arrays = mean
         elif not self.shows_models and verbose not in (0, "quiet"):
             log(
                 INFO,

@@ -18,22 +18,29 @@ What each party receives:
   the second product on the basis that the sums over all clients span. With ``n_iterations`` above
   1 every client receives every anchor's last estimate, without names, and perturbed where
   ``perturbation`` says so; without ``n_anchors`` every client with enough points is an anchor.
-- *Evaluations* return the cluster and mean losses.
+- *Evaluations*, and `compare` and `onboard` after the run, return the cluster and mean losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from logging import WARNING
 from math import prod
+from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_perdl.clients.mixed_regression import MIXED_REGRESSION, OPTION, RegressionClient
+from flwr_perdl.clients.mixed_regression import (
+    COEFFICIENTS,
+    MIXED_REGRESSION,
+    OPTION,
+    RegressionClient,
+)
+from flwr_perdl.clients.own_models import COMPARE, INITIAL, SHARED
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.privacy import Noise
@@ -51,11 +58,10 @@ from flwr_perdl.protocol.options import (
 from flwr_perdl.protocol.records import Replies, Reply, check_group, to_record
 from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT, Answers, Ask, State, reject_unused
-from flwr_perdl.strategies._own_models import Learned, Own
+from flwr_perdl.strategies._own_models import EndsWithModels, Learned
 
 _COUNT = "rounds"
 #: The number of columns before an update's change.
@@ -65,10 +71,10 @@ _PHASE_1 = spell_fields("phase_1", MomentDescent)
 _PHASE_2 = spell_fields("phase_2", Refinement)
 
 
-class _MixedRegression(ProtocolStrategy):
+class _MixedRegression(EndsWithModels):
     """What the three strategies share: `two_phases` as a protocol."""
 
-    protocol_name = MIXED_REGRESSION
+    protocol_name = after_protocol = MIXED_REGRESSION
     unsupported: ClassVar[Mapping[str, str]] = {
         "secure": SECURE,
         "privacy": "the models begin with estimates of single clients",
@@ -98,18 +104,38 @@ class _MixedRegression(ProtocolStrategy):
     @property
     def result(self) -> Learned:
         """What the run has learned: every cluster's coefficients; a client's are its cluster's."""
-        shared = to_record(self._running().record.model[:1], ["coefficients"])
-        return Learned(shared, Own.of(self, self._find))
+        return Learned(to_record(self._running().record.model, [COEFFICIENTS]), self.own)
 
-    def _find(self, client: int, _state_dir: object) -> ArrayRecord:
-        """Return the coefficients of a client's cluster, as it said last in an evaluation."""
-        said = (report.metrics.get(client, {}) for report in reversed(self.history))
-        cluster = next((own["cluster"] for own in said if "cluster" in own), None)
+    def models_for(self, step: str) -> dict[str, Sequence[Matrix]]:
+        """Return the models, to compare with that of the largest cluster, and the initial ones."""
+        (models,) = self._running().record.model
+        if step != COMPARE:
+            return {"0": [models]}
+        said = [*self._clusters().values()]
+        largest = max(range(len(models)), key=said.count)
+        initial = self._initial or [np.zeros_like(models[:1])]
+        return {"0": [models], SHARED: [models[largest : largest + 1]], INITIAL: initial}
+
+    def _clusters(self) -> dict[int, int]:
+        """Return each client's cluster, as it said last in an evaluation."""
+        said: dict[int, int] = {}
+        for report in self.history:
+            for client, own in report.metrics.items():
+                if "cluster" in own:
+                    said[client] = int(own["cluster"])
+        return said
+
+    def _array_names(self) -> list[str]:
+        return [COEFFICIENTS]
+
+    def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
+        """Return the coefficients of a client's cluster."""
+        cluster = self._clusters().get(client)
         if cluster is None:
             raise ValueError(
                 f"client must have said its cluster in an evaluation, got client {client}."
             )
-        return to_record([self._running().record.model[0][int(cluster)]], ["coefficients"])
+        return to_record([self._running().record.model[0][cluster]], [COEFFICIENTS])
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""

@@ -44,24 +44,32 @@ What each party receives:
   ``privacy`` there is no round one, and the sums have noise: with ``trust="distributed"`` it sees
   no others, and with "central" it adds the noise to all that leaves it. Nothing else reaches it.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
-- *Evaluations* return mean errors only.
+- *Evaluations*, and `compare` and `onboard` after the run, return mean errors only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from logging import WARNING
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 
 from flwr_perdl.clients import local_atoms, private_store
-from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
-from flwr_perdl.clients.perma import ATOMS, PERMA, REFINE_STEPS, SENDS, START, STATISTICS, UPDATE
+from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS, N_NONZERO
+from flwr_perdl.clients.perma import (
+    ATOMS,
+    GLOBAL_ATOMS,
+    PERMA,
+    REFINE_STEPS,
+    SENDS,
+    START,
+    STATISTICS,
+    UPDATE,
+)
 from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
 from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
@@ -79,12 +87,10 @@ from flwr_perdl.protocol.records import (
     Reply,
     Scalar,
     check_shapes,
-    named,
     scalars,
     to_record,
 )
 from flwr_perdl.protocol.request import Protocol, Request, State, Summed
-from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (
     atoms_kind,
@@ -94,7 +100,7 @@ from flwr_perdl.strategies._dictionaries import (
     with_enough,
     within_bounds,
 )
-from flwr_perdl.strategies._own_models import AT_HAND, Learned, Own, context_of, contexts_on
+from flwr_perdl.strategies._own_models import AT_HAND, EndsWithModels, Learned, context_of
 
 AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
@@ -110,7 +116,7 @@ EARLIER = 0.5
 ROBUST = "geometric-median"
 
 
-class PerMA(ProtocolStrategy):
+class PerMA(EndsWithModels):
     """Learn a global dictionary that all clients share, and each client's own local atoms.
 
     Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
@@ -196,7 +202,7 @@ class PerMA(ProtocolStrategy):
     (2, 6)
     """
 
-    protocol_name = PERMA
+    protocol_name = after_protocol = PERMA
     flags = (NEW_STATE, "orthogonal")
     unsupported: ClassVar = {"clusters": "its clients share one set of global atoms"}
     needs = (
@@ -227,7 +233,6 @@ class PerMA(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        self._contexts: dict[int, Context] = {}
         self.max_atoms = None if max_atoms is None else check_count("max_atoms", max_atoms, 1)
         word = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
         self.n_global = n_global if word else check_count("n_global", n_global)
@@ -285,24 +290,29 @@ class PerMA(ProtocolStrategy):
     @property
     def result(self) -> Learned:
         """What the run has learned: the global atoms; a client's own model has its local ones."""
-        (atoms, *_) = self._running().record.model
-        shared = to_record([atoms], ["global_atoms"])
-        return Learned(shared, Own.of(self, partial(self._find, shared)))
+        return Learned(to_record(self._atoms, [GLOBAL_ATOMS]), self.own)
 
-    def _after_rounds(self, grid: Grid) -> None:
-        self._contexts = contexts_on(grid)
+    @property
+    def _atoms(self) -> list[Matrix]:
+        return self._running().record.model[:1]
 
-    def _find(self, shared: ArrayRecord, client: int, state_dir: str | Path | None) -> ArrayRecord:
+    def models_for(self, step: str) -> dict[str, Sequence[Matrix]]:
+        """Return the global atoms alone: clients have first dictionaries of their own."""
+        return {"0": self._atoms}
+
+    def _array_names(self) -> list[str]:
+        return [GLOBAL_ATOMS]
+
+    def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
         """Return the global atoms and a client's local ones, if these are at hand."""
         source: Any = self._contexts.get(client)
         if state_dir is not None:
             where = context_of(client, self.client_names[client], state_dir)
-            store = private_store(where, PERMA)
-            source = None if store is None else store.folder
+            store = None if where.state else private_store(where, PERMA)
+            source = where if store is None else store.folder
         if source is None:
             raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
-        own = to_record([local_atoms(source)], ["local_atoms"])
-        return named([*shared.values(), *own.values()], [*shared, *own])
+        return to_record([*self._atoms, local_atoms(source)], [GLOBAL_ATOMS, LOCAL_ATOMS])
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result: a choice needs one, and one after it."""

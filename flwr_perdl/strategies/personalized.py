@@ -34,8 +34,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-import numpy as np
-
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.options import ServerOptions
@@ -52,9 +50,6 @@ from flwr_perdl.strategies._models import (
     unpack_model,
 )
 from flwr_perdl.strategies._own_models import Learned
-
-#: The name in a checkpoint of which arrays are private.
-_PRIVATE = "private"
 
 
 class PersonalizedFedAvg(ModelStrategy):
@@ -178,9 +173,7 @@ class PersonalizedFedAvg(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
         if state is None:
-            model = check_initial(initial, self._names)
-            state = {**pack_model(model), _PRIVATE: np.array(self._is_private)}
-        self._is_private = state[_PRIVATE].tolist()
+            state = pack_model(check_initial(initial, self._names))
         config = {ALTERNATE: True} if self.alternate else {}
         while True:
             model, memory = unpack_model(state), unpack_model(state, MEMORY)
@@ -192,4 +185,4 @@ class PersonalizedFedAvg(ModelStrategy):
             self.trained_by(replies)
             names = self.shared(self._array_names())
             moved, memory = self.take_step(shared, replies.combined, memory, names)
-            state = {**pack_model(self.whole(model, moved), memory), _PRIVATE: state[_PRIVATE]}
+            state = pack_model(self.whole(model, moved), memory)

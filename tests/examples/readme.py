@@ -40,6 +40,8 @@ class Readme(NamedTuple):
     name: str
     extras: str
     """Of the installation, such as ``simulation``."""
+    torch: bool
+    """Whether it needs PyTorch."""
     steps: list[Step]
     """All but the installation."""
 
@@ -64,7 +66,7 @@ def read(name: str) -> Readme:
     assert re.search(rf"^cd (examples/)?{name}$", first, re.MULTILINE), (
         f"{name} does not say where its commands run"
     )
-    return Readme(name, install["extras"] or "", steps)
+    return Readme(name, install["extras"] or "", "torch" in first, steps)
 
 
 def tells(name: str) -> bool:

@@ -15,7 +15,7 @@ from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run, tel
 
 READMES = [read(name) for name in EXAMPLES]
 #: Whose scripts run in this environment; tests/test_wheel.py runs all in clean ones.
-HERE = ("own-protocol", "quickstart-clustered")
+HERE = ("own-protocol", "pytorch-own-protocol", "quickstart-clustered")
 #: The command of the other Flower versions: 1.26.1 is the last with `flower-simulation`.
 OTHER = "flwr run" if Path(sys.executable).with_name("flower-simulation").exists() else "flower-sim"
 ENVIRONMENT = {
@@ -26,7 +26,8 @@ ENVIRONMENT = {
 
 
 def named(readmes: list[Readme]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("readme", readmes, ids=[readme.name for readme in readmes])
+    ids = [f"{one.name}-pytorch" if one.torch else one.name for one in readmes]
+    return pytest.mark.parametrize("readme", readmes, ids=ids)
 
 
 def test_the_table_has_every_example() -> None:
@@ -34,28 +35,31 @@ def test_the_table_has_every_example() -> None:
     assert sorted(EXAMPLES) == sorted(folders)
 
 
-def test_a_quickstart_node_may_have_a_name_instead_of_a_number() -> None:
+def test_a_quickstart_node_may_have_a_name_instead_of_a_number_with_pytorch() -> None:
+    pytest.importorskip("torch")
     task = runpy.run_path(str(ROOT / "examples/quickstart-clustered/quickstart/task.py"))
     numbers = ({"partition-id": 3}, {"partition-id": "3"}, {"name": "ward-7"})
-    first, same, other = (task["load_data"](node_config)[0] for node_config in numbers)
+    loaders = (task["load_data"](node_config)[0] for node_config in numbers)
+    first, same, other = (loader.dataset.tensors[0].numpy() for loader in loaders)
     np.testing.assert_array_equal(first, same)
     assert (first != other).all()
     with pytest.raises(ValueError, match=r"^node_config"):
         task["load_data"]({})
 
 
-@named([one for one in READMES if tells(one.name) and ("pytorch" in one.name or one.name in HERE)])
+@named([one for one in READMES if tells(one.name) and one.name in HERE])
 def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> None:
-    if "pytorch" in readme.name:
+    if readme.torch:
         pytest.importorskip("torch")
     run(readme.scripts, copied(readme, tmp_path), ENVIRONMENT)
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_quickstart_prints_what_its_readme_says_on_flowers_simulation(
+def test_the_quickstart_prints_what_its_readme_says_on_flowers_simulation_with_pytorch(
     flower_environment: dict[str, str], tmp_path: Path
 ) -> None:
+    pytest.importorskip("torch")
     readme = read("quickstart-clustered")
     steps = [step for step in readme.steps if not step.commands.startswith(OTHER)]
     run(steps, copied(readme, tmp_path), {**flower_environment, "PYTHONPATH": str(ROOT)})

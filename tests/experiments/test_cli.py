@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from flwr_perdl import __version__
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from flwr_perdl.export import load
 from perdl_experiments.__main__ import main
 from perdl_experiments.cli import app
 from perdl_experiments.studies import EXPERIMENTS
@@ -184,8 +185,17 @@ def test_local_atoms_of_a_run_are_written_where_they_are_asked_for(tmp_path):
     again = invoke("local-atoms", out, "--out", file)
     assert again.exit_code == 2
     check_estimator_of(out, atoms["2"])
+    result = invoke("export", out, "--out", tmp_path / "models")
+    assert "4 models" in result.stdout
+    (exported,) = (tmp_path / "models").glob("client-2.*")
+    np.testing.assert_array_equal(load(exported)["local_atoms"], atoms["2"])
     invoke("run", "synthetic", "--out", out, "--overwrite", *given)
     assert not (out / "local-atoms.npz").exists()
+    (out / "results.json").unlink()  # as of a run that is not over
+    unfinished = invoke("export", out, "--out", tmp_path / "others")
+    assert unfinished.exit_code == 2
+    assert "folder" in unfinished.stderr
+    assert not (tmp_path / "others").exists()
 
 
 def check_estimator_of(out, atoms):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, Context, MessageType, RecordDict
 from flwr_perdl.clients import DictionaryClient, RegressionClient, adapt, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.network import Topology
+from flwr_perdl.privacy import Noise
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -80,6 +81,69 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 NAMES = pytest.mark.parametrize("name", STRATEGIES)
 
 
+def as_lists(record: ArrayRecord) -> dict[str, Any]:
+    """Return a record's arrays as lists."""
+    return {name: array.numpy().tolist() for name, array in record.items()}
+
+
+class Kind(NamedTuple):
+    """Clients of a strategy, what they start with, and the loss of one's own model."""
+
+    client: Callable[[Context], Any]
+    start: Callable[[], ArrayRecord | None]
+    loss: Callable[[Any, list[Any]], float]
+
+
+#: Two atoms that all clients share, and two of each one's own.
+ATOMS = np.linalg.qr(np.random.default_rng(9).standard_normal((20, 20)))[0]
+
+
+def dictionary_client(context: Context) -> DictionaryClient:
+    """Return a client of the planted atoms."""
+    i = int(context.node_config["partition-id"])
+    D, rng = ATOMS[[0, 1, 2 + 2 * i, 3 + 2 * i]], np.random.default_rng(i)
+    X = rng.standard_normal((60, 4)) * (rng.random((60, 4)) < 0.5) @ D
+    X += 0.01 * rng.standard_normal(X.shape)
+    test = {"": X[40:]}
+    return DictionaryClient(X[:40], OrthogonalLearner(4), context, evaluation=test)
+
+
+def dictionary_loss(client: DictionaryClient, model: list[Any]) -> float:
+    """Return the error with global and local atoms."""
+    D, X = np.vstack(model), client.evaluation[""]
+    return float(np.mean((X - client.learner.code(X, D) @ D) ** 2))
+
+
+def regression_client(context: Context) -> RegressionClient:
+    """Return a client whose slope is one of two."""
+    i = int(context.node_config["partition-id"])
+    X = np.random.default_rng(i).standard_normal((30, 3))
+    return RegressionClient(X, X @ SLOPES[i % 2], context)
+
+
+def regression_loss(client: RegressionClient, model: list[Any]) -> float:
+    """Return half the mean squared error."""
+    return float(np.mean((client.X @ np.ravel(model[0]) - client.y) ** 2) / 2)
+
+
+#: Of strategies whose clients are the library's own.
+KINDS = {
+    "perma": Kind(dictionary_client, lambda: None, dictionary_loss),
+    "fedx": Kind(regression_client, lambda: None, regression_loss),
+}
+OWN: dict[str, Callable[..., Any]] = {
+    "perma": lambda **options: PerMA(2, **options),
+    "fedx": lambda **options: FedX(2, **options),
+}
+ALL_NAMES = pytest.mark.parametrize("name", [*STRATEGIES, *KINDS])
+
+
+def kind_of(name: str) -> Kind:
+    """Return the clients of a strategy."""
+    user = Kind(Linear, start, lambda client, model: float(client.evaluate(model, {})[0]))
+    return KINDS.get(name, user)
+
+
 class RecordingGrid(InProcessGrid):
     """Remembers what training replies carry."""
 
@@ -98,29 +162,39 @@ class RecordingGrid(InProcessGrid):
 
 def run(name: str, n_rounds: int = 8, app: Any = None, **options: Any) -> tuple[Any, RecordingGrid]:
     """Return a strategy that has run, and its grid."""
-    grid = RecordingGrid(app or client_app(Linear), N_CLIENTS)
-    strategy = STRATEGIES[name](**options)
-    strategy.start(grid, start(), num_rounds=n_rounds)
+    kind = kind_of(name)
+    grid = RecordingGrid(app or client_app(kind.client), N_CLIENTS)
+    strategy = {**STRATEGIES, **OWN}[name](**options)
+    strategy.start(grid, kind.start(), num_rounds=40 if name == "fedx" else n_rounds)
     return strategy, grid
 
 
-def loss_of(client: int, model: ArrayRecord) -> float:
+def context_of(client: int) -> Context:
+    """Return a client's context."""
+    return Context(1, 1, {"partition-id": client}, RecordDict(), {})
+
+
+def loss_of(client: int, model: ArrayRecord, name: str = "") -> float:
     """Return a client's loss of a model."""
-    context = Context(1, 1, {"partition-id": client}, RecordDict(), {})
-    return float(Linear(context).evaluate(model.to_numpy_ndarrays(), {})[0])
+    kind = kind_of(name)
+    return kind.loss(kind.client(context_of(client)), model.to_numpy_ndarrays())
 
 
-@NAMES
+@ALL_NAMES
 def test_each_clients_model_is_at_hand_in_process(name: str) -> None:
     strategy, grid = run(name)
     table = strategy.compare(grid)
     for client in range(N_CLIENTS):
         model = strategy.result.model_of(client)
-        assert list(model) == ["slope", "intercept"]
-        assert loss_of(client, model) == pytest.approx(table[client]["own"]["loss"])
-        assert table[client]["initial"]["loss"] == pytest.approx(loss_of(client, start()))
+        losses = {which: metrics["loss"] for which, metrics in table[client].items()}
+        assert loss_of(client, model, name) == pytest.approx(losses["own"], rel=1e-5, abs=1e-12)
+        if name in KINDS:
+            assert losses["own"] <= min(losses["shared"], losses["initial"])
+        else:
+            assert list(model) == ["slope", "intercept"]
+            assert losses["initial"] == pytest.approx(loss_of(client, start()))
     assert strategy.result.own.table == table
-    assert all("slope" not in sent for sent in grid.sent[-1:])  # numbers alone
+    assert grid.sent[-1] == set()  # numbers alone
 
 
 @NAMES
@@ -137,28 +211,37 @@ def test_fine_tuning_keeps_the_best_and_sends_numbers_alone(name: str) -> None:
     assert tuned.history[-1].aggregate["fits-kept"] > 0
 
 
-@pytest.mark.parametrize("name", ["clustered", "clustered, private", "personalized", "ditto"])
+JOINED = ["clustered", "clustered, private", "personalized", "ditto", *KINDS]
+
+
+@pytest.mark.parametrize("name", JOINED)
 def test_a_new_client_is_as_well_off_as_those_that_took_part(name: str) -> None:
     strategy, _ = run(name, 20)
-    new = InProcessGrid(
-        client_app(Linear), 2, node_config=lambda i: {"partition-id": N_CLIENTS + i}
-    )
+    app = client_app(kind_of(name).client)
+    new = RecordingGrid(app, 2, node_config=lambda i: {"partition-id": N_CLIENTS + i})
     found = strategy.onboard(new, fits=40)
     assert sorted(found) == [N_CLIENTS, N_CLIENTS + 1]
     for client in found:
-        own = loss_of(client, strategy.result.model_of(client))
-        assert own == pytest.approx(found[client]["loss-after"])
-        assert own <= found[client]["loss-before"]
+        own = loss_of(client, strategy.result.model_of(client), name)
+        assert own == pytest.approx(found[client]["loss-after"], rel=1e-5, abs=1e-12)
+        assert own <= found[client]["loss-before"] + 1e-12
         if "private" in name:
             assert found[client]["cluster"] == strategy.result.members[client % 2]
             assert own < 1e-3
+        if name in KINDS:
+            old = [loss_of(p, strategy.result.model_of(p), name) for p in range(N_CLIENTS)]
+            assert own <= 1.1 * max(old) + 1e-12
+            alone = adapt(app, strategy.result, context_of(client), fits=40)
+            assert as_lists(alone) == as_lists(strategy.result.model_of(client))
+    assert not any(new.sent)
+    assert strategy.compare(new)[N_CLIENTS]["own"]["loss"] == found[N_CLIENTS]["loss-after"]
     with pytest.raises(ValueError, match="grid"):
         strategy.onboard(new)
 
 
 def test_a_new_client_without_a_server() -> None:
     strategy, _ = run("clustered, private", 20)
-    context = Context(1, 1, {"partition-id": N_CLIENTS}, RecordDict(), {})
+    context = context_of(N_CLIENTS)
     app = client_app(Linear, private=PRIVATE)
     own = adapt(app, strategy.result, context, fits=40)
     assert loss_of(N_CLIENTS, own) < 1e-3
@@ -182,17 +265,25 @@ def test_a_node_begins_with_the_mean_of_the_models_that_others_show() -> None:
     strategy, _ = run("averaging", shows_models=True)
     new = InProcessGrid(client_app(Linear), 1, node_config=lambda i: {"partition-id": 9})
     assert strategy.onboard(new, fits=5)[9]["fits-kept"] > 0
+    shared = strategy.result.shared
+    models = [one["slope"].numpy() for one in strategy.result.models.values()]
+    np.testing.assert_allclose(shared["slope"].numpy(), np.mean(models, axis=0))
+    own = adapt(client_app(Linear), strategy.result, context_of(9), fits=5)
+    assert loss_of(9, own) < loss_of(9, shared)
     hidden, _ = run("averaging")
+    with pytest.raises(ValueError, match="result"):
+        adapt(client_app(Linear), hidden.result, context_of(9))
     with pytest.raises(ValueError, match="shows_models"):
         hidden.onboard(new)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", ["clustered, private", "personalized", "ditto"])
-def test_what_clients_keep_on_disk_is_at_hand(name: str, tmp_path: Path) -> None:
+def test_what_clients_keep_on_disk_is_at_hand(name: str, together: bool, tmp_path: Path) -> None:
     kept = tmp_path / "states"
-    grid = InProcessGrid(
-        client_app(Linear), N_CLIENTS, node_config=lambda _: {"state-dir": str(kept)}
-    )
+    own: dict[str, Any] = {"node_config": lambda _: {"state-dir": str(kept)}}
+    options = {"state_dir": kept} if together else own
+    grid = InProcessGrid(client_app(Linear), N_CLIENTS, **options)
     strategy = STRATEGIES[name](fine_tune=2)
     strategy.start(grid, start(), num_rounds=3)
     one = strategy.result.model_of(1)
@@ -214,16 +305,70 @@ def test_a_resumed_run_is_fine_tuned_once(tmp_path: Path) -> None:
         other.start(grid, start(), num_rounds=2)
 
 
-@NAMES
+@pytest.mark.parametrize("name", ["clustered, private", "personalized"])
+def test_a_run_goes_on_without_its_initial_arrays(name: str, tmp_path: Path) -> None:
+    whole, _ = run(name, 4)
+    _, grid = run(name, 2, checkpoint_dir=tmp_path)
+    again = STRATEGIES[name](checkpoint_dir=tmp_path, server=ServerSettings(resume=True))
+    again.start(grid, num_rounds=4)
+    for client in range(N_CLIENTS):
+        one, other = (run.result.model_of(client) for run in (whole, again))
+        assert as_lists(one) == as_lists(other)
+    assert [*again.compare(grid)[0]] == ["own", "shared"]
+
+
+@ALL_NAMES
 def test_what_is_wrong_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match="fine_tune"):
-        STRATEGIES[name](fine_tune=-1)
-    fresh = STRATEGIES[name]()
+    fresh = {**STRATEGIES, **OWN}[name]()
+    with pytest.raises((TypeError, ValueError), match="fine_tune"):
+        {**STRATEGIES, **OWN}[name](fine_tune=-1)
     with pytest.raises(RuntimeError):
         fresh.compare(InProcessGrid(client_app(Linear), N_CLIENTS))
     strategy, _ = run(name, 2)
     with pytest.raises(ValueError, match="client"):
         strategy.result.model_of(77)
+
+
+@pytest.mark.parametrize("name", ["personalized", *KINDS])
+def test_a_result_of_another_strategy_is_rejected(name: str) -> None:
+    strategy, _ = run(name, 3)
+    for other in [one for one in ("personalized", *KINDS) if one != name]:
+        app, context = client_app(kind_of(other).client), context_of(0)
+        with pytest.raises(ValueError, match=r"^result"):
+            adapt(app, strategy.result, context)
+        adapt(app, run(other, 3)[0].result, context)  # the same client can go on
+
+
+def test_a_client_that_names_no_cluster_of_the_run_is_left_out() -> None:
+    strategy, _ = run("fedx")
+
+    class Liar(RegressionClient):
+        def measure(self, request: Any) -> Any:
+            return super().measure(request)._replace(metrics={"loss": 0.0, "cluster": 99})
+
+    def make_client(context: Context) -> RegressionClient:
+        client = regression_client(context)
+        return client if client.partition % 2 else Liar(client.X, client.y, context)
+
+    new = InProcessGrid(
+        client_app(make_client), 2, node_config=lambda i: {"partition-id": N_CLIENTS + i}
+    )
+    assert [*strategy.onboard(new)] == [N_CLIENTS + 1]
+    assert [*strategy.history[-1].dropped] == [f"client {N_CLIENTS}"]
+
+
+def test_after_a_run_with_a_guarantee_nothing_is_asked_that_has_no_noise() -> None:
+    options: dict[str, Any] = {"privacy": Noise(epsilon=1.0, level="client"), "min_clients": 3}
+    with pytest.raises(ValueError, match="fine_tune"):
+        ClusteredFedAvg(1, fine_tune=1, **options)
+    strategy = ClusteredFedAvg(1, **options)
+    grid = RecordingGrid(client_app(Linear), N_CLIENTS)
+    strategy.start(grid, start(), num_rounds=2)
+    n_exchanges = len(grid.sent)
+    for step in (strategy.compare, strategy.onboard):
+        with pytest.raises(ValueError, match="privacy"):
+            step(grid)
+    assert len(grid.sent) == n_exchanges
 
 
 def test_clusters_that_have_not_been_learned_are_none() -> None:
@@ -261,20 +406,3 @@ def test_a_clients_dictionary_is_the_global_atoms_and_its_own(
     assert list(strategy.result.shared) == ["global_atoms"]
     with pytest.raises(ValueError, match="client"):
         strategy.result.model_of(9)
-
-
-def test_a_clients_regression_is_its_clusters() -> None:
-    rng = np.random.default_rng(0)
-    X = rng.standard_normal((8, 30, 3))
-
-    def make_client(context: Context) -> RegressionClient:
-        i = int(context.node_config["partition-id"])
-        y = X[i] @ SLOPES[i % 2]
-        return RegressionClient(X[i], y, context)
-
-    strategy = FedX(2)
-    strategy.start(InProcessGrid(client_app(make_client), 8), num_rounds=40)
-    assert strategy.result.shared["coefficients"].numpy().shape == (2, 3)
-    for i in range(8):
-        own = strategy.result.model_of(i)["coefficients"].numpy()
-        np.testing.assert_allclose(own, SLOPES[i % 2], atol=0.05)

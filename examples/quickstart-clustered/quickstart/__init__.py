@@ -1,1 +1,1 @@
-"""A Flower app in the shape of Flower's quickstart."""
+"""A PyTorch app in the shape of Flower's template."""

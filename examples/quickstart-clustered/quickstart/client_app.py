@@ -1,9 +1,9 @@
-"""quickstart: a Flower / NumPy app."""
+"""The clients: train and evaluate handlers, as in Flower's PyTorch template."""
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from quickstart.task import load_data
+from quickstart.task import Net, load_data
 from quickstart.task import test as test_fn
 from quickstart.task import train as train_fn
 
@@ -13,22 +13,24 @@ app = ClientApp()
 @app.train()
 def train(msg: Message, context: Context) -> Message:
     """Train the model on local data."""
-    weights = msg.content["arrays"].to_numpy_ndarrays()
-    X, y, _, _ = load_data(context.node_config)
-    epochs, rate = context.run_config["local-epochs"], context.run_config["learning-rate"]
-    weights = train_fn(weights, X, y, epochs, rate)
+    net = Net()
+    net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    loader, _ = load_data(context.node_config)
+    loss = train_fn(net, loader, context.run_config["local-epochs"], msg.content["config"]["lr"])
 
-    metrics = MetricRecord({"num-examples": len(X)})
-    content = RecordDict({"arrays": ArrayRecord(weights), "metrics": metrics})
+    metrics = MetricRecord({"train_loss": loss, "num-examples": len(loader.dataset)})
+    content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
     return Message(content=content, reply_to=msg)
 
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
     """Evaluate the model on local data."""
-    weights = msg.content["arrays"].to_numpy_ndarrays()
-    _, _, X, y = load_data(context.node_config)
-    loss, accuracy = test_fn(weights, X, y)
+    net = Net()
+    net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    _, loader = load_data(context.node_config)
+    loss, accuracy = test_fn(net, loader)
 
-    metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(X)})
-    return Message(content=RecordDict({"metrics": metrics}), reply_to=msg)
+    metrics = {"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(loader.dataset)}
+    content = RecordDict({"metrics": MetricRecord(metrics)})
+    return Message(content=content, reply_to=msg)

@@ -1,10 +1,11 @@
-"""quickstart: a Flower / NumPy app."""
+"""The server, as in Flower's PyTorch template."""
 
-from flwr.app import ArrayRecord, Context
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from quickstart.task import get_weights
+from quickstart.task import Net
 
 app = ServerApp()
 
@@ -13,10 +14,16 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the strategy, and print the clients' accuracy after the last round."""
     num_rounds = context.run_config["num-server-rounds"]
-    arrays = ArrayRecord(get_weights())
+    torch.manual_seed(0)
+    arrays = ArrayRecord(Net().state_dict())
 
     strategy = FedAvg(fraction_train=1.0, fraction_evaluate=1.0)
 
-    result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=num_rounds)
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=arrays,
+        num_rounds=num_rounds,
+        train_config=ConfigRecord({"lr": context.run_config["learning-rate"]}),
+    )
     accuracy = result.evaluate_metrics_clientapp[num_rounds]["eval_acc"]
-    print(f"{type(strategy).__name__}: accuracy {accuracy:.3f}")
+    print(f"{type(strategy).__name__}: accuracy {accuracy:.2f}")

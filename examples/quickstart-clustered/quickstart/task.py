@@ -1,15 +1,27 @@
-"""Model and data: logistic regression; the clients are of two kinds, whose labels are opposite."""
+"""Network and data: ten clients; in five of them labels 0 and 1 are swapped."""
 
 from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
-import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def get_weights() -> list[np.ndarray]:
-    """Return the model to start from: ten weights and an intercept."""
-    return [np.zeros(10), np.zeros(1)]
+class Net(nn.Module):
+    """A small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(10, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a score for each label."""
+        return self.head(torch.relu(self.body(x)))
 
 
 def partition_of(node_config: Mapping[str, Any]) -> int:
@@ -21,35 +33,34 @@ def partition_of(node_config: Mapping[str, Any]) -> int:
     raise ValueError(f"node_config must have 'partition-id' or 'name', got {dict(node_config)}.")
 
 
-def load_data(
-    node_config: Mapping[str, Any],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return a client's samples and labels, to train with and to test with."""
+def load_data(node_config: Mapping[str, Any]) -> tuple[DataLoader, DataLoader]:
+    """Return a client's data, to train with and to test with."""
     partition = partition_of(node_config)
-    rule = np.random.default_rng(0).standard_normal(10)
-    rng = np.random.default_rng([1, partition])
-    X = rng.standard_normal((160, 10))
-    y = (X @ rule > 0) ^ (partition % 2 == 1)  # what is 1 for even clients is 0 for odd ones
-    return X[:80], y[:80], X[80:], y[80:]
+    rule = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    X = torch.randn(160, 10, generator=torch.Generator().manual_seed(1 + partition))
+    y = ((X @ rule > 0) ^ (partition % 2 == 1)).long()  # odd clients: 0 and 1 are swapped
+    train, test = TensorDataset(X[:80], y[:80]), TensorDataset(X[80:], y[80:])
+    return DataLoader(train, batch_size=20), DataLoader(test, batch_size=80)
 
 
-def predict(weights: list[np.ndarray], X: np.ndarray) -> np.ndarray:
-    """Return each sample's probability of label 1."""
-    return 1 / (1 + np.exp(-(X @ weights[0] + weights[1])))
-
-
-def train(
-    weights: list[np.ndarray], X: np.ndarray, y: np.ndarray, epochs: int, rate: float
-) -> list[np.ndarray]:
-    """Return the weights after gradient descent."""
+def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
+    """Train the network, and return the last batch's loss."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    net.to(DEVICE).train()
     for _ in range(epochs):
-        residual = (predict(weights, X) - y) / len(y)
-        weights = [weights[0] - rate * X.T @ residual, weights[1] - rate * residual.sum()]
-    return weights
+        for X, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(X.to(DEVICE)), y.to(DEVICE))
+            loss.backward()
+            optimizer.step()
+    return loss.item()
 
 
-def test(weights: list[np.ndarray], X: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return loss and accuracy."""
-    p = predict(weights, X)
-    loss = -np.mean(np.log(np.where(y, p, 1 - p)))
-    return float(loss), float(np.mean((p > 0.5) == y))
+def test(net: nn.Module, loader: DataLoader) -> tuple[float, float]:
+    """Return the loss and the accuracy."""
+    net.to(DEVICE).eval()
+    X, y = (one.to(DEVICE) for one in loader.dataset.tensors)
+    with torch.no_grad():
+        scores = net(X)
+    accuracy = (scores.argmax(dim=1) == y).float().mean().item()
+    return nn.functional.cross_entropy(scores, y).item(), accuracy
