@@ -285,7 +285,7 @@ def _averaged(
 def _tuned(clients: Sequence[Network], model: Model, epochs: int) -> float:
     """Return the accuracy of the model that each client trains further, stopped in time."""
     found = []
-    for measured in by_epoch(clients, model, epochs):
+    for measured in by_epoch(clients, [model] * len(clients), epochs):
         loss = float(np.mean([loss for loss, _, _ in measured]))
         found.append((loss, float(np.mean([own["accuracy"] for _, _, own in measured]))))
     return min(found)[1]
