@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 from scipy.ndimage import gaussian_filter1d
 
 from flwr_perdl.core.checks import Matrix
 
 SIGMA = 1.5
+#: Probability that an interval covers the mean difference.
+COVERAGE = 0.95
 _REACH = 5  # the Gaussian window ends 3.5 sigma from its center
 _FLOOR = 1e-10  # an image rebuilt exactly counts as 100 dB
 
@@ -116,3 +119,29 @@ def rounds_to(values: Matrix, target: float) -> float:
     below = np.flatnonzero(values < target)
     last = int(below[-1]) + 1 if len(below) else 0
     return float(last + 1) if last < len(values) else np.inf
+
+
+def half_width(differences: Matrix, ratio: float) -> float:
+    """Return half the width of a 95 % interval of the mean over random splits.
+
+    Test parts of random splits overlap, so the variance of the mean is that of the differences
+    times ``1 / n + ratio``, not ``1 / n`` (Nadeau and Bengio, "Inference for the generalization
+    error", Machine Learning 2003).
+
+    Parameters
+    ----------
+    differences : ndarray of shape (n_splits,)
+        Of two methods, on the same splits.
+    ratio : float
+        Rows to test by, per row to train with.
+
+    Returns
+    -------
+    float
+        Infinite for one split.
+    """
+    n = len(differences)
+    if n < 2:
+        return float("inf")
+    variance = float(differences.var(ddof=1)) * (1 / n + ratio)
+    return float(stats.t.ppf((1 + COVERAGE) / 2, n - 1)) * float(np.sqrt(variance))

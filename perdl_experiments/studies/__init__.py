@@ -27,6 +27,7 @@ COMMON = ("clients", "rounds", "seed", "data")
 
 _FILES = (
     "cameras",
+    "stations",
     "digits",
     "images",
     "sites",
@@ -36,6 +37,7 @@ _FILES = (
     "federations",
     "mixed_regression",
     "regression",
+    "patients",
     "rotated_digits",
     "personal",
     "private",

@@ -12,6 +12,8 @@ method         what it is
 ``shared``     `PerMA` with all atoms shared: the dictionary of all sites' images
 ``finetuned``  ``shared``, fine-tuned by each site
 ``averaging``  one dictionary, averaged in every round from a common start
+``either``     an own and a shared dictionary of half as many atoms: for each image the better one
+``both``       the atoms of both
 ``perpca``     PerPCA: shared and own orthonormal components
 ``hmf``        HMF: the same, by the paper that followed PerPCA's
 =============  ===================================================================================
@@ -215,24 +217,29 @@ def best(tries: Sequence[Try]) -> Try:
 class Comparison:
     """All methods on one split of the images."""
 
-    def __init__(self, config: Config, seed: int) -> None:
-        self.config, self.seed = config, seed
-        self.sites, self.shape, _ = load_sites(config, seed)
-        self.samples = [site.train for site in self.sites]
+    def __init__(self, config: Config, seed: int, sites: Sequence[Site]) -> None:
+        self.config, self.seed, self.sites = config, seed, sites
+        self.samples = [site.train for site in sites]
         self.all_shared = config.sharing(config.n_atoms, seed)
 
     def rebuilt(self, X: Matrix, D: Matrix) -> Matrix:
         """Return images rebuilt from ``n_nonzero`` atoms each."""
         return reconstruct(sparse_code(X, D, n_nonzero=min(self.config.n_nonzero, len(D))), D)
 
+    def measured(self, sets: Sequence[Matrix], rebuilt: Sequence[Matrix]) -> list[float]:
+        """Return the error on each set of a site's images."""
+        return [float(np.mean((X - Y) ** 2)) for X, Y in zip(sets, rebuilt, strict=True)]
+
+    def errors(self, sets: Sequence[Matrix], D: Matrix) -> list[float]:
+        """Return the errors of a site's images with a dictionary."""
+        return self.measured(sets, [self.rebuilt(X, D) for X in sets])
+
     def judged(self, dictionaries: Sequence[Matrix], setting: float, **more: Any) -> Try:
         """Return dictionaries with their errors."""
 
         def errors(name: str) -> Matrix:
-            pairs = [(getattr(s, name), D) for s, D in zip(self.sites, dictionaries, strict=True)]
-            return np.array(
-                [[np.mean((X - self.rebuilt(X, D)) ** 2) for X in sets] for sets, D in pairs]
-            )
+            pairs = zip(self.sites, dictionaries, strict=True)
+            return np.array([self.errors(getattr(site, name), D) for site, D in pairs])
 
         return Try(dictionaries, errors("choose"), errors("test"), setting, **more)
 
@@ -256,12 +263,38 @@ class Comparison:
         """Return a shared dictionary, fine-tuned at each site for its best number of steps."""
 
         def error(site: int, D: Matrix) -> float:
-            sets = self.sites[site].choose
-            return float(np.mean([np.mean((X - self.rebuilt(X, D)) ** 2) for X in sets]))
+            return float(np.mean(self.errors(self.sites[site].choose, D)))
 
         learner = _methods.make_learner(self.all_shared, self.config.n_atoms, shared.setting)
         found = _methods.finetuned(learner, shared.dictionaries[0], self.samples, error)
         return self.judged([D for D, _ in found], float(np.median([steps for _, steps in found])))
+
+    def halves(self) -> dict[str, Try]:
+        """Return an own and a shared dictionary at equal storage: half as many atoms each.
+
+        ``either`` takes for each image the one that rebuilds it better, ``both`` atoms of both.
+        """
+        half = replace(self.config, n_atoms=max(self.config.n_atoms // 2, 1), n_global="auto")
+        smaller = type(self)(half, self.seed, self.sites)
+        own, shared = (smaller.penalized(name).dictionaries for name in ("local", "perma"))
+        pairs = list(zip(own, shared, strict=True))
+
+        def either(name: str) -> Matrix:
+            sets = [getattr(site, name) for site in self.sites]
+            each = zip(sets, pairs, strict=True)
+            return np.array([self.measured(X, [self._better(Y, *D) for Y in X]) for X, D in each])
+
+        n = float(half.n_atoms)
+        return {
+            "either": Try([], either("choose"), either("test"), n),
+            "both": self.judged([np.vstack(pair) for pair in pairs], n),
+        }
+
+    def _better(self, X: Matrix, *dictionaries: Matrix) -> Matrix:
+        """Return each image as the dictionary rebuilds it that does so better."""
+        tries = np.array([self.rebuilt(X, D) for D in dictionaries])
+        best = np.nanmean((tries - X) ** 2, axis=2).argmin(axis=0)
+        return np.asarray(tries[best, np.arange(len(X))])
 
     def parted(self, learn: Callable[[int, float], Try], steps: Sequence[float]) -> Try:
         """Return a method with its best number of shared components, and with its best step."""
@@ -295,7 +328,7 @@ def compare(config: Config, seed: int) -> Arrays:
         Which images the sites have, and the methods' draws.
     """
     config = config.sized
-    these, tried = Comparison(config, seed), config.tried
+    these, tried = Comparison(config, seed, load_sites(config, seed)[0]), config.tried
     shared = these.penalized("perma")
     curve = {n: these.learn("perma", n, shared.setting) for n in tried[:-1]} | {tried[-1]: shared}
     given = list(curve) if config.n_global == "auto" else [config.n_global]
@@ -303,6 +336,7 @@ def compare(config: Config, seed: int) -> Arrays:
     found = {"perma": curve[n_global]._replace(setting=n_global)}
     found |= {"alone": these.penalized("local"), "shared": shared}
     found["finetuned"] = these.finetuned(shared)
+    found |= these.halves()
     rivals: dict[str, Callable[[], Try]] = {
         "averaging": partial(these.penalized, "averaging"),
         "perpca": partial(these.parted, partial(these.learn, "perpca"), PCA_STEPS),
@@ -323,7 +357,11 @@ def compare(config: Config, seed: int) -> Arrays:
         "floats": np.array(curve[n_global].floats),
         "atoms": np.array(curve[n_global].dictionaries),
         "original": shown,
-        **{f"rebuilt_{n}": these.rebuilt(shown, one.dictionaries[at]) for n, one in found.items()},
+        **{
+            f"rebuilt_{name}": these.rebuilt(shown, one.dictionaries[at])
+            for name, one in found.items()
+            if one.dictionaries
+        },
     }
 
 

@@ -20,14 +20,15 @@ method         what it is
 ``alone``      local training, stopped at the best epoch, at most one epoch per round
 ``linear``     local training of a softmax regression instead of the network
 ``fedavg``     FedAvg
-``tuned``      FedAvg's last model, fine-tuned by each client with its own learning rate, stopped
-               likewise
 ``fedper``     `PersonalizedFedAvg` with a private head (Arivazhagan et al., 2019)
 ``fedrep``     the same, head and body trained alternately (Collins et al., 2021)
 ``lg-fedavg``  `PersonalizedFedAvg` with a private body (Liang et al., 2020)
 ``ditto``      `Ditto` (Li et al., 2021)
 ``clustered``  `ClusteredFedAvg`, ``k="auto"``
 =============  ===================================================================================
+
+``tuned`` (FedAvg) and ``METHOD-tuned`` are a federated method's last models, fine-tuned by each
+client with its own learning rate, stopped at its best epoch.
 
 Every method has the same rounds, one epoch per array and round, and its best learning rate of a
 grid by the mean validation accuracy (Ditto also its best pull; the regression its best penalty).
@@ -40,7 +41,7 @@ Metrics: ``accuracy_KIND_METHOD``: the mean test accuracy over clients, and its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -208,6 +209,11 @@ def strategies(rounds: int) -> dict[str, dict[str, ProtocolStrategy]]:
 PRIVATE = {"fedper": ["head.*"], "fedrep": ["head.*"], "lg-fedavg": ["body.*"]}
 
 
+def tuned(method: str) -> str:
+    """Return what a method is called, fine-tuned."""
+    return "tuned" if method == "fedavg" else f"{method}-tuned"
+
+
 class Found(NamedTuple):
     """What chooses among what was tried, every client's accuracy on its own images, and how."""
 
@@ -222,8 +228,8 @@ def federated(
     method: str,
     strategy: ProtocolStrategy,
     rounds: int,
-) -> tuple[dict[int, Mapping[str, float]], Model]:
-    """Return each client's evaluation of its own model after the last round, and the shared one.
+) -> tuple[Matrix, list[Model]]:
+    """Return what chooses and the accuracy of each client's own model, and these models.
 
     Parameters
     ----------
@@ -245,33 +251,39 @@ def federated(
     app = client_app(make_client, private=PRIVATE.get(method, ()))
     record = ArrayRecord({name: Array(array) for name, array in zip(NAMES, model, strict=True)})
     grid = InProcessGrid(app, len(clients))
-    result = strategy.start(grid, record, num_rounds=rounds, verbose="quiet")
-    measured = strategy.history[-1].metrics
-    return {p: measured[p] for p in range(len(clients))}, result.arrays.to_numpy_ndarrays()
+    strategy.start(grid, record, num_rounds=rounds, verbose="quiet")
+    own: Any = strategy  # any of `strategies` ends with models
+    models = [own.result.model_of(p).to_numpy_ndarrays() for p in range(len(clients))]
+    pairs = zip(clients, models, strict=True)
+    measured = [one.evaluate(model, {})[2] for one, model in pairs]
+    return _table(measured), models
 
 
-def _tables(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Matrix]:
-    """Yield what chooses, and the accuracy, of all clients after each epoch of their own."""
-    for measured in by_epoch(clients, model, epochs):
-        yield np.array([[float(own[n]) for n in ("chosen-by", "accuracy")] for *_, own in measured])
+def _table(measured: Sequence[Mapping[str, Scalar]]) -> Matrix:
+    return np.array([[float(own[name]) for name in ("chosen-by", "accuracy")] for own in measured])
 
 
-def stopped(clients: Sequence[Client], model: Model, epochs: int, how: str = "") -> Found:
+def stopped(
+    clients: Sequence[Client], models: Sequence[Model], epochs: int, how: str = ""
+) -> Found:
     """Return the best of all numbers of epochs of local training.
 
     Parameters
     ----------
     clients : sequence of Client
         All clients.
-    model : list of ndarray
-        What they begin with.
+    models : sequence of list of ndarray
+        What each begins with.
     epochs : int
         At most.
     how : str
         What else was chosen.
     """
-    tables = enumerate(_tables(clients, model, epochs))
-    return _best(_tried(table, f"{how}, {epoch} epochs") for epoch, table in tables)
+    each = enumerate(by_epoch(clients, models, epochs))
+    return _best(
+        _tried(_table([own for *_, own in measured]), f"{how}, {epoch} epochs")
+        for epoch, measured in each
+    )
 
 
 def linear(own: Sequence[Split]) -> Found:
@@ -324,21 +336,21 @@ def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
     own = splits(config, kind, seed)
     of_step = {s: [Client(one, seed, i, s) for i, one in enumerate(own)] for s in STEPS}
     model, clients = first_model(config, own, seed), of_step[step]
-    found = {"alone": stopped(clients, model, config.rounds, f"{step:g}"), "linear": linear(own)}
+    start = [model] * len(clients)
+    found = {"alone": stopped(clients, start, config.rounds, f"{step:g}"), "linear": linear(own)}
     for method, tried in strategies(config.rounds).items():
         if method not in config.methods and method != "fedavg":
             continue
-        ends = []
+        ends, further = [], []
         for more, strategy in tried.items():
-            measured, shared = federated(clients, model, method, strategy, config.rounds)
-            table = np.array([[m["chosen-by"], m["accuracy"]] for m in measured.values()])
-            ends.append(_tried(table, f"{step:g} {more}".strip()))
-        found[method] = _best(ends)
-        if method == "fedavg":
-            found["tuned"] = _best(
-                stopped(further, shared, config.rounds, f"{step:g}, then {s:g}")
-                for s, further in of_step.items()
-            )
+            table, models = federated(clients, model, method, strategy, config.rounds)
+            how = f"{step:g} {more}".strip()
+            ends.append(_tried(table, how))
+            further += [
+                stopped(each, models, config.rounds, f"{how}, then {s:g}")
+                for s, each in of_step.items()
+            ]
+        found |= {method: _best(ends), tuned(method): _best(further)}
     return {
         f"{method}/{field}": np.array(value)
         for method, one in found.items()
@@ -390,5 +402,8 @@ def _said(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
 def _figures(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
-    rows, columns = [KINDS[kind] for kind in kinds], [METHODS[method] for method in methods]
-    return {"heat": pictures.heat_map(medians, rows, columns)}
+    drawn = [
+        m for m in methods if m == "fedavg" or tuned(m) not in methods
+    ]  # fine-tuned, all others
+    rows, columns = [KINDS[kind] for kind in kinds], [METHODS[method] for method in drawn]
+    return {"heat": pictures.heat_map(medians[:, [methods.index(m) for m in drawn]], rows, columns)}

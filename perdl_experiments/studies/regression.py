@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
-from scipy import stats
 
 from flwr_perdl.clients import RegressionClient
 from flwr_perdl.core.checks import Matrix, check_array
@@ -48,6 +47,7 @@ from flwr_perdl.strategies.mixed_regression import FedX
 from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.data import cached_by_file, check_kind, read_arrays
 from perdl_experiments.engine import arranged
+from perdl_experiments.measures import COVERAGE, half_width
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record, Table
 from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep
@@ -69,8 +69,6 @@ _BLOCKS = 10
 #: Tumors: patients of a client, what is predicted, and from what.
 _PATIENTS = 12
 _RESPONSE, _FEATURES = "mean concavity", ("mean radius", "mean texture", "mean smoothness")
-#: Probability that an interval covers the mean difference.
-_COVERAGE = 0.95
 #: Coefficients that are drawn.
 _DRAWN = 10
 
@@ -177,7 +175,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "most": max(sizes),
             "models": chosen,
             "source": _SAYS[config.bundled],
-            "coverage": f"{_COVERAGE:.0%}",
+            "coverage": f"{COVERAGE:.0%}",
             "held_out": f"{HELD_OUT:.0%}",
             "how": "The smallest number is chosen whose error is within one standard error and one "
             "thousandth of the minimum."
@@ -420,24 +418,14 @@ def _gains(explained: Mapping[str, Sequence[float]]) -> Iterator[Record]:
     ours = np.array(explained["clustered"])
     for method in METHODS[1:]:
         difference = ours - explained[method]
-        mean, half = float(difference.mean().round(12)) + 0.0, _half_width(difference)  # no -0
+        mean, half = (
+            float(difference.mean().round(12)) + 0.0,
+            half_width(difference, HELD_OUT / (1 - HELD_OUT)),
+        )  # no -0
         yield Record("gain", mean, method)
         if np.isfinite(half):
             yield Record("gain_low", mean - half, method)
             yield Record("gain_high", mean + half, method)
-
-
-def _half_width(differences: Matrix) -> float:
-    """Return half the width of an interval of the mean over splits; infinite for one split.
-
-    Test parts of random splits overlap, so the variance of the mean is that of the differences
-    times ``1 / n + test / train`` (Nadeau and Bengio), not ``1 / n``.
-    """
-    n = len(differences)
-    if n < 2:
-        return float("inf")
-    variance = float(differences.var(ddof=1)) * (1 / n + HELD_OUT / (1 - HELD_OUT))
-    return float(stats.t.ppf((1 + _COVERAGE) / 2, n - 1)) * float(np.sqrt(variance))
 
 
 def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
