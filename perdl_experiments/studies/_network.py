@@ -108,9 +108,11 @@ def random_network(
     return [x if x.ndim == 2 else np.zeros_like(x) for x in drawn]
 
 
-def by_epoch(clients: Sequence[Network], model: Model, epochs: int) -> Iterator[list[Evaluated]]:
-    """Yield all clients' evaluations after each epoch of every client alone, from none on."""
-    models = [model] * len(clients)
+def by_epoch(
+    clients: Sequence[Network], models: Sequence[Model], epochs: int
+) -> Iterator[list[Evaluated]]:
+    """Yield all clients' evaluations after each epoch of local training, from none on."""
+    own = list(models)
     for t in range(epochs + 1):
-        yield [one.evaluate(own, {}) for one, own in zip(clients, models, strict=True)]
-        models = [one.fit(own, {ROUND: t + 1})[0] for one, own in zip(clients, models, strict=True)]
+        yield [one.evaluate(model, {}) for one, model in zip(clients, own, strict=True)]
+        own = [one.fit(model, {ROUND: t + 1})[0] for one, model in zip(clients, own, strict=True)]

@@ -1,26 +1,28 @@
-"""Where personalization pays: sites that share a usual view, and have a camera of their own each.
+"""Feature shift, where personalization pays: sites share a common view and have their own cameras.
 
-Every site has images as all sites see them, and others as its own camera shows them: mirrored,
-upside down, turned or shifted. Each method ends with a dictionary per site, and is measured on
-images that no site trained with, in the usual view and in that of the site's camera.
+Every site has images in the common view, and others from its own camera: mirrored, upside down,
+turned or shifted. Each method ends with a dictionary per site, and is evaluated on held-out images,
+in the common view and in that of the site's camera.
 
 =============  ===================================================================================
 method         what it is
 =============  ===================================================================================
-``perma``      `PerMA`: some atoms shared, the others each site's own
-``alone``      each site alone, five times the iterations
+``perma``      `PerMA`: some atoms shared, the others private
+``alone``      local training, five times the iterations
 ``shared``     `PerMA` with all atoms shared: the dictionary of all sites' images
-``finetuned``  ``shared``, trained further by each site
+``finetuned``  ``shared``, fine-tuned by each site
 ``averaging``  one dictionary, averaged in every round from a common start
+``either``     an own and a shared dictionary of half as many atoms: for each image the better one
+``both``       the atoms of both
 ``perpca``     PerPCA: shared and own orthonormal components
 ``hmf``        HMF: the same, by the paper that followed PerPCA's
 =============  ===================================================================================
 
-What a method leaves open is chosen on other images that no site trained with: the penalty of
-``alone``, ``shared`` and ``averaging`` of three each, the steps of ``finetuned`` at each site, the
-shared components of ``perpca`` and ``hmf`` and then their step, of three, and the shared atoms of
+Hyperparameters are tuned on validation images: the penalty of ``alone``, ``shared`` and
+``averaging`` (three values), the steps of ``finetuned`` at each site, the shared components of
+``perpca`` and ``hmf`` and then their learning rate (three values), and the shared atoms of
 ``perma``, which has the penalty of ``shared``. Components are rotated to their principal axes.
-`ClusteredFedAvg` of dictionaries has no row: no two sites have a camera in common.
+`ClusteredFedAvg` has no row: no two sites have the same camera.
 
 The learners, the start and the rivals are those of `images` (`_methods`).
 """
@@ -224,9 +226,13 @@ class Comparison:
         """Return images rebuilt from ``n_nonzero`` atoms each."""
         return reconstruct(sparse_code(X, D, n_nonzero=min(self.config.n_nonzero, len(D))), D)
 
-    def errors(self, sets: Sequence[Matrix], D: Matrix) -> list[float]:
+    def measured(self, sets: Sequence[Matrix], rebuilt: Sequence[Matrix]) -> list[float]:
         """Return the error on each set of a site's images."""
-        return [float(np.mean((X - self.rebuilt(X, D)) ** 2)) for X in sets]
+        return [float(np.mean((X - Y) ** 2)) for X, Y in zip(sets, rebuilt, strict=True)]
+
+    def errors(self, sets: Sequence[Matrix], D: Matrix) -> list[float]:
+        """Return the errors of a site's images with a dictionary."""
+        return self.measured(sets, [self.rebuilt(X, D) for X in sets])
 
     def judged(self, dictionaries: Sequence[Matrix], setting: float, **more: Any) -> Try:
         """Return dictionaries with their errors."""
@@ -254,7 +260,7 @@ class Comparison:
         return best([self.learn(method, self.config.n_atoms, one) for one in settings])
 
     def finetuned(self, shared: Try) -> Try:
-        """Return a shared dictionary, trained further at each site for its best number of steps."""
+        """Return a shared dictionary, fine-tuned at each site for its best number of steps."""
 
         def error(site: int, D: Matrix) -> float:
             return float(np.mean(self.errors(self.sites[site].choose, D)))
@@ -262,6 +268,33 @@ class Comparison:
         learner = _methods.make_learner(self.all_shared, self.config.n_atoms, shared.setting)
         found = _methods.finetuned(learner, shared.dictionaries[0], self.samples, error)
         return self.judged([D for D, _ in found], float(np.median([steps for _, steps in found])))
+
+    def halves(self) -> dict[str, Try]:
+        """Return an own and a shared dictionary at equal storage: half as many atoms each.
+
+        ``either`` takes for each image the one that rebuilds it better, ``both`` atoms of both.
+        """
+        half = replace(self.config, n_atoms=max(self.config.n_atoms // 2, 1), n_global="auto")
+        smaller = type(self)(half, self.seed, self.sites)
+        own, shared = (smaller.penalized(name).dictionaries for name in ("local", "perma"))
+        pairs = list(zip(own, shared, strict=True))
+
+        def either(name: str) -> Matrix:
+            sets = [getattr(site, name) for site in self.sites]
+            each = zip(sets, pairs, strict=True)
+            return np.array([self.measured(X, [self._better(Y, *D) for Y in X]) for X, D in each])
+
+        n = float(half.n_atoms)
+        return {
+            "either": Try([], either("choose"), either("test"), n),
+            "both": self.judged([np.vstack(pair) for pair in pairs], n),
+        }
+
+    def _better(self, X: Matrix, *dictionaries: Matrix) -> Matrix:
+        """Return each image as the dictionary rebuilds it that does so better."""
+        tries = np.array([self.rebuilt(X, D) for D in dictionaries])
+        best = np.nanmean((tries - X) ** 2, axis=2).argmin(axis=0)
+        return np.asarray(tries[best, np.arange(len(X))])
 
     def parted(self, learn: Callable[[int, float], Try], steps: Sequence[float]) -> Try:
         """Return a method with its best number of shared components, and with its best step."""
@@ -303,6 +336,7 @@ def compare(config: Config, seed: int) -> Arrays:
     found = {"perma": curve[n_global]._replace(setting=n_global)}
     found |= {"alone": these.penalized("local"), "shared": shared}
     found["finetuned"] = these.finetuned(shared)
+    found |= these.halves()
     rivals: dict[str, Callable[[], Try]] = {
         "averaging": partial(these.penalized, "averaging"),
         "perpca": partial(these.parted, partial(these.learn, "perpca"), PCA_STEPS),
@@ -323,7 +357,11 @@ def compare(config: Config, seed: int) -> Arrays:
         "floats": np.array(curve[n_global].floats),
         "atoms": np.array(curve[n_global].dictionaries),
         "original": shown,
-        **{f"rebuilt_{n}": these.rebuilt(shown, one.dictionaries[at]) for n, one in found.items()},
+        **{
+            f"rebuilt_{name}": these.rebuilt(shown, one.dictionaries[at])
+            for name, one in found.items()
+            if one.dictionaries
+        },
     }
 
 

@@ -1,15 +1,15 @@
-"""Which part of a network is shared? Four kinds of difference, and the methods that answer them.
+"""Personalization methods under four types of heterogeneity (non-IID data).
 
-Every client has a few images for training, half as many to choose by, and others that its accuracy
-is measured on. Clients differ in one of four ways:
+Every client has a few training images, half as many for validation, and a test set. The data are
+heterogeneous in one of four ways:
 
 ===========  =====================================================================================
 kind         what differs
 ===========  =====================================================================================
-``labels``   each client calls the classes by other numbers
-``turned``   four groups see their images turned by 0, 90, 180 or 270 degrees
-``cameras``  each client's camera has its own sensitivity per pixel, and is out of place
-``missing``  each client has images of three classes only
+``labels``   label permutation (concept shift): each client numbers the classes differently
+``turned``   four groups of clients with images rotated by 0, 90, 180 or 270 degrees
+``cameras``  feature shift: each client's camera has its own gain per pixel and offset
+``missing``  label skew: each client has images of three classes only
 ===========  =====================================================================================
 
 The network has one hidden layer, the *body*, and an output layer, the *head*.
@@ -17,32 +17,31 @@ The network has one hidden layer, the *body*, and an output layer, the *head*.
 =============  ===================================================================================
 method         what it is
 =============  ===================================================================================
-``alone``      each client alone, stopped at its best epoch, one epoch per round at most
-``linear``     each client alone, a softmax regression in place of the network
+``alone``      local training, stopped at the best epoch, at most one epoch per round
+``linear``     local training of a softmax regression instead of the network
 ``fedavg``     FedAvg
-``tuned``      FedAvg's last model, trained further by each client, with a step of its own, stopped
-               likewise
 ``fedper``     `PersonalizedFedAvg` with a private head (Arivazhagan et al., 2019)
-``fedrep``     the same, head and body trained in turn (Collins et al., 2021)
+``fedrep``     the same, head and body trained alternately (Collins et al., 2021)
 ``lg-fedavg``  `PersonalizedFedAvg` with a private body (Liang et al., 2020)
 ``ditto``      `Ditto` (Li et al., 2021)
 ``clustered``  `ClusteredFedAvg`, ``k="auto"``
 =============  ===================================================================================
 
-Every method has the same rounds, one epoch of an array per round, and its own best length of a step
-(Ditto its best pull, too; the regression its best penalty) of a grid, by the mean accuracy on the
-images to choose by.
+``tuned`` (FedAvg) and ``METHOD-tuned`` are a federated method's last models, fine-tuned by each
+client with its own learning rate, stopped at its best epoch.
+
+Every method has the same rounds, one epoch per array and round, and its best learning rate of a
+grid by the mean validation accuracy (Ditto also its best pull; the regression its best penalty).
 
 ``--data FILE.npz`` with ``X`` (n, h, w) and ``y`` (n,), as for ``images``; without it,
 scikit-learn's digits.
 
-Metrics: ``accuracy_KIND_METHOD``, the mean over clients of the accuracy on their own images, and of
-that the median over seeds.
+Metrics: ``accuracy_KIND_METHOD``: the mean test accuracy over clients, and its median over seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -210,6 +209,11 @@ def strategies(rounds: int) -> dict[str, dict[str, ProtocolStrategy]]:
 PRIVATE = {"fedper": ["head.*"], "fedrep": ["head.*"], "lg-fedavg": ["body.*"]}
 
 
+def tuned(method: str) -> str:
+    """Return what a method is called, fine-tuned."""
+    return "tuned" if method == "fedavg" else f"{method}-tuned"
+
+
 class Found(NamedTuple):
     """What chooses among what was tried, every client's accuracy on its own images, and how."""
 
@@ -224,8 +228,8 @@ def federated(
     method: str,
     strategy: ProtocolStrategy,
     rounds: int,
-) -> tuple[dict[int, Mapping[str, float]], Model]:
-    """Return each client's evaluation of its own model after the last round, and the shared one.
+) -> tuple[Matrix, list[Model]]:
+    """Return what chooses and the accuracy of each client's own model, and these models.
 
     Parameters
     ----------
@@ -247,37 +251,43 @@ def federated(
     app = client_app(make_client, private=PRIVATE.get(method, ()))
     record = ArrayRecord({name: Array(array) for name, array in zip(NAMES, model, strict=True)})
     grid = InProcessGrid(app, len(clients))
-    result = strategy.start(grid, record, num_rounds=rounds, verbose="quiet")
-    measured = strategy.history[-1].metrics
-    return {p: measured[p] for p in range(len(clients))}, result.arrays.to_numpy_ndarrays()
+    strategy.start(grid, record, num_rounds=rounds, verbose="quiet")
+    own: Any = strategy  # any of `strategies` ends with models
+    models = [own.result.model_of(p).to_numpy_ndarrays() for p in range(len(clients))]
+    pairs = zip(clients, models, strict=True)
+    measured = [one.evaluate(model, {})[2] for one, model in pairs]
+    return _table(measured), models
 
 
-def _tables(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Matrix]:
-    """Yield what chooses, and the accuracy, of all clients after each epoch of their own."""
-    for measured in by_epoch(clients, model, epochs):
-        yield np.array([[float(own[n]) for n in ("chosen-by", "accuracy")] for *_, own in measured])
+def _table(measured: Sequence[Mapping[str, Scalar]]) -> Matrix:
+    return np.array([[float(own[name]) for name in ("chosen-by", "accuracy")] for own in measured])
 
 
-def stopped(clients: Sequence[Client], model: Model, epochs: int, how: str = "") -> Found:
-    """Return what is best of all numbers of epochs of each client alone.
+def stopped(
+    clients: Sequence[Client], models: Sequence[Model], epochs: int, how: str = ""
+) -> Found:
+    """Return the best of all numbers of epochs of local training.
 
     Parameters
     ----------
     clients : sequence of Client
         All clients.
-    model : list of ndarray
-        What they begin with.
+    models : sequence of list of ndarray
+        What each begins with.
     epochs : int
         At most.
     how : str
         What else was chosen.
     """
-    tables = enumerate(_tables(clients, model, epochs))
-    return _best(_tried(table, f"{how}, {epoch} epochs") for epoch, table in tables)
+    each = enumerate(by_epoch(clients, models, epochs))
+    return _best(
+        _tried(_table([own for *_, own in measured]), f"{how}, {epoch} epochs")
+        for epoch, measured in each
+    )
 
 
 def linear(own: Sequence[Split]) -> Found:
-    """Return a softmax regression at each client alone, with the best penalty.
+    """Return a softmax regression at each client, with the best penalty.
 
     Parameters
     ----------
@@ -310,14 +320,14 @@ def _read(kept: Arrays, method: str) -> Found:
 
 
 def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
-    """Return `Found` of every method, as "METHOD/FIELD", with one length of a step.
+    """Return `Found` of every method, as "METHOD/FIELD", with one learning rate.
 
     Parameters
     ----------
     config : Config
         The study's options.
     kind : str
-        How the clients differ.
+        Type of heterogeneity.
     seed : int
         Which images they have.
     step : float
@@ -326,21 +336,21 @@ def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
     own = splits(config, kind, seed)
     of_step = {s: [Client(one, seed, i, s) for i, one in enumerate(own)] for s in STEPS}
     model, clients = first_model(config, own, seed), of_step[step]
-    found = {"alone": stopped(clients, model, config.rounds, f"{step:g}"), "linear": linear(own)}
+    start = [model] * len(clients)
+    found = {"alone": stopped(clients, start, config.rounds, f"{step:g}"), "linear": linear(own)}
     for method, tried in strategies(config.rounds).items():
         if method not in config.methods and method != "fedavg":
             continue
-        ends = []
+        ends, further = [], []
         for more, strategy in tried.items():
-            measured, shared = federated(clients, model, method, strategy, config.rounds)
-            table = np.array([[m["chosen-by"], m["accuracy"]] for m in measured.values()])
-            ends.append(_tried(table, f"{step:g} {more}".strip()))
-        found[method] = _best(ends)
-        if method == "fedavg":
-            found["tuned"] = _best(
-                stopped(further, shared, config.rounds, f"{step:g}, then {s:g}")
-                for s, further in of_step.items()
-            )
+            table, models = federated(clients, model, method, strategy, config.rounds)
+            how = f"{step:g} {more}".strip()
+            ends.append(_tried(table, how))
+            further += [
+                stopped(each, models, config.rounds, f"{how}, then {s:g}")
+                for s, each in of_step.items()
+            ]
+        found |= {method: _best(ends), tuned(method): _best(further)}
     return {
         f"{method}/{field}": np.array(value)
         for method, one in found.items()
@@ -392,5 +402,8 @@ def _said(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
 def _figures(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
-    rows, columns = [KINDS[kind] for kind in kinds], [METHODS[method] for method in methods]
-    return {"heat": pictures.heat_map(medians, rows, columns)}
+    drawn = [
+        m for m in methods if m == "fedavg" or tuned(m) not in methods
+    ]  # fine-tuned, all others
+    rows, columns = [KINDS[kind] for kind in kinds], [METHODS[method] for method in drawn]
+    return {"heat": pictures.heat_map(medians[:, [methods.index(m) for m in drawn]], rows, columns)}

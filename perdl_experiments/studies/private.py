@@ -1,10 +1,10 @@
-"""What differential privacy costs: PerMA's atoms with noise on their sums, against epsilon.
+"""The cost of differential privacy: PerMA with noised sums, against epsilon.
 
-Nine tenths of a client's images carry one label. The noise hides every single image, whatever is
-known of all others. Atoms are learned in a public space, the lowest frequencies of the discrete
-cosine transform, from random unit atoms; images are brought to norm 1, so that dark and bright
-ones count alike, and each is coded by a fixed number of atoms, whatever the other images are. The
-error is measured on held-out images of all labels, in pixels.
+Label skew: 90 % of a client's images have one label. The noise hides the presence of every single
+image, whatever is known of the others. Atoms are learned in a public subspace, the lowest
+frequencies of the discrete cosine transform, from random unit atoms; images are brought to norm 1,
+so that dark and bright ones count alike, and each is coded by a fixed number of atoms, whatever the
+other images are. The error is measured on held-out images of all labels, in pixels.
 
 Compared with one round under the same promise in the same space: the principal components of the
 images' second moments with noise (Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss", STOC 2014).
@@ -15,7 +15,7 @@ never better than the better of the two.
 scikit-learn's digits.
 
 Metrics: ``error_private`` (this run), ``error_components`` (principal components, the same
-promise), ``error_not_private``, ``error_alone`` (each client alone), ``error_public`` (the
+promise), ``error_not_private``, ``error_alone`` (local training), ``error_public`` (the
 frequencies themselves as atoms). Curves: ``epsilon``, and where the server adds the noise
 ``error_central`` and ``error_components_central``.
 """
@@ -88,7 +88,7 @@ def client(context: Context, config: Config) -> DictionaryClient:
 
 
 def privacy(config: Config) -> Noise | None:
-    """Return the promise. Its noise comes from the seed: this is a simulation, to be repeated."""
+    """Return the guarantee. Its noise comes from the seed: this is a simulation, to be repeated."""
     if config.epsilon == inf:
         return None
     draws = count()

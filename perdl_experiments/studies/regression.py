@@ -1,8 +1,8 @@
-"""Cluster your clients' regressions: the user's data, or patients that come with scikit-learn.
+"""Clustered regression on your clients' data, or on patients of scikit-learn's data sets.
 
 One exchange (`flwr_perdl.regression.choose_mixture`): every client sends the second moments of its
-training part, by fold; the server chooses the number of models and fits them. The held-out quarter
-of every client's points is only measured on. Compared with the two phases of FedMD and FedX, given
+training part, by fold; the server chooses the number of models and fits them. A quarter of
+every client's points is the test set. Compared with the two phases of FedMD and FedX, given
 as many models; with one model for all: FedAvg, least squares, ridge, ridge with an intercept per
 client, and ridge with all products of two features; with a ridge regression per client, by itself
 or shrunk to the pooled model; and with mixed models, whose random intercepts and slopes come from
@@ -10,7 +10,7 @@ the same second moments (`perdl_experiments.mixed_model`). All methods have the 
 differences are paired; their intervals count that splits overlap (Nadeau and Bengio, "Inference for
 the generalization error", Machine Learning 2003).
 
-The bundled data are real, their clients are made: each has patients of one kind.
+The bundled data are real, the clients are synthetic: each has patients of one group.
 
 ``--data FILE.npz`` with ``X`` (n, n_features), ``y`` (n,) and ``client`` (n,), integers or texts;
 without it, patients that come with scikit-learn. A quarter of every client's points is held out;

@@ -14,6 +14,7 @@ method        what it is
 ``averaging``  one dictionary, averaged in every round from a common start
 ``either``    half as many atoms of ``alone`` and of ``shared`` each: per day the one that rebuilds
               the visible entries better, at the same storage (and one bit per day)
+``both``      the atoms of these two together
 ``pooled``    scikit-learn's dictionary of all sites' days in one place
 ============  ====================================================================================
 
@@ -47,7 +48,7 @@ from perdl_experiments.render import Record
 from perdl_experiments.studies import cameras
 from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._parts import keep_all
-from perdl_experiments.studies.cameras import Site, Try
+from perdl_experiments.studies.cameras import Site
 
 #: Hours of a sample, days of a site to choose by and to measure, and the share of hidden entries.
 HOURS, CHOOSE, TEST, HIDDEN = 24, 60, 120, 0.3
@@ -81,36 +82,11 @@ class Config(cameras.Config):
 class Comparison(cameras.Comparison):
     """All methods on one choice of days."""
 
-    def errors(self, sets: Sequence[Matrix], D: Matrix) -> list[float]:
+    def measured(self, sets: Sequence[Matrix], rebuilt: Sequence[Matrix]) -> list[float]:
         """Return the errors of whole days, and of what is hidden in the second set."""
-        return errors(sets, self.rebuilt(sets[0], D), self.rebuilt(sets[1], D))
-
-    def either(self) -> Try:
-        """Return, at equal storage, the better of an own and the shared dictionary for each day."""
-        half = replace(self.config, n_atoms=self.config.n_atoms // 2)
-        smaller = Comparison(half, self.seed, self.sites)
-        found = {name: smaller.penalized(name).dictionaries for name in ("local", "perma")}
-
-        def each(name: str) -> Matrix:
-            pairs = zip(self.sites, *found.values(), strict=True)
-            return np.array([self._better(getattr(site, name), own) for site, *own in pairs])
-
-        return Try([], each("choose"), each("test"), float(half.n_atoms))
-
-    def _better(self, sets: Sequence[Matrix], dictionaries: Sequence[Matrix]) -> list[float]:
-        chosen = []
-        for X in sets:
-            tries = np.array([self.rebuilt(X, D) for D in dictionaries])
-            best = np.nanmean((tries - X) ** 2, axis=2).argmin(axis=0)
-            chosen.append(tries[best, np.arange(len(X))])
-        return errors(sets, *chosen)
-
-
-def errors(sets: Sequence[Matrix], rebuilt: Matrix, filled: Matrix) -> list[float]:
-    """Return the mean squared errors of whole days, and of hidden entries."""
-    whole, holes = sets
-    hidden = np.isnan(holes)
-    return [float(np.mean((whole - rebuilt) ** 2)), float(np.mean((whole - filled)[hidden] ** 2))]
+        whole, hidden = sets[0], np.isnan(sets[1])
+        errors = [(whole - rebuilt[0]) ** 2, (whole - rebuilt[1])[hidden] ** 2]
+        return [float(np.mean(one)) for one in errors]
 
 
 # The data ------------------------------------------------------------------------------------
@@ -173,8 +149,8 @@ def compare(config: Config, seed: int) -> Arrays:
         "shared": shared,
         "tuned": these.finetuned(shared),
         "averaging": these.penalized("averaging"),
-        "either": these.either(),
         "pooled": these.penalized("sklearn"),
+        **these.halves(),
     }
     return {
         **{f"error_{name}": one.test for name, one in found.items()},

@@ -64,6 +64,6 @@ def test_steps_beyond_the_ends_of_the_grid_are_worse(kind: str) -> None:
     found = {}
     for step in (*personal.STEPS, shortest / 3, 3 * longest):
         clients = [personal.Client(one, 0, i, step) for i, one in enumerate(own)]
-        found[step] = personal.stopped(clients, model, config.rounds).chosen_by
+        found[step] = personal.stopped(clients, [model] * len(clients), config.rounds).chosen_by
     best = max(found[step] for step in personal.STEPS)
     assert max(found[shortest / 3], found[3 * longest]) < best - 0.03
