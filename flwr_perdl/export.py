@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -18,12 +19,15 @@ from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_kind
 from flwr_perdl.core.extras import load_extra
 from flwr_perdl.protocol.checkpoint import part
+from flwr_perdl.protocol.compat import log
 
 __all__ = ["load", "save"]
 
 #: Files that `save` makes of a result, and what its card begins with.
 _MADE = re.compile(r"(shared|(cluster|client)-\d+)\.(safetensors|npz)")
 _TITLE = "# Models of a federated run\n"
+#: The file of a client whose own model this process cannot read.
+_ABSENT = "not at hand"
 
 
 def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) -> None:
@@ -32,8 +36,9 @@ def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) 
     A file is replaced atomically. A folder gets:
 
     - ``shared``, or ``cluster-0``, ``cluster-1``, …: the models that a new client starts from;
-    - ``client-3``: the own model of client 3, for every client that has one and whose model is
-      available. Other clients have the shared model, or that of their cluster;
+    - ``client-3``: the own model of client 3, for every client that has one and whose model this
+      process can read; a warning counts the others. Clients without a model of their own have the
+      shared one, or that of their cluster;
     - ``README.md``, a model card: the run, which file is whose, and the results of
       ``strategy.compare``.
 
@@ -142,7 +147,7 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
         try:
             own = result.model_of(client, state_dir)
         except ValueError:
-            whose.append((client, name, "not at hand"))
+            whose.append((client, name, _ABSENT))
             continue
         same = [one for one, model in shared.items() if _same(own, model)]
         file = f"{same[0] if same else f'client-{client}'}{suffix}"
@@ -150,6 +155,13 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
             _write(folder / file, own)
             made.append((file, f"the own model of client {name}"))
         whose.append((client, name, file))
+    if n_absent := sum(file == _ABSENT for *_, file in whose):
+        log(
+            WARNING,
+            "The own models of %d of %d clients are not saved, since this process can't read them: "
+            "pass state_dir, the folder where clients keep their state, not %r.",
+            *(n_absent, len(whose), state_dir),
+        )
     for old in folder.iterdir():
         if _MADE.fullmatch(old.name) and old.name not in dict(made):
             old.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import Diagnosed, Diagnosis
+from flwr_perdl.strategies import Diagnosed, Diagnosis, TooFewReplies
 
 #: Nodes where neither the command nor the app says how many.
 NODES = 10
@@ -52,8 +53,8 @@ def diagnose_app(
     Raises
     ------
     ValueError
-        If the folder has no app, a name is not there, ``train_config`` is not TOML, or `Diagnosis`
-        rejects an option.
+        If the folder has no app, a name is not there, ``train_config`` is not TOML or lacks a key
+        that the app reads, or `Diagnosis` rejects an option.
     """
     diagnosis = Diagnosis(
         private or None, metric=metric, higher_is_better=higher_is_better, seed=seed
@@ -76,7 +77,16 @@ def diagnose_app(
         raise ValueError(f"clientapp must be a ClientApp, got {type(client).__name__}.")
     config = dict(_flat(app.get("config", {})))
     grid = InProcessGrid(client_app(client), clients or _nodes(said), run_config=config)
-    diagnosis.start(grid, start, rounds, train_config=trains, verbose="bar")
+    try:
+        diagnosis.start(grid, start, rounds, train_config=trains, verbose="bar")
+    except TooFewReplies as error:
+        lacking = re.search(r"KeyError: '([^']+)'", str(error))
+        if lacking is None or lacking[1] in trains:
+            raise
+        raise ValueError(
+            "train_config must have the keys that the app reads from its config, got none called "
+            f"{lacking[1]!r}: add --train-config '{lacking[1]}=VALUE'. {error}"
+        ) from error
     return diagnosis.result
 
 

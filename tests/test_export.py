@@ -125,12 +125,15 @@ def test_of_perma_clients_have_files_with_their_local_atoms(
     assert "PerMA, rounds: 2." in (tmp_path / "README.md").read_text()
 
 
-def test_what_is_not_at_hand_is_on_the_card(tmp_path: Path) -> None:
+def test_what_is_not_at_hand_is_on_the_card_and_in_a_warning(tmp_path: Path, warned: Any) -> None:
     strategy, _ = run("personalized", 2)
     made = tmp_path / "made"
     save(made, strategy.result, state_dir=tmp_path / "elsewhere")
     assert [one.stem for one in made.iterdir() if one.stem != "README"] == ["shared"]
     assert (made / "README.md").read_text().count("not at hand") == N_CLIENTS
+    (warning,) = warned.messages
+    assert f"{N_CLIENTS} of {N_CLIENTS}" in warning
+    assert "state_dir" in warning
 
 
 def test_nobodys_readme_is_replaced(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ class AnsweringApp(ClientApp):
         asked = find_step(config_of(message), kind, self._steps)
         if _pins_keys(context) and (kind == MessageType.EVALUATE or not (asked and asked.seals)):
             raise ValueError(
-                "neighbour-keys in the node config must be left out for such a request: a node "
+                "neighbor-keys in the node config must be left out for such a request: a node "
                 f"that pins keys sends only sealed messages, got one to {kind}."
             )
         call = self._answer

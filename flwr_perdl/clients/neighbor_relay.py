@@ -99,7 +99,7 @@ class DiffusionClient(ProtocolClient):
     With sealed messages the last step ends the run for the node: it deletes its key of the run, in
     memory and on disk, and from then on only repeats what it has shown.
 
-    Node config: ``key-file`` is the file of this node's lasting private key, ``neighbour-keys`` the
+    Node config: ``key-file`` is the file of this node's lasting private key, ``neighbor-keys`` the
     JSON file of its neighbors' public keys, which it then pins.
 
     Raises

@@ -107,7 +107,7 @@ PROMISE = "perdl.promise"
 SEALED = "perdl.sealed"
 #: Keys of a node's config: the file of its lasting private key; that of its neighbors' public keys,
 #: with which it sends sealed messages alone.
-KEY_FILE, PINNED_KEYS = "key-file", "neighbour-keys"
+KEY_FILE, PINNED_KEYS = "key-file", "neighbor-keys"
 
 #: What a client says of itself when it is asked who it is; the last, with a promise of privacy of
 #: its own, where it keeps no count of what it has answered over several runs.

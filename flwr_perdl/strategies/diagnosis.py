@@ -329,7 +329,7 @@ class Diagnosis(ShownAsCalled):
         for name in [name for name in candidates if name.startswith("clusters")]:
             groups[name] = candidates[name][0].result.members
             if len(set(groups[name].values())) == 1:  # a longer start alone is no difference
-                log(INFO, "Diagnosis leaves out %s: all clients are in one cluster.", name)
+                log(WARNING, "Diagnosis leaves out %s: all clients are in one cluster.", name)
                 measured.pop(name, None)
         result = self._result = self._concluded(measured, groups, parts)
         log(INFO, "%s\n%s", result.sentence, result.table())

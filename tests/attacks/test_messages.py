@@ -97,7 +97,7 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
     public = make_key(tmp_path / "0.pem")
     make_key(tmp_path / "2.pem")
     (tmp_path / "keys.json").write_text(f'{{"0": "{public}"}}')
-    config = {"key-file": str(tmp_path / "2.pem"), "neighbour-keys": str(tmp_path / "keys.json")}
+    config = {"key-file": str(tmp_path / "2.pem"), "neighbor-keys": str(tmp_path / "keys.json")}
     with pytest.raises(ValueError, match="sealed"):
         Server(**config)
     impostor = Keys(0, "run")

@@ -137,7 +137,7 @@ def pinning(tmp_path: Path) -> dict[str, str]:
     """Return the node config of a node that pins its neighbors' keys."""
     public = make_key(tmp_path / "0.pem")
     (tmp_path / "keys.json").write_text(f'{{"1": "{public}"}}')
-    return {"key-file": str(tmp_path / "0.pem"), "neighbour-keys": str(tmp_path / "keys.json")}
+    return {"key-file": str(tmp_path / "0.pem"), "neighbor-keys": str(tmp_path / "keys.json")}
 
 
 def own_action(app: ClientApp) -> ClientApp:

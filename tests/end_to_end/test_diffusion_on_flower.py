@@ -275,7 +275,7 @@ def keyed(folder: Path, n: int) -> Callable[[int], dict[str, Any]]:
         (folder / f"{node}.json").write_text(json.dumps(pinned))
     return lambda node: {
         "key-file": str(folder / f"{node}.pem"),
-        "neighbour-keys": str(folder / f"{node}.json"),
+        "neighbor-keys": str(folder / f"{node}.json"),
     }
 
 

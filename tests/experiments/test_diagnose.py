@@ -105,6 +105,12 @@ def test_the_direction_of_a_metric_is_an_option(tmp_path: Path) -> None:
     assert 'ClusteredFedAvg("auto")' in given.output
 
 
+def test_a_config_key_that_the_app_reads_and_nobody_sends_is_named(tmp_path: Path) -> None:
+    result = diagnose(tmp_path, "--train-config", "optimizer='a, b'")
+    assert result.exit_code == 2
+    assert "--train-config 'lr=" in result.output
+
+
 def test_a_train_config_that_is_not_toml_is_named(tmp_path: Path) -> None:
     result = diagnose(tmp_path, "--train-config", "lr=fast")
     assert result.exit_code == 2

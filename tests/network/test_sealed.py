@@ -125,5 +125,5 @@ def test_bad_key_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["00", "00" * 32])
 def test_bad_keys_of_neighbours_are_named(tmp_path: Path, key: str) -> None:
     (tmp_path / "pinned.json").write_text(json.dumps({"1": key}))
-    with pytest.raises(ValueError, match=r"^neighbour-keys"):
-        node("neighbour-keys", tmp_path / "pinned.json")
+    with pytest.raises(ValueError, match=r"^neighbor-keys"):
+        node("neighbor-keys", tmp_path / "pinned.json")
