@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Personal dictionaries: shared and personal atoms
+# # Personal dictionaries: shared and private atoms
 #
 # Six sites share images of 0 and 1; each also has one digit of its own. They learn 12 *atoms*
 # jointly and 12 privately: small images whose sparse combinations rebuild the digits. All sites
@@ -113,7 +113,7 @@ print(f"sent per site and round: {8 * floats[0] / 1e6:.3f} MB")
 # %% [markdown]
 # ## Next
 #
-# - Do personal atoms pay for your data, and
+# - Do private atoms pay for your data, and
 #   [how many atoms to share](../perma.md#how-many-atoms-how-many-shared)?
 # - Names, data frames and missing values: [five hospitals](five-hospitals.md).
 # - With the data at the sites: [in your Flower project](../use-in-your-project.md).
