@@ -61,9 +61,9 @@ OWN_MODEL = "own"
 
 #: Why a client's own model is not returned.
 AT_HAND = (
-    "client must keep its own arrays in this process, or state_dir must be the folder where it does "
-    "(under `flwr run` the one in FLWR_PERDL_STATE_DIR when the SuperLink started), got client "
-    "{client} with state_dir={state_dir!r}."
+    "client must keep its own arrays in this process, or state_dir must be the folder where it "
+    "does (under `flwr run` the one in FLWR_PERDL_STATE_DIR when the SuperLink started), got "
+    "client {client} with state_dir={state_dir!r}."
 )
 
 
