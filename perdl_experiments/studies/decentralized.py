@@ -227,6 +227,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             "skewed": bool(config.shards),
             "has_larger": bool(config.larger),
             "changing": bool(config.changing),
+            "headline": "on the ring, relayed by a server",
         },
     )
 
