@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from perdl_experiments.studies import forecast
+from perdl_experiments.studies._network import random_network
 from tests.studies import config_of, run_study, save
 
 
 def test_neighbors_help_and_no_server_costs_next_to_nothing() -> None:
-    metrics = run_study("forecast", seeds=2, rounds=60, days=20).metrics
+    metrics = run_study("forecast", seeds=1, rounds=60, days=20).metrics
     assert metrics["error_exact"] < metrics["error_alone"]
     assert metrics["error_exact"] == pytest.approx(metrics["error_fedavg"], rel=0.05)
     assert metrics["megabytes_topk"] < metrics["megabytes_tracking"] / 4
@@ -38,7 +39,7 @@ def test_a_forecast_sees_the_days_before_and_training_comes_first(tmp_path: Path
 def test_a_client_descends_and_does_not_change_its_input() -> None:
     own = forecast.splits(config_of("forecast"), 0)[0]
     rng = np.random.default_rng(1)
-    first = forecast.random_network(own.train.X.shape[1], 4, 1, rng)
+    first = random_network(own.train.X.shape[1], 4, 1, rng)
     kept = [array.copy() for array in first]
     station = forecast.Station(own.train, own.choose, 0.05)
     moved = station.fit(first, {})[0]
