@@ -58,7 +58,7 @@ from perdl_experiments.studies._parts import keep_all
 #: and to validate by, and days of the year whose correlation makes neighbors.
 HOURS, KNOWN, SEEN, TRAIN, VALIDATION, YEAR = 24, 18, 3, 0.5, 0.25, 365
 #: The learning rates, gradient steps of a round, the share of links that fail, and of values sent.
-STEPS, LOCAL_STEPS, DROP, SENT = (0.03, 0.1, 0.3), 2, 0.2, 0.1
+STEPS, LOCAL_STEPS, DROP, SENT = (0.01, 0.03, 0.1), 2, 0.2, 0.1
 METHODS = words("forecast")
 #: ``diffusion_averaging``'s arguments.
 NETWORKS: dict[str, dict[str, Any]] = {
