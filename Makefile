@@ -77,7 +77,7 @@ smoke-%: .venv-smoke-%/.installed  # does it install and run on Python %, as in 
 	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --overwrite --out runs/smoke-$*
 
 # All benchmarks, their tables, and a picture of their ratios; then `make docs-figures`, or of the
-# pages alone .venv/bin/python docs/figures.py docs/speed.md benchmarks/README.md
+# pages alone .venv/bin/python docs/figures.py benchmarks/README.md docs/rivals.md
 bench: .venv/.installed  # all benchmarks and their tables
 	.venv/bin/flwr-perdl bench
 	.venv/bin/python benchmarks/_ratios.py

@@ -1,14 +1,13 @@
-"""Draw six of the stored ratios, ``ratios.png``, and list all in ``ratios.md``, with where from.
+"""Draw the stored ratios to other programs, ``ratios.png``, and list all in ``ratios.md``.
 
-Ratios are medians of several turns; in brackets, and as thin lines, the range of these turns.
-``make bench`` does this at its end.
+Ratios are medians of several turns; in brackets the range of these turns. ``make bench`` does this
+at its end.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -18,24 +17,23 @@ from matplotlib.figure import Figure
 from perdl_experiments.plots import COLORS, SMALL, WIDTH
 from perdl_experiments.render import markdown_table
 
-#: What is drawn: script and ratio -> what is compared, the faster of which is named.
-SHOWN = {
-    ("matching", "networkx / chain"): "shortest paths for matching: networkx's time over ours",
-    (
-        "coding",
-        "scikit-learn / ours, images, 5,000 x 784, 100 atoms: pursuit, k = 20",
-    ): "pursuit of images: scikit-learn's sparse_encode over ours",
-    ("inference", "loop / float64, atc, p = 0.1"): "dual inference, sparse network: a loop over "
-    "agents over ours",
-    ("learners", "MiniBatchDictionaryLearning / MOD, digits"): "digits to the same error: "
-    "scikit-learn's mini-batches over MOD",
-    (
-        "coding",
-        "SPAMS / ours, images, 5,000 x 784, 100 atoms: lasso, penalty 1",
-    ): "lasso of images: SPAMS over ours",
-    ("rounds", "arithmetic / round, d = 64, r = 32"): "a round of PerMA: its arithmetic alone over "
-    "the whole round",
+#: Script and other program -> the task, as the picture has it.
+RIVALS = {
+    ("regression", "plain loops"): "FedX\nvs. plain loops",
+    ("regression", "IFCA's plain loop"): "FedX\nvs. IFCA in a loop",
+    ("clustered", "FedAvg"): "ClusteredFedAvg\nvs. FedAvg",
+    ("large_models", "FedAvg of Flower"): "large models\nvs. FedAvg",
+    ("perpca", "plain loop"): "PerPCA\nvs. plain loop",
+    ("coding", "SPAMS"): "sparse coding\nvs. SPAMS (C++)",
+    ("coding", "scikit-learn"): "sparse coding\nvs. scikit-learn",
+    ("learners", "DictionaryLearning"): "dictionaries\nvs. scikit-learn",
+    ("learners", "MiniBatchDictionaryLearning"): "dictionaries\nvs. scikit-learn, mini-batch",
+    ("inference", "loop"): "dual inference\nvs. loop over agents",
+    ("matching", "networkx"): "atom matching\nvs. networkx",
 }
+
+#: Of a script and what it divides by ours, each ratio with the range of its turns.
+Groups = dict[tuple[str, str], list[tuple[float, list[float]]]]
 
 
 def stored() -> dict[str, dict[str, Any]]:
@@ -44,33 +42,30 @@ def stored() -> dict[str, dict[str, Any]]:
     return {name: results for name, results in every.items() if results.get("ratios")}
 
 
-def turns(of: Mapping[str, Any], name: str) -> tuple[float, list[float]]:
-    """Return a ratio and the range of its turns."""
-    return of["ratios"][name], of["ranges"][name]
+def grouped(results: Mapping[str, Mapping[str, Any]]) -> Groups:
+    """Return the ratios by script and by what is divided, the least first."""
+    found: Groups = {}
+    for script, of in results.items():
+        for name, ratio in of["ratios"].items():
+            group = found.setdefault((script, name.partition(" / ")[0]), [])
+            group.append((ratio, of["ranges"][name]))
+    return dict(sorted(found.items(), key=lambda one: min(one[1])))
 
 
-def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw a bar from 1 for each of `SHOWN`, on a logarithmic axis."""
-    found = [(*turns(results[script], name), words) for (script, name), words in SHOWN.items()]
-    ratios, ends, words = zip(*sorted(found), strict=True)
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+def picture(groups: Groups) -> Figure:
+    """Draw a dot for each ratio to another program, on a logarithmic axis."""
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axes = figure.add_subplot()
-    rows = np.arange(len(ratios))
-    colors = [COLORS[ratio < 1] for ratio in ratios]
-    axes.barh(rows, np.subtract(ratios, 1), left=1, height=0.6, color=colors)
-    axes.hlines(rows, *np.transpose(ends), color="black", lw=0.8)
-    for row, (ratio, (least, greatest)) in enumerate(zip(ratios, ends, strict=True)):
-        axes.annotate(
-            f"{ratio:.3g}",
-            (greatest if ratio >= 1 else least, row),
-            xytext=(4 if ratio >= 1 else -4, 0),
-            textcoords="offset points",
-            ha="left" if ratio >= 1 else "right",
-            va="center",
-            fontsize=SMALL,
-        )
-    axes.set_yticks(rows, [fill(one, 34) for one in words], fontsize=SMALL)
-    axes.set(xscale="log", xlim=(min(ratios) / 4, max(ratios) * 3), xlabel="ratio of times")
+    shown = [key for key in groups if key in RIVALS]
+    for row, key in enumerate(shown):
+        ratios = np.array([ratio for ratio, _ in groups[key]])
+        axes.hlines(row, ratios.min(), ratios.max(), color="0.8", lw=3, zorder=1)
+        colors = [COLORS[int(ratio < 1)] for ratio in ratios]
+        axes.scatter(ratios, np.full(len(ratios), row), s=22, color=colors, zorder=2)
+    axes.set_yticks(range(len(shown)), [RIVALS[key] for key in shown], fontsize=SMALL)
+    axes.set_xscale("log")
+    axes.set_xlabel("their time over ours", fontsize=SMALL)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
     axes.tick_params(axis="y", length=0)
@@ -79,31 +74,33 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+def table(results: Mapping[str, Mapping[str, Any]], groups: Groups) -> str:
     """Return all ratios, the least first, and what was measured where, as Markdown."""
-    rows, where = [], []
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}
+    for (script, divided), found in groups.items():
+        ends = [
+            f"{ratio:.3g}" + (f" ({a:.3g} to {b:.3g})" if a < b else "")
+            for ratio, (a, b) in (min(found), max(found))
+        ]
+        median = f"{np.median([ratio for ratio, _ in found]):.3g}"
+        row = [f"`{script}.py`", divided, str(len(found)), median, *ends]
+        rows[(script, divided) in RIVALS].append(row)
+    where = []
     for script, of in results.items():
-        groups: dict[str, list[tuple[float, list[float]]]] = {}
-        for name in of["ratios"]:
-            groups.setdefault(name.partition(" / ")[0], []).append(turns(of, name))
-        for rival, found in groups.items():
-            ends = [
-                f"{ratio:.3g}" + (f" ({a:.3g} to {b:.3g})" if a < b else "")
-                for ratio, (a, b) in (min(found), max(found))
-            ]
-            median = f"{np.median([ratio for ratio, _ in found]):.3g}"
-            rows.append((min(found), [f"`{script}.py`", rival, str(len(found)), median, *ends]))
         machine, versions = of["machine"], of["versions"]
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
         system = f"{machine['platform'].partition('-')[0]}, {machine['cores']} cores"
         place = [system, machine["processor"]]
         where.append([f"`{script}.py`", (of["commit"] or "-")[:7], *place, packages])
-    heads = ["script", "what is divided by ours", "ratios", "median", "least", "greatest"]
-    measured = markdown_table(["script", "commit", "machine", "processor", "versions"], where)
-    return f"{markdown_table(heads, [row for _, row in sorted(rows)])}\n{measured}"
+    shown = [
+        markdown_table(["script", what, "ratios", "median", "least", "greatest"], rows[rival])
+        for rival, what in ((True, "other program / ours"), (False, "our own part or size / ours"))
+    ]
+    machines = markdown_table(["script", "commit", "machine", "processor", "versions"], where)
+    return "\n".join([*shown, machines])
 
 
 if __name__ == "__main__":
     found = stored()
-    picture(found).savefig(RESULTS / "ratios.png", dpi=180)
-    (RESULTS / "ratios.md").write_text(table(found))
+    picture(grouped(found)).savefig(RESULTS / "ratios.png", dpi=180)
+    (RESULTS / "ratios.md").write_text(table(found, grouped(found)))

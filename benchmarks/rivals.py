@@ -1,11 +1,12 @@
 """Beside fluke, FedLab, GossipPy, and IFCA and D-PSGD in plain loops, on the same splits.
 
 ``make rivals`` makes each library's environment and runs ``python benchmarks/rivals.py [SEEDS]``,
-which prints a table and writes it to ``benchmarks/results/rivals.md``; SEEDS, 3, is at least 2.
+which prints two tables and writes them to ``benchmarks/results/``: accuracies, ``rivals.md``, and
+what they cost, ``rivals-cost.md``; SEEDS, 3, is at least 2.
 
 Clients, images and network are those of the experiment `personal`. All have the same first weights,
 batches of one size in an order drawn anew in each epoch, all clients in every round, and one epoch
-of each array per round. Each method has the length of its step (and Ditto its pull) by the accuracy
+of each array per round. Each method has its learning rate (and Ditto its pull) by the accuracy
 on the images to choose by with the first seed; another library's grid has the optimizer of its
 documentation, too. fluke's ``lam`` is a term of each gradient step: it is set so that its pull in
 all steps of a round is ours. IFCA starts from four random networks, ClusteredFedAvg from one.
@@ -39,6 +40,7 @@ from flwr_perdl.network import Schedule, Topology, diffusion_averaging, metropol
 from flwr_perdl.protocol.records import ROUND
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.strategies import ClusteredFedAvg, ServerSettings
+from perdl_experiments.render import markdown_table
 from perdl_experiments.studies import _network, configure, find, personal
 
 ROUNDS, CONFIG = 20, configure(find("personal"))
@@ -56,7 +58,7 @@ ROWS = (
     ("own models, Ditto", "fluke", "labels", "ditto", "fluke", "ditto.Ditto"),
     ("one model, FedAvg", "fluke", "missing", "fedavg", "fluke", "fedavg.FedAVG"),
     ("one model, FedAvg", "FedLab", "missing", "fedavg", "fedlab", ""),
-    ("four clusters", "FedLab's IFCA, mended", "turned", "clustered", "fedlab_ifca", ""),
+    ("four clusters", "FedLab's IFCA, fixed", "turned", "clustered", "fedlab_ifca", ""),
     ("four clusters", "IFCA in a loop", "turned", "clustered", "ifca", ""),
     ("gossip, exponential graph", "fluke", "gossip", "exponential", "fluke_gossip", ""),
     ("gossip, exponential graph", "GossipPy", "gossip", "exponential", "gossipy", ""),
@@ -234,22 +236,20 @@ def code_lines(function: str) -> int:
     return found
 
 
-def table(found: dict[Any, tuple[Any, list[Run]]], seeds: int) -> str:
-    """Return the results as Markdown, rows that we lose first."""
-    head = "accuracy, ours | rival | ours - rival | rounds | MB, ours | rival | s, ours | rival"
-    lines = [f"| task | rival | {head} | lines, ours | rival |", f"| --- | --- |{' ---: |' * 10}"]
+def tables(found: dict[Any, tuple[Any, list[Run]]], seeds: int) -> tuple[str, str]:
+    """Return accuracies, the rows that we lose first, and what they cost, as Markdown."""
     rows, chosen = [], []
     for task, rival, kind, own, function, method in ROWS:
         sides = [found[kind, "ours", own], found[kind, function, method]]
         (a, b) = (np.array([np.mean(run[2], axis=0)[1] for run in runs]) for _, runs in sides)
         half = stats.t.ppf(0.975, seeds - 1) * stats.sem(a - b)
-        cells = [task, rival, f"{a.mean():.3f}", f"{b.mean():.3f}"]
-        cells += [f"{np.mean(a - b):+.3f} ± {half:.3f}", f"{ROUNDS}"]
+        accuracy = [f"{a.mean():.3f}", f"{b.mean():.3f}", f"{np.mean(a - b):+.3f} ± {half:.3f}"]
+        cost = []
         for at, unit, form in ((1, 1e6, ".2f"), (0, 1, ".1f")):
-            cells += [f"{np.mean([run[at] for run in runs]) / unit:{form}}" for _, runs in sides]
+            cost += [f"{np.mean([run[at] for run in runs]) / unit:{form}}" for _, runs in sides]
         ours = "gossip" if kind == "gossip" else "server"
-        cells += [f"{code_lines(name)}" for name in (ours, function)]
-        rows.append((np.mean(a - b), f"| {' | '.join(cells)} |"))
+        cost += [f"{code_lines(name)}" for name in (ours, function)]
+        rows.append((np.mean(a - b), [task, rival], accuracy, cost))
         grids = [
             " ".join(f"{x:.2g}" for x in (*sgd.values(), pull) if x) for (sgd, pull), _ in sides
         ]
@@ -259,15 +259,34 @@ def table(found: dict[Any, tuple[Any, list[Run]]], seeds: int) -> str:
         path = [str(one) for one in place(library).glob("lib/python*/site-packages")]
         versions += [f"{name} {one.version}" for one in distributions(name=name, path=path)]
         torch = [one.version for one in distributions(name="torch", path=path)]
+    rows.sort()
+    accuracies = markdown_table(
+        ["task: other library", "accuracy, ours", "theirs", "ours - theirs"],
+        [[": ".join(names), *accuracy] for _, names, accuracy, _ in rows],
+    )
+    costs = markdown_table(
+        [
+            "task",
+            "other library",
+            "MB, ours",
+            "theirs",
+            "s, ours",
+            "theirs",
+            "lines, ours",
+            "theirs",
+        ],
+        [names + cost for _, names, _, cost in rows],
+    )
     about = f"""
-Means over {seeds} seeds; ±: half of a 95 % interval. {CONFIG.clients} clients or nodes. Rounds: in
-gossip, epochs of a node. MB: sent and received by a client, or sent by a node. s: processor seconds
-of a run, one thread. Lines: code that a user writes, network and loading included, imports at the
-top of a file not. Best of the grid, ours and the rival's (step, documented momentum and weight
-decay, Ditto's pull): {"; ".join(chosen)}.
+MB: sent and received by a client, or sent by a node. s: processor seconds of a run, one thread.
+Lines: code that a user writes, network and loading included, imports at the top of a file not. Best
+of the grid, ours and theirs (learning rate, documented momentum and weight decay, Ditto's pull):
+{"; ".join(chosen)}.
 Python {platform.python_version()}, {", ".join(versions)}, PyTorch {torch[0]}.
 """
-    return "\n".join([*lines, *(row for _, row in sorted(rows))]) + "\n" + about
+    said = f"Means over {seeds} seeds, ±: half of a 95 % interval"
+    said += f"; {CONFIG.clients} clients, {ROUNDS} rounds."
+    return f"{accuracies}\n{said}\n", costs + about
 
 
 if __name__ == "__main__":
@@ -275,6 +294,7 @@ if __name__ == "__main__":
     sides = [(kind, *side) for *_, kind, own, f, m in ROWS for side in (("ours", own), (f, m))]
     keys = list(dict.fromkeys(sides))
     runs = Parallel(CORES)(delayed(tuned)(*key, seeds) for key in keys)
-    result = table(dict(zip(keys, runs, strict=True)), seeds)
-    (RESULTS / "rivals.md").write_text(result)
-    print(result)
+    found = tables(dict(zip(keys, runs, strict=True)), seeds)
+    for name, result in zip(("rivals", "rivals-cost"), found, strict=True):
+        (RESULTS / f"{name}.md").write_text(result)
+        print(result)

@@ -4,7 +4,7 @@
 
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
 ``support``, see there; a file of an example; or a Markdown file: a picture of its name beside it
-becomes one of the guides'.
+replaces the guides'.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ PAGES = (
     ROOT / "docs" / "from-fedavg.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "docs" / "security.md",
-    ROOT / "docs" / "scale.md",
-    ROOT / "docs" / "speed.md",
     ROOT / "docs" / "rivals.md",
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "clustered-learning.md",
@@ -52,8 +50,9 @@ def content(source: str) -> str:
     if source.startswith("examples/"):
         return fenced(ROOT / source)
     picture = (ROOT / source).with_suffix(".png")
-    if picture.exists():
-        shutil.copy(picture, ROOT / "docs" / "images")
+    copy = ROOT / "docs" / "images" / picture.name
+    if picture.exists() and copy.exists():
+        shutil.copy(picture, copy)
     return (ROOT / source).read_text()
 
 

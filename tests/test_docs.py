@@ -62,6 +62,22 @@ def test_the_numbers_of_the_guides_are_in_the_gallery() -> None:
     assert rows > 10
 
 
+def test_the_numbers_of_speed_and_scale_are_in_the_benchmarks_tables() -> None:
+    """A table, and the text before a link, has numbers of the results that its section links to."""
+    numbers = 0
+    for name in ("speed.md", "scale.md"):
+        for section in (ROOT / "docs" / name).read_text().split("\n## "):
+            pages = set(re.findall(r"\]\(\.\./(benchmarks/results/\S+?\.md)\)", section))
+            texts = " ".join((ROOT / page).read_text() for page in pages)
+            measured = set(re.findall(r"\d+\.\d+", texts))
+            said = re.findall(r"^\|.+|[^|\].]*(?:\.[^|\].]+)*\]\(\.\./", section, re.MULTILINE)
+            for text in said:
+                for shown in re.findall(r"\b\d+\.\d+\b", re.sub("`.+?`", "", text)):
+                    assert shown in measured, f"{name}: {shown} is not in {pages}"
+                    numbers += 1
+    assert numbers > 50
+
+
 def test_the_guides_say_what_the_benchmarks_measured() -> None:
     results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
     guide = " ".join((docs / "keep-a-part-private.md").read_text().split())

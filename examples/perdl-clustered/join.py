@@ -1,4 +1,4 @@
-"""A new site joins after the training: it takes the saved model with the least loss."""
+"""A new site joins after the training: it takes the saved model with the lowest loss."""
 
 import sys
 import tomllib

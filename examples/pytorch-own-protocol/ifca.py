@@ -6,7 +6,7 @@ from flwr_perdl.strategies import ProtocolStrategy, Request
 
 
 class IFCA(ProtocolStrategy):
-    """k models; in each round every client trains the one with the least loss on its data."""
+    """k models; in each round every client trains the one with the lowest loss on its data."""
 
     def protocol(self, initial, state):
         """Send all models; average those that come back, cluster by cluster."""

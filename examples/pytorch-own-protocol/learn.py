@@ -1,4 +1,4 @@
-"""The clients' side in PyTorch: digits that clients hold upright or turned by 90 degrees."""
+"""The clients' side in PyTorch: digits, upright or rotated by 90 degrees."""
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class DigitsClient(NumPyClient):
         self.train, self.test = (X[:120], y[:120]), (X[120:], y[120:])
 
     def choose(self, stacks):
-        """Return the model with the least loss on the client's training images, and its number."""
+        """Return the model with the lowest loss on the client's training images, and its number."""
         X, y = self.train
         nets, losses = [], []
         for model in zip(*stacks, strict=True):

@@ -1,4 +1,4 @@
-"""The server: a model per kind of client."""
+"""The server: one model per group of clients."""
 
 import numpy as np
 import torch

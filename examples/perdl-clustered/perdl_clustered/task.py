@@ -1,4 +1,4 @@
-"""Network and data: digits, which clients hold turned by 0, 90, 180 or 270 degrees."""
+"""Network and data: digits, rotated by 0, 90, 180 or 270 degrees at each client."""
 
 from functools import lru_cache
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def turned_digits(partition: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images and labels; how they are turned, the server does not know."""
+    """Return images and labels; the server does not know how they are rotated."""
     images, labels = digits(return_X_y=True)
     mine = np.random.default_rng(0).permutation(len(labels))[partition % 17 :: 17]
     turned = np.rot90(images[mine].reshape(-1, 1, 8, 8) / 16, k=partition % 4, axes=(2, 3))

@@ -1,4 +1,4 @@
-"""Model and data: softmax regression on digits, of which a node has three kinds."""
+"""Model and data: softmax regression on digits; each node has three of the ten."""
 
 from functools import lru_cache
 

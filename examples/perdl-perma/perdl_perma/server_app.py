@@ -29,7 +29,7 @@ def main(grid: Grid, context: Context) -> None:
     for site, measured in last.metrics.items():
         name, energy = strategy.client_names.get(site, site), measured["energy"]
         shared, both = (1 - measured[key] / energy for key in ("mse_global", "mse_full"))
-        print(f"site {name}: the shared atoms explain {shared:.0%}, with its own {both:.0%}")
+        print(f"site {name}: shared atoms explain {shared:.0%}, with private atoms {both:.0%}")
     for who, why in last.dropped.items():
         print(f"{who} is left out: {why}")
     if config["out"]:

@@ -1,4 +1,4 @@
-"""Network and data: digits, for which every client has numbers of its own."""
+"""Network and data: digits, whose labels every client permutes."""
 
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ digits = lru_cache(load_digits)  # read once per process
 
 
 class Net(nn.Module):
-    """A small network; its head is each client's own."""
+    """A small network; its head is private to each client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def renamed_digits(partition: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images and labels; which number stands for which digit is the client's own choice."""
+    """Return images and labels; each client numbers the ten digits differently."""
     images, labels = digits(return_X_y=True)
     mine = np.random.default_rng(0).permutation(len(labels))[partition % 17 :: 17]
     return images[mine] / 16, np.random.default_rng(partition).permutation(10)[labels[mine]]
