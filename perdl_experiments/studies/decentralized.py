@@ -91,9 +91,7 @@ class Config(Common):
         """The config of each set of networks, by its name."""
         found = {"": self}
         if self.larger:
-            found["larger"] = replace(
-                self, clients=self.larger, rounds=self.larger_rounds, tune=0
-            )
+            found["larger"] = replace(self, clients=self.larger, rounds=self.larger_rounds, tune=0)
         return found
 
 
@@ -123,9 +121,7 @@ class Nodes:
             dealt = [shards[i] for i in rng.permutation(each * n)]
             own = [np.concatenate(dealt[each * k : each * (k + 1)]) for k in range(n)]
         if choose:
-            parts = [
-                np.split(rng.permutation(mine), [round(CHOICE * len(mine))]) for mine in own
-            ]
+            parts = [np.split(rng.permutation(mine), [round(CHOICE * len(mine))]) for mine in own]
             test, own = np.concatenate([held for held, _ in parts]), [rest for _, rest in parts]
         X, y = images.X, np.eye(10)[images.y]
         self.train = [(X[mine], y[mine]) for mine in own]

@@ -223,9 +223,7 @@ def _points(config: Config) -> dict[str, Config]:
 
 def _by(method: str, point: Config) -> Config:
     """Return a method's config at a point; the paper's clients send all atoms, whatever shows."""
-    return replace(
-        point, method=method, min_support=0 if method == "paper" else point.min_support
-    )
+    return replace(point, method=method, min_support=0 if method == "paper" else point.min_support)
 
 
 def _name(axis: str, value: int, seed: int) -> str:
