@@ -23,35 +23,35 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import textwrap
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from hashlib import file_digest, sha256
-from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from perdl_experiments import run_experiment
 from perdl_experiments.data import digest
+from perdl_experiments.outcome import CHART
 from perdl_experiments.render import (
-    DECIBELS,
     SHARE,
     claim_holds,
     fill,
-    first_sentence,
-    is_less,
     markdown_table,
     markdown_text,
     number,
 )
 from perdl_experiments.studies import configure, find
+from perdl_experiments.words import data_size, megabytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "gallery"
@@ -62,31 +62,36 @@ STUDIES = "../../perdl_experiments/studies"  # from a page
 
 REPEATS, PROCESSES = 5, 2
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
-BEATEN, MATCHED, NOT_REACHED = "beaten", "matched", "not reached"
-HOLDS, FAILS = "holds", "does not hold"
+BETTER, REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE = (
+    "better than the paper",
+    "reproduced",
+    "not reproduced",
+    "not comparable",
+)
+YES, NO, UNDECIDED = "yes", "no", "undecided"
 #: The rules, as the index page shows them.
 MEANING = {
-    BEATEN: "Even our worst run is better than the paper's number by more than the tolerance.",
-    MATCHED: "Our median is as good as the paper's number, within the tolerance; or the paper has "
-    "no number, and its claim holds of our medians.",
-    NOT_REACHED: "Neither is so, or one of the paper's claims does not hold of our medians.",
-    HOLDS: "No paper shows it; the page's own rules hold of our medians.",
-    FAILS: "One of them does not.",
+    BETTER: "Even our worst run beats the paper's number by more than the tolerance.",
+    REPRODUCED: "Our median is as good as the paper's number, within the tolerance; where the "
+    "paper has no number, each of its claims is true of our medians.",
+    NOT_REPRODUCED: "Neither.",
+    NOT_COMPARABLE: "The paper doesn't say enough to run the same experiment.",
+    YES: "A question of our own: the interval of the paired difference to the best of the methods "
+    "that it names is above 0.",
+    NO: "It's below 0: we lose.",
+    UNDECIDED: "It includes 0.",
 }
 RULES = (
     "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. "
-    "Verdicts in brackets do not count for their section.",
-    f"One median is better than another by more than {SHARE:.0%} of the other, of areas under a "
-    f"curve by more than {SHARE:.0%} of what is missing to one, of decibels by more than "
-    f"{DECIBELS:g}. Tables of methods have every rival, the best first; n/m counts the seeds in "
-    "which one is better than ours.",
-    f"Numbers are medians over seeds, in brackets the {LEVEL:.0%} bootstrap interval of the "
-    "median; for five seeds or fewer, the range. Pictures are of the first run.",
+    f"A claim compares medians, which must differ by more than {SHARE:.0%}.",
+    f"Numbers are medians over seeds, with the {LEVEL:.0%} bootstrap interval of the median; for "
+    "five seeds or fewer, with the range. Pictures are of the first run. Our methods are in bold.",
 )
 RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
-THUMBNAIL = 320, 200  # pixels at most
-LONG_ALT = 60  # words of an alternative text at most; a longer one lists the points of many lines
+THUMBNAIL = 336, 210  # pixels
+LONG_ALT = 30  # words of an alternative text at most; a longer one lists the points of many lines
+FLOATS = "floats_"  # metrics that count float64 values: pages have MB
 _KEPT = 6  # significant digits
 _BRACKETS = str.maketrans("[]", "()")  # in alt text
 
@@ -95,35 +100,45 @@ _BRACKETS = str.maketrans("[]", "()")  # in alt text
 
 
 class Figure(NamedTuple):
-    """A figure beside the paper's; see ``entries.toml`` for the fields of these four."""
+    """A row of the numbers; see ``entries.toml`` for the fields of these five."""
 
     metric: str
     words: str
     paper: float | None = None
-    source: str = ""
     better: str = ""
     tolerance: float = 0.05
     counts: bool = True
 
 
 class Claim(NamedTuple):
-    """Something that holds or does not."""
+    """What a paper claims."""
 
     less: Sequence[Sequence[str | float]]
     holds: str
     fails: str
-    source: str = ""
+    source: str
     factor: float = 1.0
 
 
-class Rivals(NamedTuple):
-    """Methods that a metric of ours is held against."""
+class Question(NamedTuple):
+    """A question of our own, which a difference answers."""
 
+    asks: str
     ours: str
     better: str
-    others: str
-    names: Mapping[str, str] = {}
-    runs: Mapping[str, str] = {}
+    rivals: Mapping[str, str | float]
+    margin: float = 0.0
+    interval: Sequence[str] = ()
+    says: str = ""
+
+
+class Column(NamedTuple):
+    """A column of the table of methods."""
+
+    words: str
+    metric: str
+    better: str
+    of: Mapping[str, str] = {}
 
 
 class Entry(NamedTuple):
@@ -131,21 +146,28 @@ class Entry(NamedTuple):
 
     name: str
     title: str
-    shows: Sequence[str]
     experiment: str
+    finding: str
     about: str
-    tuning: str
-    data: Sequence[str]
     pictures: Sequence[str]
-    small: bool
     runs: Mapping[str, Mapping[str, Any]]
-    figures: Sequence[Figure] = ()
-    finding: str = ""
+    limits: Sequence[str]
+    tuning: str = ""
+    paper: str = ""
+    shows: Sequence[str] = ()
+    incomparable: str = ""
+    data: Sequence[str] = ()
+    small: bool = False
     needs: str = ""
     repeats: int = REPEATS
+    figures: Sequence[Figure] = ()
     claims: Sequence[Claim] = ()
-    rivals: Sequence[Rivals] = ()
+    questions: Sequence[Question] = ()
+    columns: Sequence[Column] = ()
     names: Mapping[str, str] = {}
+    ours: Sequence[str] = ()
+    rows: str = "method"
+    drawn: Mapping[str, Any] = {}
 
     def seeds(self, run: str) -> list[int]:
         """Return the seed of each repetition; where one runs many seeds, the first of its own."""
@@ -170,7 +192,7 @@ class Entry(NamedTuple):
 
 def entries() -> list[Entry]:
     """Return what the gallery shows."""
-    kinds = {"figures": Figure, "claims": Claim, "rivals": Rivals}
+    kinds = {"figures": Figure, "claims": Claim, "questions": Question, "columns": Column}
     return [
         Entry(**{k: [kinds[k](**one) for one in v] if k in kinds else v for k, v in entry.items()})
         for entry in tomllib.loads(ENTRIES.read_text())["entries"]
@@ -183,6 +205,7 @@ class Page(NamedTuple):
     name: str
     title: str
     question: str
+    sentence: str
     entries: tuple[str, ...]
 
 
@@ -190,6 +213,12 @@ def listed() -> list[Page]:
     """Return the pages, in the order of the index."""
     found = tomllib.loads(ENTRIES.read_text())["pages"]
     return [Page(**page | {"entries": tuple(page["entries"])}) for page in found]
+
+
+def papers() -> dict[str, dict[str, str]]:
+    """Return the papers' short names and links."""
+    found: dict[str, dict[str, str]] = tomllib.loads(ENTRIES.read_text())["papers"]
+    return found
 
 
 # The runs ------------------------------------------------------------------------------------
@@ -283,7 +312,6 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
     started, good = time.perf_counter(), True
     for name in {job.entry.name for job in jobs}:
         _collect([job for job in jobs if job.entry.name == name], results)
-    write_pages(results)
     with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
         for number, ended in enumerate(as_completed(waiting), 1):
@@ -295,7 +323,9 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
             passed = (time.perf_counter() - started) / 60
             print(f"[{number}/{len(missing)}, {passed:.1f} min] {what}: {said}", flush=True)
             _collect([one for one in jobs if one.entry is job.entry], results)
-            write_pages(results)
+            with suppress(KeyError):  # an entry asks for numbers that its next runs have
+                write_pages(results)
+    write_pages(results)
     return good
 
 
@@ -318,12 +348,57 @@ def _collect(jobs: Sequence[Job], results: dict[str, Any]) -> None:
     entry, stored = jobs[0].entry, results.get(jobs[0].entry.name, {})
     made = {run: _summary([j for j in jobs if j.run == run]) for run in {j.run for j in jobs}}
     results[entry.name] = {run: (stored | made)[run] for run in entry.runs if run in stored | made}
+    _store(results)
+    if next(iter(entry.runs)) in made and not entry.drawn:
+        _keep_pictures(jobs[0])
+
+
+def _keep_pictures(job: Job) -> None:
+    """Bring the pictures of an entry's first run among the pages: charts as SVG."""
+    for figure in json.loads((job.folder / "results.json").read_text())["figures"]:
+        file = Path(figure["file"])
+        if file.stem in job.entry.pictures and figure["kind"] == CHART:
+            shutil.copyfile(
+                job.folder / file.with_suffix(".svg"), _picture(job.entry, file.stem, ".svg")
+            )
+            _picture(job.entry, file.stem, ".png").unlink(missing_ok=True)
+            if file.stem == job.entry.pictures[0]:
+                _thumbnail(job.entry, job.folder / file)
+        elif file.stem in job.entry.pictures:
+            _shrink(job.folder / file, _picture(job.entry, file.stem, ".png"))
+
+
+def _picture(entry: Entry, name: str, suffix: str) -> Path:
+    """Return where a picture lies among the pages."""
+    return PAGES / f"{entry.name}-{name}{suffix}"
+
+
+def redraw(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None) -> None:
+    """Draw the pictures anew, by the first seed of each first run; all numbers stay.
+
+    An entry whose pictures show numbers has options to draw all seeds at once.
+    """
+    for entry in chosen:
+        run = next(iter(entry.runs))
+        job = Job(entry, run, entry.seeds(run)[0], data)
+        if entry.drawn:
+            options = {"pictures": {**entry.runs[run], **entry.drawn}}
+            job = Job(entry._replace(runs=options), "pictures", 0, data)
+        if not job.ready:
+            print(f"{entry.name}: the stored pictures stay, as it needs DATA/{entry.data_of(run)}")
+            continue
+        took = 0.0 if job.done() else job.work()
+        _keep_pictures(job)
+        said = json.loads((job.folder / "results.json").read_text())
+        results[entry.name][run] |= {"figures": said["figures"], "notes": said["notes"]}
+        _store(results)
+        print(f"{entry.name}: {took:.0f} s", flush=True)
+
+
+def _store(results: Mapping[str, Any]) -> None:
+    """Write the results file, in the order of the entries."""
     ordered = {one.name: results[one.name] for one in entries() if one.name in results}
     RESULTS.write_text(json.dumps(ordered, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    first = next(iter(entry.runs))
-    for picture in entry.pictures if first in made else ():
-        source = entry.folder(first, entry.seeds(first)[0]) / f"{picture}.png"
-        _shrink(source, PAGES / f"{entry.name}-{picture}.png")
 
 
 def fingerprint(entry: Entry, run: str) -> str:
@@ -431,7 +506,7 @@ class Found:
     """An entry's results, by reference: METRIC of the first run, or RUN:METRIC."""
 
     def __init__(self, entry: Entry, results: Mapping[str, Any]) -> None:
-        self.runs, self.names = results[entry.name], entry.names
+        self.runs = results[entry.name]
         self.first = next(iter(entry.runs))
 
     def metrics(self, run: str) -> Mapping[str, Mapping[str, Any]]:
@@ -462,7 +537,11 @@ class Found:
 
     def fill(self, template: str) -> str:
         """Return a sentence with its metrics filled in."""
-        return fill(template, self.get)
+        return fill(template, self._said)
+
+    def _said(self, reference: str) -> float | str:
+        value = self.get(reference)
+        return data_size(value) if FLOATS in reference else value
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
@@ -478,15 +557,6 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def finding(entry: Entry, found: Found) -> str:
-    """Return the sentence that says what was found, by default with the first run's medians."""
-    if entry.finding:
-        return found.fill(entry.finding)
-    templates = find(entry.experiment).page["finding"]
-    template = first_sentence(templates, found.metrics(found.first))
-    return "" if template is None else found.fill(template)
-
-
 def verdict_of(figure: Figure, found: Found) -> str:
     """Return a figure's verdict, empty if it is only shown."""
     if figure.paper is None or not figure.better:
@@ -495,78 +565,83 @@ def verdict_of(figure: Figure, found: Found) -> str:
     worst = sign * found.get(figure.metric, "high" if sign > 0 else "low")
     paper, room = sign * figure.paper, figure.tolerance * abs(figure.paper)
     if worst < paper - room:
-        return BEATEN
-    return MATCHED if sign * found.get(figure.metric) <= paper + room else NOT_REACHED
+        return BETTER
+    return REPRODUCED if sign * found.get(figure.metric) <= paper + room else NOT_REPRODUCED
 
 
 def holds(claim: Claim, found: Found) -> bool:
-    """Return whether a claim holds of the medians."""
+    """Return whether a claim is true of the medians."""
     return claim_holds(claim.less, found.get, claim.factor)
 
 
+class Answer(NamedTuple):
+    """A question's answer, and how far ours is from the best rival's."""
+
+    word: str
+    difference: str
+    interval: str
+    rival: str
+
+
+def answer(question: Question, found: Found) -> Answer:
+    """Return a question's answer: the paired difference to the best of its rivals.
+
+    Where a lower number is better, it is a share of the rival's.
+    """
+    lower = question.better == "lower"
+    best = min(
+        question.rivals, key=lambda name: (1 if lower else -1) * found.get(question.rivals[name])
+    )
+    if question.interval:
+        low, high = (found.get(metric) for metric in question.interval)
+        middle = found.get(question.ours)
+    else:
+        pairs = found.values(question.ours), found.values(str(question.rivals[best]))
+        gains = [_gain(ours, theirs, lower=lower) for ours, theirs in zip(*pairs, strict=True)]
+        low, high = (min(gains), max(gains)) if len(gains) <= REPEATS else bootstrap(gains)
+        middle = float(np.median(gains))
+    margin = question.margin
+    word = YES if low + margin > 0 else NO if high + margin < 0 else UNDECIDED
+    if lower:  # as a change of the error
+        middle, low, high = -middle, -high, -low
+    scale = 100 if lower else 1
+    shown = [f"{scale * one:+.3g}" if one else "0" for one in (middle, low, high)]
+    unit = " %" if lower else ""
+    return Answer(word, f"{shown[0]}{unit}", f"{shown[1]} to {shown[2]}{unit}", best)
+
+
+def _gain(ours: float, theirs: float, *, lower: bool) -> float:
+    """Return by how much ours is better; rounds may be infinite."""
+    if ours == theirs:
+        return 0.0
+    return 1 - ours / theirs if lower else ours - theirs
+
+
 def verdict(entry: Entry, found: Found) -> str:
-    """Return a section's verdict."""
+    """Return a section's verdict: of the paper, or the answer to its first question."""
+    if entry.incomparable:
+        return NOT_COMPARABLE
     if not entry.shows:
-        return HOLDS if all(holds(claim, found) for claim in entry.claims) else FAILS
+        return answer(entry.questions[0], found).word
     figures = [verdict_of(figure, found) for figure in entry.figures if figure.counts]
     figures = [one for one in figures if one]
-    if NOT_REACHED in figures or not all(holds(c, found) for c in entry.claims if c.source):
-        return NOT_REACHED
-    return BEATEN if figures and set(figures) == {BEATEN} else MATCHED
-
-
-class Rival(NamedTuple):
-    """A method beside ours: its metric, and whether its median is better."""
-
-    name: str
-    metric: str
-    better: bool
-    seeds: str
-    """In how many of the seeds that both have it is better; "" where values were not kept."""
-
-
-def compare(rivals: Rivals, found: Found) -> list[Rival]:
-    """Return all rivals, held against ours."""
-    sign = 1 if rivals.better == "lower" else -1
-
-    def is_better(theirs: float, ours: float) -> bool:
-        return is_less(sign * theirs, sign * ours, rivals.ours)
-
-    compared = []
-    for metric, name in _named(rivals, found).items():
-        if metric == rivals.ours:
-            continue
-        pairs = list(zip(found.values(metric), found.values(rivals.ours), strict=False))
-        wins = sum(is_better(theirs, ours) for theirs, ours in pairs)
-        better = is_better(found.get(metric), found.get(rivals.ours))
-        seeds = f"{wins}/{len(pairs)}" if len(pairs) > 1 else ""
-        compared.append(Rival(name, metric, better, seeds))
-    return compared
-
-
-def _named(rivals: Rivals, found: Found) -> dict[str, str]:
-    """Return the metrics of all rivals, in words; with ours, if that is a method like them."""
-    named = {f"{run}:{rivals.ours}": words for run, words in rivals.runs.items()}
-    names = {**found.names, **rivals.names}
-    run, colon, _ = rivals.ours.rpartition(":")
-    for metric in found.metrics(run or found.first):
-        if match := re.fullmatch(rivals.others, metric):
-            named[f"{run}{colon}{metric}"] = names.get(match[1], match[1].replace("_", " "))
-    return named
+    if NOT_REPRODUCED in figures or not all(holds(claim, found) for claim in entry.claims):
+        return NOT_REPRODUCED
+    return BETTER if figures and set(figures) == {BETTER} else REPRODUCED
 
 
 def judgement(entry: Entry, found: Found) -> Iterator[str]:
-    """Yield an item for each claim: whether it holds, and a sentence with its numbers."""
+    """Yield an item for each claim of the paper, and for each question its answer."""
     for claim in entry.claims:
         good = holds(claim, found)
         said = markdown_text(found.fill(claim.holds if good else claim.fails))
-        source = f" *({markdown_text(claim.source)})*" if claim.source else ""
-        yield f"- **{(HOLDS if good else FAILS).capitalize()}**: {said}{source}"
-
-
-def beaten_by_rivals(entry: Entry, found: Found) -> bool:
-    """Return whether a rival does better in one figure or more."""
-    return any(rival.better for rivals in entry.rivals for rival in compare(rivals, found))
+        word = REPRODUCED if good else NOT_REPRODUCED
+        yield f"- **{word.capitalize()}** ({claim.source}): {said}"
+    for question in entry.questions:
+        one = answer(question, found)
+        said = f"{one.difference} against {one.rival} (interval {one.interval})."
+        said = f"{said} {found.fill(question.says)}".strip()
+        yield f"- {question.asks} **{one.word.capitalize()}**: {markdown_text(said)}"
 
 
 # The pages -----------------------------------------------------------------------------------
@@ -578,21 +653,19 @@ def write_pages(results: Mapping[str, Any]) -> None:
     for name, text in pages(results).items():
         (PAGES / name).write_text(text)
     for page in listed():
-        first = known[page.entries[0]]
-        picture = PAGES / f"{first.name}-{first.pictures[0]}.png"
+        entry = known[page.entries[0]]
+        picture = _picture(entry, entry.pictures[0], ".png")
         if picture.is_file():
-            _thumbnail(picture, THUMBNAILS / f"{page.name}.png")
+            _thumbnail(entry, picture)
 
 
-def _thumbnail(source: Path, target: Path) -> None:
-    """Write a small picture: of a tall one the upper part."""
-    target.parent.mkdir(exist_ok=True)
-    width, height = THUMBNAIL
-    with Image.open(source) as picture:
-        shown = picture.convert("RGB")
-        shown = shown.crop((0, 0, shown.width, min(shown.height, shown.width * height // width)))
-        shown.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
-        shown.quantize(64).save(target, optimize=True)
+def _thumbnail(entry: Entry, source: Path) -> None:
+    """Write the small picture of an entry, whole, in the middle of white, if it has a card."""
+    for page in listed():
+        if page.entries[0] == entry.name:
+            with Image.open(source) as picture:
+                whole = ImageOps.pad(picture.convert("RGB"), THUMBNAIL, color="white")
+                whole.quantize(64).save(THUMBNAILS / f"{page.name}.png", optimize=True)
 
 
 def pages(results: Mapping[str, Any]) -> dict[str, str]:
@@ -613,76 +686,64 @@ Section = tuple[Entry, "Found"]
 def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     every = [section for sections in found.values() for section in sections]
     verdicts = [verdict(*section) for section in every]
-    counts = ", ".join(f"{verdicts.count(one)} {one}" for one in MEANING if one in verdicts)
-    yield "# Gallery\n"
-    yield f"**{len(found)} pages with {len(every)} experiments: {counts}.**\n"
-    yield (
-        "The papers' figures and tables, made again by one command, and results that the papers "
-        "do not have. [results.json](results.json) has every metric.\n"
+    counts = {one: verdicts.count(one) for one in MEANING if one in verdicts}
+    papers_, own = (
+        ", ".join(
+            f"{n} {one}" for one, n in counts.items() if (one in (YES, NO, UNDECIDED)) == mine
+        )
+        for mine in (False, True)
     )
+    yield "# Gallery\n"
+    yield f"**Experiments of the papers: {papers_}. Our own questions: {own}.**\n"
+    question = ""
+    for page, sections in found.items():
+        if page.question != question:
+            yield from ["</div>\n"] if question else []
+            question = page.question
+            yield f'## {question}\n\n<div class="grid cards" markdown>\n'
+        yield from _card(page, sections)
+    yield "</div>\n"
+    yield "## Run it\n"
     yield "```sh\nmake gallery                  # all, resumable: runs/gallery"
     yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch"
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # by page\n```\n"
-    question = ""
-    for page, sections in found.items():
-        if page.question != question:
-            question = page.question
-            yield f"## {question}\n"
-        yield from _card(page, sections)
     seconds = [one["seconds"] for _, of in every for one in of.runs.values()]
     minutes = sum(one["median"] * len(one["values"]) for one in seconds) / 60
+    yield f"All runs took {minutes:.0f} minutes. [results.json](results.json) has every metric.\n"
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
     yield "".join(f"- {rule}\n" for rule in RULES)
-    yield f"The runs shown took {minutes:.0f} minutes in all.\n"
 
 
 def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
-    """Yield what the index says of a page."""
+    """Yield what the index says of a page: a picture and a sentence."""
     entry, found = sections[0]
-    [picture] = [
-        one
-        for one in found.runs[found.first]["figures"]
-        if one["file"] == f"{entry.pictures[0]}.png"
-    ]
-    thumbnail = f"thumbnails/{page.name}.png{_ending(picture)}"
-    yield f"### [{page.title}]({page.name}.md)\n"
-    yield f"[![{page.title}]({thumbnail})]({page.name}.md)\n"
-    yield f"{markdown_text(finding(entry, found))}\n"
-    shown = [figure for one, _ in sections for figure in one.shows]
-    judged = ", ".join(f"**{verdict(*section)}**" for section in sections)
-    better = any(beaten_by_rivals(*section) for section in sections)
-    judged += "; a baseline does better" if better else ""
-    yield f"{'. '.join(filter(None, [', '.join(shown), judged]))}.\n"
+    kinds = {Path(one["file"]).stem: one["kind"] for one in found.runs[found.first]["figures"]}
+    chart = "#chart" if kinds[entry.pictures[0]] == CHART else ""
+    yield f"- [![{page.title}](thumbnails/{page.name}.png{chart})]({page.name}.md)\n"
+    said = f"{markdown_text(page.sentence)} *{_verdict(entry, found, against=True)}.*"
+    yield f"    **[{page.title}]({page.name}.md)**<br>{said}\n"
 
 
 def _page(page: Page, sections: Sequence[Section]) -> Iterator[str]:
     yield f"# {page.title}\n"
     captions: set[str] = set()
-    for _, group in groupby(sections, lambda section: find(section[0].experiment).code):
-        together = list(group)
-        for entry, found in together:
-            if entry.name != page.entries[0]:
-                yield f"## {entry.title}\n"
-            yield from _section(entry, found, captions)
-        if len(together) > 1:
-            yield "## Results\n"
-        yield from filter(None, [_methods(together), _figures(together)])
-        yield from _once(" ".join(entry.tuning.split()) + "\n" for entry, _ in together)
-    yield "## Run it\n"
+    for entry, found in sections:
+        if entry.name != page.entries[0]:
+            yield f"## {entry.title}\n"
+        yield from _section(entry, found, captions)
+    yield "## How to run\n"
     yield f"```sh\n{_commands(page, [entry for entry, _ in sections])}\n```\n"
-    yield f"{' '.join(_once(_source(entry) for entry, _ in sections))} [Rules]({RULES_AT}).\n"
-    yield "## Data, settings and limits\n"
-    firsts = [found.runs[found.first] for _, found in sections]
-    yield from (f"- {markdown_text(note)}" for note in _once(n for f in firsts for n in f["notes"]))
+    code = ", ".join(_once(_source(entry) for entry, _ in sections))
+    yield f"Code: {code}. [How verdicts are computed]({RULES_AT}).\n"
+    yield "## Limitations\n"
+    yield from (f"- {markdown_text(f.fill(one))}" for e, f in sections for one in e.limits)
     runs = [one for _, found in sections for one in found.runs.values() if "data" in one]
     for file, checksum in {one["data"]["file"]: one["data"]["sha256"] for one in runs}.items():
         yield f"- `{file}`: SHA-256 `{checksum}`; `flwr-perdl fetch` says where to get it."
-    yield from _once(
-        f"- {', '.join(f'{name} {version}' for name, version in first['versions'].items())}."
-        for first in firsts
-    )
+    versions = (found.runs[found.first]["versions"] for _, found in sections)
+    yield from _once(f"- {', '.join(f'{n} {v}' for n, v in one.items())}." for one in versions)
     yield ""
 
 
@@ -691,97 +752,103 @@ def _once(texts: Iterable[str]) -> list[str]:
 
 
 def _section(entry: Entry, found: Found, said: set[str]) -> Iterator[str]:
-    """Yield what was found, the pictures, what holds, and the numbers."""
-    yield f"**{markdown_text(finding(entry, found))}**\n"
-    shows = ", ".join(entry.shows) or "Not in the papers"
-    yield f"{shows}. Verdict: {_verdict(entry, found)}. {' '.join(entry.about.split())}\n"
+    """Yield the verdict, the pictures, what was found, and the numbers."""
+    asked = "" if entry.shows else f"{entry.questions[0].asks} "
+    why = f" {entry.incomparable}" if entry.incomparable else ""
+    yield f"{asked}**{_verdict(entry, found)}**{_of(entry)}.{why}\n"
     for figure in found.runs[found.first]["figures"]:
-        name, _, ending = figure["file"].rpartition(".")
-        if name in entry.pictures and ending == "png":
+        name = Path(figure["file"]).stem
+        if name in entry.pictures and not figure["file"].endswith(".gif"):
             alt = figure.get("alt") or figure["title"]
             alt = figure["title"] if len(alt.split()) > LONG_ALT else alt
             alt = markdown_text(alt).translate(_BRACKETS)
-            yield f"![{alt}]({entry.name}-{name}.png{_ending(figure)})\n"
+            chart = figure["kind"] == CHART
+            vector = chart and _picture(entry, name, ".svg").is_file()
+            file = _picture(entry, name, ".svg" if vector else ".png").name
+            yield f"![{alt}]({file}{'#chart' if chart else ''})\n"
             if figure["caption"] not in said:
                 yield f"*{markdown_text(figure['caption'])}*\n"
                 said.add(figure["caption"])
+    yield f"**{markdown_text(found.fill(entry.finding))}**\n"
+    yield " ".join(entry.about.split()) + "\n"
     yield from judgement(entry, found)
     yield ""
+    yield from filter(None, [_methods(entry, found), _figures(entry, found)])
+    yield from [" ".join(entry.tuning.split()) + "\n"] if entry.tuning else []
+
+
+def _of(entry: Entry) -> str:
+    """Return which part of which paper an entry is about."""
+    if not entry.paper:
+        return ""
+    paper = papers()[entry.paper]
+    return f": [{paper['name']}]({paper['link']}), {', '.join(entry.shows)}"
 
 
 def _source(entry: Entry) -> str:
-    """Return links to the study's program and to its texts."""
+    """Return a link to the study's program."""
     code = find(entry.experiment).code.__name__.rpartition(".")[2]
-    files = f"{code}.py", f"{entry.experiment.replace('-', '_')}.toml"
-    return f"{', '.join(f'[{name}]({STUDIES}/{name})' for name in files)}."
+    return f"[{code}.py]({STUDIES}/{code}.py)"
 
 
-def _ending(figure: Mapping[str, str]) -> str:
-    """Return what tells the site that a picture is a chart, whose colors a dark page inverts."""
-    return "#chart" if figure["kind"] == "chart" else ""
-
-
-def _methods(sections: Sequence[Section]) -> str:
-    """Return the table of all methods, the best by the first metric first."""
-    cells: dict[str, dict[str, str]] = {}
-    order: dict[str, float] = {}
-    columns: dict[str, None] = {}
-    for entry, found in sections:
-        for rivals in entry.rivals:
-            column = _column(f"`{rivals.ours}` ({rivals.better} is better)", entry, sections)
-            columns[column] = None
-            sign = 1 if rivals.better == "lower" else -1
-            ours = _named(rivals, found).get(rivals.ours, "ours")
-            for one in [Rival(ours, rivals.ours, False, ""), *compare(rivals, found)]:
-                cell = " ".join(filter(None, [_measured(one.metric, found), one.seeds]))
-                cells.setdefault(one.name, {})[column] = f"{cell} (better)" if one.better else cell
-                order.setdefault(one.name, sign * found.get(one.metric))
-    return _table(columns, {name: cells[name] for name in sorted(cells, key=order.__getitem__)})
-
-
-def _figures(sections: Sequence[Section]) -> str:
-    """Return the table of the figures that a paper has, or that no table of methods has."""
-    cells: dict[str, dict[str, str]] = {}
-    columns: dict[str, None] = {}
-    for entry, found in sections:
-        compared = {one.metric for rivals in entry.rivals for one in compare(rivals, found)}
-        compared |= {rivals.ours for rivals in entry.rivals}
-        for figure in entry.figures:
-            if figure.paper is None and figure.metric in compared:
-                continue
-            said = {"here": _measured(figure.metric, found)}
-            if figure.paper is not None:
-                said["paper"] = number(figure.paper)
-                judged = verdict_of(figure, found)
-                said["verdict"] = f"({judged})" if judged and not figure.counts else judged
-            for kind, cell in said.items():
-                column = _column(kind, entry, sections)
-                columns[column] = None
-                cells.setdefault(figure.words, {})[column] = cell
-    return _table(columns, cells)
-
-
-def _column(name: str, entry: Entry, sections: Sequence[Section]) -> str:
-    return f"{entry.name}: {name}" if len(sections) > 1 else name
-
-
-def _table(columns: Iterable[str], cells: Mapping[str, Mapping[str, str]]) -> str:
-    if not cells:
+def _methods(entry: Entry, found: Found) -> str:
+    """Return the table of methods, the best by the first column first."""
+    if not entry.columns:
         return ""
-    rows = [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()]
-    return markdown_table(["", *columns], rows)
+    rows = []
+    for method, words in entry.names.items():
+        cells = [_reference(column, method, found) for column in entry.columns]
+        if any(cells):
+            name = f"**{words}**" if method in entry.ours else words
+            rows.append(
+                [name, *(_measured(cell, found) if cell else "" for cell in cells), cells[0]]
+            )
+    first = 1 if entry.columns[0].better == "lower" else -1
+    rows.sort(key=lambda row: first * found.get(row[-1]) if row[-1] else np.inf)
+    senses = [f" ({column.better} is better)" for column in entry.columns]
+    all_, each = (senses[0], [""] * len(senses)) if len(set(senses)) == 1 else ("", senses)
+    heads = [column.words + sense for column, sense in zip(entry.columns, each, strict=True)]
+    return markdown_table([f"{entry.rows}{all_}", *heads], [row[:-1] for row in rows])
+
+
+def _reference(column: Column, method: str, found: Found) -> str:
+    """Return the metric of a method in a column, "" where it has none."""
+    run, _, name = method.rpartition(":")
+    of, _, metric = column.of.get(method, column.metric).rpartition(":")
+    metric = metric.format(name)
+    return f"{run or of}:{metric}" if metric in found.metrics(run or of or found.first) else ""
+
+
+def _figures(entry: Entry, found: Found) -> str:
+    """Return the table of further numbers, beside the paper's where it has some."""
+    if not entry.figures:
+        return ""
+    rows = []
+    for figure in entry.figures:
+        judged = verdict_of(figure, found)
+        judged = f"({judged})" if judged and not figure.counts else judged
+        paper = "" if figure.paper is None else number(figure.paper)
+        rows.append([figure.words, _measured(figure.metric, found), paper, judged])
+    if not any(row[2] for row in rows):
+        return markdown_table(["", "measured"], [row[:2] for row in rows])
+    return markdown_table(["", "measured", "paper", "verdict"], rows)
 
 
 def _measured(metric: str, found: Found) -> str:
     """Return a metric's median, and its interval if that has any width."""
-    low, high = map(number, found.interval(metric))
+    scale = megabytes(1) if FLOATS in metric else 1
+    low, high = (number(scale * end) for end in found.interval(metric))
     span = f" ({low}\N{EN DASH}{high})" if low != high else ""
-    return f"{number(found.get(metric))}{span}"
+    return f"{number(scale * found.get(metric))}{span}"
 
 
-def _verdict(entry: Entry, found: Found) -> str:
-    said = f"**{verdict(entry, found)}**"
-    return f"{said}; a baseline does better" if beaten_by_rivals(entry, found) else said
+def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
+    """Return a section's verdict; of a question of our own with its interval."""
+    if entry.shows:
+        return verdict(entry, found).capitalize()
+    one = answer(entry.questions[0], found)
+    rival = f" against {one.rival}" if against else ""
+    return f"{one.word.capitalize()} ({one.interval}{rival})"
 
 
 def _commands(page: Page, sections: Sequence[Entry]) -> str:
@@ -805,6 +872,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="pages or entries; by default all")
     parser.add_argument("--small", action="store_true", help="only the quick ones")
     parser.add_argument("--pages", action="store_true", help="only make the pages again")
+    parser.add_argument("--pictures", action="store_true", help="only draw the pictures again")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="with the papers' data")
     given = parser.parse_args(arguments)
     known = {entry.name: entry for entry in entries()}
@@ -820,7 +888,11 @@ def main(arguments: Sequence[str]) -> int:
     names = [name for named in given.names for name in of_page.get(named, [named])]
     chosen = [known[name] for name in names or known]
     chosen = [entry for entry in chosen if entry.small or not given.small]
-    good = given.pages or run_all(chosen, results, given.data)
+    if given.pictures:
+        redraw([entry for entry in chosen if not entry.drawn], results, given.data)
+    good = given.pages or given.pictures or run_all(chosen, results, given.data)
+    if not given.pages:
+        redraw([entry for entry in chosen if entry.drawn], results, given.data)
     write_pages(results)
     return 0 if good else 1
 

@@ -1,46 +1,103 @@
-"""Draw README's first picture, docs/images/hero.png: three questions, what is learned, who wins.
+"""Draw README's first picture, docs/images/hero-light.svg and hero-dark.svg: three questions.
 
     python docs/hero.py
 
-The numbers are those of docs/gallery/results.json; the atoms are learned here, from scikit-learn's
-digits as sites of the experiment `cameras` see them. README's words for the picture follow.
+Each row shows what is learned, and our method beside the strongest rivals. The numbers are those of
+docs/gallery/results.json; the atoms are learned here, from scikit-learn's digits as sites of the
+experiment `cameras` see them. The words of README and the home page follow.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from html import escape
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
-from flwr_perdl.network import Topology
 from perdl_experiments.plots import COLORS
 
 DOCS = Path(__file__).resolve().parent
-#: How README shows the picture; the site inverts a chart on a dark page.
-SHOWN = "docs/images/hero.png#chart"
-#: Points of all text: nine pixels where the picture is 420 wide.
-TEXT = 14.5
-#: Images of a site in the usual view and in its own, as in the experiment.
+#: The picture of README; a dark page shows hero-dark.svg.
+SHOWN = "docs/images/hero-light.svg"
+#: Pixels: the whole, a row, and where the bars are. Text has at least 14 where it's shown as wide.
+WIDTH, ROW, LEFT, TEXT = 420, 152, 142, 14
+#: Images of a site in the common view and in its own, as in the experiment.
 USUAL, OWN = 60, 30
 CAMERAS = {
-    "turned": lambda stack: np.rot90(stack, axes=(1, 2)),
+    "rotated": lambda stack: np.rot90(stack, axes=(1, 2)),
     "flipped": lambda stack: stack[:, ::-1],
     "mirrored": lambda stack: stack[:, :, ::-1],
 }
-LOSER, WINNER = "#b9c6d3", COLORS[0]
-ARROWS = {"lower": "↓", "higher": "↑"}
+#: Text, less important text, our bars and the others'.
+LOOKS = {
+    "light": ("#1a1a1a", "#5a5a5a", COLORS[0], "#b9c6d3"),
+    "dark": ("#e8e8e8", "#a9b1ba", "#58b0f2", "#4b5a68"),
+}
+
+
+class Panel(NamedTuple):
+    """A question, what is drawn, and the methods, ours first, by their metrics in the gallery."""
+
+    question: str
+    drawing: str
+    entry: str
+    measure: str
+    better: str
+    digits: int
+    methods: Mapping[str, str]
+
+
+PANELS = (
+    Panel(
+        "Which part of a model is shared?",
+        "atoms",
+        "cameras",
+        "error on new images",
+        "lower",
+        4,
+        {
+            "PerMA": "error_perma",
+            "all shared, fine-tuned": "error_finetuned",
+            "local training": "error_alone",
+        },
+    ),
+    Panel(
+        "Which clients learn together?",
+        "groups",
+        "rotated-digits",
+        "accuracy",
+        "higher",
+        3,
+        {
+            "ClusteredFedAvg": "accuracy_one-shot",
+            "IFCA": "accuracy_given",
+            "FedAvg, fine-tuned": "accuracy_tuned",
+        },
+    ),
+    Panel(
+        "No server, only neighbors?",
+        "ring",
+        "decentralized",
+        "worst node's accuracy",
+        "higher",
+        3,
+        {
+            "DiffusionAveraging": "accuracy_worst_ring",
+            "FedAvg with a server": "accuracy_fedavg",
+            "gradient tracking": "tracking:accuracy_worst_ring",
+        },
+    ),
+)
 
 
 def learned() -> tuple[Matrix, list[Matrix]]:
@@ -59,154 +116,129 @@ def learned() -> tuple[Matrix, list[Matrix]]:
     return model.global_atoms_[shared], own
 
 
-def tile(axes: Axes, pixels: Matrix, left: float, top: float, side: float, edge: str = "") -> None:
-    """Draw a small square image at a place of the axes."""
-    extent = (left, left + side, top - side, top)
-    axes.imshow(pixels, cmap="gray", extent=extent, interpolation="nearest", zorder=1)
-    if edge:
-        corners = [(left, top), (left + side, top), (left + side, top - side), (left, top - side)]
-        axes.fill(*zip(*corners, strict=True), fill=False, ec=edge, lw=3, zorder=2)
+def tile(pixels: Matrix, x: float, y: float, side: float, edge: str = "") -> str:
+    """Return a small image in [0, 1], with a frame if it has a color."""
+    written = BytesIO()
+    Image.fromarray((255 * np.clip(pixels, 0, 1)).astype(np.uint8)).save(written, format="PNG")
+    place = f"x='{x:.1f}' y='{y:.1f}' width='{side}' height='{side}'"
+    data = b64encode(written.getvalue()).decode()
+    image = (
+        f"<image {place} style='image-rendering:pixelated' href='data:image/png;base64,{data}'/>"
+    )
+    return image + (f"<rect {place} fill='none' stroke='{edge}' stroke-width='2'/>" if edge else "")
 
 
 def scaled(atom: Matrix) -> Matrix:
-    """Return an atom as an image, its greatest entry white."""
-    image: Matrix = (atom * np.sign(atom[np.abs(atom).argmax()])).reshape(8, 8)
+    """Return an atom as an image, its greatest entry white and zero in the middle gray."""
+    image: Matrix = 0.5 + 0.5 * (atom / atom[np.abs(atom).argmax()]).reshape(8, 8)
     return image
 
 
-def draw_atoms(axes: Axes) -> None:
-    """Draw shared atoms, and below them those of three sites."""
+def atoms(color: str) -> Iterator[str]:
+    """Yield shared atoms in two rows, and below them private atoms of three sites."""
     shared, own = learned()
-    axes.text(0, 5.02, "shared by all sites", fontsize=TEXT, va="bottom")
-    for i in range(12):
-        tile(axes, scaled(shared[i]), 1.02 * (i % 6), 4.95 - 1.01 * (i // 6), 0.94)
-    for i, (name, D) in enumerate(zip(CAMERAS, own, strict=True)):
-        for j in range(4):
-            tile(axes, scaled(D[j]), 2.08 * i + 0.96 * (j % 2), 1.98 - 0.97 * (j // 2), 0.9)
-        axes.text(2.08 * i, 2.06, name, fontsize=TEXT, va="bottom", color=COLORS[1])
+    for i in range(10):
+        yield tile(scaled(shared[i]), 24.5 * (i % 5), 24.5 * (i // 5), 22)
+    for i, D in enumerate(own):
+        for j in range(2):
+            yield tile(scaled(D[j]), 42 * i + 19 * j, 64, 17, COLORS[1])
+    yield text("shared, private", 0, 100, color)
 
 
-def draw_kinds(axes: Axes) -> None:
-    """Draw a digit of clients of four kinds, framed by what the server finds."""
-    images = load_digits().images
-    for i, color in enumerate(COLORS[:4]):
-        for row, digit in enumerate((3, 5, 4)):  # the first ten are 0 to 9
-            tile(axes, np.rot90(images[digit], i), 1.57 * i, 4.95 - 1.57 * row, 1.35, color)
-    axes.text(0, 5.02, "the four kinds it finds", fontsize=TEXT, va="bottom")
+def groups(color: str) -> Iterator[str]:
+    """Yield a digit as each of the four groups sees it, framed by what the server finds."""
+    images = load_digits().images / 16
+    for i, edge in enumerate(("#2f8fd0", "#d9691a", "#2e9a4b", "#c052ae")):
+        for row, digit in enumerate((3, 5)):  # the first ten are 0 to 9
+            yield tile(np.rot90(images[digit], i), 1 + 30.5 * i, 8 + 32 * row, 27, edge)
+    yield text("groups it finds", 0, 96, color)
 
 
-def draw_ring(axes: Axes, n: int = 16) -> None:
-    """Draw nodes and their links."""
+def ring(color: str, n: int = 16) -> Iterator[str]:
+    """Yield nodes and their links."""
     angles = 2 * np.pi * np.arange(n) / n
-    places = np.stack([3.05 + 2.3 * np.sin(angles), 2.6 + 2.3 * np.cos(angles)], axis=1)
-    k, j = Topology.ring(n).adjacency.nonzero()
-    for one, other in zip(k, j, strict=True):
-        axes.plot(*places[[one, other]].T, color="#8593a3", lw=2.5, zorder=1)
-    axes.scatter(*places.T, s=230, color=WINNER, zorder=2)
-    axes.text(3.05, 2.6, "16 nodes\non a ring", fontsize=TEXT, ha="center", va="center")
+    places = np.stack([60 + 44 * np.sin(angles), 50 - 44 * np.cos(angles)], axis=1)
+    yield "<circle cx='60' cy='50' r='44' fill='none' stroke='#8593a3' stroke-width='2'/>"
+    yield from (f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5.5' fill='#2f8fd0'/>" for x, y in places)
+    yield text(f"{n} nodes", 60, 55, color, anchor="middle")
 
 
-def draw_bars(axes: Axes, what: str, better: str, values: Mapping[str, float], digits: int) -> None:
-    """Draw a bar per method with its number, the first one ours."""
-    most = max(values.values())
-    axes.text(0, -1.12, what, fontsize=TEXT, va="center", color="#5a5a5a")
-    axes.text(0, -0.66, f"{ARROWS[better]} {better} is better", fontsize=TEXT, va="center")
-    for at, (name, value) in enumerate(values.items()):
-        look: dict[str, Any] = {"fontsize": TEXT, "va": "center"}
-        if not at:
-            look |= {"weight": "bold", "color": WINNER, "fontsize": TEXT - 0.8}
-        axes.text(0, at, name, **look)
-        axes.text(most, at, f"{value:.{digits}f}".lstrip("0"), ha="right", **look)
-        axes.barh(at + 0.4, value, 0.2, color=LOSER if at else WINNER)
-    axes.set(xlim=(0, most), ylim=(len(values) - 0.35, -1.45))
+def text(
+    words: str, x: float, y: float, color: str, *, bold: bool = False, anchor: str = ""
+) -> str:
+    """Return a line of text."""
+    look = f"fill='{color}'" + (" font-weight='700'" if bold else "")
+    look += f" text-anchor='{anchor}'" if anchor else ""
+    return f"<text x='{x}' y='{y}' {look}>{escape(words)}</text>"
 
 
-#: Question, drawing, gallery entry, what is measured, which is better, its digits, and the methods:
-#: ours first.
-PANELS = (
-    (
-        "Clients share a part,\ndiffer in the rest?",
-        draw_atoms,
-        "cameras",
-        "error on new images",
-        "lower",
-        4,
-        {"PerMA": "error_perma", "alone": "error_alone", "all shared": "error_shared"},
-    ),
-    (
-        "Clients of several\nunknown kinds?",
-        draw_kinds,
-        "rotated-digits",
-        "accuracy",
-        "higher",
-        3,
-        {
-            "ClusteredFedAvg": "accuracy_one-shot",
-            "alone": "accuracy_alone",
-            "FedAvg": "accuracy_fedavg",
-        },
-    ),
-    (
-        "No server,\nonly neighbors?",
-        draw_ring,
-        "decentralized",
-        "worst node's accuracy",
-        "higher",
-        3,
-        {
-            "DiffusionAveraging": "accuracy_worst_ring",
-            "FedAvg with a server": "accuracy_fedavg",
-            "alone": "accuracy_alone",
-        },
-    ),
-)
+def bars(panel: Panel, values: Mapping[str, float], look: tuple[str, ...]) -> Iterator[str]:
+    """Yield a bar per method with its number, the first one ours."""
+    color, muted, ours, other = look
+    yield text(f"{panel.measure}, {panel.better} is better", 0, 14, muted)
+    most, wide = max(values.values()), WIDTH - LEFT
+    for i, (name, value) in enumerate(values.items()):
+        y, shown = 36 + 31 * i, rounded(value, panel)
+        yield text(name, 0, y, color if i else ours, bold=not i)
+        yield text(shown, wide, y, color if i else ours, bold=not i, anchor="end")
+        length = wide * value / most
+        fill = other if i else ours
+        yield f"<rect x='0' y='{y + 5}' width='{length:.1f}' height='6' rx='1' fill='{fill}'/>"
 
 
-def measured(
-    results: Mapping[str, Any], entry: str, methods: Mapping[str, str]
-) -> dict[str, float]:
-    """Return the medians of an entry's metrics, by the methods' names."""
-    found = results[entry]["defaults"]["metrics"]
-    return {name: found[metric]["median"] for name, metric in methods.items()}
+def rounded(value: float, panel: Panel) -> str:
+    """Return a number as it's shown, halves rounded up as in README's table."""
+    return f"{value + 1e-9:.{panel.digits}f}"
 
 
-def draw(results: Mapping[str, Any]) -> Figure:
-    """Return the picture: a column per question."""
-    figure = Figure(figsize=(9, 5.3))
-    FigureCanvasAgg(figure)
-    for i, (question, drawing, entry, what, better, digits, methods) in enumerate(PANELS):
-        left, width = 0.006 + 0.346 * i, 0.296
-        figure.text(left, 0.985, question, fontsize=TEXT + 1, weight="bold", va="top")
-        above = figure.add_axes((left, 0.405, width, 0.472))
-        drawing(above)
-        above.set(xlim=(-0.05, 6.1), ylim=(0, 5.7), aspect="equal", anchor="NW")
-        below = figure.add_axes((left, 0.01, width, 0.385))
-        draw_bars(below, what, better, measured(results, entry, methods), digits)
-        for axes in (above, below):
-            axes.set_axis_off()
-    return figure
+def measured(results: Mapping[str, Any], panel: Panel) -> dict[str, float]:
+    """Return the medians of a panel's metrics, by the methods' names."""
+    found = {}
+    for name, reference in panel.methods.items():
+        run, _, metric = reference.rpartition(":")
+        found[name] = results[panel.entry][run or "defaults"]["metrics"][metric]["median"]
+    return found
+
+
+def draw(results: Mapping[str, Any], theme: str) -> str:
+    """Return the picture: a row per question."""
+    look = LOOKS[theme]
+    drawings = {"atoms": atoms, "groups": groups, "ring": ring}
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {ROW * len(PANELS)}' "
+        f"width='{WIDTH}' height='{ROW * len(PANELS)}' font-size='{TEXT}' "
+        "font-family='system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif'>"
+    ]
+    for i, panel in enumerate(PANELS):
+        parts.append(f"<g transform='translate(0 {ROW * i})'>")
+        parts.append(f"<g font-size='16'>{text(panel.question, 0, 17, look[0], bold=True)}</g>")
+        parts += ["<g transform='translate(0 32)'>", *drawings[panel.drawing](look[1]), "</g>"]
+        shown = bars(panel, measured(results, panel), look)
+        parts += [f"<g transform='translate({LEFT} 28)'>", *shown, "</g></g>"]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def words(results: Mapping[str, Any]) -> str:
     """Return what the picture says, for those who do not see it."""
     said = []
-    for question, _, entry, what, better, digits, methods in PANELS:
-        values = measured(results, entry, methods).items()
-        found = ", ".join(f"{name} {value:.{digits}f}" for name, value in values)
-        measure = f"{what.capitalize()} ({better} is better)"
-        said.append(f"{' '.join(question.split())} {measure}: {found}.")
+    for panel in PANELS:
+        values = measured(results, panel).items()
+        found = ", ".join(f"{name} {rounded(value, panel)}" for name, value in values)
+        measure = f"{panel.measure.capitalize()} ({panel.better} is better)"
+        said.append(f"{panel.question} {measure}: {found}.")
     return " ".join(said)
 
 
 def main() -> None:
-    """Write the picture, and README's words for those who do not see it."""
+    """Write the picture in both forms, and its words for those who do not see it."""
     results = json.loads((DOCS / "gallery" / "results.json").read_text())
-    drawn = BytesIO()
-    draw(results).savefig(drawn, dpi=200)
-    colors = Image.open(drawn).convert("RGB").quantize(256)  # a third of the bytes
-    colors.save(DOCS / "images" / "hero.png", optimize=True)
-    readme, shown = DOCS.parent / "README.md", re.compile(rf"!\[[^]]*\](?=\({SHOWN}\))")
-    readme.write_text(shown.sub(f"![{words(results)}]", readme.read_text()))
+    for theme in LOOKS:
+        (DOCS / "images" / f"hero-{theme}.svg").write_text(draw(results, theme))
+    for page, said in {
+        DOCS.parent / "README.md": rf'(?<=<img alt=")[^"]*(?=" src="{SHOWN}")',
+        DOCS / "index.md": r"(?<=!\[)[^]]+(?=\]\(images/hero-light)",
+    }.items():
+        page.write_text(re.sub(said, words(results), page.read_text()))
 
 
 if __name__ == "__main__":

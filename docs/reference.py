@@ -45,6 +45,38 @@ PACKAGES = {
     "perdl_experiments.estimator_plots": "Plots",
 }
 
+#: The order of pages: strategies as in the table of methods, all other names by the alphabet.
+ORDER = (
+    *("Diagnosis", "PerMA", "PersonalizedFedAvg", "Ditto", "ClusteredFedAvg", "FedX", "FedMD"),
+    *("OneShotClustering", "DiffusionAveraging", "NeighborRelay", "FlowerNetwork"),
+)
+
+#: What a class's page starts with, below its constructor.
+FIRST = ("fit", "start", "run")
+
+#: Methods that a user neither calls nor writes, here or with the class's name: not on pages.
+INTERNAL = (
+    *("get_metadata_routing", "open", "settings", "take_names", "summary", "begin_run"),
+    *("configure_train", "configure_evaluate", "aggregate_train", "aggregate_evaluate"),  # Flower
+    *("create_message", "get_node_ids", "pull_messages", "push_messages", "send_and_receive"),
+    *("set_run", "get_properties", "check_evaluation"),
+    *("after_protocol", "needs", "unsupported", "batches", "warns", "half", "only", "models_for"),
+    *("find_own", "needed", "own", "private_names", "shared_models", "take_step", "trained_by"),
+    *("whole", "ModelStrategy.shared", "exchanges", "reports_of", "round_of"),
+    *("Combine.begun", "Combine.changes", "Combine.check", "Combine.expected"),
+    *("Combine.magnitudes", "Request.max_bytes", "Request.models", "Replies.sharing"),
+    *("Averaging.start", "Averaging.adapt", "Averaging.message", "Averaging.combine"),
+    *("Averaging.observe", "Momentum.begin", "Momentum.step", "Adam.begin", "Adam.step"),
+    *("SecureMean.begin", "SecureMean.config", "SecureMean.gather"),
+    *("answer", "choose", "cluster", "exchange", "first_dictionary", "initialize", "measure"),
+    *("own_atoms", "may_send", "DictionaryClient.update", "LearnerClient.global_atoms"),
+    *("LearnerClient.result", "ServerSettings.of", "level", "steps", "update_sums", "weights"),
+    *("draw_seed", "to", "pack", "unpack", "outliers", "adapts", "sent_options"),
+    *("most_clusters", "Objective.at", "per_atom", "own_forms", "own_weights", "modulus"),
+    *("awake", "broken", "delays", "links", "passable", "turn", "check_linked", "adapted"),
+    *("robust_means", "neighbor_terms", "argmax", "decode", "encode", "levels"),
+)
+
 #: The page of every name that stands for one object only.
 _page_of: dict[str, str] = {}
 
@@ -73,8 +105,9 @@ class Docstrings(griffe.Extension):
 
 
 def to_markdown(text: str) -> str:
-    """Return a docstring with its roles and simple tables in Markdown."""
+    """Return a docstring with its roles, simple tables and guides in Markdown."""
     text = re.sub(r":\w+:`[~.]?([^`]+)`", r"`\1`", text)
+    text = re.sub(r"\bdocs/([\w-]+)\.md(#[\w-]+)?", r"[\1](../../\1.html\2)", text)
     lines, out = text.splitlines(), []
     while lines:
         if not re.fullmatch(r"\s*=+(?: +=+)+\s*", lines[0]):
@@ -122,7 +155,8 @@ def public_names() -> dict[str, list[griffe.Object | griffe.Alias]]:
     for package in PACKAGES:
         module = loader.modules_collection[package]
         names = module.exports or [name for name in module.functions if name[0] != "_"]
-        members = [_own(loader.modules_collection[f"{package}.{name}"]) for name in sorted(names)]
+        ordered = sorted(sorted(names), key=lambda name: _place(name, ORDER))
+        members = [_own(loader.modules_collection[f"{package}.{name}"]) for name in ordered]
         found[package] = [first.setdefault(one.canonical_path, one) for one in members]
     return found
 
@@ -130,6 +164,39 @@ def public_names() -> dict[str, list[griffe.Object | griffe.Alias]]:
 def _own(one: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:
     """Return the function of a module that has its name, such as `warm_start`, or the object."""
     return one.members[one.name] if one.is_module else one
+
+
+def _shown(one: griffe.Object | griffe.Alias) -> list[str]:
+    """Return the members that a class's page has, what most users call first.
+
+    A method that overrides another and has no section of its own is described there.
+    """
+    classes = [one, *one.mro()]
+    shown = []
+    for name, member in one.all_members.items():
+        homes = [base for base in classes if name in base.members]
+        hidden = name[0] == "_" or not homes or not member.has_docstring
+        if hidden or name in INTERNAL or f"{homes[0].name}.{name}" in INTERNAL:
+            continue
+        if member.is_function and len(homes) > 1 and "\n---" not in member.docstring.value:
+            continue
+        shown.append(name)
+    return sorted(shown, key=lambda name: _place(name, FIRST))
+
+
+def _place(name: str, order: tuple[str, ...]) -> int:
+    """Return where a name stands in an order, which the others follow."""
+    return order.index(name) if name in order else len(order)
+
+
+def _page(one: griffe.Object | griffe.Alias) -> str:
+    """Return the text of a name's page, from which the handler makes the rest."""
+    lines = [f"::: {one.path}"]
+    if one.is_class:
+        shown = _shown(one)
+        lines += ["    options:", "      group_by_category: false", f"      members: {shown}"]
+        lines += ["      inherited_members: false"] * (not shown)  # which an empty list lets in
+    return "\n".join(lines) + "\n"
 
 
 def _folder(one: griffe.Object | griffe.Alias) -> str:
@@ -146,6 +213,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for one in members:
             own = _folder(one) == package
             count[one.name] = count.get(one.name, 0) + own
+    callables = [one for members in names.values() for one in members if not one.is_attribute]
+    parameters = {parameter.name for one in callables for parameter in one.parameters}
     navigation: list[Any] = []
     overview = ["# API reference", "", "Every public name, by package.", ""]
     overview += ["| package | what it has |", "|---|---|"]
@@ -162,8 +231,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 target = index
             else:
                 pages.append({one.name: target})
-                _add(files, config, target, f"::: {one.path}\n")
-            if count[one.name] == 1 and (not one.name.islower() or "_" in one.name):
+                _add(files, config, target, _page(one))
+            is_name = not one.name.islower() or "_" in one.name  # and no word, nor a parameter
+            if count[one.name] == 1 and is_name and one.name not in parameters:
                 _page_of[one.name] = target
         _add(files, config, index, _index(package, title, module, names[package], constants))
         navigation.append({title: pages})
@@ -214,7 +284,8 @@ def _index(
 
     lines = [f"# {title}", "", f"`{package}`: {module.docstring.value}", ""]
     objects = [one for one in names if not one.is_attribute]
-    for path, group in groupby(sorted(objects, key=home), home):
+    files = {path: at for at, path in reversed(list(enumerate(map(home, objects))))}
+    for path, group in groupby(sorted(objects, key=lambda one: files[home(one)]), home):
         source = module.modules_collection[path]
         summary, _, rest = source.docstring.value.partition("\n")
         if path != package:
@@ -226,7 +297,7 @@ def _index(
         private = path.rpartition(".")[2].startswith("_")
         if rest.strip() and not private and path != package:
             indented = "\n".join(f"    {line}".rstrip() for line in rest.strip().splitlines())
-            lines += ["", '??? note "Symbols, and how it is done"', "", indented]
+            lines += ["", '??? note "Notation and implementation"', "", indented]
         lines.append("")
     if constants:
         lines += ["## Constants and types", ""]

@@ -16,7 +16,16 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Pages that a search shows last.
-NO_GUIDES = ("reference/", "gallery/", "examples/", "security-tests", "rivals", "speed", "glossary")
+NO_GUIDES = (
+    "index",
+    "reference/",
+    "gallery/",
+    "examples/",
+    "security-tests",
+    "rivals",
+    "speed",
+    "glossary",
+)
 LINK = re.compile(r"\]\(((?!https?:)[^)#\s]+)(#[^)]*)?\)")
 #: Blocks that follow each other and whose first comments name what they are written with.
 TABS = re.compile(r"(?:^```python\n# (?:PyTorch|NumPy)\n(?:.*\n)*?```\n\n?){2,}", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Results, arrays and checkpoints as files that other programs read (extra ``safetensors``)."""
+"""Export of results, arrays and checkpoints to files for other programs (extra ``safetensors``)."""
 
 from __future__ import annotations
 
@@ -29,34 +29,33 @@ _TITLE = "# Models of a federated run\n"
 def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) -> None:
     """Write arrays to a safetensors file, or a run's models to a folder.
 
-    A file holds afterwards all of the arrays, or what it held. A folder gets:
+    A file is replaced atomically. A folder gets:
 
-    - ``shared``, or a file per cluster: ``cluster-0``, ``cluster-1``, ...: what a new client begins
-      with;
-    - ``client-3``: the own model of client 3, for every client that has one and whose model is at
-      hand. A client without a file has the shared model, or that of its cluster;
-    - ``README.md``, a card: from which run the models are, which file is whose, and what
-      ``strategy.compare`` measured.
+    - ``shared``, or ``cluster-0``, ``cluster-1``, …: the models that a new client starts from;
+    - ``client-3``: the own model of client 3, for every client that has one and whose model is
+      available. Other clients have the shared model, or that of their cluster;
+    - ``README.md``, a model card: the run, which file is whose, and the results of
+      ``strategy.compare``.
 
-    These files end with .safetensors where that library is installed, else with .npz. They replace
-    those of an earlier result. A client's own model may reveal its data: protect it as you do them.
+    The files are .safetensors where that library is installed, else .npz. They replace those of an
+    earlier result. A client's own model may reveal its data: protect it as you protect the data.
 
     Parameters
     ----------
     path : str or Path
-        The file or folder, made when missing, with the folders above it.
-    source : ArrayRecord, mapping of str to ndarray, str, Path, or what a strategy's ``result`` is
-        What to write: ``result.arrays`` of a run, arrays by name, or an ``.npz`` file such as
-        arrays.npz of a finished run or a checkpoint, of which the model is written. Of
-        ``strategy.result`` with a method ``model_of`` a folder is written.
+        The file or folder, created if missing, with its parent folders.
+    source : ArrayRecord, mapping of str to ndarray, str, Path, or a strategy's ``result``
+        What to write: ``result.arrays`` of a run, arrays by name, or the model in an ``.npz`` file,
+        such as arrays.npz of a finished run or a checkpoint. ``strategy.result`` with a method
+        ``model_of`` is written to a folder.
     state_dir : str or Path, optional
-        Where a result's clients keep their state, see `flwr_perdl.strategies.Learned.model_of`.
+        Where the clients keep their state, see `flwr_perdl.strategies.Learned.model_of`.
 
     Raises
     ------
     ValueError, TypeError
-        If ``source`` is nothing of this, or has arrays of a dtype that such a file has not, or the
-        folder has a README.md of another kind.
+        If ``source`` is none of these, or has arrays of an unsupported dtype, or the folder has
+        another README.md.
     ImportError
         If safetensors is not installed, for a file.
 
@@ -86,10 +85,18 @@ def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) 
 def load(path: str | Path) -> dict[str, NDArray[Any]]:
     """Return the arrays of a safetensors or .npz file by name.
 
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    dict of str to ndarray
+
     Raises
     ------
     ValueError
-        If it is no such file, or has arrays of a dtype that NumPy has not, such as bfloat16.
+        If it is no such file, or has arrays of a dtype that NumPy lacks, such as bfloat16.
     ImportError
         If safetensors is not installed, for such a file.
 

@@ -1,4 +1,4 @@
-"""Names and values of a PyTorch net's arrays; PyTorch is imported when a function is called."""
+"""Names and values of a PyTorch model's arrays; PyTorch is imported when a function is called."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _NORM = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
 
 def norm_layers(net: Any) -> list[str]:
-    """Return the names of all arrays of a net's normalization layers, buffers too.
+    """Return the names of all arrays of a model's normalization layers, buffers included.
 
-    For FedBN: ``PersonalizedFedAvg(norm_layers(net))``. A layer is found by its type, or one that
-    it inherits from, and not by its own name, which in torchvision's nets may be ``downsample.1``.
+    For FedBN: ``PersonalizedFedAvg(norm_layers(net))``. Layers are found by type, base classes
+    included, and not by name, which in torchvision's models may be ``downsample.1``.
 
     Parameters
     ----------
     net : torch.nn.Module
-        The net.
+        The model.
 
     Returns
     -------
@@ -39,7 +39,7 @@ def norm_layers(net: Any) -> list[str]:
     Raises
     ------
     ImportError, TypeError, ValueError
-        If PyTorch is not installed, or ``net`` is none of its modules, or has no such layer.
+        If PyTorch is not installed, or ``net`` is not a module, or has no such layer.
 
     Examples
     --------
@@ -61,19 +61,19 @@ def norm_layers(net: Any) -> list[str]:
 
 
 def trainable(net: Any) -> list[str]:
-    """Return the names of a net's parameters that require a gradient: what LoRA trains.
+    """Return the names of a model's parameters that require a gradient, such as LoRA's.
 
     ``ArrayRecord({name: net.state_dict()[name] for name in trainable(net)})`` has only these.
 
     Parameters
     ----------
     net : torch.nn.Module
-        The net.
+        The model.
 
     Returns
     -------
     list of str
-        Names of ``net.state_dict()``, in its order; all that a tied parameter has.
+        Names of ``net.state_dict()``, in its order; all names of a tied parameter.
 
     Raises
     ------
@@ -95,22 +95,27 @@ def trainable(net: Any) -> list[str]:
 
 
 def load(net: Any, arrays: Any, *, strict: bool = True) -> Any:
-    """Copy arrays that came in a message into a net, and return the net.
+    """Copy the arrays of a message into a model, and return the model.
 
     Parameters
     ----------
     net : torch.nn.Module
-        The net; its arrays keep their dtypes and devices.
+        The model; its arrays keep their dtypes and devices.
     arrays : ArrayRecord, mapping of str to array, or sequence of arrays
-        ``msg.content["arrays"]``, or a NumPyClient's ``parameters``, in the net's order.
+        ``msg.content["arrays"]``, or a NumPyClient's ``parameters``, in the model's order.
     strict : bool, default True
-        Whether these must be all of the net's arrays. If not, the others keep their values, and a
-        sequence may be of the `trainable` ones alone.
+        Whether these must be all of the model's arrays. If not, the others keep their values, and
+        a sequence may have only the `trainable` ones.
+
+    Returns
+    -------
+    torch.nn.Module
+        ``net``.
 
     Raises
     ------
     ImportError, TypeError, ValueError
-        If PyTorch is not installed, or an array does not fit the net, which is then as it was.
+        If PyTorch is not installed, or an array does not match the model, which is then unchanged.
 
     Examples
     --------

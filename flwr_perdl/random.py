@@ -1,4 +1,4 @@
-"""Randomness for code of one's own: one seed, and a generator per (seed, partition, round).
+"""Random numbers for your own code: one seed, and a generator per (seed, partition, round).
 
 ``spawn(seed, partition, round_)`` draws the same numbers on every engine. Draws that are not a
 client's have "partitions" of their own, listed here.
@@ -32,6 +32,10 @@ def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Gene
         The client's partition id; the server's draws by default.
     round_ : int
         Communication round, 0 for what happens before the first.
+
+    Returns
+    -------
+    numpy.random.Generator
 
     Examples
     --------

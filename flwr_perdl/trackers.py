@@ -1,8 +1,8 @@
-"""Runs in the tools that teams log with: MLflow, TensorBoard, Weights & Biases.
+"""Log runs to MLflow, TensorBoard or Weights & Biases.
 
-``on_round=MLflowTracker(URI)`` of any strategy is all that it takes. A round's metrics are named
-``STEP/METRIC`` (as `RoundReport.aggregate` has them), ``STEP/METRIC/client-PARTITION`` and, where
-clients say in which cluster they are, ``STEP/METRIC/cluster-NUMBER``.
+Pass ``on_round=MLflowTracker(URI)`` to any strategy. A round's metrics are named ``STEP/METRIC``
+(as in `RoundReport.aggregate`), ``STEP/METRIC/client-PARTITION`` and, where clients report their
+cluster, ``STEP/METRIC/cluster-NUMBER``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,17 @@ _FLOATS = ("floats_down", "floats_up")
 
 
 def round_metrics(report: RoundReport) -> dict[str, float]:
-    """Return an exchange's numbers under one name each: all clients', each client's and cluster's.
+    """Return an exchange's metrics by name: over all clients, per client and per cluster.
 
-    Characters that some tool does not take in a name become ``_``.
+    Characters that a tool does not accept in a name become ``_``.
+
+    Parameters
+    ----------
+    report : RoundReport
+
+    Returns
+    -------
+    dict of str to float
 
     Examples
     --------
@@ -69,10 +77,10 @@ def _plain(name: str) -> str:
 
 
 class Tracker(ABC):
-    """Takes a run's options, every exchange's metrics, and the result: ``on_round=`` of a strategy.
+    """Receives a run's options, metrics and result: ``on_round=`` of a strategy.
 
-    A subclass has the three methods; any callable that takes a report does without the others. An
-    error in a tracker is logged once, and the run goes on without it.
+    A subclass has these three methods; a plain callable receives only the reports. An error in a
+    tracker is logged once, and the run goes on without it.
 
     Examples
     --------
@@ -102,7 +110,13 @@ class Tracker(ABC):
 
     @abstractmethod
     def begin(self, options: Mapping[str, Any]) -> None:
-        """Take the options of the run that begins, by name."""
+        """Receive the options of the run that begins.
+
+        Parameters
+        ----------
+        options : mapping
+            By name.
+        """
 
     @abstractmethod
     def __call__(self, report: RoundReport) -> None:
@@ -110,7 +124,13 @@ class Tracker(ABC):
 
     @abstractmethod
     def end(self, result: Result) -> None:
-        """Take what the run has come to: arrays by name, files, or None where it failed."""
+        """Receive the result of the run.
+
+        Parameters
+        ----------
+        result : mapping, or None
+            Arrays and files by name; None if the run failed.
+        """
 
 
 class MLflowTracker(Tracker):
@@ -120,9 +140,9 @@ class MLflowTracker(Tracker):
     ----------
     uri : str, optional
         The tracking server, such as ``"http://localhost:5000"``, or ``"sqlite:///runs.db"``. By
-        default MLflow's own choice; where one of its runs is active, that run goes on.
+        default MLflow's own choice; an active MLflow run is continued.
     experiment : str, default "flwr-perdl"
-        Name of the experiment, which is made where it is missing.
+        Name of the experiment, created if missing.
 
     Raises
     ------
@@ -190,9 +210,9 @@ def _tried_once() -> Iterator[None]:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes a run where TensorBoard reads it: figures as images (extra ``tensorboard``).
+    """Writes a run for TensorBoard: figures as images, options as a table under Text.
 
-    The options are a table under Text. The result's files lie beside the events.
+    Needs the extra ``tensorboard``. The result's files are next to the events.
 
     Parameters
     ----------
@@ -242,12 +262,12 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Writes a run as Weights & Biases does offline (extra ``wandb``); ``wandb sync`` uploads it.
+    """Writes a run offline for Weights & Biases (extra ``wandb``); ``wandb sync`` uploads it.
 
     Parameters
     ----------
     folder : str or Path
-        Where the folder ``wandb`` with the offline runs is, made when missing.
+        Folder of ``wandb`` with the offline runs, created if missing.
     project : str, default "flwr-perdl"
         Name of the project.
 

@@ -1,10 +1,10 @@
 """One dictionary, averaged atom by atom without matching: what PerMA is compared with.
 
-P0 (Liang et al., NeurIPS 2023, B.1) compares PerMA with Gkillas et al. (2022), who average gradient
-steps, and Huang et al. (2022), who average K-SVD's by numbers of samples. `average` is the fair
-version of both: from a common start atoms keep their places, so that no matching is needed; atoms
-that nobody uses are replaced by what all clients' residuals have in common. `naive_average` has the
-clients' own dictionaries, whose atoms are in any order: what matching is for.
+PerMA (Liang et al., NeurIPS 2023, B.1) compares PerMA with Gkillas et al. (2022), who average
+gradient steps, and Huang et al. (2022), who average K-SVD's by numbers of samples. `average` is the
+fair version of both: from a common start atoms keep their places, so that no matching is needed;
+atoms that nobody uses are replaced by what all clients' residuals have in common. `naive_average`
+has the clients' own dictionaries, whose atoms are in any order: what matching is for.
 
 As PerMA's clients, these withhold atoms that too few samples make up
 (`flwr_perdl.privacy.may_send`). A client sends its atoms, and a direction of its residuals in place
@@ -173,7 +173,7 @@ def combine(stack: Matrix, current: Matrix, weights: Matrix | None, *, orthogona
 def _own(
     samples: Sequence[Matrix], learner: Learner, seed: int, start: Start, min_support: int
 ) -> Matrix:
-    """Return what the clients send of the dictionaries that they learn alone."""
+    """Return what the clients send of their local dictionaries."""
     found = [start(X, learner, rng=spawn(seed, i)).dictionary for i, X in enumerate(samples)]
     pairs = zip(samples, found, strict=True)
     return np.stack([send(X, learner, D, 0, min_support) for X, D in pairs])

@@ -1,4 +1,4 @@
-"""What a federation is compared with: clients alone, pooled data, averages without matching.
+"""What a federation is compared with: local training, pooled data, averages without matching.
 
 *Alone* and *pooled* have PerMA's learner, start and coder, and five times its iterations; *pooled*
 has n_global atoms and all clients' data. *Plain averaging* takes the mean of the clients' own

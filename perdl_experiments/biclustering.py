@@ -1,6 +1,6 @@
 r"""Bi-clustering by a sparse singular value decomposition: Algorithm 3, and how clusters are read.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Its
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Its
 Algorithm 3 simplifies Lee, Shen, Huang, Marron, "Biclustering via Sparse Singular Value
 Decomposition", Biometrics 2010: sparse rank-one layers of the data, one after the other. Of a
 matrix of genes by patients, a layer's atom tells which patients it concerns, its code which genes.

@@ -135,7 +135,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def common(
     shown: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Its version.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Personalized, clustered and decentralized federated learning: experiments and tools."""
@@ -177,7 +180,7 @@ def run(
         bool,
         typer.Option(
             "--keep-local",
-            help="Also write local-atoms.npz: private atoms, which reveal what the data look like.",
+            help="Also write local-atoms.npz: private atoms, which reveal the data.",
         ),
     ] = False,
     track: Annotated[
@@ -261,9 +264,9 @@ def compare(
 
 
 @app.command(
-    help=f"""Fetch public images for --data: {", ".join([*HUB, *SCIKIT_LEARN])},
-    or any image set of the Hugging Face Hub by its name. Without a name: list the files of the
-    papers' data that the gallery uses, and where each can be had."""
+    help="Fetch public images for --data, as an .npz file.\n\n"
+    f"NAME is one of {', '.join([*HUB, *SCIKIT_LEARN])}, or any image data set of the Hugging Face "
+    "Hub. Without NAME: list the papers' data that the gallery uses, with their sources."
 )
 def fetch(
     name: Annotated[str | None, typer.Argument(help="Which images.")] = None,
@@ -573,7 +576,7 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
         silence = _SILENCE if progress.doing == doing else _AT_ONCE
         if bar.disable and time.monotonic() - said > silence:
             said, doing = time.monotonic(), progress.doing
-            step = f"step {progress.done} of {progress.total}"
+            step = f"step {progress.done} of {progress.total}" if progress.total else ""
             _tell(", ".join(filter(None, [doing, step, error])))
         total = progress.total or None  # unknown
         bar.update(

@@ -1,6 +1,6 @@
 """Clips: a street that the experiment draws, the user's videos, and frames as clients' samples.
 
-A frame becomes a client's samples as P0 (Liang et al., NeurIPS 2023, 5.3) has it: it is cut into
+A frame becomes a client's samples as in PerMA (Liang et al., NeurIPS 2023, 5.3): it is cut into
 patches; a sample is one pixel of all patches, so that rows are places inside a patch and columns
 the patches. All samples of a frame are then small copies of it, shifted by a pixel, and few atoms
 make the background of all frames.

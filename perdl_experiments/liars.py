@@ -1,7 +1,7 @@
-"""Clients that lie, for studies of what a federation withstands.
+"""Malicious (Byzantine) clients, for studies of what a federation withstands.
 
 =====================  ===========================================================================
-attack                 what a liar sends instead of its honest answer
+attack                 what a malicious client sends
 =====================  ===========================================================================
 ``"sign"``             minus it
 ``"scaled"``           a million times it
@@ -10,7 +10,7 @@ attack                 what a liar sends instead of its honest answer
 ``"collude-scaled"``   a million times that
 ``"nudge"``            the honest answer and a tenth of that
 ``"false model"``      honest answers about false data, a false model per cluster
-``"false cluster"``    the same, one model for all liars together
+``"false cluster"``    the same, one model for all of them
 =====================  ===========================================================================
 
 The last two are for regression only. Numbers of samples, losses and clusters are told truthfully.
@@ -52,7 +52,7 @@ NEIGHBORS: Mapping[str, Callable[[Matrix, Matrix], Matrix]] = {
 
 
 def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
-    """Return what a liar sends instead of its honest answer.
+    """Return what a malicious client sends instead of its honest answer.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
     attack : str
         One of ``MESSAGES``, or ``NUDGE``.
     group : int, default 0
-        Liars of one group agree on the same.
+        Those of one group agree.
 
     Returns
     -------
@@ -80,14 +80,14 @@ def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
 
 
 def liars(labels: NDArray[np.intp], share: float, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Return who lies: the same share of every cluster, drawn at random.
+    """Return the malicious clients: the same share of every cluster, drawn at random.
 
     Parameters
     ----------
     labels : ndarray of shape (n_clients,)
         Each client's true cluster.
     share : float
-        Share of liars.
+        Their share.
     rng : Generator
         Draws them.
     """
@@ -97,7 +97,7 @@ def liars(labels: NDArray[np.intp], share: float, rng: np.random.Generator) -> N
 
 
 class LyingDictionaryClient(DictionaryClient):
-    """A client of PerMA that lies in every round; matching dictionaries keep unit atoms.
+    """A client of PerMA that is malicious in every round; matching dictionaries keep unit atoms.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class LyingDictionaryClient(DictionaryClient):
     def fit(
         self, parameters: list[Matrix], config: dict[str, Scalar]
     ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
-        """Return a lie in place of the honest answer."""
+        """Return what is sent instead of the honest answer."""
         (honest,), n_samples, metrics = super().fit(parameters, config)
         attack = self.attack
         if config[STEP] == START and attack == NUDGE:  # refused: no unit atoms
@@ -133,7 +133,7 @@ def regress(
     share: float = 0.3,
     seed: int = 0,
 ) -> Matrix:
-    """Run FedMD and FedX among liars, and return the models.
+    """Run FedMD and FedX among malicious clients, and return the models.
 
     Parameters
     ----------
@@ -144,9 +144,9 @@ def regress(
     n_rounds : int
         Exchanges in all.
     attack : str, optional
-        One of ``MESSAGES`` or ``DATA``, or ``NUDGE``; by default nobody lies.
+        One of ``MESSAGES`` or ``DATA``, or ``NUDGE``; by default all are honest.
     share : float, default 0.3
-        Share of liars in every cluster.
+        Share of malicious clients in every cluster.
     seed : int, default 0
         The run's one seed.
 
@@ -169,14 +169,14 @@ def regress(
 
 
 class _Liars(Clients):
-    """Clients of whom some send lies in place of their answers."""
+    """Clients, some of them malicious."""
 
     #: The true clusters of those that lie, and what they do; None: their data are the lie.
     labels: dict[int, int]
     attack: str | None
 
     def answer(self, ask: Ask) -> Answers:
-        """Return the answers, some of them lies."""
+        """Return the answers, some of them malicious."""
         answers = super().answer(ask)
         if self.attack is None:
             return answers
@@ -200,14 +200,14 @@ def average_among_liars(
     initial: list[Matrix],
     **options: Any,
 ) -> dict[int, list[Matrix]]:
-    """Return every node's model of `diffusion_averaging`, where some nodes lie.
+    """Return every node's model of `diffusion_averaging`, with malicious nodes.
 
     Parameters
     ----------
     liars : list of int
-        Who lies.
+        The malicious nodes.
     attack : str
-        One of ``NEIGHBORS``; with ``"flip"`` a liar's ``fit`` goes ten times as far, backward.
+        One of ``NEIGHBORS``; with ``"flip"`` their ``fit`` goes ten times as far, backward.
     clients, network, n_rounds, initial, **options
         As for `diffusion_averaging`.
     """
@@ -226,13 +226,13 @@ def average_among_liars(
 
 
 class _Lies(AveragingProgram):
-    """What the nodes run, before the honest program: some send lies."""
+    """What the nodes run, before the honest program: some are malicious."""
 
     liars: list[int]
     lie: Callable[[Matrix, Matrix], Matrix]
 
     def message(self, state: Any) -> tuple[Matrix, ...]:
-        """Return all models, those of the liars replaced."""
+        """Return all models, those of malicious nodes replaced."""
         sent = [array.copy() for array in super().message(state)]
         for array in sent:
             array[self.liars] = self.lie(array[self.liars], np.delete(array, self.liars, axis=0))

@@ -1,4 +1,4 @@
-"""Planted mixed regressions: settings C.1, C.2 and C.3 of P2 (Su, Xu, Yang, NeurIPS 2022).
+"""Planted mixed regressions: settings C.1, C.2 and C.3 (Su, Xu, Yang, NeurIPS 2022).
 
 "few" is not the paper's: as many points in all, five per client.
 

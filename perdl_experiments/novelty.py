@@ -1,6 +1,6 @@
 r"""How new a sample is to a network: Section IV-B and Algorithm 2.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. The
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. The
 score of a sample is the least cost (64) of coding it, by strong duality ``-sum_k J_k(nu; x)``
 (65): what the network cannot explain costs more. Each agent knows its own term; the agents find the
 mean of all terms with messages of one number per sample.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +27,10 @@ ARRAYS = "arrays.npz"
 NEXT = "next"
 #: Pixels per inch of a figure: a page shows it at about half of that.
 DPI = 180
+#: Coordinates in an SVG's tags: two digits after the point are a hundredth of a pixel.
+_TAG, _LONG_NUMBER = re.compile(rb"<[^>]*>"), re.compile(rb"(\d\.\d\d)\d+")
+#: The kind of a figure that is lines, bars or dots: it's written as SVG, too.
+CHART = "chart"
 _FRAME_TIME = 100  # of a film, in milliseconds
 
 
@@ -129,7 +135,17 @@ def _seen(drawn: Figure | NDArray[np.uint8], one: Page, told: Mapping[str, Any])
         from perdl_experiments.plots import describe  # an extra: matplotlib
 
         alt = describe(drawn)
-    return {"alt": alt, "kind": "chart" if chart else "picture"}
+    return {"alt": alt, "kind": CHART if chart else "picture"}
+
+
+def vector(figure: Figure) -> bytes:
+    """Return a chart as SVG, whose text stays text and which is the same bytes each time."""
+    from matplotlib import rc_context  # an extra
+
+    drawn = BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flwr-perdl"}):
+        figure.savefig(drawn, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return _TAG.sub(lambda tag: _LONG_NUMBER.sub(rb"\1", tag[0]), drawn.getvalue())
 
 
 def versions() -> dict[str, str]:
@@ -159,6 +175,9 @@ def write(out: Path, outcome: Outcome, results: Mapping[str, Any]) -> None:
             continue
         with replacing(path) as stream:
             drawn.savefig(stream, format="png", dpi=DPI, bbox_inches="tight")
+        if named["kind"] == CHART:
+            with replacing(path.with_suffix(".svg")) as stream:
+                stream.write(vector(drawn))
     arrays: dict[str, Any] = dict(outcome.arrays)
     with replacing(out / ARRAYS) as stream:
         np.savez_compressed(stream, **arrays)

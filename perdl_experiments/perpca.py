@@ -1,6 +1,6 @@
 """Personalized PCA: components that all clients share, and each client's own (Shi and Kontar).
 
-Shi, Kontar, "Personalized PCA: Decoupling shared and unique features" (2022), which P0 (Liang et
+Shi, Kontar, "Personalized PCA: Decoupling shared and unique features" (2022), which PerMA (Liang et
 al., NeurIPS 2023, B.1, Fig. 6 and Table 1) compares PerMA with. The paper's components are columns.
 
 ======================================= ====================================================

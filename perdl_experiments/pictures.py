@@ -28,7 +28,7 @@ from perdl_experiments.plots import (
 )
 
 #: Letters of all titles in a row of `side_by_side`.
-_LETTERS = 80
+_LETTERS = 46
 
 
 def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
@@ -48,7 +48,7 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
             _show(axes, np.clip(image, 0, 1), "")
             if not row:
                 named = fill(title, _LETTERS // len(columns))
-                axes.set_title(named, fontsize=SMALL - 1, loc="left")
+                axes.set_title(named, fontsize=SMALL, loc="left")
     return figure
 
 
@@ -72,12 +72,13 @@ def shared_and_own(shared: Matrix, own: Mapping[str, Matrix], shape: tuple[int, 
     grid = figure.add_gridspec(len(heights), max(len(below), 1), height_ratios=heights)
     _show(figure.add_subplot(grid[0, :]), top, "shared by all")
     for i, (title, sheet) in enumerate(below.items()):
-        _show(figure.add_subplot(grid[1, i]), sheet, title)
+        named = fill(title, _LETTERS // len(below))
+        _show(figure.add_subplot(grid[1, i]), sheet, named)
     return figure
 
 
 def bars(panels: Mapping[str, Mapping[str, Matrix]]) -> Figure:
-    """Draw a bar with its number for every name, in panels side by side; the least is dark.
+    """Draw a bar with its number for every name, in panels below each other; the least is dark.
 
     Parameters
     ----------
@@ -86,20 +87,20 @@ def bars(panels: Mapping[str, Mapping[str, Matrix]]) -> Figure:
         in the same order in all panels.
     """
     names = list(next(iter(panels.values())))
-    figure = _figure(WIDTH, 0.42 * len(names) + 0.5)
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure = _figure(WIDTH, len(panels) * (0.24 * len(names) + 0.35))
+    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, (title, values) in zip(grid, panels.items(), strict=True):
         ranges = np.array([np.quantile(one, [0, 0.5, 1]) for one in values.values()])
         least, most = ranges[:, 1].min(), ranges[:, 1].max()
         for at, (low, value, high) in enumerate(ranges):
             axes.barh(at, value, 0.7, color=COLORS[0] if value == least else "#b9c6d3")
             axes.plot([low, high], [at, at], color="#5b6770", lw=1.2)
-            axes.text(high + 0.04 * most, at, f"{value:#.3g}", va="center", fontsize=SMALL)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set(xlim=(0, 1.5 * most), xticks=[])
+            axes.text(high + 0.02 * most, at, f"{value:#.3g}", va="center", fontsize=SMALL)
+        axes.set_title(title, fontsize=SMALL, loc="left", weight="bold")
+        axes.set(xlim=(0, 1.3 * most), xticks=[])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    grid[0].set_yticks(range(len(names)), [fill(name, 16) for name in names], fontsize=SMALL)
-    grid[0].invert_yaxis()
+        axes.set_yticks(range(len(names)), names, fontsize=SMALL)
+        axes.invert_yaxis()
     return figure
 
 
@@ -148,7 +149,7 @@ def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -
     grid = figure.subplots(len(pairs), len(panels), squeeze=False)
     members = {name: np.asarray(groups) == name for name in dict.fromkeys(groups)}
     for column, (title, points) in zip(grid.T, panels.items(), strict=True):
-        column[0].set_title(title, fontsize=10, loc="left")
+        column[0].set_title(title, fontsize=SMALL, loc="left")
         for axes, (i, j) in zip(column, pairs, strict=True):
             _plain(axes).set(xlabel=f"{axis} {i + 1}", ylabel=f"{axis} {j + 1}")
             for index, (name, mine) in enumerate(members.items()):
@@ -187,18 +188,20 @@ def heat_map(
     best = shades == 1
     if len(columns) > len(rows):
         values, shades, best, rows, columns = values.T, shades.T, best.T, columns, rows
-    figure = _figure(max(WIDTH, 0.85 * len(columns) + 2), 0.4 * len(rows) + 0.8)
+    figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.5), 0.32 * len(rows) + 1.4)
     axes = figure.add_subplot()
-    axes.imshow(shades, cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
+    axes.pcolormesh(shades, cmap="Blues", vmin=0, vmax=1.3)
     for (i, j), value in np.ndenumerate(values):
-        color = "white" if shades[i, j] > 0.85 else "black"
-        axes.text(j, i, f"{value:.3f}", ha="center", va="center", fontsize=SMALL, color=color)
+        look: dict[str, Any] = {"color": "white" if shades[i, j] > 0.85 else "black"}
+        look |= {"weight": "bold"} if best[i, j] else {}
+        axes.text(j + 0.5, i + 0.5, f"{value:.3f}", ha="center", va="center", **look)
         if best[i, j]:
-            corner = (j - 0.48, i - 0.46)
-            axes.add_patch(Rectangle(corner, 0.96, 0.92, fill=False, edgecolor="#d1495b", lw=2.2))
-    axes.set_xticks(range(len(columns)), [fill(name, 15) for name in columns], fontsize=SMALL)
-    axes.set_yticks(range(len(rows)), [fill(name, 22) for name in rows], fontsize=SMALL)
-    axes.tick_params(length=0)
+            axes.add_patch(Rectangle((j, i), 1, 1, fill=False, edgecolor="#d1495b", lw=2.2))
+    axes.invert_yaxis()
+    turned: dict[str, Any] = {"rotation": 35, "ha": "left", "rotation_mode": "anchor"}
+    axes.set_xticks(np.arange(len(columns)) + 0.4, columns, **turned)
+    axes.set_yticks(np.arange(len(rows)) + 0.5, [fill(name, 19) for name in rows])
+    axes.tick_params(length=0, labelsize=SMALL, labeltop=True, labelbottom=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
     return figure
@@ -219,13 +222,13 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str, y: str) -> Fi
     figure, grid = panel_grid(len(panels), sharey=True)
     for axes, (title, curves) in zip(grid, panels.items(), strict=True):
         _plain(axes).set(xlabel=x)
-        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_title(title, fontsize=SMALL, loc="left")
         for index, (label, values) in enumerate(curves.items()):
             peaks = np.max(values, axis=-1, keepdims=True)
             band: dict[str, Any] = {} if index else {"color": "#c4c9d0", "lw": 6}
             scaled = values / np.where(peaks > 0, peaks, 1)
             _draw(axes, range(values.shape[-1]), scaled, label, index, -np.inf, **band)
-    figure.supylabel(y, fontsize=10)
+    figure.supylabel(y, fontsize=SMALL)
     share_legend(figure, grid)
     return figure
 
@@ -247,7 +250,7 @@ def maps(panels: Mapping[str, Matrix], tiles: int, n_rows: int = 1) -> Figure:
     grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for axes, (title, image) in zip(grid, panels.items(), strict=True):
         shown = axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_title(title, fontsize=SMALL, loc="left")
         axes.set(xticks=[], yticks=[])
         for size, line in ((image.shape[0], axes.axhline), (image.shape[1], axes.axvline)):
             for part in np.array_split(np.arange(size), tiles)[1:]:

@@ -1,8 +1,8 @@
 """Drawings for the reports; no global state, no display.
 
-A figure is at most `WIDTH` wide: on a page of 420 pixels its text is then 9 pixels high. Lines
-differ in color and in dashes, and carry their names where there is one panel; `describe` says in
-words what a figure shows, for those who do not see it.
+A figure is at most `WIDTH` wide: on a screen of 420 pixels its text is then 14 pixels high. Lines
+differ in color and in dashes, and carry their names; `describe` says in words what a figure shows,
+for those who do not see it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
-from numpy.typing import ArrayLike
+from matplotlib.ticker import LogLocator, MaxNLocator
+from numpy.typing import ArrayLike, NDArray
 
 from flwr_perdl.core.checks import Matrix
 from perdl_experiments.words import plural
@@ -29,16 +29,18 @@ COLORS = ("#0065a3", "#c85200", "#1b7837", "#b03a9e", "#5a5a5a", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (6, 1.5)), (0, (1.5, 1.2)), (0, (7, 1.5, 1.5, 1.5)))
 _MARKERS = "os^Dv*"
 #: Inches of the widest figure, and points of its smallest text.
-WIDTH, SMALL = 6.0, 9.0
+WIDTH, SMALL = 4.1, 10.0
 #: Characters of a line's name before it wraps, and the height of its lines in inches.
-_WRAP, _LEADING = 18, 0.155
+_WRAP, _LEADING = 17, 0.17
 #: Characters of the name of a panel's vertical axis before it wraps.
 _AXIS = 26
 #: Lines with more points than this have no marker at each; panels with more have no tick at each.
 _MARKED, _TICKS = 30, 12
+#: Points of a line that are drawn.
+_POINTS = 200
 #: Inches of the tallest figure of `dots`.
 _TALLEST = 12.0
-_LEGEND: dict[str, Any] = {"frameon": False, "ncols": 2, "fontsize": SMALL, "handlelength": 3}
+_LEGEND: dict[str, Any] = {"frameon": False, "ncols": 2, "fontsize": SMALL, "handlelength": 2}
 #: Panels and lines that a description names.
 _MOST_PANELS, _MOST_LINES = 8, 6
 #: What matplotlib labels the axes of a scale of colors.
@@ -137,7 +139,7 @@ def describe(figure: Figure) -> str:
     Returns
     -------
     str
-        Such as "error against round: PerMA from 0.5 to 0.001; clients alone from 0.5 to 0.2."
+        Such as "error against round: PerMA from 0.5 to 0.001; local training from 0.5 to 0.2."
     """
     panels = [axes for axes in figure.axes if axes.get_visible() and axes.get_label() != _BAR]
     told = [said for said in map(_describe, panels) if said]
@@ -258,22 +260,17 @@ class Panel(NamedTuple):
     limits: tuple[float | None, float | None] = (None, None)
 
 
-def panels(drawings: Sequence[Panel], *, columns: int = 2, height: float = 2.5) -> Figure:
-    """Draw lines in several panels (Fig. 5).
-
-    In one column lines have their names at their ends; side by side panels have one legend, or one
-    each where they have other lines.
+def panels(drawings: Sequence[Panel], *, height: float = 2.5) -> Figure:
+    """Draw lines in panels below each other (Fig. 5), their names at their ends.
 
     Parameters
     ----------
     drawings : sequence of Panel
-        Row by row.
-    columns, height
-        See `panel_grid`.
+        From top to bottom.
+    height : float, default 2.5
+        Inches of a panel.
     """
-    figure, grid = panel_grid(len(drawings), columns=columns, height=height)
-    one_legend = len({tuple(panel.lines) for panel in drawings}) == 1
-    legends = columns > 1
+    figure, grid = panel_grid(len(drawings), columns=1, height=height)
     for axes, panel in zip(grid, drawings, strict=True):
         _plain(axes).set(
             xscale="log" if panel.log else "linear", yscale="linear" if panel.linear else "log"
@@ -288,14 +285,8 @@ def panels(drawings: Sequence[Panel], *, columns: int = 2, height: float = 2.5) 
         if few:
             axes.set_xticks(panel.at, [f"{position:g}" for position in panel.at])
             axes.set_xticks([], minor=True)
-        above = 62 if legends and not one_legend else 6
-        axes.set_title(panel.title, fontsize=10, loc="left", pad=above)
-        if not legends:
-            name_lines(axes)
-        elif not one_legend:
-            _legend(axes)
-    if legends and one_legend:
-        share_legend(figure, grid)
+        axes.set_title(panel.title, fontsize=SMALL, loc="left")
+        name_lines(axes)
     return figure
 
 
@@ -330,7 +321,7 @@ def lines(
         Below it differences mean nothing, such as rounding.
     """
     figure = _figure(WIDTH, 3.4)
-    axes = _plain(figure.add_subplot())
+    axes = _plain(figure.add_subplot(xscale="log" if log_x else "linear"))
     floor = floor if log else -np.inf
     for index, (label, values) in enumerate(curves.items()):
         length = np.shape(values)[-1]
@@ -341,10 +332,9 @@ def lines(
         axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)
     if log_x:
-        axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     name_lines(axes)
     return figure
 
@@ -361,10 +351,19 @@ def _draw(
     """Draw a line; of several seeds their median, and their range shaded."""
     rows = np.maximum(np.atleast_2d(np.asarray(values, dtype=float)), floor)
     known = ~np.isnan(rows).any(axis=0)
+    known &= _kept(len(known), log=axes.get_xscale() == "log")
     places, (low, median, high) = np.asarray(at)[known], np.quantile(rows[:, known], [0, 0.5, 1], 0)
     if len(rows) > 1:
         axes.fill_between(places, low, high, color=style(index)["color"], alpha=0.12, lw=0)
     axes.plot(places, median, label=label, **{"ms": 3.5, **style(index), **look})
+
+
+def _kept(length: int, *, log: bool) -> NDArray[np.bool_]:
+    """Return which points of a line are drawn: more than `_POINTS` would only make files large."""
+    kept = np.zeros(length, dtype=bool)
+    space = np.geomspace(1, length, _POINTS) if log else np.linspace(1, length, _POINTS)
+    kept[np.rint(space).astype(int) - 1] = True
+    return kept
 
 
 def _draw_levels(axes: Axes, levels: Mapping[str, float], first: int, floor: float) -> None:
@@ -379,15 +378,8 @@ def share_legend(figure: Figure, grid: Sequence[Axes]) -> None:
         for axes in grid
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    named = [fill(label, 2 * _WRAP) for label in handles]
+    named = [fill(label, _WRAP) for label in handles]
     figure.legend(handles.values(), named, loc="outside upper center", **_LEGEND)
-
-
-def _legend(axes: Axes) -> None:
-    """Put the legend above the axes, where it hides nothing."""
-    handles, labels = axes.get_legend_handles_labels()
-    named = [fill(str(label), 2 * _WRAP) for label in labels]
-    axes.legend(handles, named, loc="lower center", bbox_to_anchor=(0.5, 1), **_LEGEND)
 
 
 def dots(
@@ -410,11 +402,16 @@ def dots(
     log : bool, default False
         Whether they are logarithmic.
     """
-    figure = _figure(WIDTH, min(1.2 + 0.27 * len(names), _TALLEST))
+    named = [fill(name, _WRAP + 3) for name in names]
+    row = max(
+        0.36 if any("\n" in name for name in named) else 0.27,
+        *(0.07 * len(p) for p in panels.values()),
+    )
+    figure = _figure(WIDTH, min(1.2 + row * len(names), _TALLEST))
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, groups) in zip(grid, panels.items(), strict=True):
-        _plain(axes).set_title(title, fontsize=10, loc="left")
-        apart = 0.6 / len(groups)  # groups of a row lie below each other
+        _plain(axes).set_title(title, fontsize=SMALL, loc="left")
+        apart = 0.75 / len(groups)  # groups of a row lie below each other
         for index, (label, rows) in enumerate(groups.items()):
             sizes = [np.size(values) for values in rows]
             at = np.repeat(np.arange(len(rows)), sizes) + apart * (index - (len(groups) - 1) / 2)
@@ -422,8 +419,10 @@ def dots(
             look["color"] = COLORS[index % len(COLORS)]
             values = np.concatenate([np.ravel(one) for one in rows])
             axes.plot(values, at, _MARKERS[index % len(_MARKERS)], label=label, **look)
-        axes.set(xlabel=x, xscale="log" if log else "linear")
-    grid[0].set_yticks(range(len(names)), names, fontsize=SMALL)
+        axes.set(xlabel=fill(x, _AXIS // len(panels)), xscale="log" if log else "linear")
+        if log:
+            axes.xaxis.set_major_locator(LogLocator(numticks=7 // len(panels)))
+    grid[0].set_yticks(range(len(names)), named, fontsize=SMALL)
     grid[0].invert_yaxis()
     if any(len(groups) > 1 for groups in panels.values()):
         share_legend(figure, grid)
@@ -448,6 +447,6 @@ def _sheet(values: Matrix, shape: tuple[int, int], columns: int) -> Matrix:
 
 def _show(axes: Axes, sheet: Matrix, title: str) -> None:
     axes.imshow(sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(title, fontsize=SMALL, loc="left")
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)

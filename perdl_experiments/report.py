@@ -228,9 +228,9 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
     ]
     return {
         "title": "Clients whose replies failed or stood out",
-        "caption": f"{len(odd)} of {len(clients)} clients: exchanges in which each "
-        "was asked; failed: errors and silence; refused: replies that broke a rule; the others: "
-        "what the aggregation did, to which share of the client's replies, where that is at least "
+        "caption": f"{len(odd)} of {len(clients)} clients. Asked: exchanges that included the "
+        "client; failed: errors and missing replies; refused: replies that broke a rule; others: "
+        "the share of the client's replies that the aggregation changed, if at least "
         f"{_SHARE:.0%} and {_TIMES} times that of the median client."
         + (f" The first {MOST_CLIENTS} are shown." if len(odd) > MOST_CLIENTS else ""),
         "columns": ["client", "asked", *kinds],

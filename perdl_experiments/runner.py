@@ -31,7 +31,7 @@ from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
 from perdl_experiments.fetch import save
-from perdl_experiments.outcome import ARRAYS, NEXT, RESULTS, to_results, write
+from perdl_experiments.outcome import ARRAYS, CHART, NEXT, RESULTS, to_results, write
 from perdl_experiments.report import REPORT, read_results, write_report
 from perdl_experiments.studies import (
     EXPERIMENTS,
@@ -90,50 +90,49 @@ def run_experiment(
     keep_local: bool = False,
     on_round: OnRound = None,
 ) -> dict[str, Any]:
-    """Run an experiment and write what it found.
+    """Run an experiment and write its results.
 
     Parameters
     ----------
     name : str
         An experiment's name, such as ``"digits"``; ``flwr-perdl list`` prints all.
     engine : str or Grid, default "in-process"
-        ``"in-process"``, ``"ray"``, or the Grid of a running ServerApp, whose clients have their
-        config already: then the experiment must need no more than one federation.
+        ``"in-process"``, ``"ray"``, or the Grid of a running ServerApp, whose clients are already
+        configured: then the experiment must be a single federation.
     clients, rounds, seed : int, optional
         By default the experiment's own.
     data : str or Path, optional
-        The user's file, for experiments that take one.
+        Your own data, for experiments that take a file.
     out : str or Path, optional
         Folder for results.json, arrays.npz, figures, report.html and checkpoints; by default
         nothing is written.
     resume : bool, default False
-        Continue the run that was begun in ``out``; what it has finished is not run again.
+        Continue the run in ``out``; finished parts are not repeated.
     overwrite : bool, default False
-        Replace the run in ``out``. The new run is written to the folder ``next`` in it, and takes
-        the earlier one's place when it has finished.
+        Replace the run in ``out``. The new run is written to its subfolder ``next``, and replaces
+        the earlier one when it has finished.
     options : mapping, optional
         The experiment's further options by name.
     progress : callable, optional
-        Called with a `Progress` after every round, or part of a run that is no federation, and when
-        the run begins to do something else.
+        Called with a `Progress` after every round, or part of a run without rounds, and when the
+        run begins something else.
     keep_local : bool, default False
-        Write the clients' own atoms to local-atoms.npz in ``out``, an array per client. They are
-        what PerMA keeps from the server: the file is for whoever may see all clients' data.
+        Write the clients' local atoms to local-atoms.npz in ``out``, an array per client. PerMA
+        keeps them from the server: the file is only for those who may see all clients' data.
     on_round : callable, or sequence of callables, optional
-        As a strategy's; rounds are counted over all federations of the run. One of
-        `flwr_perdl.trackers` gets the options, and the results and figures in ``out``.
+        As of a strategy; rounds are counted over all federations of the run. A tracker of
+        `flwr_perdl.trackers` also gets the options, and the results and figures in ``out``.
 
     Returns
     -------
     dict
-        What results.json says.
+        The contents of results.json.
 
     Raises
     ------
     ValueError
-        If a name, an option or the data is not as it must be, ``out`` holds another run or files
-        that are no run's, or the data have changed since the run to resume was begun. Then
-        nothing on disk has changed.
+        If a name, an option or the data is invalid, ``out`` holds another run or other files, or
+        the data changed since the run to resume was begun. Nothing on disk is changed then.
     """
     how = {"out": out, "resume": resume, "overwrite": overwrite}
     experiment, config, folder = _prepared(
@@ -453,13 +452,16 @@ def _foreign(path: Path, earlier: Mapping[str, Any] | None, config: Options) -> 
 def _figures(experiment: object) -> list[str]:
     """Return the names of an experiment's figures; none for one that is not known here."""
     found = EXPERIMENTS.get(str(experiment))
-    return [] if found is None else found.figures
+    names = [] if found is None else found.figures
+    return [*names, *(f"{name[:-4]}.svg" for name in names if name.endswith(".png"))]
 
 
 def _own_figures(path: Path) -> list[str]:
     """Return the names of the figures that the run in a folder has, or may have, written."""
     try:
-        return [one["file"] for one in read_results(path).get("figures", [])]
+        figures = read_results(path).get("figures", [])
+        charts = [one["file"] for one in figures if one.get("kind") == CHART]
+        return [*(one["file"] for one in figures), *(f"{name[:-4]}.svg" for name in charts)]
     except ValueError:
         return _figures((_read_run(path / _RUN) or {}).get("experiment"))
 

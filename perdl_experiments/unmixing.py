@@ -1,6 +1,6 @@
 """Blind hyperspectral unmixing: pixels as non-negative mixtures of a few materials' spectra.
 
-The application at the end of P3 (Chainais and Richard, iTWIST 2014): tiles of an image are nodes
+The application of Chainais and Richard (iTWIST 2014): tiles of an image are nodes
 that learn the spectra together (:func:`unmix`). A tile's neighbors are the tiles next to it and
 those with a similar mean spectrum (:func:`tile_topology`). Every node applies vertex component
 analysis to its own tile; by default the nodes then share what they have found, since a tile rarely

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import logging
 import types
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,3 +62,45 @@ def test_a_public_name_has_a_summary_and_an_example_that_runs(one: Any) -> None:
     said: list[str] = []
     doctest.DocTestRunner(verbose=False).run(example, out=said.append)
     assert not said, "".join(said)
+
+
+def left_out() -> set[str]:
+    """Return the methods that docs/reference.py, which needs MkDocs, leaves out of the pages."""
+    source = Path(__file__).parent.parent / "docs" / "reference.py"
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTERNAL":
+            return {one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
+    raise AssertionError("docs/reference.py has no INTERNAL")
+
+
+def functions(one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a name's page has: the function itself, or the methods of a class.
+
+    An override without a section is left to the method that it overrides, as on the pages.
+    """
+    if inspect.isfunction(one):
+        yield one.__name__, one
+        return
+    for name in dir(one):
+        homes = [base for base in one.__mro__ if name in vars(base)]
+        ours = [base for base in homes if base.__module__.startswith("flwr_perdl")]
+        member = getattr(vars(homes[0])[name], "__func__", vars(homes[0])[name])
+        if name[0] == "_" or homes[:1] != ours[:1] or not inspect.isfunction(member):
+            continue
+        full = f"{ours[0].__name__}.{name}"
+        described = len(ours) == 1 or "\n---" in inspect.cleandoc(member.__doc__ or "")
+        if described and not {name, full} & left_out():
+            yield full, member
+
+
+@pytest.mark.parametrize("one", list(documented()))
+def test_what_a_page_has_says_its_parameters_and_what_it_returns(one: Any) -> None:
+    for name, function in functions(one):
+        said = inspect.cleandoc(function.__doc__ or "")
+        signature = inspect.signature(function)
+        if signature.parameters.keys() - {"self", "cls"}:
+            assert "\nParameters\n----------\n" in said, f"{name} has no section Parameters"
+        if signature.return_annotation not in ("None", "Never"):
+            assert "\nReturns\n-------\n" in said or "\nYields\n------\n" in said, (
+                f"{name} has no section Returns"
+            )

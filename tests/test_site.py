@@ -165,7 +165,7 @@ def test_the_home_page_is_light_and_asks_nobody_else(site: Path, browser: Any) -
     page.close()
     assert all(url.startswith(("file:", "data:")) for url in loaded)
     files = {Path(unquote(urlsplit(url).path)) for url in loaded if url.startswith("file:")}
-    assert site / "images" / "hero.png" in files
+    assert site / "images" / "hero-light.svg" in files
     assert sum(file.stat().st_size for file in files) < 500_000
 
 
@@ -176,11 +176,11 @@ def test_the_home_page_is_light_and_asks_nobody_else(site: Path, browser: Any) -
         ("global_matching", "reference/flwr_perdl.dictionary/global_matching.html"),
         ("byzantine", "faults.html|decentralized-learning.html|security.html"),
         ("non-iid", "kinds-of-heterogeneity.html"),
-        ("pytorch", "pytorch-and-gpus.html"),
+        ("pytorch", "from-fedavg.html|pytorch-and-gpus.html"),
         ("gpu", "pytorch-and-gpus.html"),
         ("dataloader", "my-data.html"),
         ("debug", "debug-a-client.html"),
-        ("checkpoint", "faults.html"),
+        ("checkpoint", "faults.html|use-in-your-project.html"),
         ("learning rate", "rounds-and-learning-rate.html"),
         ("fine-tune", "use-a-clients-model.html|keep-a-part-private.html"),
         ("new client", "use-a-clients-model.html"),

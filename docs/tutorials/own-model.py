@@ -100,7 +100,7 @@ for cluster in range(4):
 # %% Accuracy by round: with four models it is far higher than with FedAvg's single one
 import matplotlib.pyplot as plt
 
-figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+figure, axes = plt.subplots(figsize=(4.2, 3), layout="constrained")
 for (k, strategy), style in zip(strategies.items(), ("--", "-"), strict=True):
     rounds = [report for report in strategy.history if report.step == "evaluate"]
     accuracy = [report.aggregate["accuracy"] for report in rounds]

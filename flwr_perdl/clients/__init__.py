@@ -1,4 +1,4 @@
-"""NumPyClients of the protocols, and the way to a Message-API ClientApp."""
+"""Clients of the protocols, and `client_app` for any Flower app."""
 
 from flwr_perdl.clients.app import client_app
 from flwr_perdl.clients.base import Member, PrivateState, private_store

@@ -1,4 +1,4 @@
-"""From a ``NumPyClient``, or another ``ClientApp``, to one that every strategy here can ask."""
+"""From a ``NumPyClient``, or any ``ClientApp``, to one that works with every strategy here."""
 
 from __future__ import annotations
 
@@ -82,57 +82,55 @@ def client_app(
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
     The client may be a NumPyClient, or any other object with ``fit`` and ``evaluate``. With these
-    it takes part in `ClusteredFedAvg`, `DiffusionAveraging` and Flower's own strategies.
+    it works with every strategy for any model, and with Flower's own strategies.
 
     Parameters
     ----------
     make_client : callable or ClientApp
         ``Context -> client``; called for every message. A ``client_fn`` that returns
-        ``client.to_client()`` may stay as it is. Under Ray the app is pickled with every message:
-        close over no data, read it in ``make_client``. A ClientApp with handlers of its own
-        (``@app.train()``, ``@app.evaluate()``) may stand in its place: its evaluation replies need
-        the metric ``"loss"`` or ``"eval_loss"`` for `ClusteredFedAvg`.
+        ``client.to_client()`` works as it is. Under Ray the app is pickled with every message: read
+        the data in ``make_client`` instead of closing over it. Or a ClientApp with its own handlers
+        (``@app.train()``, ``@app.evaluate()``): for `ClusteredFedAvg` its evaluation replies need
+        the metric ``"loss"`` or ``"eval_loss"``.
     train_mods, evaluate_mods : sequence of Flower mods
-        Mods around training and around evaluation, outermost first. Requests and replies carry one
-        ArrayRecord each way, so that Flower's differential-privacy mods compose; of
-        `ClusteredFedAvg`'s requests they see one model at a time.
+        Mods around training and evaluation, outermost first. Requests and replies carry one
+        ArrayRecord each, so Flower's differential-privacy mods work; of `ClusteredFedAvg`'s
+        requests they see one model at a time.
     secure : bool, default False
-        Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
-        for the start of a client of the protocol, which has no arrays in its request, as PerMA's
-        first. With False the client takes part in secure rounds and in others.
+        Whether to train in secure rounds only (`PerMA` with ``secure=True``, `SecureMean`), except
+        for a protocol's first step, whose request has no arrays, such as PerMA's. By default the
+        client takes part in secure and other rounds.
     min_clients : int, default 3
-        The fewest clients in a secure round that the client takes part in, at least 2. It counts
-        different public keys: in a round with fewer it sends no update, and it does not help to
-        unmask a sum over fewer.
+        Fewest clients, at least 2, in a secure round that the client takes part in. It counts
+        distinct public keys: with fewer it sends no update, and does not help to unmask a sum.
     private : str or sequence of str, default ()
-        Names of arrays that never leave the client, or patterns of them: `keep_private`, with
-        ``train_mods`` inside, which see the shared arrays alone, and around all other mods. Where
-        the strategy's initial arrays have no names, they are "0", "1", ….
+        Names or patterns of arrays that never leave the client: `keep_private` around all mods, of
+        which ``train_mods`` see the shared arrays only. Arrays without names are "0", "1", ….
     share : str or sequence of str, default ()
         Instead, names or patterns of the only arrays that leave the client.
     privacy : Noise, optional
-        The client answers only requests whose promise is at least as strong, with sums to which
-        noise is added, and only for as many rounds as the promise is for: with ``state-dir`` in the
-        node config over all runs, else within one run of Flower. Its ``basis`` and ``clip`` do
-        not count. By default it believes every request's promise.
+        The client answers only requests whose guarantee is at least as strong, with noised sums,
+        and only for as many rounds as the guarantee covers: with ``state-dir`` in the node config
+        over all runs, else within one Flower run. Its ``basis`` and ``clip`` do not count. By
+        default it trusts every request's guarantee.
     protocols : sequence of modules or functions, default ()
-        Protocols of your own: modules with functions that `step` registers, or such functions.
-        Where they alone answer, the client needs no ``fit``.
+        Your own protocols: modules with functions registered by `step`, or such functions. If they
+        are all that is asked, the client needs no ``fit``.
 
     Returns
     -------
     ClientApp
-        Training replies carry ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"``
-        with the loss, unless it is NaN, as ``"loss"``. A query is answered with the client's
-        properties; the ``partition-id`` of a client that does not say it is its context's.
+        Training replies have ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"`` with
+        the loss as ``"loss"``, unless it is NaN. A query returns the client's properties, with the
+        context's ``partition-id`` if the client does not say its own.
 
     Raises
     ------
     TypeError
-        If an argument is of another kind.
+        If an argument has the wrong type.
     ValueError
-        If ``min_clients`` is below 2, or an option comes with a ClientApp, which has its own
-        (``min_clients`` and ``private`` with one of `client_app` only); if `keep_private` is among
+        If ``min_clients`` is below 2; if an option comes with a ClientApp, which has its own
+        (``min_clients`` and ``private`` only with one of `client_app`); if `keep_private` is among
         the mods, and not the first of a ClientApp's; if one of ``protocols`` has no steps.
 
     Examples
@@ -203,7 +201,7 @@ def _properties(client: Any, context: Context) -> dict[str, Any]:
 class AnsweringApp(ClientApp):
     """A ClientApp that takes part in this library's protocols, by its own handlers.
 
-    What guards the client stands around the dispatcher, the outermost first: whether its promise of
+    What guards the client wraps the dispatcher, outermost first: whether its guarantee of
     privacy or its pinned keys let it answer at all, secure sums, noise. Its private arrays are put
     in and taken out around its handlers, of which a step may call several, each with one model.
     """
@@ -265,7 +263,7 @@ class AnsweringApp(ClientApp):
         if _pins_keys(context) and (kind == MessageType.EVALUATE or not (asked and asked.seals)):
             raise ValueError(
                 "neighbour-keys in the node config must be left out for such a request: a node "
-                f"that pins keys sends sealed messages alone, got one to {kind}."
+                f"that pins keys sends only sealed messages, got one to {kind}."
             )
         call = self._answer
         if asked is not None and asked.client is None:
@@ -275,7 +273,7 @@ class AnsweringApp(ClientApp):
         if (transport := _transport_of(message)) is not None:
             if summed or self._secure or (asked is not None and asked.client is not None):
                 raise ValueError(
-                    "transport and compression must be left out where clients insist on secure "
+                    "transport and compression must be left out where clients require secure "
                     "sums or privacy, or send no model, got a request with them."
                 )
             message = transport.restored(message)

@@ -1,20 +1,19 @@
-"""What every client has: who it is, and private state that lasts from round to round.
+"""What every client has: an identity, and private state that lasts from round to round.
 
-`Member` says who the client is. `PrivateState` keeps arrays in Flower's ``context.state`` and, on
+`Member` identifies the client. `PrivateState` keeps arrays in Flower's ``context.state`` and, on
 request, on disk.
 
-The states after the last two rounds are kept, each under its round, in one record (engines send it
-along with every message). A server that crashed asks for a round again; the client then takes the
-newest state from *before* that round, so that the same request has the same reply.
+The states after the last two rounds are kept, by round, in one record (engines send it with every
+message). A server that crashed repeats a round; the client then takes the newest state from
+*before* that round, so the same request has the same reply.
 
-A run has a folder of its own among its client's, and the newest of them are kept: a run that goes
-on finds its files although others have come in between, or run beside it. Which run a request is of
-is the server's word. That a server cannot have a run's folder deleted by naming many runs, a Flower
-run may begin only a few, far fewer than are kept. A file is bound to the client's name, which does
-not depend on the run, and to the algorithm. One that is damaged, or of another client or algorithm,
-is named in the log and left out: the client starts afresh. One that is locked with another key, or
-of another version of this library, stops the client, before it overwrites what somebody may still
-want to read.
+Every run has its own folder in its client's folder, and the newest are kept: a resumed run finds
+its files although other runs came in between. The server says which run a request belongs to. So
+that it cannot have folders deleted by naming many runs, a Flower run may begin only a few, far
+fewer than are kept. A file is bound to the client's name, which does not depend on the run, and to
+the algorithm. A file that is damaged, or of another client or algorithm, is logged and ignored: the
+client starts afresh. One encrypted with another key, or of another version of this library, stops
+the client before anything is overwritten.
 """
 
 from __future__ import annotations
@@ -92,17 +91,17 @@ def identify(context: Context) -> dict[str, Scalar]:
 
 
 class Member(NumPyClient):
-    """A client that knows, and says, who it is.
+    """A client that knows its identity and sends it.
 
     Parameters
     ----------
     context : Context
-        What Flower hands to the client's factory.
+        The argument of the client's factory.
 
     Raises
     ------
     ValueError
-        If it does not say who the client is.
+        If the context does not say who the client is.
 
     Examples
     --------
@@ -143,18 +142,22 @@ class StateStore(NamedTuple):
 def private_store(
     context: Context, algorithm: str, state_dir: str | Path | None = None
 ) -> StateStore | None:
-    """Return where a client keeps its private state on disk, None where it does not.
+    """Return where a client keeps its private state on disk, or None.
 
     Parameters
     ----------
     context : Context
-        The client's Flower context; its node config says who the client is.
+        The client's Flower context; its node config identifies the client.
     algorithm : str
-        What the state is of.
+        Whose state it is.
     state_dir : str or Path, optional
-        Folder of all clients; by default ``state-dir`` of the node config, then what
-        ``FLWR_PERDL_STATE_DIR`` names in the environment of the client's process. A ``state-dir``
-        of the run config is the server's word, and does not count.
+        Folder of all clients. By default ``state-dir`` of the node config, then the environment
+        variable ``FLWR_PERDL_STATE_DIR`` of the client's process. A ``state-dir`` in the run config
+        comes from the server, and is ignored.
+
+    Returns
+    -------
+    StateStore or None
 
     Examples
     --------
@@ -188,7 +191,7 @@ class PrivateState:
     context : Context
         The client's Flower context; its ``state`` keeps the arrays between messages.
     run : str
-        Token of the run; arrays of another run are not taken up.
+        Token of the run; arrays of another run are not used.
     store : StateStore or None
         Where this client's files are; None keeps nothing on disk.
 
@@ -196,9 +199,8 @@ class PrivateState:
     ------
     ValueError
         If the token has more than 256 characters. When files are read or written: if the key in the
-        environment is no key, or not theirs; if one is of another version of this library; if there
-        is a symbolic link in place of a folder; if this Flower run has begun 16 runs and this is
-        another one.
+        environment is no key, or not theirs; if a file is of another version of this library; if
+        there is a symbolic link in place of a folder; if this Flower run has already begun 16 runs.
 
     Examples
     --------
@@ -227,27 +229,49 @@ class PrivateState:
         self._held = _by_round(context.state.get(self._name, {}))
 
     def before(self, round_: int) -> PrivateArrays | None:
-        """Return the newest arrays saved in a round before ``round_``, None if there are none.
+        """Return the newest arrays saved before round ``round_``, if any.
 
-        What ``context.state`` has is preferred; a restarted SuperNode has lost that, and reads its
+        From ``context.state`` if possible; a restarted SuperNode has lost that, and reads its
         files.
+
+        Parameters
+        ----------
+        round_ : int
+
+        Returns
+        -------
+        dict of str to ndarray, or None
         """
         found = self._newest(check_count("round_", round_) - 1)
         if found is None and round_ > 1 and self._held:
-            log(WARNING, "No state from before round %d is kept: this client starts anew.", round_)
+            log(WARNING, "No state from before round %d: this client starts afresh.", round_)
         return found
 
     def after(self, round_: int) -> PrivateArrays | None:
-        """Return the newest arrays saved in ``round_`` or before it, None if there are none."""
+        """Return the newest arrays saved in round ``round_`` or earlier, if any.
+
+        Parameters
+        ----------
+        round_ : int
+
+        Returns
+        -------
+        dict of str to ndarray, or None
+        """
         return self._newest(check_count("round_", round_))
 
     def newest(self) -> PrivateArrays | None:
-        """Return the arrays of the last round that any were saved in, None if there are none."""
+        """Return the most recently saved arrays, if any.
+
+        Returns
+        -------
+        dict of str to ndarray, or None
+        """
         return self._newest(files.LAST_ROUND)
 
     @property
     def last_round(self) -> int:
-        """The last round that a state was saved in, 0 if none was."""
+        """The last round in which a state was saved, or 0."""
         on_disk: Sequence[int] = ()
         if self._store is not None:
             on_disk = files.rounds_in(run_folder(self._store, self._run))

@@ -8,8 +8,8 @@ The client is any NumPyClient, or any ClientApp with train and evaluate handlers
 - ``measure-models``: evaluate every model that came, and send the losses;
 - ``cluster``: evaluate every model that came, train the one with the least loss, and send it.
 
-The arrays of models of clusters are called by the number of the cluster and their own name, as
-``"2/conv1.weight"``; the app sees their own names, one model at a time. An evaluation of several
+The arrays of models of clusters are called by the number of the cluster and their name, as
+``"2/conv1.weight"``; the app sees their names, one model at a time. An evaluation of several
 models is that of the one with the least loss.
 """
 
@@ -94,7 +94,7 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
 
 
 class Model(NamedTuple):
-    """A cluster's model as it came: its number, and its arrays with their own names."""
+    """A cluster's model as it came: its number, and its arrays with their names."""
 
     number: int
     names: Sequence[str]
@@ -106,9 +106,7 @@ def _models(request: StepRequest) -> list[Model]:
     found = request.models
     odd = [name for name in found if not (name.isascii() and name.isdigit())]
     if odd or not all("/" in name for name in request.names):
-        raise ValueError(
-            f"arrays must be called as '0/NAME', by their cluster, got {[*request.names][:3]}."
-        )
+        raise ValueError(f"arrays must be named '0/NAME', by cluster, got {[*request.names][:3]}.")
     if not 1 <= len(found) <= MOST_MODELS or len({tuple(own) for own in found.values()}) > 1:
         raise ValueError(
             f"models must be 1 to {MOST_MODELS}, of arrays with the same names, got {len(found)}."

@@ -91,42 +91,40 @@ class LearnerOptions(TypedDict, total=False):
 
 
 class LearnerClient(ProtocolClient):
-    """A client with samples and a learner; the protocols' own clients say what leaves it.
+    """A client with samples and a learner; subclasses are the clients of a protocol.
 
-    It refuses a request that its protocol does not send before it touches the samples, and answers
-    only so many. Metrics are means over at least ``min_support``
-    samples, with six significant digits; with fewer samples none are sent.
+    It rejects a request that its protocol does not send before it touches the samples, and answers
+    a limited number. Metrics are means over at least ``min_support`` samples, with six significant
+    digits; with fewer samples none are sent.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
         The client's samples, float64 or float32.
     learner : Learner
-        The local algorithm A_i (P0, Algorithm 4 or 5, or any other).
+        The local algorithm A_i (PerMA, Algorithm 4 or 5, or any other).
     context : Context
-        What Flower hands to the client's factory; says who the client is and keeps its state.
+        The argument of the client's factory: identifies the client and keeps its state.
     evaluation : mapping of str to ndarray, optional
         Named sets of samples for `evaluate`; by default ``X`` under the name ``""``.
     start : callable, default `warm_start`
         ``(X, learner, rng=rng) -> WarmStart``: makes the client's first dictionary.
     min_support : int, default 3
-        How many samples must stand behind a row of a reply (`flwr_perdl.privacy.may_send`); 0
-        sends every row.
+        Fewest samples behind a row of a reply (`flwr_perdl.privacy.may_send`); 0 sends every row.
     state_dir : str or Path, optional
-        Folder for the private state; by default as `private_store` finds it; nothing is kept on
-        disk where there is none.
+        Folder for the private state; by default see `private_store`.
     max_runs : int, default 8
-        Runs of a strategy (their tokens ``perdl.run``) within one run of Flower that the client
-        takes part in.
+        Number of strategy runs (tokens ``perdl.run``) in one Flower run that the client takes part
+        in.
     max_requests : int, default 1000
-        Training requests within one run of Flower that the client answers, and as many evaluations.
+        Number of training requests in one Flower run that the client answers, and of evaluations.
     extra_metrics : callable, optional
-        ``(global_atoms, local_atoms) -> {name: number}``: what an evaluation reports besides.
+        ``(global_atoms, local_atoms) -> {name: number}``: additional metrics of an evaluation.
 
     Raises
     ------
     ValueError
-        If ``X`` is empty, has another dtype, or is not finite, or who the client is is not known.
+        If ``X`` is empty, not finite or of another dtype, or the client's identity is unknown.
 
     Examples
     --------
@@ -140,8 +138,8 @@ class LearnerClient(ProtocolClient):
     """
 
     only = (
-        "PerMA needs a DictionaryClient, or a LearnerClient of one's own, at every client; "
-        "PersonalizedFedAvg trains any model by the clients' own fit"
+        "PerMA needs a DictionaryClient, or your own LearnerClient, at every client; "
+        "PersonalizedFedAvg trains any model with the clients' fit"
     )
     #: What the samples of each batch count; None: all alike.
     weights: Sequence[float] | None = None
@@ -362,7 +360,7 @@ class Update(NamedTuple):
 
     #: The learner's dictionary after it, (n_atoms, n_features).
     updated: Matrix
-    #: `local_statistics` of all samples, but for rounding, without withheld ones.
+    #: `local_statistics` of all samples, up to rounding, without withheld ones.
     statistics: Matrix
     #: The mean squared error of the observed entries before it.
     error: float
@@ -417,7 +415,7 @@ def read_local_steps(request: StepRequest) -> int:
 def data_warnings(X: Matrix, n_atoms: int) -> list[str]:
     """Return what is unusual about a client's samples for so many atoms, and what to do then."""
     n = int(np.count_nonzero(observed(X).any(axis=1)))
-    zeros = "mostly samples of zeros: leave them out"
+    zeros = "mostly zero samples: leave them out"
     few = "fewer samples than atoms, which may become copies of these: lower n_atoms or add samples"
     return [zeros] * (2 * n < len(X)) + [few] * (n < max(n_atoms, 2))
 

@@ -166,8 +166,8 @@ class _Node(DiffusionClient):
     def _kept(self, arrays: Mapping[str, Any] | None) -> Any:
         if arrays is None and not self.has_start:
             raise ValueError(
-                "arrays must end with the model to begin with, got none: this node keeps no state "
-                "from before, and without a state-dir in its node config a restart loses it."
+                "arrays must end with the initial model, got none: this node has no model; without "
+                "a state-dir in its node config a restart loses it."
             )
         if arrays is None:
             return super()._kept(arrays)

@@ -1,26 +1,25 @@
-"""What a client does in a protocol: one function per step, found by the names in the request.
+"""Steps of a protocol at the client: one function each, found by the names in the request.
 
 A request names its protocol and its step. The dispatcher looks the pair up and calls a function of
-two arguments, ``(local, request) -> StepResult``: `Local` is what an algorithm may use at a client,
-whatever the user's app is, a client with ``fit`` and ``evaluate``, a ClientApp with handlers of its
-own, or a client that is made for the protocol.
+two arguments, ``(local, request) -> StepResult``. `Local` is what an algorithm may use at a client,
+whatever the app is: a client with ``fit`` and ``evaluate``, a ClientApp with its own handlers, or a
+client made for the protocol.
 
-The protocols of this library are the files of ``flwr_perdl/clients`` that have steps. One of them
-is looked up among these when a request first names it, and is never imported as given. A user's own
-are arguments of `client_app`. What a step keeps is saved only after the step has succeeded, so that
-a step that fails leaves no trace, and can be asked for again.
+The protocols of this library are the files of ``flwr_perdl/clients`` that have steps. A name is
+looked up among these, never imported as given. Your own protocols are arguments of `client_app`.
+What a step keeps is saved only after the step succeeded: a failed step leaves no trace, and can be
+requested again.
 
-A server that sends what it likes learns more than one that follows its protocol: a second request
-that differs a little from the first isolates one sample in the difference of the replies. So a
-client of a protocol answers only so many requests. The rules, within one run of Flower (an engine
-binds ``context.state`` to ``context.run_id``, whatever the server's messages say):
+A malicious server learns more than one that follows its protocol: a second request that differs a
+little from the first can isolate one sample in the difference of the replies. So a client of a
+protocol answers a limited number of requests. The rules, within one Flower run (an engine binds
+``context.state`` to ``context.run_id``, whatever the server's messages say):
 
-- At most ``max_runs`` tokens ``perdl.run``. A server that asks under a fresh token each time, to
-  meet the client without its state, ends there. A server app starts a few strategies one after
-  another; an `InProcessGrid` begins a new run of Flower with each.
-- Under a token the rounds only increase, separately for training and for evaluation. The last round
-  may be asked again, with the same request alone: a server that crashed does so when it resumes,
-  and receives the same reply.
+- At most ``max_runs`` tokens ``perdl.run``. This stops a server that uses a fresh token each time,
+  to get at a client without its state. A server app starts a few strategies one after another; an
+  `InProcessGrid` begins a new Flower run with each.
+- Under a token, rounds only increase, separately for training and evaluation. Only the last round
+  may be repeated, with the identical request: a resumed server does so, and gets the same reply.
 - A protocol's first step, which sends a whole dictionary, comes first under a token or not at all.
 - At most ``max_requests`` training requests and as many evaluations over all tokens.
 """
@@ -105,19 +104,20 @@ def step(
     Parameters
     ----------
     protocol : str
-        The protocol: `ProtocolStrategy.protocol_name` of the strategy that asks for the step.
+        The protocol: `ProtocolStrategy.protocol_name` of the strategy that requests the step.
     name : str
-        What requests call the step; an evaluation is called "evaluate".
+        The step's name in requests; an evaluation is "evaluate".
     kind : {"train", "evaluate"}, default "train"
         The messages that it answers.
     client : type, optional
-        The class of the clients that can take the step by data of their own. Mods around training
-        then stand around the step. Without it the step works with any app, by `Local.fit` and
-        `Local.evaluate`, and mods stand around these.
+        The class of clients that can take the step with their own data. Mods around training then
+        wrap the step. Without it the step works with any app, by `Local.fit` and `Local.evaluate`,
+        and mods wrap these.
     seals : bool, default False
-        Whether the step keeps to sealed messages where the node pins its neighbors' keys.
+        Whether the step uses sealed messages where the node pins its neighbors' keys.
     whole : bool, default False
-        Whether the step sees the whole model, also what `keep_private` keeps, and sends no arrays.
+        Whether the step sees the whole model, with the arrays of `keep_private`, and sends no
+        arrays.
 
     Returns
     -------
@@ -280,8 +280,8 @@ def _admit(
     runs = {key.partition("/")[0] for key in noted}
     if token not in runs and len(runs) >= max_runs:
         raise ValueError(
-            f"max_runs must be more to go on: this client takes part in {max_runs} runs of a "
-            "strategy within one run of Flower."
+            f"max_runs must be larger to go on: this client takes part in {max_runs} strategy runs "
+            "within one Flower run."
         )
     last_, before, n_before = str(noted.get(f"{token}/{kind}", "-1 - 0")).split()
     last = int(last_)
@@ -297,8 +297,8 @@ def _admit(
     counts = (str(one).split()[2] for key, one in noted.items() if key.endswith(f"/{kind}"))
     if sum(map(int, counts)) >= max_requests:
         raise ValueError(
-            f"max_requests must be more to go on: this client answers {max_requests} requests "
-            f"to {kind} within one run of Flower."
+            f"max_requests must be larger to go on: this client answers {max_requests} requests "
+            f"to {kind} within one Flower run."
         )
     noted[f"{token}/{kind}"] = f"{round_} {asked} {int(n_before) + 1}"
     context.state[ANSWERED] = noted
@@ -319,23 +319,22 @@ def reject_other_client(asked: Step | None, client: Any) -> None:
 
 
 class ProtocolClient(Member):
-    """A NumPyClient of the library's protocols, which knows who it is and may keep private arrays.
+    """A NumPyClient for the library's protocols, with an identity and private arrays.
 
-    Its ``fit`` and ``evaluate`` take the step that the request names.
+    ``fit`` and ``evaluate`` take the step that the request names.
 
     Parameters
     ----------
     context : Context
-        What Flower hands to the client's factory; says who the client is and keeps its state.
+        The argument of the client's factory: identifies the client and keeps its state.
     algorithm : str, optional
-        What the private arrays are of, so that no other algorithm takes them up; by default the
-        class's name.
+        Name of the private arrays, so that no other algorithm uses them; by default the class's
+        name.
     state_dir : str or Path, optional
-        Folder for the private arrays; by default as `private_store` finds it; nothing is kept on
-        disk where there is none.
+        Folder for the private arrays; by default see `private_store`.
     max_runs, max_requests : int, optional
-        Runs of a strategy (their tokens ``perdl.run``) within one run of Flower that the client
-        takes part in, and requests to train that it answers there, and as many evaluations.
+        Number of strategy runs (tokens ``perdl.run``) in one Flower run that the client takes part
+        in, and of training requests that it answers there, and of evaluations.
 
     Raises
     ------
@@ -378,7 +377,7 @@ class ProtocolClient(Member):
     def fit(
         self, parameters: list[Matrix], config: dict[str, Scalar]
     ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
-        """Take the training step that ``config`` asks for, and keep what it returns for later.
+        """Take the training step that ``config`` names, and save what it keeps.
 
         Parameters
         ----------
@@ -390,11 +389,11 @@ class ProtocolClient(Member):
         Returns
         -------
         parameters : list of ndarray
-            What leaves the client.
+            The arrays that leave the client.
         num_examples : int
             Number of samples.
         metrics : dict
-            What the step says besides.
+            The step's metrics.
         """
         result = self._take(TRAIN, parameters, config)
         return [*result.arrays], result.num_examples, dict(result.metrics)
@@ -402,7 +401,23 @@ class ProtocolClient(Member):
     def evaluate(
         self, parameters: list[Matrix], config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
-        """Take the evaluation step, whose metric ``"loss"`` is the loss, else NaN."""
+        """Take the evaluation step; its loss is the metric ``"loss"``, else NaN.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            The request's arrays.
+        config : dict
+            The request's config.
+
+        Returns
+        -------
+        loss : float
+        num_examples : int
+            Number of samples.
+        metrics : dict
+            The step's other metrics.
+        """
         result = self._take(EVALUATE, parameters, config)
         metrics = dict(result.metrics)
         return float(metrics.pop("loss", nan)), result.num_examples, metrics

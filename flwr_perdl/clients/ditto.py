@@ -74,7 +74,7 @@ def _own(kept: PrivateArrays | None, given: Sequence[Matrix]) -> Sequence[Matrix
     if (shapes := [a.shape for a in own]) != [a.shape for a in given]:
         raise ValueError(
             f"arrays must have shapes {shapes}, as this client's own model, got "
-            f"{[array.shape for array in given]}: a changed model wants a new run."
+            f"{[array.shape for array in given]}: a changed model needs a new run."
         )
     return own
 

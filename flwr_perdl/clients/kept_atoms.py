@@ -1,8 +1,7 @@
-"""A client's own atoms: read where the client keeps them, on the client's own machine.
+"""A client's local atoms, read where the client keeps them.
 
-They never travel. Whoever may read a client's Flower context, or the folder that the node config
-names as ``state-dir``, may read them: the client itself, and in a simulation the process that runs
-all clients.
+They are never sent. Anyone who can read a client's Flower context, or the ``state-dir`` of the node
+config, can read them: the client itself, and in a simulation the process that runs all clients.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ def local_atoms(source: Context | str | Path) -> Matrix:
     ----------
     source : Context, str or Path
         The client's Flower context, which `InProcessGrid` has for every node in ``contexts``; or
-        the client's folder, ``client-NAME`` in its ``state-dir``. Of a folder with several runs the
-        run that wrote last is taken. An encrypted folder needs the key in the environment
+        the client's folder, ``client-NAME`` in its ``state-dir``. Of several runs in a folder, the
+        last to write is read. An encrypted folder needs the key in the environment
         (docs/security.md).
 
     Returns
     -------
     ndarray of shape (n_local, n_features)
-        Unit atoms, of the last round that the client took part in. None (``n_local`` = 0) where
-        all atoms are global.
+        Unit atoms of the last round that the client took part in. Empty (``n_local`` = 0) if all
+        atoms are global.
 
     Raises
     ------
     ValueError
-        If there is no state of a client that has taken part in an update round of `PerMA`, or if
-        the key is missing or not the folder's.
+        If there is no state of a client that took part in an update round of `PerMA`, or if the key
+        is missing or wrong.
 
     Examples
     --------
@@ -72,11 +71,11 @@ def local_atoms(source: Context | str | Path) -> Matrix:
 
 
 def kept_local_atoms(state_dir: str | Path) -> dict[str, Matrix]:
-    """Return the local atoms of every client whose state is kept in a folder.
+    """Return the local atoms of every client whose state is in a folder.
 
-    They have not travelled: this reads what the clients, or the process that simulated them, keep
-    on this machine. Whoever is given them learns each client's own structure, which `PerMA` keeps
-    from the server.
+    They were not sent: this reads what the clients, or the process that simulated them, keep on
+    this machine. Local atoms reveal each client's own structure, which `PerMA` keeps from the
+    server.
 
     Parameters
     ----------
@@ -88,14 +87,13 @@ def kept_local_atoms(state_dir: str | Path) -> dict[str, Matrix]:
     Returns
     -------
     dict of str to ndarray of shape (n_local, n_features)
-        By the client's name, or its partition where it has none; see
-        `local_atoms`.
+        By the client's name, or its partition if it has none; see `local_atoms`.
 
     Raises
     ------
     ValueError
-        If there is no state of a client, or one that keeps no local atoms; or if the key is missing
-        or not the folder's.
+        If there is no client's state, or one without local atoms; or if the key is missing or
+        wrong.
 
     Examples
     --------

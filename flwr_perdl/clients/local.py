@@ -1,4 +1,4 @@
-"""What a step of a protocol receives and returns, and what it may use at a client.
+"""What a protocol step at a client receives, uses and returns.
 
 Any client, and any ClientApp, is two functions to it: training and evaluation.
 """
@@ -100,14 +100,14 @@ class Trained(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """What a request says, as a step receives it; nothing in it depends on the client's data.
+    """A request as a step receives it; independent of the client's data.
 
     Attributes
     ----------
     step : str
         The step's name.
     arrays : list of ndarray
-        The request's arrays; not to be changed.
+        The request's arrays; read-only.
     config : mapping of str to scalar
         The request's config.
     round, seed : int
@@ -117,7 +117,7 @@ class StepRequest(NamedTuple):
     names : tuple of str
         The arrays' names.
     received : sequence of flwr.app.Array
-        The arrays as they came: what is handed on from here is not copied.
+        The arrays as they were received: pass these on to avoid a copy.
 
     Examples
     --------
@@ -146,26 +146,24 @@ class StepRequest(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step comes to.
+    """The result of a step.
 
     Attributes
     ----------
     arrays : sequence of ndarray or flwr.app.Array
         What leaves the client; nothing in an evaluation.
     num_examples : int
-        For how many samples the reply counts.
+        The reply's weight.
     metrics : mapping of str to float
-        What leaves the client besides; an evaluation's loss is ``"loss"``.
+        Metrics that leave the client; an evaluation's loss is ``"loss"``.
     keep : mapping of str to ndarray, or None
-        What the client keeps for the next step; None leaves what it has. An evaluation keeps
-        nothing.
+        What the client keeps for the next step; None changes nothing. An evaluation keeps nothing.
     names : sequence of str
         The arrays' names; by default the request's, if it has as many.
     last : bool, default False
-        Whether ``keep`` replaces all that was kept before, so that no earlier round is repeated.
+        Whether ``keep`` replaces everything kept before, so that no earlier round can be repeated.
     start : sequence of flwr.app.Array
-        Of the arrays of a model, what their training began with, where that is not the request's of
-        the same names.
+        What training started from, if not the request's arrays of the same names.
 
     Examples
     --------
@@ -190,14 +188,14 @@ class Local:
     Attributes
     ----------
     partition : int
-        Which client this is.
+        The client's partition.
     rng : numpy.random.Generator
         The generator of (seed, partition, round).
     kept : PrivateState
         Private arrays: ``kept.before(round)`` in training, ``kept.after(round)`` in evaluation.
         Save by ``StepResult(keep=...)``.
     client : object
-        What ``make_client`` has made, where the step is for clients of its class; else None.
+        The result of ``make_client``, if the step is for clients of its class; else None.
 
     Examples
     --------
@@ -244,7 +242,7 @@ class Local:
     def fit(
         self, arrays: Sequence[Any], names: Sequence[str] = (), *, state: str = "", **config: Any
     ) -> Trained:
-        """Train by the user's own training, by a request as FedAvg's: mods around it see that.
+        """Train with the user's own training, as in FedAvg, mods included.
 
         Parameters
         ----------
@@ -253,9 +251,15 @@ class Local:
         names : sequence of str, optional
             Its arrays' names, by default those of the request.
         state : str, optional
-            Which of several models this is: what the app keeps in ``context.state`` is of one.
+            Name of the model, if there are several: the app's ``context.state`` is kept separately
+            for each.
         **config
-            What the user's training receives besides the request's config.
+            Added to the request's config.
+
+        Returns
+        -------
+        Trained
+            Arrays, number of examples and metrics.
         """
         model, names = [*map(encoded, arrays)], names or self._request.names
         stays = json.loads(str(self._configs[MessageType.TRAIN].get(LEFT_OUT, "[]")))
@@ -279,9 +283,21 @@ class Local:
     def evaluate(
         self, arrays: Sequence[Any], names: Sequence[str] = (), **config: Any
     ) -> Evaluated:
-        """Return loss, number of examples and metrics by the user's own evaluation.
+        """Evaluate with the user's own evaluation; the loss is NaN if the app has none.
 
-        The loss is NaN where the app has none.
+        Parameters
+        ----------
+        arrays : sequence of ndarray or flwr.app.Array
+            The model.
+        names : sequence of str, optional
+            Its arrays' names, by default those of the request.
+        **config
+            Added to the request's config.
+
+        Returns
+        -------
+        Evaluated
+            Loss, number of examples and metrics.
         """
         names = names or self._request.names
         content = self._ask(MessageType.EVALUATE, [*map(encoded, arrays)], names, config)

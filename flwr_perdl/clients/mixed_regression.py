@@ -1,4 +1,4 @@
-"""The client of clustered mixed regression (P2, Phase 1 and Phase 2)."""
+"""The client of clustered mixed regression (FedMD and FedX)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
 class RegressionClient(ProtocolClient):
     """A client whose data come from one of k unknown regression models.
 
-    It rejects a request that a protocol does not send before it touches its data, answers only so
-    many, and keeps nothing but their number. What leaves it: first
-    its curvature and its features' mean squares; in Phase 1 its part of the residual moment, a d x
-    w matrix that sums over its pairs of points, and, where it has enough points, its own estimate;
-    in Phase 2 its cluster, its loss and its update of its own cluster's model. Of a client with one
-    point these are the point and its response: with fewer than ``min_support`` points nothing
-    leaves. What it receives: the models of all clusters, the step size, the basis of the clients'
-    moments and, with ``n_iterations`` above 1, every anchor's estimate without its name.
+    It rejects a request that its protocol does not send before it touches the data, answers a
+    limited number, and keeps only their count. What leaves it: first its curvature and its
+    features' mean squares; in Phase 1 its part of the residual moment, a d x w matrix that sums
+    over pairs of points, and, with enough points, its own estimate; in Phase 2 its cluster, loss
+    and update of its cluster's model. For a client with one point these reveal the point and its
+    response: with fewer than ``min_support`` points nothing leaves. What it receives: the models of
+    all clusters, the step size, the basis of the clients' moments and, with ``n_iterations`` above
+    1, every anchor's estimate without its name.
 
     Parameters
     ----------
@@ -46,31 +46,33 @@ class RegressionClient(ProtocolClient):
     y : ndarray of shape (n_samples,)
         Responses; -1 and 1 for the logistic loss.
     context : Context
-        What Flower hands to the client's factory; says who the client is.
+        The argument of the client's factory; identifies the client.
     features : callable, optional
         Feature map phi from inputs to (n_samples, d); the identity by default.
     loss : Loss, default squared
-        The loss of Phase 2, of a linear predictor; models of other kinds are not for this client.
+        The loss of Phase 2, for a linear predictor.
     evaluation : tuple of ndarray, optional
         Held-out inputs and responses for `evaluate`; by default the client's own data.
     min_support : int, default 3
-        Points that must stand behind each sum that leaves the client; with fewer it does not
-        train. ``estimate="pair"`` sums over one point (paper's variant), and wants 0 or 1 here.
+        Fewest points behind each sum that leaves the client; with fewer it does not train.
+        ``estimate="pair"`` sums over one point (the paper's variant) and needs 0 or 1 here.
     max_norm : float, optional
-        Largest norm of a model in a request. By default 1e9 with the squared loss, and 5 with
-        every other loss: of such a loss the gradient at a large model is a sum over a few points
-        that the server chooses. Scale features to about 1.
-    max_runs, max_requests : int, default 8 and 1000
+        Largest norm of a model in a request. By default 1e9 with the squared loss, and 5 with any
+        other: at a large model the gradient of such a loss is a sum over a few points that the
+        server can choose. Scale features to about 1.
+    max_runs : int, default 8
+        As in `DictionaryClient`.
+    max_requests : int, default 1000
         As in `DictionaryClient`.
 
     Raises
     ------
     ValueError
-        If the data are empty, not finite, or of different lengths or widths, or have squares out of
-        their dtype's range, a response is not -1 or 1 with the logistic loss, or who the client is
-        is not known.
+        If the data are empty, not finite, of different lengths or widths, or have squares out of
+        their dtype's range; if a response is not -1 or 1 with the logistic loss; if the client's
+        identity is unknown.
     TypeError
-        If ``loss`` has not the methods of a loss.
+        If ``loss`` lacks a method of a loss.
 
     Examples
     --------
@@ -89,9 +91,8 @@ class RegressionClient(ProtocolClient):
     """
 
     only = (
-        "this strategy clusters linear models, which RegressionClient fits, with a feature map and "
-        "a loss of one's own where wanted; ClusteredFedAvg clusters models of any kind by the "
-        "clients' own fit"
+        "this strategy clusters the linear models of RegressionClient, with any feature map and "
+        "loss; ClusteredFedAvg clusters any model with the clients' fit"
     )
 
     def __init__(
@@ -173,7 +174,19 @@ class RegressionClient(ProtocolClient):
         return int(self.loss.values(self.X, self.y, centers).argmin())
 
     def predict(self, centers: Matrix, X: Matrix) -> Matrix:
-        """Return the linear predictions of this client's model at inputs ``X`` (n, n_inputs)."""
+        """Return the predictions of this client's cluster model.
+
+        Parameters
+        ----------
+        centers : ndarray of shape (k, d)
+            The models of all clusters.
+        X : ndarray of shape (n, n_inputs)
+            Inputs.
+
+        Returns
+        -------
+        ndarray of shape (n,)
+        """
         theta = centers[self.cluster(centers)]
         predictions: Matrix = self._mapped(X, columns=len(theta)) @ theta
         return predictions

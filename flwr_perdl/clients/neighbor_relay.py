@@ -1,4 +1,4 @@
-"""The client of a diffusion: one node, which talks to its neighbors through the server."""
+"""The client of a distributed algorithm: a node that sends messages through the server."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ _REST = "rest"
 
 
 class DiffusionClient(ProtocolClient):
-    """A node of a network that runs a distributed algorithm, with this node's data only.
+    """A node of a network that runs a distributed algorithm on its own data.
 
-    In every round the node receives its neighbors' messages of the last round, combines them,
-    does its work for the next round, and sends its own message, which the server delivers.
+    In every round the node receives its neighbors' messages of the last round, combines them, does
+    its work for the next round, and sends its own message, which the server delivers.
 
     **What leaves the node**: its messages to its neighbors, which the server can read unless they
-    are sealed (docs/decentralized-learning.md); their size, and whose messages were left out;
-    after every round, in the clear, what the program's ``report`` returns, if it has one; at the
-    end what ``shows`` says. The docstring of the algorithm says what its messages reveal to
-    neighbors that follow the protocol. A neighbor that does not, or a server that can write
-    messages, may learn samples from the answers (docs/security.md).
+    are sealed (docs/decentralized-learning.md); their size, and whose messages were left out; after
+    every round, in the clear, what the program's ``report`` returns, if it has one; at the end
+    whatever ``shows`` says. The algorithm's docstring says what messages reveal to neighbors that
+    follow the protocol. A malicious neighbor, or a server that can write messages, may learn
+    samples from the answers (docs/security.md).
 
     Parameters
     ----------
@@ -78,35 +78,34 @@ class DiffusionClient(ProtocolClient):
         The algorithm, with the data of this node only. Its ``start`` is called for every message
         and should be cheap.
     context : Context
-        What Flower hands to the client's factory; says which node this is (``partition-id``) and
-        keeps its state.
+        The argument of the client's factory: identifies the node (``partition-id``) and keeps its
+        state.
     shows : {"observed", "state", "nothing"}, default "observed"
-        What the server receives at the end: what the program's ``observe`` returns; the whole
-        state besides; or nothing.
+        What the server receives at the end: the result of the program's ``observe``; also the whole
+        state; or nothing.
     sealed : bool, default False
         Whether the node refuses to send messages that the server can read. A node that pins its
         neighbors' keys always does.
     max_delay : int, default 0
-        How many rounds late a message may be, or how old one that counts again (``staleness``
-        of the network); an older one is left out.
+        By how many rounds a message may be late, or how old one that counts again may be
+        (``staleness`` of the network); an older one is left out.
     on_end : callable, optional
         Called at the node with its last state; more than once if the server asks again.
     state_dir : str or Path, optional
-        Folder for the private state; by default as `private_store` finds it; nothing is kept on
-        disk where there is none.
+        Folder for the private state; by default see `private_store`.
 
     Notes
     -----
     With sealed messages the last step ends the run for the node: it deletes its key of the run, in
-    memory and on disk, and from then on answers only with what it has shown.
+    memory and on disk, and from then on only repeats what it has shown.
 
-    Node config: ``key-file`` is the file of this node's lasting private key, ``neighbour-keys``
-    the JSON file of its neighbors' public keys, which pins them.
+    Node config: ``key-file`` is the file of this node's lasting private key, ``neighbour-keys`` the
+    JSON file of its neighbors' public keys, which it then pins.
 
     Raises
     ------
     ValueError
-        If the context does not say which node this is, or the keys are not readable.
+        If the context does not identify the node, or the keys cannot be read.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A client's own model by that of a finished run, at its site, without a server."""
+"""A client's own model from a finished run, at its site, without a server."""
 
 from __future__ import annotations
 
@@ -50,32 +50,37 @@ def adapt(
     seed: int = 0,
     train_config: Mapping[str, Any] | None = None,
 ) -> ArrayRecord:
-    """Return a client's own model, which begins with what a finished run has learned.
+    """Return a client's own model, starting from the result of a finished run.
 
-    Of several models the client takes the one with the least loss by its ``evaluate``. Then it
-    trains up to ``fits`` times, where the app keeps arrays private those alone, and keeps the best
-    by that loss. A `DictionaryClient` learns its local atoms, a `RegressionClient` finds its
-    cluster. Nothing leaves the client.
+    Of several models the client takes the one with the lowest ``evaluate`` loss. Then it trains up
+    to ``fits`` times, only its private arrays if it has any, and keeps the best by that loss. A
+    `DictionaryClient` learns its local atoms, a `RegressionClient` finds its cluster. Nothing
+    leaves the client.
 
     Parameters
     ----------
     app : ClientApp
         One of `client_app`.
-    result : ArrayRecord, sequence of ArrayRecord, or what a strategy's ``result`` is
-        The run's shared model, or models of clusters.
+    result : ArrayRecord, sequence of ArrayRecord, or a strategy's ``result``
+        The run's shared model, or the models of its clusters.
     context : Context
-        The client's: who it is, and where its state is kept.
+        The client's: its identity, and where its state is kept.
     fits : int, default 20
-        How often the client trains at most.
+        Largest number of trainings.
     seed : int, default 0
-        The seed that the client's training is told.
+        The seed in the training's config.
     train_config : ConfigRecord or mapping, optional
-        What the client's training reads from a message's config, as that of ``strategy.start``.
+        Further config of the training, as for ``strategy.start``.
+
+    Returns
+    -------
+    ArrayRecord
+        With the names of the initial arrays.
 
     Raises
     ------
     TypeError
-        If an argument is of another kind.
+        If an argument has the wrong type.
     ValueError
         If the client cannot train or evaluate, as with another strategy's result.
 

@@ -1,4 +1,4 @@
-"""What a client does with a finished run's model: choose it, train it further, and compare it.
+"""What a client does with a finished run's model: choose, fine-tune and compare.
 
 The client's *own model* is, of the models that came, the one with the least loss, with the arrays
 that the client keeps private in their place; in a protocol whose clients have whole models of their

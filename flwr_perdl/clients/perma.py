@@ -1,6 +1,6 @@
-"""The client of `PerMA` (P0, Algorithm 1, lines 2-5; Algorithms 3 and 6).
+"""The client of `PerMA` (Algorithm 1, lines 2-5; Algorithms 3 and 6).
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023. The paper stores atoms as columns; here rows are atoms.
 
 =======================================  =======================================================
@@ -100,44 +100,43 @@ GLOBAL_ATOMS = "global_atoms"
 
 
 class DictionaryClient(LearnerClient):
-    """A client that learns a dictionary of which the *global* atoms are everybody's.
+    """A client of `PerMA`: it learns a dictionary whose *global* atoms all clients share.
 
     What leaves it: in the ``"start"`` round the atoms of its whole dictionary; afterwards, per
-    global atom, either the updated atom or a row of the update's statistics. Each of these is a sum
-    over samples, and is sent only if at least ``min_support`` samples have a term in it and none of
-    them more than two thirds of the terms' squares (`flwr_perdl.privacy.may_send`). Samples, codes
-    and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on this client's
-    disk. Differences of several replies, and combinations of rows, can show single samples
-    (docs/security.md), so ``max_requests`` limits the number of replies. Under a promise of noise
-    for records (`flwr_perdl.privacy.Noise`) each sample is coded with the global atoms alone, and
-    adds ``clip`` at most to the statistics; nothing is withheld then, and no metrics are sent.
+    global atom, the updated atom or a row of the update's statistics. Each of these is a sum over
+    samples, sent only if at least ``min_support`` samples have a term in it and none of them more
+    than two thirds of the terms' squares (`flwr_perdl.privacy.may_send`). Samples, codes (sparse
+    coefficients) and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on
+    this client's disk. Differences of several replies, and combinations of rows, can reveal single
+    samples (docs/security.md), so ``max_requests`` limits the number of replies. Under a guarantee
+    for records (`flwr_perdl.privacy.Noise`) each sample is coded with the global atoms only, and
+    adds at most ``clip`` to the statistics; then nothing is withheld, and no metrics are sent.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features), or batches of these
-        The client's samples, float64 or float32. Those that do not fit into memory come in batches:
-        a `numpy.memmap`, a list of arrays, or a function without arguments that returns an iterator
+        The client's samples, float64 or float32. If they do not fit into memory, batches: a
+        `numpy.memmap`, a list of arrays, or a function without arguments that returns an iterator
         of arrays. Each local step reads them once and keeps sums; the start and, by default,
-        `evaluate` take 8,192 to 16,384 samples (fewer of more than 256 features), evenly spaced.
-        The learner must be one whose update needs sums alone (not `KSVDLearner`), and the
-        strategy's ``aggregation`` "statistics". NaN is a missing entry, which `MODLearner` and
-        `LassoLearner` accept, where the strategy's ``aggregation`` is "statistics": the sums are of
-        samples completed by their own reconstruction, and `may_send` holds for each of their
-        entries. Errors are those of the observed entries.
+        `evaluate` use 8,192 to 16,384 evenly spaced samples (fewer with more than 256 features).
+        Batches need a learner whose update needs only sums (not `KSVDLearner`), and the strategy's
+        ``aggregation`` "statistics". NaN is a missing entry, which `MODLearner` and `LassoLearner`
+        accept with "statistics": the sums are over samples completed by their own reconstruction,
+        `may_send` holds for each of their entries, and errors are those of the observed entries.
     learner : Learner
-        The local algorithm A_i (P0, Algorithm 4 or 5, or any other).
+        The local algorithm A_i (Algorithm 4 or 5, or any other).
     context : Context
-        What Flower hands to the client's factory; says who the client is and keeps its state.
+        The argument of the client's factory: identifies the client and keeps its state.
     digits : int, optional
-        An update is rounded to this number of digits of its largest entry before it leaves; by
-        default it is not rounded. With two digits, differences between replies of several rounds
-        show far fewer samples, at a small cost in accuracy (docs/security.md, SecAgg+); this
-        guarantees nothing.
+        Round an update to this number of digits of its largest entry before it leaves; by default
+        it is not rounded. With two digits, differences between replies of several rounds reveal far
+        fewer samples, at a small cost in accuracy (docs/security.md, SecAgg+); this guarantees
+        nothing.
     past : CodeSums, optional
-        Sums over earlier samples, which are not there any more, with codes of the client's whole
-        dictionary: the global atoms, then the local ones. Updates are of these and ``X``.
+        Sums over earlier samples, which are gone, with codes of the client's whole dictionary: the
+        global atoms, then the local ones. Updates use these and ``X``.
     weights : sequence of float, optional
-        What the samples of each batch count in the sums; 1 by default.
+        Weight of each batch's samples in the sums; 1 by default.
     **options
         ``evaluation``, ``start``, ``min_support``, ``state_dir``, ``max_runs``, ``max_requests``,
         ``extra_metrics``: see `LearnerClient`.
@@ -145,7 +144,7 @@ class DictionaryClient(LearnerClient):
     Raises
     ------
     ValueError
-        If ``X`` is empty, has another dtype, or is not finite, or who the client is is not known.
+        If ``X`` is empty, not finite or of another dtype, or the client's identity is unknown.
 
     Examples
     --------

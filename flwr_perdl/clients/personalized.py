@@ -1,16 +1,16 @@
 """Keep a part of any model at its client: a Flower mod around any ClientApp.
 
 The arrays whose names match are the client's own. Before the app sees a request, the client's
-values are put in place of the server's; before a reply leaves, the server's in place of the
-client's. So the server's side needs no change: all replies have all names, as FedAdam, mods that
-clip and PyTorch's ``load_state_dict`` want it. Only `PersonalizedFedAvg` knows of the private part,
-and asks the mod to leave it out of the messages.
+values replace the server's; before a reply leaves, the server's replace the client's. So the server
+needs no change: all replies have all names, as FedAdam, clipping mods and PyTorch's
+``load_state_dict`` expect. Only `PersonalizedFedAvg` knows of the private part, and asks the mod to
+leave it out of the messages.
 
-What leaves the client: the other arrays after training, and what else the app replies. What they
-say of the samples, and of the private arrays that they were trained with, is not hidden, but that a
-shared array is a copy of a private one, as of tied weights, is refused. The names of arrays are the
-server's: an app that takes its arrays by position, as a NumPyClient does, trusts the first request
-of its first run with which array has which name, and keeps to it.
+What leaves the client: the other arrays after training, and the rest of the app's reply. What these
+reveal of the samples, and of the private arrays, is not hidden; a shared array that is a copy of a
+private one (tied weights) is rejected. The server names the arrays: an app that takes arrays by
+position, such as a NumPyClient, trusts the names of the first request of its first run, and rejects
+others.
 """
 
 from __future__ import annotations
@@ -78,51 +78,50 @@ def keep_private(
 ) -> KeepPrivate:
     """Return a Flower mod that keeps the arrays with these names at the client.
 
-    ``ClientApp(mods=[keep_private("head.*")])`` personalizes an app of the Message API without a
-    further change, with Flower's own strategies as with `PersonalizedFedAvg`. For NumPyClients:
+    ``ClientApp(mods=[keep_private("head.*")])`` personalizes a Message API app without another
+    change, with Flower's own strategies as with `PersonalizedFedAvg`. For NumPyClients:
     ``client_app(make_client, private=["head.*"])``.
 
     Parameters
     ----------
     *patterns : str or sequence of str
-        Names of arrays, or patterns of them as in ``fnmatch``: ``"fc3.*"``, one after the other or
-        in a list. Arrays without names are called "0", "1", ….
+        Names of arrays, or ``fnmatch`` patterns such as ``"fc3.*"``. Arrays without names are "0",
+        "1", ….
     share : str or sequence of str, default ()
         Instead, names or patterns of the only arrays that are sent: ``share=["*lora*"]`` keeps all
         others private.
     inside : sequence of Flower mods, default ()
-        Mods around training, outermost first, that see the shared arrays alone, such as
-        ``LocalDpMod``: the private ones are neither clipped nor noised, and do not count in norms.
+        Mods around training, outermost first, that see only the shared arrays, such as
+        ``LocalDpMod``: private ones are neither clipped nor noised, and do not count in norms.
 
     Returns
     -------
     callable
-        The mod, for ``ClientApp(mods=[...])``: the first of them, so that the others see the
-        client's model as it is. `client_app` rejects it at another place.
+        The mod, for ``ClientApp(mods=[...])``. It must be the first, so that the others see the
+        client's whole model; `client_app` rejects any other place.
 
     Raises
     ------
     TypeError
         If ``inside`` has something that is not a function.
     ValueError
-        If there are no patterns, or both kinds, or one is no text. When a message comes, and then
-        as the error of the reply, with the stored arrays as they were: if the patterns match no
-        array, or all of them (one that matches none, where another does, is a warning); if names
-        or shapes are not those of the run's messages before, or, of a client of `client_app` that
-        takes its arrays by position, names not those of its first run; if there is no
-        ``"server-round"`` in the config; if the app does not return the arrays that it received, or
-        returns private ones that are not finite, or a shared array of floats that its training
-        changed and that equals a private one (tied weights).
+        If there are no patterns, or both kinds, or one is not a string. When a message comes, as
+        the error of the reply and with the stored arrays unchanged: if the patterns match no array
+        or all of them (one unused pattern of several is a warning); if names or shapes changed
+        within the run, or, for a client of `client_app` that takes arrays by position, names
+        changed since its first run; if the config has no ``"server-round"``; if the app does not
+        return the arrays that it received, or returns private ones that are not finite, or a shared
+        array of floats that its training changed and that equals a private one (tied weights).
 
     Notes
     -----
-    A client begins with the server's values. Then its own are kept in ``context.state``; with
-    ``state-dir`` in the node config also on disk, encrypted on request, and survive a restart
-    (`PrivateState`). They are saved only after a training reply that is no error, and a round that
-    is asked for again begins from the state before it. Evaluations use them. Flower's strategies do
-    not tell one run from another: all that a Flower run starts go on with the same arrays.
+    A client starts from the server's values. From then on its own are kept in ``context.state``;
+    with ``state-dir`` in the node config also on disk, encrypted on request, where they survive a
+    restart (`PrivateState`). They are saved only after a successful training, and a repeated round
+    starts from the state before it. Evaluations use them. Flower's strategies do not tell runs
+    apart: all runs in one Flower run continue with the same arrays.
 
-    Arrays that a reply to an evaluation or a query carries are rejected.
+    Arrays in a reply to an evaluation or a query are rejected.
 
     Examples
     --------
@@ -176,8 +175,8 @@ def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
         raise TypeError(f"{name} must be functions, got {mods!r}.")
     if any(isinstance(mod, KeepPrivate) for mod in listed):
         raise ValueError(
-            f"{name} must be without keep_private, which stands around all mods, on training and "
-            "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
+            f"{name} must be without keep_private, which wraps all mods, of training and of "
+            "evaluation: give client_app private=[...], or make it the ClientApp's first mod."
         )
     return listed
 
@@ -350,8 +349,8 @@ class KeepPrivate:
         lost = [name for name in left_out if name not in given and f"{_ARRAY}{name}" not in own]
         if lost:
             raise ValueError(
-                f"arrays must have a start of {_list(lost)}: this client keeps none from before, "
-                "and without a state-dir in its node config a restart loses what it kept."
+                f"arrays must have initial values of {_list(lost)}: this client has none of its "
+                "own; without a state-dir in its node config a restart loses them."
             )
         names = list(given) if kept is None else _read_names(kept[_NAMES])
         # Where the server leaves out all arrays, the client trains alone.
@@ -370,7 +369,7 @@ class KeepPrivate:
             if name in given and before is not None and tuple(given[name].shape) != before.shape:
                 raise ValueError(
                     f"array {name!r} must have shape {before.shape}, which this client keeps of "
-                    f"it, got {tuple(given[name].shape)}: a changed model wants a new run."
+                    f"it, got {tuple(given[name].shape)}: a changed model needs a new run."
                 )
         return _Part(given, names, private, left_out)
 

@@ -174,6 +174,6 @@ def halved(name: str, array: Matrix) -> Matrix:
         half = array.astype(HALF)
     if np.array_equal(np.isinf(half), np.isinf(array)):
         return half
-    text = "array %r has numbers that float16 does not have: it travels as %s."
+    text = "array %r has values out of the range of float16: it is sent as %s."
     log(WARNING, text, name, array.dtype)
     return array

@@ -1,1 +1,1 @@
-"""What every room may use: checks of arguments, files, threads, averages that withstand liars."""
+"""Shared by all packages: argument checks, files, threads, robust averages."""

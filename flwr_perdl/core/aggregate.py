@@ -1,4 +1,4 @@
-"""Aggregation: what clients' arrays come to, by the mean or by a rule that few liars do not move.
+"""Aggregation: the mean, or a rule that withstands a few malicious (Byzantine) clients.
 
 `aggregate` applies a rule of `RULES`, and says of each point how far the rule took it for an
 outlier: the atoms of PerMA, the models of FedX and the changes of any model
@@ -17,7 +17,7 @@ self-centered clipping (ClippedGossip)        `clip_neighbors`
 min(1, tau_k / |psi_l - psi_k|)               were at this distance
 (psi_l - psi_k)``
 ``tau_k^2 = sum_l a_kl E|psi_l - psi_k|^2     ``tau_k`` is the distance of the farthest neighbor
-/ delta``, honest ``l``, liars' weight delta  but ``n``: no node knows who is honest
+/ delta``, honest ``l``, malicious weight delta  but ``n``: no node knows who is honest
 trimmed mean (BRIDGE-T)                       `trim_neighbors`
 ``w_k = sum_l psi_l / (d_k - 2n + 1)`` over   ``sum_l a_kl psi_l / sum_l a_kl`` over the same,
 ``k`` and the neighbors, but the ``n``        which is the paper's where all weights are equal
@@ -138,7 +138,7 @@ def keep_consistent(points: Matrix) -> NDArray[np.bool_]:
     """Return which points are consistent with the others, as long as most of them are.
 
     First, points far from the geometric median of all are outliers. Then, again and again, those
-    that lie apart in the direction in which the rest spreads most: many dimensions hide a group
+    that are far apart in the direction in which the rest spreads most: many dimensions hide a group
     of points that pull together, each of them no farther out than the others, but not along their
     common direction (the filter of Diakonikolas et al., "Being Robust (in High Dimensions) Can Be
     Practical", ICML 2017, with robust scales in place of known ones). At least half are kept.

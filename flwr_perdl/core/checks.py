@@ -1,4 +1,4 @@
-"""Checks of arguments for code of one's own: a ValueError with one sentence, or the value.
+"""Argument checks for your own code: the value, or a ValueError of one sentence.
 
 The sentence names the argument, the rule and the value. ``Matrix`` is the type of all arrays of
 real numbers.
@@ -45,7 +45,7 @@ def check_array(
     missing: bool = False,
     floor: float | None = None,
 ) -> Matrix:
-    """Return ``value`` as a C-contiguous float array, or say which rule it breaks.
+    """Return ``value`` as a C-contiguous float array, or raise a ValueError.
 
     Parameters
     ----------
@@ -54,16 +54,16 @@ def check_array(
     value : array_like
         The array to check; never modified.
     ndim, min_rows : int
-        Required number of dimensions, and least length of the first axis.
+        Required number of dimensions, and minimum length of the first axis.
     rows, columns : int or None
         Required length of the last axis but one, and of the last; None accepts any.
     squares : bool
-        Whether the sum of the squares must be within the dtype's range too, with the room that
-        sums of products need. Zeros alone are.
+        Whether the sum of squares must be within the dtype's range too, with room for sums of
+        products. An array of zeros is allowed.
     missing : bool
         Whether NaN is allowed, as a missing entry.
     floor : float or None
-        The rule of `check_magnitude` for its largest entry; None: it may have any.
+        The rule of `check_magnitude` for its largest entry; None: no rule.
 
     Returns
     -------
@@ -179,7 +179,20 @@ def check_magnitude(name: str, array: Matrix, *, floor: float = 0.4) -> Matrix:
 
 
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:
-    """Return ``value`` as an int within ``[low, high]``, or raise a ValueError that says so.
+    """Return ``value`` as an int within ``[low, high]``, or raise a ValueError.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The value to check.
+    low, high : int, optional
+        Its bounds.
+
+    Returns
+    -------
+    int
 
     Examples
     --------
@@ -209,9 +222,22 @@ def is_auto(name: str, value: object) -> bool:
 def check_real(
     name: str, value: object, low: float, high: float = np.inf, *, open_low: bool = False
 ) -> float:
-    """Return ``value`` as a float within ``[low, high]``, or raise a ValueError that says so.
+    """Return ``value`` as a float within ``[low, high]``, or raise a ValueError.
 
-    With ``open_low`` the lower end itself is refused too.
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The value to check.
+    low, high : float, optional
+        Its bounds.
+    open_low : bool, default False
+        Whether ``low`` itself is excluded.
+
+    Returns
+    -------
+    float
 
     Examples
     --------
@@ -315,6 +341,19 @@ def check_robust(
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``choices``, or raise a ValueError that lists them.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : object
+        The value to check.
+    choices : sequence of str
+        The allowed values.
+
+    Returns
+    -------
+    str
 
     Examples
     --------

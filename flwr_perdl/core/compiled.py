@@ -42,7 +42,6 @@ def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 @cache
 def _warn_once() -> None:
     getLogger("flwr").warning(
-        "Every process compiles the inner loops for itself (a few seconds), since neither the "
-        "installed package nor the user's cache folder can be written: set NUMBA_CACHE_DIR to a "
-        "folder that can."
+        "Every process compiles the inner loops again (a few seconds), since neither the package's "
+        "folder nor the user's cache folder is writable: set NUMBA_CACHE_DIR to a writable folder."
     )

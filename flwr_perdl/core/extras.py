@@ -15,5 +15,5 @@ def load_extra(module: str, purpose: str, extra: str = "") -> Any:
         how = f"pip install {library}"
         if extra:
             clone = f"in a clone of flwr-perdl: pip install '.[{extra}]'"
-            how = f"the extra {extra!r} brings it ({clone})"
+            how = f"it comes with the extra {extra!r} ({clone})"
         raise ImportError(f"{library} must be installed for {purpose}: {how}.") from error

@@ -1,8 +1,8 @@
 """Arrays on disk that survive a crash: atomic, versioned ``.npz`` files without pickle.
 
-Each file has a checksum of all that it says, and only its owner may read it. Arrays are stored as
-they are: a file needs as much memory as it has bytes, and one whose record announces more is
-refused before it is read.
+Each file has a checksum of its contents, and only its owner may read it. Arrays are stored
+uncompressed: reading takes as much memory as the file has bytes, and a file whose header announces
+more is rejected before it is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OtherFormatError(ValueError):
 
 
 class Saved(NamedTuple):
-    """What a file holds: named arrays and a JSON-like record.
+    """Contents of a file: named arrays and a JSON-like record.
 
     Examples
     --------
@@ -58,16 +58,16 @@ class Saved(NamedTuple):
 
 
 def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> None:
-    """Write ``arrays`` and ``meta`` to ``path``: afterwards it holds all of them, or what it held.
+    """Write ``arrays`` and ``meta`` to ``path``, atomically.
 
     Parameters
     ----------
     path : Path
-        The file; its folder is made when missing.
+        The file; its folder is created if missing.
     arrays : mapping of str to ndarray
         Arrays of numbers.
     meta : mapping
-        Anything that JSON can say.
+        Anything that JSON can represent.
 
     Examples
     --------
@@ -89,7 +89,16 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Let the block write a file; afterwards ``path`` holds all of it, or what it held.
+    """Let the block write a file that replaces ``path`` atomically, or leaves it unchanged.
+
+    Parameters
+    ----------
+    path : Path
+
+    Returns
+    -------
+    context manager
+        Of the open binary file.
 
     Examples
     --------
@@ -141,7 +150,15 @@ def _remove_stale(folder: Path) -> None:
 
 
 def load(path: Path) -> Saved:
-    """Read what `save` wrote.
+    """Read a file of `save`.
+
+    Parameters
+    ----------
+    path : Path
+
+    Returns
+    -------
+    Saved
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""Threads of the maths: one for BLAS, so that results are the same bits, and several for parts.
+"""Threads: one for BLAS, so that results are bitwise reproducible, and several for parts.
 
-The order in which a threaded BLAS sums depends on its number of threads, so that the same product
-has other last bits on another engine. threadpoolctl (an extra of this package) limits BLAS to one
-thread while our maths runs; without it the environment variables ``OPENBLAS_NUM_THREADS=1`` and
-``MKL_NUM_THREADS=1``, set before Python starts, do the same.
+A threaded BLAS sums in an order that depends on its number of threads, so the last bits of a
+product differ between engines. threadpoolctl (an extra of this package) limits BLAS to one thread
+while this library computes; without it set the environment variables ``OPENBLAS_NUM_THREADS=1`` and
+``MKL_NUM_THREADS=1`` before Python starts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,11 @@ _LIMIT = _Limit()
 def one_blas_thread() -> _Limit:
     """Run the block (or, as a decorator, the function) with one BLAS thread.
 
-    A block inside another costs nothing: the limit is set by the first and lifted by the last.
+    A nested block costs nothing: the outermost sets and lifts the limit.
+
+    Returns
+    -------
+    context manager
 
     Examples
     --------
@@ -111,8 +115,12 @@ Result = TypeVar("Result")
 def n_threads() -> int:
     """Return how many threads this process may compute in.
 
-    As many as it has cores, or ``OMP_NUM_THREADS`` where that says fewer: who limits the threads of
-    BLAS, as Flower's Ray workers and cluster schedulers do, limits these too.
+    The number of cores, or ``OMP_NUM_THREADS`` if that is less: what limits the threads of BLAS,
+    such as Flower's Ray workers and cluster schedulers, limits these too.
+
+    Returns
+    -------
+    int
 
     Examples
     --------
@@ -144,20 +152,23 @@ def _at_most(*variables: str) -> int:
 def in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], *, n: int | None = None
 ) -> Iterator[Result]:
-    """Yield ``function(item)`` for all items, in their order, some of them computed at once.
+    """Yield ``function(item)`` for all items in their order, computing several at once.
 
-    Items are taken one after the other in the caller's thread, and only two for each thread ahead,
-    so that no more of them are held than that. An exception is raised where its result would have
+    At most two items per thread are held ahead. An exception is raised where its result would have
     come.
 
     Parameters
     ----------
     function : callable
-        Must not depend on what it does for other items; the results are then the same bits however
-        many threads there are.
+        Must not depend on its calls for other items; the results are then the same bits for any
+        number of threads.
     items : iterable
     n : int, optional
-        Number of threads, if not :func:`n_threads`. Inside of a call of this function it is one.
+        Number of threads; by default :func:`n_threads`, and 1 inside a call of this function.
+
+    Returns
+    -------
+    iterator
 
     Examples
     --------

@@ -34,7 +34,7 @@ def pursue(
     """Write the codes of orthogonal matching pursuit with unit atoms to ``C``, which holds zeros.
 
     ``products`` is ``X @ D.T``, ``peaks`` the samples' largest magnitudes, since samples may be
-    orthogonal to all atoms but for rounding, and ``gram`` is ``D @ D.T``. A sample takes at most
+    orthogonal to all atoms up to rounding, and ``gram`` is ``D @ D.T``. A sample takes at most
     ``k`` atoms, none of them with a product below ``level`` with what is left. ``by_residual``: the
     atom is taken after which least is left, not the one with the largest product. ``tiny`` is
     rounding, relative to products, and ``least`` the least squared distance of an atom from the
@@ -97,7 +97,7 @@ def pursue(
 
 @compiled
 def _best_atom(rest: Matrix, weight: Matrix, tiny: float, score: Matrix) -> int:
-    """Return the atom of the largest score; of those that are equal but for rounding the first."""
+    """Return the atom of the largest score; of those that are equal up to rounding the first."""
     best = 0.0
     for j in range(len(rest)):
         score[j] = weight[j] * abs(rest[j])

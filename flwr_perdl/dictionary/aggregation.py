@@ -1,4 +1,4 @@
-"""What the server makes of the clients' contributions (Algorithm 1 line 13, and better).
+"""Aggregation of the clients' contributions at the server (Algorithm 1 line 13, and better).
 
 ======================================= ====================================================
 paper (Liang et al., NeurIPS 2023)      here
@@ -10,9 +10,9 @@ paper (Liang et al., NeurIPS 2023)      here
 
 Deviations: averages are not unit vectors; they are brought to the nearest orthonormal rows for
 orthogonal learners, and to unit norm for others. Statistics are not in the paper: instead of its
-updated atoms a client sends what the update is computed from, as many numbers, and the server
-solves for the atoms once, from all clients' sums. The truth is a fixed point of this, clients
-count by what they know, and a client that is wrong altogether is left out.
+updated atoms a client sends the sums that they are computed from, of the same size, and the server
+solves for the atoms once, from all clients' sums. The true atoms are a fixed point of this, clients
+count by how much they know, and a client that is entirely wrong is left out.
 
 A zero row in a stack means that the client withholds this atom.
 """
@@ -52,7 +52,7 @@ _LONG = 2**13
 
 
 class Aggregation(NamedTuple):
-    """The new global atoms, whose contributions they are made of, and which of them stood out.
+    """The new global atoms, who contributed, and who was an outlier.
 
     Examples
     --------
@@ -160,7 +160,7 @@ def finish_atoms(
 def local_statistics(
     X: Matrix, C: Matrix, D: Matrix, shared: NDArray[np.bool_], *, orthogonal: bool
 ) -> Matrix:
-    """Return what a client sends instead of its global atoms.
+    """Return the statistics that a client sends instead of its global atoms.
 
     Parameters
     ----------
@@ -170,16 +170,15 @@ def local_statistics(
     D : ndarray of shape (n_atoms, n_features)
         The current global atoms, then the client's local ones.
     shared : ndarray of bool of shape (n_global,)
-        Of which of the global atoms to return the statistics. The others count as local: what they
-        explain is no other atom's.
+        The global atoms whose statistics to return. The others count as local.
     orthogonal : bool
         Whether the learner's atoms are orthonormal.
 
     Returns
     -------
     ndarray of shape (n_global, n_features) or (n_global, n_global + n_features)
-        ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, ``C_g.T @ C_g`` comes before it. Rows of
-        atoms that are not shared are zero.
+        ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, preceded by ``C_g.T @ C_g``. Rows of atoms
+        that are not shared are zero.
 
     Examples
     --------
@@ -220,10 +219,9 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     Returns
     -------
     Aggregation
-        A client is left out if the atoms that its own statistics give lie more than ``FAR`` median
-        distances from the geometric median of all clients', or if what it says of its codes is no
-        second moment; one whose statistics are larger than ``CAP`` times the median is scaled down
-        to that.
+        A client is left out if the atoms of its own statistics are more than ``FAR`` median
+        distances from the geometric median of all clients', or if its second moments are not valid;
+        one whose statistics are larger than ``CAP`` times the median is scaled down to that.
 
     Examples
     --------

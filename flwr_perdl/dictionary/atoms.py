@@ -94,7 +94,7 @@ def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
 def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
     """Return the atoms at unit norm, and what their norms were, (n_atoms, 1).
 
-    Rows that are unit but for rounding stay as they are, and so do zero rows: withheld atoms. Their
+    Rows that are unit up to rounding stay as they are, and so do zero rows: withheld atoms. Their
     norms are 1. Where there are no others, the atoms are ``D`` itself.
     """
     with np.errstate(over="ignore", under="ignore"):
@@ -112,7 +112,7 @@ def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
 def signs_of(cosines: Matrix) -> Matrix:
     """Return the signs of the cosines of two atoms, 1 for atoms that are orthogonal.
 
-    Cosines as near to zero as ``_ORTHOGONAL`` are zeros but for rounding, which must not decide.
+    Cosines as near to zero as ``_ORTHOGONAL`` are zeros up to rounding, which must not decide.
     """
     return 1 - 2 * (cosines < -_ORTHOGONAL).astype(cosines.dtype)
 
@@ -120,7 +120,15 @@ def signs_of(cosines: Matrix) -> Matrix:
 def principal_directions(X: Matrix, n_components: int) -> Matrix:
     """Return the first right singular vectors of ``X``, whose rows are not centered.
 
-    They are orthonormal rows; fewer than ``n_components`` where the rank of ``X`` is less.
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+    n_components : int
+
+    Returns
+    -------
+    ndarray of shape (n_components, n_features)
+        Orthonormal rows; fewer if the rank of ``X`` is lower.
 
     Examples
     --------
@@ -238,8 +246,17 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
 def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     """Return ``min(|a - b|, |a + b|)`` for every atom ``a`` of ``A`` and ``b`` of ``B``.
 
-    The result, (n_a, n_b), is float64; small distances are exact to rounding of the atoms, not of
-    their products.
+    Small distances are exact up to rounding of the atoms, not of their products.
+
+    Parameters
+    ----------
+    A : ndarray of shape (n_a, n_features)
+    B : ndarray of shape (n_b, n_features)
+
+    Returns
+    -------
+    ndarray of shape (n_a, n_b)
+        float64.
 
     Examples
     --------
@@ -266,20 +283,24 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
 def dictionary_distance(A: Matrix, B: Matrix) -> float:
     """Return the distance of two dictionaries up to order and signs of their atoms (eq. 3).
 
-    It is the largest distance within a pair, least over all pairings. The lengths of atoms count,
-    see `normalize_atoms`.
+    The largest distance within a pair of atoms, minimized over all pairings. Lengths count, see
+    `normalize_atoms`.
 
     Parameters
     ----------
     A : ndarray of shape (n_a, n_features)
-        A dictionary; each of its atoms takes an atom of ``B`` of its own.
+        A dictionary; each of its atoms is paired with a different atom of ``B``.
     B : ndarray of shape (n_b, n_features)
         Another, ``n_b >= n_a``; Definition 1 has ``n_b = n_a``.
+
+    Returns
+    -------
+    float
 
     Raises
     ------
     ValueError
-        If a shape does not fit.
+        If a shape does not match.
 
     Examples
     --------

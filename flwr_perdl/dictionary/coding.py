@@ -9,8 +9,8 @@ data ``Y`` (d x n), codes ``X`` (r x n) ``X`` (n_samples, n_features), ``C`` (n_
 ======================================= ====================================================
 
 The lasso (:func:`lasso`; for orthonormal atoms :func:`soft_threshold` of ``X @ D.T``), FOCUSS
-(:func:`focuss`), which penalises less than the lasso does what is not zero, and non-negative least
-squares (:func:`nonnegative_from_gram`), which has no penalty at all, are not in the paper.
+(:func:`focuss`), which penalizes nonzero codes less than the lasso, and nonnegative least squares
+(:func:`nonnegative_from_gram`), which has no penalty, are not in the paper.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _EXCHANGES = 200
 
 
 class Lasso(NamedTuple):
-    """What :func:`lasso` found.
+    """Result of :func:`lasso`.
 
     Examples
     --------
@@ -77,6 +77,16 @@ class Lasso(NamedTuple):
 def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     """Keep the entries with ``|a| >= threshold``, set the others to zero.
 
+    Parameters
+    ----------
+    A : ndarray
+    threshold : float
+        Not negative.
+
+    Returns
+    -------
+    ndarray
+
     Examples
     --------
     >>> import numpy as np
@@ -89,7 +99,17 @@ def hard_threshold(A: Matrix, threshold: float) -> Matrix:
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:
-    """Move every entry towards zero by ``threshold``, not negative, and no further than zero.
+    """Move every entry toward zero by ``threshold``, and no further than zero.
+
+    Parameters
+    ----------
+    A : ndarray
+    threshold : float
+        Not negative.
+
+    Returns
+    -------
+    ndarray
 
     Examples
     --------
@@ -116,23 +136,23 @@ def by_direction(code: Callable[[Matrix], Matrix], D: Matrix) -> Matrix:
 
 
 def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correlation") -> Matrix:
-    """Code by orthogonal matching pursuit.
+    """Code by orthogonal matching pursuit (OMP).
 
-    A sample takes one atom after the other (the first of several that are as good but for
-    rounding), and fits those that it has taken by least squares.
+    A sample takes one atom after another (the first of those equal up to rounding), and refits all
+    of its atoms by least squares.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        NaN is a missing entry: a sample is coded as if it had only the others, and so the atoms.
+        NaN is a missing entry: sample and atoms are restricted to the others.
     D : ndarray of shape (n_atoms, n_features)
         Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
     n_nonzero : int
-        Atoms per sample, at most; a sample that is fitted exactly takes no more.
+        Largest number of atoms per sample; a sample that is fitted exactly takes no more.
     selection : {"correlation", "residual"}, default "correlation"
-        Which atom is taken: the one that correlates most with what is left of the sample, or the
-        one after which least is left (orthogonal least squares: Chen, Billings and Luo 1989), which
-        takes as long and often fits better.
+        Take the atom that correlates most with the residual, or the one that minimizes the next
+        residual (orthogonal least squares: Chen, Billings and Luo 1989), which takes as long and
+        often fits better.
 
     Returns
     -------
@@ -232,7 +252,7 @@ def lasso(
 ) -> Lasso:
     """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
 
-    On most data the codes are exact but for rounding.
+    On most data the codes are exact up to rounding.
 
     Parameters
     ----------
@@ -417,14 +437,14 @@ def sparse_code(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        NaN is a missing entry, which codes do not see; no ``threshold`` then. A sample of which
-        nothing is observed has a code of zeros.
+        NaN is a missing entry, which codes ignore (not with ``threshold``). A sample without
+        observed entries has a code of zeros.
     D : ndarray of shape (n_atoms, n_features)
-        Atoms; only to the lasso their lengths matter.
+        Atoms; their lengths matter only to the lasso.
     n_nonzero : int, optional
-        Orthogonal matching pursuit with this many atoms per sample, see :func:`omp`.
+        Orthogonal matching pursuit (OMP) with this many atoms per sample, see :func:`omp`.
     threshold : float, optional
-        Hard thresholding of ``X @ D.T`` (Algorithms 4 and 5), ``D`` brought to unit norm.
+        Hard thresholding of ``X @ D.T`` (Algorithms 4 and 5), with unit atoms.
     alpha : float, optional
         The lasso with this penalty, see :func:`lasso`.
 
@@ -471,10 +491,18 @@ def completed(X: Matrix, C: Matrix, D: Matrix) -> Matrix:
 
 
 def remainder(X: Matrix, fitted: Matrix) -> Matrix:
-    """Return ``X - fitted``, with zeros for samples that are fitted but for rounding.
+    """Return ``X - fitted``, with zeros for samples that are fitted up to rounding.
 
-    What rounding leaves has directions of its own, mostly those of the samples: an atom learned
-    from it stands for nothing, or doubles one that is there.
+    Rounding errors have directions of their own, mostly those of the samples: an atom learned from
+    them is meaningless, or duplicates another.
+
+    Parameters
+    ----------
+    X, fitted : ndarray of shape (n_samples, n_features)
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_features)
 
     Examples
     --------
@@ -496,7 +524,16 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
 
 
 def reconstruct(C: Matrix, D: Matrix) -> Matrix:
-    """Return ``C @ D``, (n_samples, n_features), the samples that the codes stand for.
+    """Return ``C @ D``, the samples of these codes.
+
+    Parameters
+    ----------
+    C : ndarray of shape (n_samples, n_atoms)
+    D : ndarray of shape (n_atoms, n_features)
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_features)
 
     Examples
     --------

@@ -20,11 +20,11 @@ pursuit that stops at the threshold. MOD, approximate K-SVD and online dictionar
 (:class:`LassoLearner`) are not in the paper.
 
 No start and no update puts a raw sample into a dictionary: starts are random rotations of the
-data's principal directions, and where each atom has an update of its own, it moves only if at
-least two samples stand behind it (:func:`atom_support`).
+data's principal directions, and an atom with its own update moves only with at least two samples
+behind it (:func:`atom_support`).
 
-NaN in the samples of :class:`MODLearner` and :class:`LassoLearner` is a missing entry: codes see
-the others alone, and an update completes each sample by its own reconstruction, a few times.
+NaN in the samples of :class:`MODLearner` and :class:`LassoLearner` is a missing entry: codes use
+the others, and an update completes each sample by its own reconstruction, a few times.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _LEAST_SUPPORT = 2
 #: Updates of samples with missing entries, by the same codes: each completes them by the last one's
 #: atoms. One completion moves atoms too little: the more is missing, the less they move.
 _COMPLETIONS = 5
-#: Supports this near to a whole number, relative to it, are that number but for rounding.
+#: Supports this near to a whole number, relative to it, are that number up to rounding.
 _WHOLE = 1e-9
 
 
@@ -90,7 +90,7 @@ def with_level(learner: SummedLearner, energy: float, n_samples: int) -> SummedL
 
 
 class CodeSums(NamedTuple):
-    """Sums over samples and their codes, in float64: what an update needs of earlier batches.
+    """Sums over samples and their codes, in float64: all that an update needs of earlier batches.
 
     Examples
     --------
@@ -114,7 +114,17 @@ class CodeSums(NamedTuple):
 
     @classmethod
     def of(cls, X: Matrix, C: Matrix) -> CodeSums:
-        """Return the sums of one batch."""
+        """Return the sums of one batch.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        C : ndarray of shape (n_samples, n_atoms)
+
+        Returns
+        -------
+        CodeSums
+        """
         X, C = (check_array(name, own, floor=np.inf) for name, own in (("X", X), ("C", C)))
         if len(C) != len(X):
             raise ValueError(f"C must have {len(X)} rows, as X has, got {len(C)}.")
@@ -122,11 +132,29 @@ class CodeSums(NamedTuple):
         return cls(*(part.astype(np.float64, copy=False) for part in found))
 
     def plus(self, other: CodeSums) -> CodeSums:
-        """Return the sums of both."""
+        """Return the sums of both.
+
+        Parameters
+        ----------
+        other : CodeSums
+
+        Returns
+        -------
+        CodeSums
+        """
         return CodeSums(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, weight: float) -> CodeSums:
-        """Return the sums with each sample counted so many times: it and its codes get shorter."""
+        """Return the sums with every sample weighted.
+
+        Parameters
+        ----------
+        weight : float
+
+        Returns
+        -------
+        CodeSums
+        """
         return CodeSums(weight * self.gram, weight * self.products, weight**0.5 * self.sizes)
 
     @property
@@ -136,7 +164,7 @@ class CodeSums(NamedTuple):
 
 
 class Learner(Protocol):
-    """What PerMA asks of a local learner; `D` may have any number of atoms.
+    """What PerMA needs of a local learner; `D` may have any number of atoms.
 
     ``X`` has no NaN, a missing entry, unless the learner has ``accepts_missing = True``.
 
@@ -161,28 +189,91 @@ class Learner(Protocol):
         """Whether the atoms are orthonormal."""
 
     def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
-        """Return a dictionary to start from."""
+        """Return a dictionary to start from.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        rng : numpy.random.Generator
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
 
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
-        """Return the codes of ``X``; ``scale`` above 1 asks for sparser ones (warm start)."""
+        """Return the codes of ``X``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        D : ndarray of shape (n_atoms, n_features)
+        scale : float, default 1
+            Factor of the threshold or penalty (divides ``n_nonzero``); above 1 for sparser codes.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_atoms)
+        """
 
     def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        """Return the dictionary that ``C`` calls for, from the current one, ``D``."""
+        """Return the updated dictionary.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        C : ndarray of shape (n_samples, n_atoms)
+        D : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
-        """Return ``update(X, code(X, D), D)``: one iteration of ``A_i``."""
+        """Return ``update(X, code(X, D), D)``: one iteration of ``A_i``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        D : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        """Return the objective that the iterations bring down, to compare starts by."""
+        """Return the objective that the iterations decrease, to compare starts.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        C : ndarray of shape (n_samples, n_atoms)
+        D : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        float
+        """
 
 
 def atom_support(C: Matrix) -> Matrix:
     """Return the effective number of samples behind each atom, ``(sum |c|)^2 / sum c^2``.
 
-    An atom's update, and its row of the statistics, is a sum of samples with weights ``c``, the
-    codes (n_samples, n_atoms); this is Kish's effective sample size for these weights. ``m``
-    samples that use an atom alike count ``m``; an unused atom counts 0; a support of ``m`` means
-    that no sample has more than ``1 / sqrt(m)`` of the weight.
+    An atom's update, and its row of the statistics, is a sum of samples with weights ``c``; this is
+    Kish's effective sample size for these weights. ``m`` samples that use an atom equally count
+    ``m``, an unused atom counts 0. A support of ``m`` means that no sample has more than ``1 /
+    sqrt(m)`` of the weight.
+
+    Parameters
+    ----------
+    C : ndarray of shape (n_samples, n_atoms)
+        Codes (sparse coefficients).
+
+    Returns
+    -------
+    ndarray of shape (n_atoms,)
 
     Examples
     --------
@@ -202,12 +293,12 @@ def atom_support(C: Matrix) -> Matrix:
 
 
 def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-    """Return the weights of the sums of samples that a learner's updated atoms are.
+    """Return the weights with which a learner's updated atoms sum up samples.
 
     Parameters
     ----------
     learner : Learner
-        Its own ``weights(X, C, D)`` says them, where it has that method; else they are the codes.
+        Its own ``weights(X, C, D)``, if it has that method; else the weights are the codes.
     X, C, D : ndarray
         The arguments of ``learner.update``: data, codes, current dictionary.
 
@@ -253,8 +344,17 @@ class AlternatingLearner(ABC):
     def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
         """Return a random rotation of the data's principal directions.
 
-        It is completed by random directions where the data has too few, and, beyond ``n_features``
-        orthonormal atoms, by random unit vectors. Where no sample has a feature atoms are zero.
+        Random directions are added where the data has too few, and beyond ``n_features``
+        orthonormal atoms random unit vectors. If no sample has a feature, atoms are zero.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        rng : numpy.random.Generator
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
         """
         check_rng(rng)
         X = check_samples("X", X, self, min_rows=1)
@@ -273,8 +373,18 @@ class AlternatingLearner(ABC):
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return the codes of ``X``, ``C`` with ``X ≈ C @ D``.
 
-        The atoms' lengths do not matter: codes are those of unit atoms divided by them. ``scale``
-        multiplies the threshold or penalty (or divides ``n_nonzero``).
+        The atoms' lengths do not matter: codes are those of unit atoms divided by them.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        D : ndarray of shape (n_atoms, n_features)
+        scale : float, default 1
+            Factor of the threshold or penalty (divides ``n_nonzero``); above 1 for sparser codes.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_atoms)
         """
         X = check_samples("X", X, self)
         D = check_array("D", D, columns=X.shape[1], squares=True)
@@ -286,7 +396,18 @@ class AlternatingLearner(ABC):
         """Return the codes of arguments that are as they should be, of unit atoms."""
 
     def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        """Return the next dictionary, unit atoms; what the codes leave open stays as in ``D``."""
+        """Return the next dictionary, unit atoms; what the codes leave open stays as in ``D``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        C : ndarray of shape (n_samples, n_atoms)
+        D : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
         return self._update(*_checked(self, X, C, D))
 
     @abstractmethod
@@ -294,7 +415,17 @@ class AlternatingLearner(ABC):
         """Return the next dictionary of arguments that are as they should be."""
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
-        """Return ``update(X, code(X, D), D)``: one iteration."""
+        """Return ``update(X, code(X, D), D)``: one iteration.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        D : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
         X = check_samples("X", X, self)
         D = check_array("D", D, columns=X.shape[1])
         return self.steps(X, unit_atoms(D)[0], [1.0])
@@ -307,7 +438,18 @@ class AlternatingLearner(ABC):
 
     @abstractmethod
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        """Return the objective that the iterations bring down, as the learner's class states it."""
+        """Return the objective that the iterations bring down, as the learner's class states it.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        C : ndarray of shape (n_samples, n_atoms)
+        D : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        float
+        """
 
 
 class SummedLearner(AlternatingLearner):
@@ -320,7 +462,7 @@ class SummedLearner(AlternatingLearner):
         return D
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the (completed) samples that the sums are of, but for rounding."""
+        """Return `update` of the (completed) samples that the sums are of, up to rounding."""
         weak = sums.support < _LEAST_SUPPORT
         rest = sums.products - sums.gram[:, weak] @ D[weak]
         gram = np.where(weak | weak[:, None], 0, sums.gram)
@@ -373,17 +515,17 @@ class ThresholdLearner(AlternatingLearner):
 class OrthogonalLearner(SummedLearner, ThresholdLearner):
     """Algorithm 4: orthonormal atoms, updated to the polar factor of ``C.T @ X``.
 
-    That is the orthonormal dictionary that minimizes ``||X - C @ D||``.
+    This is the orthonormal dictionary that minimizes ``||X - C @ D||``.
 
     Parameters
     ----------
     n_atoms : int
         Atoms of the dictionary, at most the number of features.
     threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples.
+        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times the
+        root mean square norm of the samples.
     n_nonzero : int or None, default None
-        This many codes per sample are kept instead.
+        Keep this many codes per sample instead.
 
     Examples
     --------
@@ -403,7 +545,7 @@ class OrthogonalLearner(SummedLearner, ThresholdLearner):
         return polar_factor(C.T @ X, D)
 
     def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the samples that the sums are of, but for rounding."""
+        """Return `update` of the samples that the sums are of, up to rounding."""
         return self._solve(sums.gram, sums.products, D).astype(D.dtype, copy=False)
 
     def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
@@ -439,7 +581,8 @@ class GeneralLearner(ThresholdLearner):
 class GradientLearner(SummedLearner, GeneralLearner):
     """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
 
-    Algorithm 5 as printed is ``coding="threshold"`` with a number ``eta``, but for the unit atoms.
+    Algorithm 5 as printed is ``coding="threshold"`` with a number ``eta``, except for the unit
+    atoms.
 
     Parameters
     ----------
@@ -449,16 +592,16 @@ class GradientLearner(SummedLearner, GeneralLearner):
         Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
         the samples.
     n_nonzero : int or None, default None
-        Orthogonal matching pursuit with this many atoms per sample codes instead.
+        Code by orthogonal matching pursuit (OMP) with this many atoms per sample instead.
     coding : {"pursuit", "threshold"}, default "pursuit"
-        "pursuit": orthogonal matching pursuit, up to ``PURSUED`` atoms per sample, that stops where
-        no atom's product with what is left of the sample reaches the threshold. "threshold": the
-        paper's, as in `OrthogonalLearner`. It counts twice what two atoms have in common, and needs
-        a start near the truth or nearly orthogonal atoms; on images the error can grow.
+        "pursuit": orthogonal matching pursuit (OMP), up to ``PURSUED`` atoms per sample, until no
+        atom's product with the residual reaches the threshold. "threshold": the paper's, as in
+        `OrthogonalLearner`. It counts twice what two atoms have in common, and needs a start near
+        the truth or nearly orthogonal atoms; on images the error can grow.
     eta : float or "auto", default "auto"
-        The step: ``D + 2 * eta * C.T @ (X - C @ D)``. The sum is over samples, so a number must
-        fall with their count, and diverges above ``1 / ||C.T @ C||_2``; "auto" is half of that.
-        With "statistics" of `PerMA` it counts at the clients alone: the server solves for the
+        The learning rate: ``D + 2 * eta * C.T @ (X - C @ D)``. The sum is over samples, so a number
+        must decrease with their count, and diverges above ``1 / ||C.T @ C||_2``; "auto" is half of
+        that. With "statistics" of `PerMA` it counts only at the clients: the server solves for the
         shared atoms.
 
     Examples
@@ -494,7 +637,7 @@ class GradientLearner(SummedLearner, GeneralLearner):
 class MODLearner(SummedLearner, GeneralLearner):
     """Method of optimal directions: the least-squares dictionary, then unit atoms.
 
-    What the codes leave open, atoms that no sample uses for one, stays as it is.
+    What the codes leave open, such as unused atoms, does not change.
 
     Parameters
     ----------
@@ -528,7 +671,7 @@ class MODLearner(SummedLearner, GeneralLearner):
 
 @dataclass(frozen=True)
 class KSVDLearner(GeneralLearner):
-    """Approximate K-SVD: each atom in turn is fitted, with its codes, to what the others leave.
+    """Approximate K-SVD: fits each atom in turn, with its codes, to the residual of the others.
 
     One power iteration per atom stands in for the singular value decomposition.
 
@@ -562,7 +705,7 @@ class LassoLearner(SummedLearner):
     """Online dictionary learning (Mairal, Bach, Ponce and Sapiro, ICML 2009).
 
     Codes are the lasso's. The update is block-coordinate descent on ``C.T @ C`` and ``C.T @ X``,
-    sums over samples: a round of `PerMA` with "statistics" is an iteration over the clients' pooled
+    sums over samples: a round of `PerMA` with "statistics" is an iteration on all clients' pooled
     samples. The objective is the sum over samples of ``||x - c @ D||^2 / 2 + penalty * ||c||_1``.
 
     Deviations from the paper: an iteration takes all samples and forgets earlier codes; atoms have
@@ -574,8 +717,8 @@ class LassoLearner(SummedLearner):
     n_atoms : int
         Atoms of the dictionary; may exceed the number of features.
     alpha : float or "auto", default "auto"
-        The penalty, the same for all samples; for "auto" a sample's own is ``AUTO_PENALTY`` times
-        its norm, so that the data's scale does not matter and dark and bright images count alike.
+        The penalty, the same for all samples; with "auto" ``AUTO_PENALTY`` times each sample's
+        norm, so that the data's scale does not matter and dark and bright images count alike.
 
     Examples
     --------

@@ -17,10 +17,10 @@ atoms at once by optimal assignment, so that no two of them take the same local 
 "predefined threshold" is replaced by a rule without one (:func:`count_shared`).
 
 The paper's chain of shortest paths (``method="paths"``) needs every client to be close to its
-neighbors in the chain (Theorem 1), so it fails with many clients, or with one bad one.
+neighbors in the chain (Theorem 1), so it fails with many clients, or with a single bad one.
 ``method="consensus"``, the default, takes a few clients' atoms as candidates, keeps those that most
 other clients have too, assigns every client's atoms to them optimally and averages, with little
-weight on what fits badly: its error does not grow with the clients' number.
+weight on bad fits: its error does not grow with the number of clients.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _BLOCK = 2**24
 
 
 class Matching(NamedTuple):
-    """Which atoms the clients share.
+    """The atoms that the clients share.
 
     Examples
     --------
@@ -88,7 +88,7 @@ class Matching(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """A dictionary parted into global and local atoms.
+    """A dictionary split into global and local atoms.
 
     Examples
     --------
@@ -196,12 +196,12 @@ def _chance(n_features: int, n_atoms: int) -> float:
 
 
 def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
-    """Part a dictionary into the atoms that stand for the global ones, and the others.
+    """Split a dictionary into the atoms that match global ones, and the others.
 
     Parameters
     ----------
     D : ndarray of shape (n_atoms, n_features)
-        A client's dictionary; atoms that are not unit are brought to unit norm.
+        A client's dictionary; atoms are scaled to unit norm.
     global_atoms : ndarray of shape (n_global, n_features)
         The current global atoms, ``n_global <= n_atoms``.
 

@@ -1,4 +1,4 @@
-"""Polar factors: the nearest matrix with orthonormal rows (P0, Algorithm 4).
+"""Polar factors: the nearest matrix with orthonormal rows (PerMA, Algorithm 4).
 
 ======================================= ====================================================
 paper (Liang et al., NeurIPS 2023)      here

@@ -1,4 +1,4 @@
-"""Local refinement (Algorithm 6): local atoms learned from what the global ones leave.
+"""Local refinement (Algorithm 6): local atoms learned from the residual of the global ones.
 
 ======================================= ====================================================
 paper (Liang et al., NeurIPS 2023)      here

@@ -150,6 +150,10 @@ def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> 
     scales : sequence of float
         The threshold of each iteration, as a multiple of the learner's own.
 
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+
     Examples
     --------
     >>> import numpy as np
@@ -187,6 +191,6 @@ def _row_space(X: Matrix, learner: Learner, n_iter: int) -> Matrix | None:
 
 
 def _spans(basis: Matrix, D: Matrix) -> bool:
-    """Whether all atoms lie in the span of a basis, but for rounding."""
+    """Whether all atoms lie in the span of a basis, up to rounding."""
     rounding = 10 * float(np.finfo(D.dtype).eps)
     return bool(np.abs(D @ basis.T @ basis - D).max(initial=0) <= rounding)

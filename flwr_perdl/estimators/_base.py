@@ -39,10 +39,10 @@ MakeGrid = Callable[[ClientApp, int], InProcessGrid]
 
 
 class NotFittedError(ValueError, AttributeError):
-    """An estimator was asked for what only ``fit`` gives it.
+    """The estimator is not fitted yet.
 
-    It has the bases of scikit-learn's error of this name, and where scikit-learn is loaded, what is
-    raised is that error too.
+    Like scikit-learn's error of this name it is a ValueError and an AttributeError, and where
+    scikit-learn is loaded, it is that error too.
 
     Examples
     --------
@@ -82,11 +82,31 @@ class Estimator:
         return {parameter.name: parameter.default for parameter in own}
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the parameters by name; none is an estimator itself, which ``deep`` asks for."""
+        """Return the parameters by name.
+
+        Parameters
+        ----------
+        deep : bool, default True
+            For scikit-learn: no parameter is an estimator itself.
+
+        Returns
+        -------
+        dict of str to object
+        """
         return {name: getattr(self, name) for name in self._parameters()}
 
     def set_params(self, **params: Any) -> Self:
-        """Set parameters by name, and return the estimator; none is set if one is unknown."""
+        """Set parameters by name; none is set if one is unknown.
+
+        Parameters
+        ----------
+        **params
+            New values.
+
+        Returns
+        -------
+        self
+        """
         known = self._parameters()
         if unknown := params.keys() - known:
             raise ValueError(
@@ -107,7 +127,7 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(words)})"
 
     def __sklearn_tags__(self) -> Any:
-        """Return scikit-learn's tags of the estimator; scikit-learn alone calls this."""
+        """Return scikit-learn's tags of the estimator; only scikit-learn calls this."""
         utils: Any = sys.modules["sklearn.utils"]
         regressor = self._estimator_type == "regressor"
         return utils.Tags(
@@ -119,7 +139,7 @@ class Estimator:
         )
 
     def get_metadata_routing(self) -> Any:
-        """Return what scikit-learn passes on to which method; scikit-learn alone calls this."""
+        """Return what scikit-learn passes on to which method; only scikit-learn calls this."""
         routing: Any = sys.modules["sklearn.utils.metadata_routing"]
         request = routing.MetadataRequest(owner=type(self).__name__)
         for method, argument in self._metadata:
@@ -242,14 +262,18 @@ class SiteTransformer(Estimator):
         return html.titled(repr(self), html.atoms(found) if found else "")
 
     def set_output(self, *, transform: str | None = None) -> Self:
-        """Choose what ``transform`` returns, and return the estimator.
+        """Choose the output of ``transform``.
 
         Parameters
         ----------
         transform : {"default", "pandas", "polars"}, optional
-            Arrays, or data frames with a named column per atom (pandas: and the index of ``X``);
-            None leaves it as it is. Without a choice, scikit-learn's
-            ``set_config(transform_output=...)`` holds.
+            Arrays, or data frames with a named column per atom (pandas: with the index of ``X``).
+            None changes nothing. By default scikit-learn's ``set_config(transform_output=...)``
+            applies.
+
+        Returns
+        -------
+        self
         """
         if transform is not None:
             chosen = check_choice("transform", transform, ("default", "pandas", "polars"))
@@ -269,7 +293,20 @@ class SiteTransformer(Estimator):
         return data_frame(codes, columns=list(names), index=getattr(X, "index", None))
 
     def fit_transform(self, X: Any, y: Any = None) -> Any:
-        """Learn from the sites' tables, and return each table's codes with its own dictionary."""
+        """Fit the sites' tables, and return the codes of each with its site's dictionary.
+
+        Parameters
+        ----------
+        X : list or mapping of array_like of shape (n_samples_i, n_features)
+            One table per site.
+        y : ignored
+            For scikit-learn.
+
+        Returns
+        -------
+        list or mapping of ndarray or DataFrame
+            Codes of each table, see `transform`.
+        """
         return self.fit(X).transform(X, range(len(X)))
 
     def _fitted_sites(self, n_features: int, X: Any) -> Self:

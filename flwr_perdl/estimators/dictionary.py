@@ -1,4 +1,4 @@
-"""Which factors all sites share, and which are a site's own: PerMA behind ``fit``.
+"""Which factors all sites share, and which are specific to one: PerMA behind ``fit``.
 
 Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023: `flwr_perdl.strategies.PerMA` has its symbols, and what each party receives.
@@ -71,50 +71,51 @@ _BATCH_ROUNDS, _RECENT = 5, 1000
 
 @dataclass(eq=False, repr=False)
 class PersonalizedDictionaryLearning(SiteTransformer, Federated):
-    """Learn atoms that all sites share, and atoms that are a site's own.
+    """Learn atoms that all sites share, and atoms that are specific to each site.
 
-    The samples of site i are sparse combinations of the global atoms and of the site's local ones:
+    The samples of site i are sparse combinations of the global atoms and the site's local ones:
     ``X[i] ≈ codes @ [global_atoms_; local_atoms_[i]]``. ``fit`` runs `PerMA` with a
-    `DictionaryClient` per site, as a federation does in which no site sees another one's samples.
+    `DictionaryClient` per site, like a federation in which no site sees another one's samples.
 
     Parameters
     ----------
     n_atoms : int
-        Atoms of a site, the global ones included.
+        Atoms of a site, global ones included.
     n_global : int, "auto" or "agree", default "auto"
-        How many of them are global. "auto" tries none, a quarter, a half, three quarters and all
-        in the first rounds, and takes what has the least error on samples that the sites hold out
-        for these; "agree" finds on how many the sites agree (P0, B.2): see `PerMA`.
+        Number of global atoms. "auto" tries five shares (0 to 100 %) in the first rounds and keeps
+        the one with the lowest error on samples that the sites hold out for these; "agree" finds on
+        how many the sites agree: see `PerMA`.
     learner : callable, optional
-        ``n_atoms -> Learner``: what a site learns with, such as `OrthogonalLearner` or
-        ``partial(MODLearner, n_nonzero=5)``; by default `LassoLearner`, which does best without
-        tuning.
+        ``n_atoms -> Learner``, such as `OrthogonalLearner` or ``partial(MODLearner, n_nonzero=5)``;
+        by default `LassoLearner`, which does best without tuning.
     alpha : float or "auto", default "auto"
         The default learner's penalty; "auto" is a twentieth of each sample's norm.
     n_nonzero : int, optional
-        Atoms per sample of ``transform`` (orthogonal matching pursuit); by default the learner's
-        own codes.
+        Atoms per sample of ``transform``, by orthogonal matching pursuit (OMP); by default the
+        learner's own codes.
     rounds : int, default 20
         Communication rounds; the first one finds the global atoms.
-    aggregation, matching : str, default "statistics", "consensus"
+    aggregation : str, default "statistics"
+        See `PerMA`.
+    matching : str, default "consensus"
         See `PerMA`.
     min_support : int, default 3
-        Samples that must stand behind each atom that a site sends: see `DictionaryClient`.
+        Fewest samples behind each atom that a site sends: see `DictionaryClient`.
     warm_start : bool, default False
-        Whether ``fit`` on a fitted model goes on from its atoms, for the same sites in the same
-        order, instead of from new ones.
+        Whether ``fit`` on a fitted model continues from its atoms, for the same sites in the same
+        order.
     forget_factor : float, default 1
-        What earlier samples count, of what they did before, in each call of ``partial_fit``; 1
+        Weight of earlier samples in a call of ``partial_fit``, relative to the call before; 1
         forgets nothing.
     seed : int, default 0
-        Seed of all draws.
+        Seed of all random draws.
     random_state : int, optional
-        The same by scikit-learn's name; one of the two.
+        scikit-learn's name of ``seed``; give one of the two.
     grid : callable, optional
         ``(app, n_sites) -> InProcessGrid``, such as ``partial(InProcessGrid, state_dir="kept")``;
         by default `InProcessGrid`.
     verbose : bool, default False
-        Whether a progress bar of the rounds is shown.
+        Whether to show a progress bar.
 
     Attributes
     ----------
@@ -123,11 +124,11 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     local_atoms_ : list of ndarray of shape (n_local, n_features)
         Each site's own, unit rows. In a federation of several parties these stay at the sites.
     history_ : list of RoundReport
-        What happened in every round: errors by site, who was left out, floats sent.
+        Every round: errors by site, who was left out, communication.
     n_iter_ : int
-        Rounds that were run.
+        Number of rounds.
     client_ : int or None
-        Whose atoms are used where no client is given: the ``client`` of `from_run`.
+        The default of ``client`` in all methods: the ``client`` of `from_run`.
     n_features_in_, feature_names_in_
         The columns, as in scikit-learn.
 
@@ -136,13 +137,13 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     ValueError
         By ``fit``: if a table or a parameter breaks its rule.
     TooFewReplies
-        By ``fit``: if a site's client fails. The error names the reason.
+        By ``fit``: if a site's client fails. The error says why.
 
     Warns
     -----
     UserWarning
-        By ``fit``: if a table has fewer samples than atoms or mostly samples of zeros, if atoms
-        are copies of others or of no use to any sample, or if ``n_global`` was chosen and is all.
+        By ``fit``: if a table has fewer samples than atoms or mostly zero samples, if atoms are
+        duplicates or unused, or if ``n_global`` was chosen and is all.
 
     See Also
     --------
@@ -187,14 +188,22 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     verbose: bool = False
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Learn from the sites' tables, (n_samples_i, n_features) of each site.
+        """Learn from one table per site.
 
-        ``X`` is a list of them, or a mapping of the sites' names to them.
-        Rows are samples; the columns are the same everywhere. NaN is a missing entry, with the
-        default `LassoLearner` or a `MODLearner`, and ``aggregation="statistics"``: codes, errors
-        and `score` see the others alone, and `reconstruct` fills it in. A column that a site lacks
-        stays, filled with NaN; a sample of which nothing is observed has codes of zeros. ``y`` is
-        ignored.
+        Parameters
+        ----------
+        X : list or mapping of array_like of shape (n_samples_i, n_features)
+            One table per site; the keys of a mapping are the sites' names. Rows are samples; the
+            columns are the same everywhere. NaN is a missing entry, with the default `LassoLearner`
+            or a `MODLearner`, and ``aggregation="statistics"``: codes, errors and `score` use the
+            observed entries only, and `reconstruct` fills in the others. Fill a column that a site
+            lacks with NaN; a sample without observed entries has codes of zeros.
+        y : ignored
+            For scikit-learn.
+
+        Returns
+        -------
+        self
         """
         learner = self._learner()
         n_rounds, n_global = check_count("rounds", self.rounds, 2), self.n_global
@@ -230,19 +239,23 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         return self._fitted_sites(sites[0].shape[1], X)
 
     def partial_fit(self, X: Any, y: Any = None) -> Self:
-        """Learn from new samples, a batch of each site, beside what is known of earlier ones.
+        """Learn from new samples, a batch of each site, in addition to earlier ones.
 
-        The first call is `fit`. A later one goes on from the atoms for a few rounds, with a site's
-        latest samples, up to 1,000, and with sums over older ones. Earlier samples count
-        ``forget_factor`` times what they did. A copy or pickle of the model has sums alone.
-        ``learner`` must be one whose update needs no more (not `KSVDLearner`), and ``aggregation``
-        "statistics".
+        The first call is `fit`. A later one continues from the current atoms for a few rounds, with
+        each site's latest samples, up to 1,000, and sums over older ones, weighted by
+        ``forget_factor``. A copy or pickle of the model has the sums only. ``learner`` must be one
+        whose update needs only sums (not `KSVDLearner`), and ``aggregation`` "statistics".
 
         Parameters
         ----------
         X : sequence of array_like of shape (n_samples_i, n_features)
             A table of each site, in the order of ``fit``, then of `add_site`.
         y : ignored
+            For scikit-learn.
+
+        Returns
+        -------
+        self
 
         Examples
         --------
@@ -351,14 +364,18 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         Parameters
         ----------
         folder : str or Path
-            That of ``flwr-perdl run EXPERIMENT --out FOLDER``, on the machine that has the clients'
-            states.
+            The folder of ``flwr-perdl run EXPERIMENT --out FOLDER``, on the machine that has the
+            clients' states.
         client : int or str, optional
-            Whose atoms all methods use where they are given no client: its partition, or its name.
-            Without it these are the global ones alone.
+            Default of ``client`` in all methods: a partition or a name. Without it, the global
+            atoms only.
         **parameters
-            Parameters of the estimator. The others are the run's options of the same names;
-            ``learner`` must be given where the run's is neither "orthogonal" nor "lasso".
+            Parameters of the estimator; by default the run's options of the same names. ``learner``
+            is required if the run's is neither "orthogonal" nor "lasso".
+
+        Returns
+        -------
+        PersonalizedDictionaryLearning
 
         Raises
         ------
@@ -401,11 +418,20 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         return model._fitted(global_atoms.shape[1], None)
 
     def add_site(self, X: Any) -> int:
-        """Learn the local atoms of a site that ``fit`` did not see; the global atoms stay.
+        """Learn the local atoms of a new site; the global atoms don't change.
 
-        What a client does that joins late: it learns a dictionary alone, takes out the atoms that
-        stand for the global ones, and refines the others beside these. The site's number is
-        returned: ``client`` of the other methods, and the place of its atoms in ``local_atoms_``.
+        As a client that joins late, it learns a dictionary locally, removes the atoms that match
+        global ones, and refines the rest.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            The site's table.
+
+        Returns
+        -------
+        int
+            The site's number: ``client`` of the other methods, and its place in ``local_atoms_``.
 
         Examples
         --------
@@ -434,9 +460,9 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         return number
 
     def remove_site(self, client: Any) -> None:
-        """Forget a site's local atoms and sums; later sites move up by one place.
+        """Remove a site's local atoms and sums; later sites move up by one place.
 
-        The global atoms stay as they are: what the site's samples made of them is in them.
+        The global atoms don't change, and keep what they learned from the site's samples.
 
         Parameters
         ----------
@@ -468,14 +494,14 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         X : array_like of shape (n_samples, n_features), or a list or mapping of them
             One table, or those of several sites.
         client : int or str, or a sequence of them, optional
-            Whose atoms: the global ones, then those of this site of ``fit``; of a list or mapping,
-            the site of each table. Without it the global ones alone, which is what a site that was
-            not there can do, or those of ``client_``.
+            Whose atoms to use: the global ones, then those of this site of ``fit``; for a list or
+            mapping, the site of each table. By default ``client_``, or the global ones only, as for
+            a new site.
 
         Returns
         -------
         ndarray or DataFrame of shape (n_samples, n_global + n_local)
-            See `set_output`; the columns of a frame are "global0", …, "local0", …. Of a list or
+            See `set_output`; the columns of a frame are "global0", …, "local0", …. For a list or
             mapping, a list or mapping of them.
         """
         return self._each(self._transform, X, client)
@@ -494,28 +520,77 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def get_feature_names_out(
         self, input_features: Any = None, *, client: int | str | None = None
     ) -> NDArray[Any]:
-        """Return the global atoms' names, "global0", …, and a site's own ones', "local0", …."""
+        """Return the atoms' names: "global0", …, and for a site "local0", ….
+
+        Parameters
+        ----------
+        input_features : ignored
+            For scikit-learn.
+        client : int or str, optional
+            The site.
+
+        Returns
+        -------
+        ndarray of str
+        """
         n_atoms, r = len(self.atoms(client)), len(self.global_atoms_)
         names = [f"global{i}" for i in range(r)] + [f"local{i}" for i in range(n_atoms - r)]
         return np.array(names, dtype=object)
 
     def inverse_transform(self, codes: Any, client: Any = None) -> Any:
-        """Return the samples that have these codes, which `transform` returns for this client."""
+        """Return the samples that have these codes.
+
+        Parameters
+        ----------
+        codes : array_like of shape (n_samples, n_atoms), or a list or mapping of them
+            Output of `transform` for the same ``client``.
+        client : int or str, or a sequence of them, optional
+            See `transform`.
+
+        Returns
+        -------
+        ndarray or DataFrame of shape (n_samples, n_features), or a list or mapping of them
+        """
         return self._each(lambda C, site: rebuilt(C, self.atoms(site)), codes, client)
 
     def reconstruct(self, X: Any, client: Any = None) -> Any:
-        """Return what the atoms make of samples: ``inverse_transform(transform(X))``."""
+        """Return the samples' reconstructions: ``inverse_transform(transform(X))``.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features), or a list or mapping of them
+            One table, or those of several sites.
+        client : int or str, or a sequence of them, optional
+            See `transform`.
+
+        Returns
+        -------
+        ndarray or DataFrame of shape (n_samples, n_features), or a list or mapping of them
+        """
         return self.inverse_transform(self.transform(X, client), client)
 
     def score(self, X: Any, y: Any = None, *, client: Any = None) -> float:
         """Return the share of energy explained, ``1 - ||X - reconstruct(X)||^2 / ||X||^2``.
 
-        Of a list or mapping of tables, the share of all their samples; see `transform`. So
-        ``cross_val_score(model, sites)`` says how well global atoms serve sites that were not in
-        ``fit``. For samples of the same sites that were held out, ``client`` says whose each table
-        is: scikit-learn's metadata routing passes it on; where that is not enabled, scikit-learn
-        hands it to ``fit``, which does not take it. Searches and ``cross_val_score`` take sites by
-        number: a mapping ends with a KeyError, so give them ``list(sites.values())``.
+        ``cross_val_score(model, sites)`` measures how well the global atoms fit sites that were not
+        in ``fit``. For held-out samples of the same sites, ``client`` says which site each table
+        belongs to, through scikit-learn's metadata routing; without it scikit-learn passes
+        ``client`` to ``fit``, which does not take it. Searches and ``cross_val_score`` index sites
+        by number: give them ``list(sites.values())`` instead of a mapping.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features), or a list or mapping of them
+            One table, or those of several sites.
+        y : ignored
+            For scikit-learn.
+        client : int or str, or a sequence of them, optional
+            See `transform`.
+
+        Returns
+        -------
+        float
+            At most 1; of several tables, over all their samples.
 
         Examples
         --------
@@ -546,8 +621,15 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def atoms(self, client: int | str | None = None) -> Matrix:
         """Return a site's whole dictionary: the global atoms, then its local ones.
 
-        ``client`` is its place in the list of ``fit``, or its name in the mapping; without it the
-        global atoms are returned, or the dictionary of ``client_``.
+        Parameters
+        ----------
+        client : int or str, optional
+            The site's place in the list of ``fit``, or its name in the mapping. By default
+            ``client_``, or only the global atoms.
+
+        Returns
+        -------
+        ndarray of shape (n_global + n_local, n_features)
         """
         self._check_fitted()
         client = self.client_ if client is None else client

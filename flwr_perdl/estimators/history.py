@@ -21,8 +21,8 @@ def to_frame(history: Iterable[RoundReport]) -> Any:
     -------
     pandas.DataFrame
         ``"round"``, ``"step"``, ``"client"`` (its partition); the metrics that it reported;
-        ``"floats_up"`` and ``"floats_down"``, the round's means over the good replies; and what was
-        odd, such as ``"failed"``: 1.0 (see ``RoundReport.anomalies``).
+        ``"floats_up"`` and ``"floats_down"``, the round's means over the good replies; and
+        anomalies, such as ``"failed"``: 1.0 (see ``RoundReport.anomalies``).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""One dictionary from nodes that only talk to their neighbors: diffusion over data behind ``fit``.
+"""One dictionary from nodes that only exchange with neighbors: data diffusion behind ``fit``.
 
 Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014:
 `flwr_perdl.network.DataDiffusion` has its symbols, and what a neighbor receives.
@@ -20,19 +20,19 @@ from flwr_perdl.network import CombinationMatrix, DataDiffusion, Topology
 
 @dataclass(eq=False, repr=False)
 class NetworkDictionaryLearning(SiteTransformer):
-    """Learn one dictionary at nodes that keep their data and talk to their neighbors.
+    """Learn one dictionary at nodes that keep their data and exchange it with their neighbors.
 
-    ``fit`` runs `DataDiffusion` in memory: in every round a node codes its samples,
-    updates its dictionary, and averages it with its neighbors'. There is no server.
+    ``fit`` runs `DataDiffusion` in memory: in every round a node codes its samples, updates its
+    dictionary, and averages it with its neighbors'. There is no server.
 
     Parameters
     ----------
     topology : Topology or CombinationMatrix
-        Who hears whom, one node per table of ``fit``; a topology means Metropolis weights.
+        Which nodes are neighbors, one node per table of ``fit``; a topology has Metropolis weights.
     n_atoms : int, default 10
         Atoms of the dictionary.
     coder : {"omp", "lasso", "focuss", "nonnegative"}, default "omp"
-        How samples are coded: see `DataDiffusion`.
+        Sparse coder: see `DataDiffusion`.
     n_nonzero : int, default 3
         Atoms per sample of "omp".
     alpha : float, default 0.1
@@ -44,9 +44,9 @@ class NetworkDictionaryLearning(SiteTransformer):
     rounds : int, default 100
         Communication rounds.
     seed : int, default 0
-        Seed of all draws.
+        Seed of all random draws.
     random_state : int, optional
-        The same by scikit-learn's name; one of the two.
+        scikit-learn's name of ``seed``; give one of the two.
 
     Attributes
     ----------
@@ -55,21 +55,19 @@ class NetworkDictionaryLearning(SiteTransformer):
     node_components_ : ndarray of shape (n_nodes, n_atoms, n_features)
         Every node's own.
     disagreement_ : ndarray of shape (n_nodes,)
-        The largest distance of a node's atom from the same atom of ``components_``: near 0 where
-        the nodes agree. Nodes that have not enough samples, or a network that mixes slowly, need
-        more rounds.
+        Largest distance of a node's atom from the same atom of ``components_``: near 0 at
+        consensus. Nodes with too few samples, or slowly mixing networks, need more rounds.
     n_iter_ : int
-        Rounds that were run.
+        Number of rounds.
     floats_sent_ : float
-        Floats that reached a neighbor, all nodes and rounds.
+        Values that reached a neighbor, over all nodes and rounds.
     n_features_in_, feature_names_in_
         The columns, as in scikit-learn.
 
     Raises
     ------
     ValueError
-        When ``fit`` is called: if there is not one table per node, a table breaks a rule, or a
-        parameter does.
+        By ``fit``: if there is not one table per node, or a table or parameter breaks its rule.
 
     See Also
     --------
@@ -117,6 +115,10 @@ class NetworkDictionaryLearning(SiteTransformer):
             mapping are the nodes' names.
         y : ignored
             For scikit-learn.
+
+        Returns
+        -------
+        self
         """
         learner = self._learner()
         wanted = "a Topology or a CombinationMatrix"
@@ -165,6 +167,10 @@ class NetworkDictionaryLearning(SiteTransformer):
         ----------
         input_features : ignored
             For scikit-learn.
+
+        Returns
+        -------
+        ndarray of str
         """
         self._check_fitted()
         return np.array([f"atom{i}" for i in range(len(self.components_))], dtype=object)
@@ -186,7 +192,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         return self._each(lambda C, one: rebuilt(C, self._dictionary(one)), codes, node)
 
     def score(self, X: Any, y: Any = None, *, node: Any = None) -> float:
-        """Return the share of the samples' energy that their codes explain, at most 1.
+        """Return the share of energy explained, at most 1.
 
         Parameters
         ----------
@@ -196,6 +202,10 @@ class NetworkDictionaryLearning(SiteTransformer):
             For scikit-learn.
         node : int or str, or a sequence of them, optional
             See `transform`.
+
+        Returns
+        -------
+        float
         """
         pairs = [(self._read_rows(table), one) for table, one in self._pairs(X, node)]
         made = [self.inverse_transform(self.transform(rows, one), one) for rows, one in pairs]

@@ -1,4 +1,4 @@
-"""Groups of few points, each of one of k linear models: FedMD and FedX behind ``fit``.
+"""Many groups of few points, k linear models: FedMD and FedX behind ``fit``.
 
 Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022:
 `flwr_perdl.regression.TwoPhase` has its symbols, `flwr_perdl.strategies.FedX` what each party
@@ -29,35 +29,34 @@ _CONSTANT = 1e-7
 class MixedRegression(Federated):
     """Find k linear models, and which group of points follows which of them.
 
-    Nobody knows which group follows which model; one model for all would be wrong for everybody,
-    and a group alone has too few points. ``fit`` runs `FedX`, which begins with `FedMD`, with a
-    `RegressionClient` per group.
+    The assignment is unknown; a single model serves no group well, and a group has too few points
+    for its own. ``fit`` runs `FedX`, which begins with `FedMD`, with a `RegressionClient` per
+    group.
 
     Parameters
     ----------
     k : int or "auto", default "auto"
-        Number of models; "auto" finds it, at most ``max_clusters``. It needs models that differ by
-        more than the noise.
+        Number of models; "auto" finds it, up to ``max_clusters``, if the models differ by more than
+        the noise.
     max_clusters : int, default 8
-        Most models that "auto" looks for.
+        Largest number of models of "auto".
     rounds : int, default 50
-        Communication rounds, at least 4: `FedMD` takes so many.
+        Communication rounds, at least 4, which `FedMD` takes.
     min_support : int, default 3
-        Groups with fewer points take no part in ``fit``; they still have a label.
+        Groups with fewer points take no part in ``fit``; they still get a label.
     seed : int, default 0
-        Seed of all draws.
+        Seed of all random draws.
     random_state : int, optional
-        The same by scikit-learn's name; one of the two.
+        scikit-learn's name of ``seed``; give one of the two.
     fit_intercept : bool, default True
-        Whether the models have intercepts. Then ``fit`` also standardizes columns and responses by
-        the means and standard deviations of all points (sums over groups, as clients of a
-        federation could send them), so that their units and offsets do not matter. Without, it
-        takes the numbers as they are: bring the columns to about the same scale, and responses
-        and columns to a mean of about zero.
+        Whether the models have intercepts. If so, ``fit`` also standardizes columns and responses
+        by the means and standard deviations of all points (sums over groups, which clients of a
+        federation could send), so units and offsets don't matter. If not, scale the columns alike,
+        and center columns and responses.
     grid : callable, optional
         ``(app, n_groups) -> InProcessGrid``; by default `InProcessGrid`.
     verbose : bool, default False
-        Whether a progress bar of the rounds is shown.
+        Whether to show a progress bar.
 
     Attributes
     ----------
@@ -70,19 +69,18 @@ class MixedRegression(Federated):
     labels_ : ndarray of shape (n_groups,)
         The model of each of ``groups_``, a row of ``coef_``.
     history_ : list of RoundReport
-        What happened in every round.
+        Every round's report.
     n_iter_ : int
-        Rounds that were run.
+        Number of rounds.
     n_features_in_, feature_names_in_
         The columns, as in scikit-learn.
 
     Raises
     ------
     ValueError
-        When ``fit`` is called: if the arrays do not fit each other, are not finite, or a parameter
-        breaks its rule.
+        By ``fit``: if the arrays do not match, are not finite, or a parameter breaks its rule.
     TooFewReplies
-        When ``fit`` is called: if a group's client fails. The error names the reason.
+        By ``fit``: if a group's client fails. The error says why.
 
     See Also
     --------
@@ -133,6 +131,10 @@ class MixedRegression(Federated):
             Responses.
         groups : array_like of shape (n_samples,)
             The group of each sample: numbers or names.
+
+        Returns
+        -------
+        self
         """
         asked = None if is_auto("k", self.k) else check_count("k", self.k, 1)
         check_flag("fit_intercept", self.fit_intercept)
@@ -184,7 +186,7 @@ class MixedRegression(Federated):
         y : array_like of shape (n_samples,)
             Responses.
         groups : array_like of shape (n_samples,), optional
-            The group of each sample; without it all samples are of one group.
+            The group of each sample; by default one group.
 
         Returns
         -------
@@ -208,11 +210,9 @@ class MixedRegression(Federated):
         X : array_like of shape (n_samples, n_features)
             Inputs.
         groups : array_like of shape (n_samples,), optional
-            The group of each sample; without it all samples are of one group that ``fit`` did not
-            see.
+            The group of each sample; by default one new group.
         y_own : array_like of shape (n_samples,), optional
-            Responses where they are known, NaN elsewhere: a group that ``fit`` did not see has the
-            model that fits these best.
+            Known responses, NaN elsewhere: a new group gets the model that fits these best.
 
         Returns
         -------
@@ -221,7 +221,7 @@ class MixedRegression(Federated):
         Raises
         ------
         ValueError
-            If there is a group that ``fit`` did not see and that has no response in ``y_own``.
+            If a group was not in ``fit`` and has no response in ``y_own``.
         """
         rows = self._read_rows(X).astype(self.coef_.dtype, copy=False)
         known = np.full(len(rows), np.nan)
@@ -260,6 +260,10 @@ class MixedRegression(Federated):
             Responses.
         groups, y_own : array_like, optional
             See `predict`.
+
+        Returns
+        -------
+        float
 
         Examples
         --------

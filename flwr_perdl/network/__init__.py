@@ -1,4 +1,4 @@
-"""Learning by talking to neighbors only: topologies, learners, and where their nodes run.
+"""Learning without a server: topologies, learners, and networks of nodes.
 
 A learner gives the same numbers in memory, on Ray actors and, by
 `flwr_perdl.strategies.FlowerNetwork`, on a Flower federation.

@@ -1,6 +1,6 @@
 """ADMM: every agent minimizes its own cost and a penalty for differing from its neighbors.
 
-:class:`JacobianADMM` is the paper's (P1, Section III-C), :class:`ConsensusADMM`, the default, is
+:class:`JacobianADMM` is the paper's (Section III-C), :class:`ConsensusADMM`, the default, is
 not: see `flwr_perdl.network.inference`.
 """
 

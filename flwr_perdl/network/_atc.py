@@ -1,6 +1,6 @@
 """Diffusion and consensus: every agent takes a gradient step and averages with its neighbors.
 
-:class:`ATC` is the paper's (P1, Section III-C), with Table III's step, and so are the consensus
+:class:`ATC` is the paper's (Section III-C), with Table III's step, and so are the consensus
 strategies and the penalty for V_f of :class:`PenalizedConsensus`, which it names without equations.
 :class:`ExactDiffusion` is not in it: see `flwr_perdl.network.inference`.
 """
@@ -163,7 +163,7 @@ class ExactDiffusion(ATC):
 class PenalizedConsensus(ATC):
     r"""A consensus strategy, with a penalty for leaving V_f in the place of the projection (37b).
 
-    P1 names both (Section III-C, before (29) and (37)). Neighbors receive the iterate itself:
+    The paper names both (III-C, before (29) and (37)). Neighbors receive the iterate itself:
 
         w_{k,i} = sum_l a_lk w_{l,i-1} - mu grad J_k(w_{k,i-1}) - mu penalty (w - Pi(w))_{k,i-1}
 

@@ -87,7 +87,7 @@ class DualInference(ABC):
     objective : Objective
         Loss and regulariser.
     topology : Topology
-        Who hears whom; connected and undirected.
+        Which agents are neighbors; connected and undirected.
     dictionaries : sequence or mapping of int to ndarray of shape (n_atoms_k, n_features)
         Agents' atoms, of norm at most 1; in a mapping, those of the agents hosted here.
     X : ndarray of shape (n_samples, n_features)
@@ -159,8 +159,8 @@ class DualInference(ABC):
         needed = self.time_constant * log(1 / min(tolerance, 1))
         if needed > MOST_ROUNDS:
             warnings.warn(
-                f"The tolerance {tolerance:g} may need {needed:.3g} communication rounds, and only "
-                f"{MOST_ROUNDS} are run unless their number is given.",
+                f"The tolerance {tolerance:g} may need {needed:.3g} communication rounds, of which "
+                f"at most {MOST_ROUNDS} are run unless their number is given.",
                 stacklevel=2,
             )
         return min(_EVERY * max(1, ceil(min(needed, MOST_ROUNDS) / _EVERY)), MOST_ROUNDS)

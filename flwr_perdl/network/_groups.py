@@ -71,7 +71,7 @@ class GroupsProgram(AveragingProgram):
         return state._replace(trained=state.trained + 1)
 
     def silent(self, state: Any) -> NDArray[np.bool_]:
-        """Return which nodes send nothing in this round: those that still train alone, (m,)."""
+        """Return which nodes send nothing in this round: those in local training, (m,)."""
         alone: NDArray[np.bool_] = state.trained <= self.options.local_rounds
         return alone
 

@@ -11,7 +11,7 @@ the inference problem (7) itself and its dual (28).
 
 The codes are an elastic net in as many unknowns as there are atoms, found by Newton steps with a
 line search; under Huber's loss, a few such elastic nets in turn. Both are piecewise quadratic, so
-that finitely many steps end at the minimum, but for rounding. Without such accuracy
+that finitely many steps end at the minimum, up to rounding. Without such accuracy
 :func:`descend` is faster for many atoms.
 """
 
@@ -207,7 +207,7 @@ def _times(H: Matrix, y: Matrix) -> Matrix:
 
 
 def _line_search(height: Callable[[Matrix], Matrix], slope: Matrix) -> Matrix:
-    """Return steps, halved from 1 until each descends a tenth of what its slope promises."""
+    """Return steps, halved from 1 until each descends a tenth of what its slope predicts."""
     t = np.ones_like(slope)
     start = height(np.zeros_like(slope))
     # Near the minimum differences of heights are rounding: a step that cannot be judged is taken.

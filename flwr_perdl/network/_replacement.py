@@ -1,4 +1,4 @@
-"""Replacement of dead and double atoms: an addition to P3, see `DataDiffusion`.
+"""Replacement of dead and double atoms: not in the paper, see `DataDiffusion`.
 
 Every so often each node says what it finds each of its atoms worth, and proposes candidates with a
 score. The largest values spread through the network in as many rounds as its diameter; then all

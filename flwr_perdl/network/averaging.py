@@ -1,9 +1,9 @@
-"""Decentralized averaging of any model: nodes train by themselves and average with their neighbors.
+"""Decentralized averaging of any model: nodes train locally and average with their neighbors.
 
-Every node k has a model ``w_k``, data of its own, and a client with Flower's ``fit(parameters,
-config)``, which stands for the gradient step: ``fit_k(w) = w - mu g_k(w)``, however many epochs of
-whatever optimizer it is. ``A`` are the network's weights, symmetric or at least doubly stochastic,
-``t`` is the round.
+Every node k has a model ``w_k``, its own data, and a client with Flower's ``fit(parameters,
+config)``, which takes the place of a gradient step: ``fit_k(w) = w - mu g_k(w)``, with any number
+of epochs of any optimizer. ``A`` are the network's weights, symmetric or at least doubly
+stochastic, ``t`` is the round.
 
 =========================================  ======================================================
 literature                                 here
@@ -39,9 +39,9 @@ step. Push-sum: Nedić, Olshevsky, "Distributed optimization over time-varying d
 TAC 60, 2015, in the order of Assran, Loizou, Ballas, Rabbat, "Stochastic gradient push for
 distributed deep learning", ICML 2019: step, then push.
 
-Deviation: the papers take one gradient step of a known length where this takes the client's
-``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
-to zero; for one full gradient step that is the minimum of the sum of the nodes' losses.
+Deviation: where the papers take one gradient step of a known learning rate, this calls the client's
+``fit``. The two corrected methods then converge to a point where the changes by the nodes' ``fit``
+sum to zero; for one full gradient step this is the minimum of the sum of the nodes' losses.
 
 Compressed messages: `flwr_perdl.network._compressed`. Groups: `flwr_perdl.network._groups`.
 """
@@ -182,7 +182,7 @@ class Averaged(NamedTuple):
         if (mutual := self._mutual) is None:
             return html.record(self)
         named = "; ".join(", ".join(map(str, group)) for group in self.groups)
-        return html.record(self) + html.graph(mutual, f"Who accepts each other. Groups: {named}")
+        return html.record(self) + html.graph(mutual, f"Mutual acceptance. Groups: {named}")
 
 
 def diffusion_averaging(
@@ -208,103 +208,102 @@ def diffusion_averaging(
 
     In every round each node trains its model with its client's ``fit`` and replaces it by the
     weighted mean of its own and its neighbors' models. There is no server and no global model:
-    every node ends with a model of its own, and these are nearly the same. On a Flower federation
-    the strategy `flwr_perdl.strategies.DiffusionAveraging` does the same.
+    every node ends with its own, and these are nearly the same. On a Flower federation use the
+    strategy `flwr_perdl.strategies.DiffusionAveraging`.
 
-    A node leaves out a message that has a value far larger than those of its neighborhood (see
-    ``max_magnitude``), or one that is not finite, or a push-sum weight that is not positive. The
-    weight of that message falls to the node itself, ``dropped_messages`` of the result names it,
-    and ``dropped_by`` who has left it out.
+    A node leaves out a message with a value far larger than those of its neighborhood (see
+    ``max_magnitude``) or not finite, or with a push-sum weight that is not positive. The message's
+    weight goes to the node itself; ``dropped_messages`` of the result counts such messages by
+    sender, and ``dropped_by`` names the receivers.
 
     **What each party receives**:
 
     - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
-      ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker
-      besides; ``"push_sum"``: the model times a weight, and the weight; with ``compression`` a part
-      of the changes of these). From successive models, and those of all neighbors of the node, it
-      computes the change that ``fit`` has made: with one sample per step that may show the sample.
-      Use Flower's or the framework's differential privacy in ``fit`` where this matters.
+      ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker as
+      well; ``"push_sum"``: the model times a weight, and the weight; with ``compression`` a part of
+      their changes). From successive models, and those of all neighbors of the node, it can compute
+      the change that ``fit`` made: with one sample per step that may reveal the sample. Where this
+      matters, use Flower's or the framework's differential privacy in ``fit``.
     - *A node that is no neighbor*: nothing.
     - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
       ``sealed=True``. In both cases, for every node and round, in the clear:
-      ``"neighbor-distance"``, the size of what it has received, the loss of ``evaluate``, and the
-      metrics that ``metrics`` names; no other metric leaves a node. With ``groups`` also number and
-      seconds of the evaluations by which a node chooses, and once, at the end, two rows of counts:
-      how often it has met and accepted each other node. A node's model only with
+      ``"neighbor-distance"``, the size of what it received, the loss of ``evaluate``, and the
+      metrics that ``metrics`` names; no other metric leaves a node. With ``groups`` also the number
+      and seconds of the evaluations by which a node chooses, and once, at the end, two rows of
+      counts: how often it met and accepted each other node. A node's model only with
       ``shows_models=True``.
 
     Parameters
     ----------
     clients : callable
-        ``node -> client``, called for every round as Flower does: a client keeps nothing between
-        two calls. On Ray it is pickled: read the data in it. ``client.to_client()`` may be
-        returned.
+        ``node -> client``, called for every round as in Flower: a client keeps nothing between two
+        calls. On Ray it is pickled: read the data in it. ``client.to_client()`` works too.
     network : Topology, CombinationMatrix, Schedule, or a network of `flwr_perdl.network`
-        Who hears whom: connected, with doubly stochastic weights, or column-stochastic ones for
-        "push_sum". A topology means Metropolis weights, or `push_weights` if it is directed. The
-        first three are in this process and without faults.
+        Which nodes are neighbors: connected, with doubly stochastic weights, or column-stochastic
+        ones for "push_sum". A topology has Metropolis weights, or `push_weights` if it is directed.
+        The first three run in this process and without faults.
     n_rounds : int
         Communication rounds.
     initial : sequence of ndarray or ArrayRecord, optional
         The first model of all nodes; by default that of each node's client (``get_parameters``).
-        Start networks (neural ones) from equal models.
+        Start neural networks from equal models.
     callback : callable, optional
-        Called with the round and what the nodes report, (n_nodes,) by name, after every round.
+        Called after every round with the round and the nodes' reports, (n_nodes,) by name.
     method : str, optional
-        "atc", "cta", "exact_diffusion", "gradient_tracking" or "push_sum"; by default "atc" with
-        ``robust`` or a network's ``staleness``, "gradient_tracking" with ``compression``, else what
-        suits the network: "exact_diffusion" if it is fixed and its weights are symmetric,
-        "gradient_tracking" if other weights sum to one in rows and columns, "push_sum" if they do
-        so in columns only (directed networks). "atc": adapt, then combine. "cta": combine, then
-        adapt. Where the nodes' data differ both end near the minimum of the sum of losses, the
-        nearer the shorter the steps, and so does "push_sum". "exact_diffusion" and
-        "gradient_tracking" remove that bias, also where links drop or nodes sleep. Exact diffusion
-        sends as many floats as "atc", gradient tracking twice as many. After a late message
-        (``Faults(max_delay=...)``), or where a node returns without its state, their corrections no
-        longer sum to zero: both keep an error that does not shrink, and so does "push_sum". "atc"
-        and "cta" forget such a fault, and only they take a network with ``staleness``.
+        "atc" (adapt, then combine), "cta" (combine, then adapt), "exact_diffusion",
+        "gradient_tracking" or "push_sum". By default "atc" with ``robust`` or a network's
+        ``staleness``, "gradient_tracking" with ``compression``, else the one that fits the network:
+        "exact_diffusion" if it is fixed with symmetric weights, "gradient_tracking" if other
+        weights sum to one in rows and columns, "push_sum" if they do so in columns only (directed
+        networks). On non-IID data "atc", "cta" and "push_sum" converge to a biased solution, the
+        closer to the minimum of the sum of losses the smaller the learning rate. "exact_diffusion"
+        and "gradient_tracking" remove that bias, even if links drop or nodes sleep. Exact diffusion
+        sends as much as "atc", gradient tracking twice as much. After a late message
+        (``Faults(max_delay=...)``), or if a node returns without its state, their corrections no
+        longer sum to zero and an error remains, as with "push_sum". "atc" and "cta" forget such a
+        fault, and only they take a network with ``staleness``.
     compression : TopK or RandomQuantization, optional
-        Send compressed differences from public copies, on a network that stays the same and loses
-        no message: `TopK` with any method but "exact_diffusion" and "push_sum",
-        `RandomQuantization` with all but "push_sum". With "gradient_tracking" (and
-        "exact_diffusion") nodes end where they end without; "atc" and "cta" are more biased, as
-        they average less per round. ``initial`` is the first public copy and must be the same at
-        all nodes. None: whole models are sent.
+        Send compressed differences from public copies (CHOCO), on a fixed network that loses no
+        message: `TopK` with any method but "exact_diffusion" and "push_sum", `RandomQuantization`
+        with all but "push_sum". "gradient_tracking" (and "exact_diffusion") converge to the same
+        point as without; "atc" and "cta" are more biased, as they average less per round.
+        ``initial`` is the first public copy and must be the same at all nodes. None: whole models.
     consensus_step : float, optional
-        How far a node moves to the mean of the public copies, above 0, at most 1; by default it
-        follows from the compression, ``2 c / (1 + c)`` where c is its ``contraction``. A larger
-        one converges faster or diverges.
+        How far a node moves to the mean of the public copies, above 0, at most 1; by default ``2 c
+        / (1 + c)``, where c is the compression's ``contraction``. A larger one converges faster or
+        diverges.
     evaluate_every : int, default 1
-        Rounds between two calls of ``evaluate``; 0: it is never called.
+        Rounds between two calls of ``evaluate``; 0: never.
     metrics : sequence of str, default ()
-        Which metrics of ``fit`` and ``evaluate`` are kept (and, on Flower, sent to the server).
+        Metrics of ``fit`` and ``evaluate`` to keep (and, on Flower, to send to the server).
     config : mapping, optional
-        Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
+        Config of ``fit`` and ``evaluate``, in addition to ``"server-round"``.
     robust : bool or str, default False
-        What replaces the mean where neighbors may lie (`flwr_perdl.core.aggregate`), for "atc"
-        and "cta": True stands for "clip", False for "mean". "clip": a node moves toward no neighbor
-        by more than toward the farthest but ``n_liars``. "trimmed": in every coordinate it leaves
-        out the ``n_liars`` largest and smallest values of its neighbors. Both cost accuracy where
-        the nodes' data differ.
+        Replaces the mean if neighbors may be malicious (`flwr_perdl.core.aggregate`), for "atc" and
+        "cta": True is "clip", False "mean". "clip": a node moves toward no neighbor by more than
+        toward the farthest but ``n_liars``. "trimmed": in every coordinate it leaves out the
+        ``n_liars`` largest and smallest values of its neighbors. Both cost accuracy on non-IID
+        data.
     n_liars : int, default 1
-        How many neighbors of any node may lie: less than half. Without ``robust`` it is not used.
+        Number of malicious (Byzantine) neighbors that any node may have: less than half. Not used
+        without ``robust``.
     max_magnitude : float, optional
-        The largest absolute value of a float in a message that counts. By default 100 times, in
-        each array, the lower median of the largest absolute values at the node and its neighbors,
-        which counts as one at least.
+        Largest absolute value of a float in a valid message. By default, in each array, 100 times
+        the lower median of the largest absolute values at the node and its neighbors, but at least
+        100.
     groups : {"auto"}, optional
-        "auto": nodes find out by themselves which neighbors are like them. In every round a node
-        evaluates, by its client's ``evaluate``, its trained model and, for each neighbor, the
-        midpoint of the two models (of floats; integers and booleans are its own). It accepts those
-        with a lower loss than its own model has, and replaces its model by the plain mean of its
-        own and theirs. The weights of the network are not used, and it may be directed, or fall
-        apart; every node needs a neighbor in some round. Takes method "atc", and neither ``robust``
-        nor ``compression``. ``evaluate`` should measure on examples that ``fit`` does not use.
-        Zhao and Sayed (2015) compare distances of models instead; PENS (Onoszko et al., 2021) takes
-        a given number of neighbors, those whose own models have the lowest losses.
+        "auto": nodes find out by themselves which neighbors are in their group. In every round a
+        node evaluates, by its client's ``evaluate``, its trained model and, for each neighbor, the
+        midpoint of the two models (of floats; integers and booleans are its own). It accepts the
+        neighbors with a lower loss than its own model, and replaces its model by the plain mean of
+        its own and theirs. The network's weights are not used, and it may be directed or
+        disconnected; every node needs a neighbor in some round. For method "atc" without ``robust``
+        and ``compression``. ``evaluate`` should use held-out examples. Related: Zhao and Sayed
+        (2015) compare distances of models; PENS (Onoszko et al., 2021) takes a given number of
+        neighbors with the lowest losses.
     local_rounds : int, default 5
-        Rounds in which a node trains alone at first, and sends nothing, with ``groups``: less than
-        ``n_rounds``. A node that returns without its state begins with them anew.
+        Rounds of local training, without messages, before ``groups``: less than ``n_rounds``. A
+        node that returns without its state repeats them.
 
     Returns
     -------
@@ -313,9 +312,9 @@ def diffusion_averaging(
     Raises
     ------
     ValueError
-        If an argument breaks its rule, the network does not suit the method, a node has too few
-        neighbors for ``n_liars``, or a client returns something else than a finite model of the
-        form that it received.
+        If an argument breaks its rule, the network does not fit the method, a node has too few
+        neighbors for ``n_liars``, or a client does not return a finite model of the form that it
+        received.
 
     Examples
     --------
@@ -410,8 +409,8 @@ class AveragingOptions:
             raise ValueError(f"robust must be False with compression, got {self.robust!r}.")
         if not trusting and self.method not in ("atc", "cta"):
             raise ValueError(
-                "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
-                f"would add up in the corrections of the others, got {self.method!r}."
+                "method must be 'atc' or 'cta' with robust, since the corrections of the others "
+                f"would accumulate what a rule removes, got {self.method!r}."
             )
 
     def _check_groups(self) -> None:
@@ -443,7 +442,7 @@ class AveragingOptions:
         received = run.curves.get(FLOATS, np.zeros((1, 1)))
         lost = run.dropped_messages or (received != received.max(axis=0, initial=0)).any()
         if self.compression is not None and lost:
-            text = "Messages were lost: with compression the models keep an error of that."
+            text = "Messages were lost: with compression this leaves an error in the models."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         for node, n_times in run.dropped_messages.items():
             by = ", ".join(map(str, run.dropped_by.get(node, ())))
@@ -517,7 +516,7 @@ class AveragingOptions:
     def _grouped(self, schedule: Schedule | None, n_rounds: int) -> AveragingOptions:
         """Return these options for the nodes of a network, which need not be connected."""
         if schedule is None:
-            raise ValueError("network must have a plan that says who hears whom with groups.")
+            raise ValueError("network must have a plan of its links with groups.")
         if 0 < n_rounds <= self.local_rounds:
             raise ValueError(
                 f"local_rounds must be less than the number of rounds, {n_rounds}, got "

@@ -1,4 +1,4 @@
-"""The program of `flwr_perdl.network.diffusion_averaging`: what a node does in a round."""
+"""The program of `flwr_perdl.network.diffusion_averaging`: a node's round."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class AveragingProgram:
     and the statistics of batch normalization (`flwr_perdl.core.models`); booleans are not sent.
     ``fixed_i`` says which entries of a first model stay as they are, of an array that has such.
 
-    With ``in_files``, for a node alone, arrays are views of their ``.npy`` files, which its client
+    With ``in_files``, for a single node, arrays are views of their ``.npy`` files, which its client
     and its neighbors receive without a copy; the client must not change them.
     """
 

@@ -1,9 +1,9 @@
-"""The combine step: what a distributed algorithm is, and what a node has received in a round.
+"""Distributed algorithms as programs, and the messages that a node receives.
 
-A `Program` is one distributed algorithm in the form adapt, message, combine (P1 eq. 31, P3
-Algorithm 1). A network carries its messages: see `flwr_perdl.network`. Every part of a program's
-state has a leading axis over the nodes that are hosted together: all of them in memory, some in
-a worker process, one on a real node. The program need not know which.
+A `Program` is a distributed algorithm in the form adapt, message, combine (Chen, Towfic, Sayed
+2015, eq. 31; Chainais and Richard 2014, Algorithm 1). A network delivers its messages: see
+`flwr_perdl.network`. Every part of a program's state has a leading axis over the nodes that are
+hosted together: all of them in memory, some in a worker process, one on a real node.
 
 ==================================  ===================================================
 paper                               here
@@ -48,17 +48,16 @@ State = TypeVar("State", bound=tuple[Any, ...])
 
 
 class Program(Protocol[State]):
-    """One distributed algorithm, for however many nodes are hosted together.
+    """A distributed algorithm, for any number of nodes hosted together.
 
-    A state is a NamedTuple of arrays with a leading axis over the hosted nodes; its first field
-    is ``nodes``, their ids. Everything but parameters and the nodes' own data is in it.
+    A state is a NamedTuple of arrays with a leading axis over the hosted nodes; its first field is
+    ``nodes``, their ids. It has everything but parameters and the nodes' own data.
 
-    A program may have a method ``report(state)`` besides: what the operator learns after every
-    round, a dict of float arrays of shape (m,), with NaN where a node has nothing to report.
-    With a method ``rejects(state, inbox)`` a node leaves out messages: it returns, by the reason,
-    which of the inbox's links brought one, in the order of the entries of ``inbox.links``. Such a
-    message counts as one that is lost. With a method ``silent(state)`` nodes may send nothing: it
-    returns, after ``adapt``, which of them, (m,). Their neighbors hear nothing, which is no fault.
+    Optional methods: ``report(state)`` returns what the operator learns after every round, a dict
+    of float arrays of shape (m,), NaN where a node has nothing to report. ``rejects(state, inbox)``
+    returns, by reason, which of the inbox's links brought a message to leave out, in the order of
+    the entries of ``inbox.links``; such a message counts as lost. ``silent(state)`` returns, after
+    ``adapt``, which nodes, (m,), send nothing, which is no fault.
 
     Examples
     --------
@@ -71,26 +70,75 @@ class Program(Protocol[State]):
     """
 
     def start(self, nodes: NDArray[np.intp]) -> State:
-        """Return the state of ``nodes`` before the first round."""
+        """Return the state of ``nodes`` before the first round.
+
+        Parameters
+        ----------
+        nodes : ndarray of shape (m,)
+            Ids of the hosted nodes.
+
+        Returns
+        -------
+        NamedTuple
+        """
         ...
 
     def adapt(self, state: State, round_: int) -> State:
-        """Do the local work before the exchange of round ``round_``, counted from 1."""
+        """Do the local work before the exchange of a round.
+
+        Parameters
+        ----------
+        state : NamedTuple
+        round_ : int
+            The round, from 1.
+
+        Returns
+        -------
+        NamedTuple
+        """
         ...
 
     def message(self, state: State) -> tuple[Array, ...]:
-        """Return what every neighbor receives: arrays with a leading axis over the nodes.
+        """Return what every neighbor receives.
 
-        They are of floats or integers.
+        Parameters
+        ----------
+        state : NamedTuple
+
+        Returns
+        -------
+        tuple of ndarray
+            Floats or integers, with a leading axis over the nodes.
         """
         ...
 
     def combine(self, state: State, inbox: Inbox) -> State:
-        """Take in what was received."""
+        """Combine what the nodes received.
+
+        Parameters
+        ----------
+        state : NamedTuple
+        inbox : Inbox
+            The messages of the round.
+
+        Returns
+        -------
+        NamedTuple
+        """
         ...
 
     def observe(self, state: State) -> dict[str, Array]:
-        """Return what the nodes show to the operator of the network; never raw data."""
+        """Return what the nodes show to the operator of the network; never raw data.
+
+        Parameters
+        ----------
+        state : NamedTuple
+
+        Returns
+        -------
+        dict of str to ndarray
+            With a leading axis over the nodes.
+        """
         ...
 
 
@@ -153,10 +201,19 @@ class Inbox:
         return np.array([np.maximum(high.astype(float), -low.astype(float)) for high, low in ends])
 
     def mean(self, i: int = 0, *, ordered: bool = False) -> Array:
-        """Return the weighted mean of the ``i``-th array, a node's own included: (m, ...).
+        """Return the weighted mean of an array over a node and its neighbors.
 
-        With ``ordered`` messages are added by sender, and the mean has the same bits wherever the
-        nodes are hosted. That of half floats is in float32, that of integers in float64.
+        Parameters
+        ----------
+        i : int, default 0
+            Which array of the messages.
+        ordered : bool, default False
+            Whether to add messages by sender, so that the mean has the same bits wherever the nodes
+            are hosted. Half floats are then averaged in float32, integers in float64.
+
+        Returns
+        -------
+        ndarray of shape (m, ...)
         """
         weights, rows = self._by_sender if ordered else self.weights, self.rows[i]
         if (dtype := rows[0].dtype) not in FLOATS:
@@ -204,7 +261,17 @@ class Inbox:
         return sparse.csr_array((w.data[order], w.indices[order], w.indptr), shape=w.shape)
 
     def total(self, i: int = 0) -> Array:
-        """Return the sum of the ``i``-th array over the neighbors' messages: (m, ...)."""
+        """Return the sum of an array over the neighbors' messages.
+
+        Parameters
+        ----------
+        i : int, default 0
+            Which array of the messages.
+
+        Returns
+        -------
+        ndarray of shape (m, ...)
+        """
         return product(self.links, self.arrays[i])
 
     @cached_property
@@ -269,7 +336,7 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
 
 
 def sums_apart(weights: Csr, rows: Sequence[Array]) -> Array:
-    """Return the `product` in order of rows that lie apart, by blocks that stay in the cache."""
+    """Return the `product` in order of rows that are apart, by blocks that stay in the cache."""
     sums = np.zeros((weights.shape[0], *rows[0].shape), rows[0].dtype)
     flat, values = [row.reshape(-1) for row in rows], weights.data.astype(sums.dtype)
     for k, total in enumerate(sums.reshape(len(sums), -1)):
@@ -386,7 +453,7 @@ def tally(left_out: Iterable[tuple[int, int, int]]) -> tuple[dict[int, int], dic
 
 
 class Run(NamedTuple):
-    """How a distributed algorithm ended.
+    """The result of a distributed algorithm.
 
     Attributes
     ----------
@@ -397,19 +464,18 @@ class Run(NamedTuple):
     rounds : int
         Communication rounds.
     floats_sent : float
-        Floats that reached a neighbor, in all, counted once per link.
+        Total number of values that reached a neighbor, counted once per link.
     traffic : sparse array of shape (n_nodes, n_nodes)
-        Floats that node k heard from node j.
+        Number of values that node k received from node j.
     dropped_messages : dict of int to int
-        Node -> in how many rounds its message was left out: for NaN or infinite values, or because
-        a receiver says that it has rejected it (`Program`).
+        Node -> number of rounds in which its message was left out: for NaN or infinite values, or
+        because a receiver reported that it rejected it (`Program`).
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
-        What the nodes reported after every round (``report`` of a `Program`); NaN where a node has
-        reported nothing.
+        The nodes' reports after every round (``report`` of a `Program`), NaN without one.
     dropped_by : dict of int to list of int
-        Node -> which receivers say so; one that lies may accuse whom it likes.
+        Node -> the receivers that reported it; a malicious one may report anybody.
 
     Examples
     --------
@@ -541,16 +607,16 @@ class MeanState(NamedTuple):
 class Averaging:
     """Every node finds the mean of all nodes' values: scalar diffusion (68), as a `Program`.
 
-    The combination matrix must be doubly stochastic, which keeps the mean in every round. A node's
-    first message is its own value: its neighbors learn it.
+    The combination matrix must be doubly stochastic, which preserves the mean. A node's first
+    message is its own value: its neighbors learn it.
 
     Parameters
     ----------
     values : sequence of ndarray, or mapping of int to ndarray
-        Each node's own, of one shape; only those of hosted nodes are read.
+        Each node's own, all of one shape; only those of hosted nodes are read.
     step : float, optional
-        ``mu_g`` of (68): the estimate starts from 0 and moves by this share towards the node's own
-        value in every round; its limit is only near the mean. By default it starts at the node's
+        ``mu_g`` of (68): the estimate starts at 0 and moves by this share toward the node's own
+        value in every round; it converges only near the mean. By default it starts at the node's
         own value and is averaged plainly, which converges to the mean.
 
     Examples

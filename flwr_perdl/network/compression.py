@@ -1,4 +1,4 @@
-"""Compression of a vector to few bytes, for messages between neighbors.
+"""Compression of vectors, for smaller messages.
 
 ================================================  ==============================================
 literature                                        here
@@ -105,15 +105,15 @@ class TopK:
 class RandomQuantization:
     """Send every entry as a small integer, rounded at random: unbiased.
 
-    Every 64 entries share a scale, their largest absolute value, in float32.
+    Blocks of 64 entries share a scale, their largest absolute value, in float32.
 
     Parameters
     ----------
     bits : int
-        Bits per entry, 4 to 8. An entry is wrong by at most its block's scale over
+        Bits per entry, 4 to 8. The error of an entry is at most its block's scale over
         ``2**(bits - 1) - 1``.
     seed : int, default 0
-        Seed of the rounding, which differs from node to node and round to round.
+        Seed of the rounding, different for every node and round.
 
     Raises
     ------
@@ -183,9 +183,10 @@ def check_compression(method: str | None, compression: Compression, step: float 
     The step is ``2 delta / (1 + delta)`` by default, delta the contraction: one for all networks,
     as a node knows its neighbors only. The papers' bounds are smaller by orders of magnitude; this
     was measured: gradient tracking, 16 nodes, quadratics of 600 parameters (top-k, 3,000 rounds)
-    and softmax regression on digits (four bits besides, 300 rounds). Shares from .01 to .1 and four
-    bits converge on the ring, the exponential and the complete graph. At twice this step shares of
-    .05 and .1 diverge on the exponential graph, at 1.4 times it .05 does on the complete one.
+    and softmax regression on digits (four bits besides, 300 rounds). Shares from 0.01 to 0.1 and
+    four bits converge on the ring, the exponential and the complete graph. At twice this step
+    shares of 0.05 and 0.1 diverge on the exponential graph, at 1.4 times it 0.05 does on the
+    complete one.
     """
     check_kind("compression", compression, (TopK, RandomQuantization), "TopK or RandomQuantization")
     if method == "exact_diffusion" and not compression.unbiased:

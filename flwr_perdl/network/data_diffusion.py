@@ -1,6 +1,6 @@
-"""Diffusion over data: nodes with their own data learn one dictionary with their neighbors.
+"""Data diffusion: nodes with their own data learn one dictionary with their neighbors.
 
-P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
+Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
 
 ==========================================  =====================================================
 paper, Algorithm 1 (columns)                here (rows)
@@ -152,17 +152,17 @@ class Diffused(NamedTuple):
 
 @dataclass(frozen=True)
 class DataDiffusion:
-    """Learn one dictionary at many nodes, each with data of its own (P3 Algorithm 1).
+    """Learn one dictionary at many nodes with their own data (Chainais and Richard, Algorithm 1).
 
-    In every round a node codes its data with its dictionary, updates the dictionary from the
-    codes, sends it to its neighbors, and takes the weighted mean of what it receives, atoms brought
+    In every round a node codes its data with its dictionary, updates the dictionary from the codes,
+    sends it to its neighbors, and takes the weighted mean of what it receives, with atoms scaled
     back to unit norm.
 
-    **What a neighbor receives**: the updated dictionary; with ``replacement``, how much each atom
-    is used (the largest value of all nodes) and up to eight candidates, which nodes forward. Never
-    codes. By default all that leaves a node is made from sums over at least two of its samples;
-    a neighbor that lies computes samples from the answers to dictionaries of its choice
-    (docs/security.md). Three choices do show samples: with ``start="samples"``, the paper's, a
+    **What a neighbor receives**: the updated dictionary; with ``replacement``, the usage of each
+    atom (the largest over all nodes) and up to eight candidates, which nodes forward. Never codes.
+    By default everything that leaves a node is made from sums over at least two of its samples; a
+    malicious neighbor can compute samples from the answers to dictionaries of its choice
+    (docs/security.md). Three choices do reveal samples: with ``start="samples"``, the paper's, a
     node's first dictionary is ``n_atoms`` of them, normalized; with ``replacement="samples"`` the
     worst represented ones go to everyone in the network; with ``shared`` neighbors receive them.
 
@@ -171,9 +171,9 @@ class DataDiffusion:
     n_atoms : int
         Atoms of the dictionary.
     coder : str or callable, default "omp"
-        "omp" with ``n_nonzero`` atoms per sample; "lasso" or "focuss" with penalty ``alpha``;
-        "nonnegative", least squares (at most as many atoms as features); or ``coder(X, D)`` that
-        returns codes.
+        "omp": orthogonal matching pursuit with ``n_nonzero`` atoms per sample; "lasso" or "focuss"
+        with penalty ``alpha``; "nonnegative": nonnegative least squares (at most as many atoms as
+        features); or ``coder(X, D)`` that returns codes (sparse coefficients).
     n_nonzero : int, default 3
         Atoms per sample of "omp".
     alpha : float, default 0.1
@@ -182,35 +182,33 @@ class DataDiffusion:
     update : {"mod", "ksvd", "gradient"}, default "mod"
         Least squares, approximate K-SVD, or the paper's gradient steps.
     step : float or None, default None
-        Length of a gradient step; None is one over the largest eigenvalue of ``C.T @ C``.
+        Learning rate of "gradient"; None is one over the largest eigenvalue of ``C.T @ C``.
     nonnegative : bool, default False
         Set negative entries of updated atoms to zero.
     alignment : {"none", "assignment"}, default "none"
-        How a neighbor's atoms are combined with a node's own. "none": atom j with atom j, which is
-        right for equal starts and for random ones: the nodes agree before they have learned.
-        "assignment": matched one to one up to their signs, for nodes that have already learned,
-        each with its own order of atoms.
+        How a neighbor's atoms are combined with a node's own. "none": atom j with atom j, for equal
+        or random starts: the nodes agree before they have learned. "assignment": matched one to one
+        up to sign, for nodes that have already learned, each with its own order of atoms.
     replacement : {"private", "samples", None}, default "private"
-        What replaces an atom that no node uses half as much as an atom in the mean, or that is
-        nearly equal to another one.
-        None with ``alignment="assignment"``, where atom j is not the same atom everywhere.
-        "samples": the worst represented samples. "private": the leading direction of a half of the
-        users of another atom, whose users are represented badly, as if it stood for two.
+        What replaces an atom that every node uses less than half as much as an average atom, or
+        that nearly duplicates another one. "samples": the worst represented samples. "private": the
+        leading direction of half of the samples that use another, badly fitting atom, as if it
+        stood for two. None with ``alignment="assignment"``, where atom j is not the same atom
+        everywhere.
     shared : int, default 0
         Samples that a node sends its neighbors in every round, in turn; all of its data if it has
         no more. A node codes what it receives with its own dictionary, and updates this from all
-        samples together. In the first round only samples travel.
+        samples together. In the first round only samples are sent.
 
     Notes
     -----
-    *Replacement without a coordinator.* Every ten rounds, or as many as a value takes to reach
-    every node if that is more, each node computes the worth of its atoms (the mean share
-    ``|c_j| / sum |c|`` of a sample's code; 0 if an earlier atom is nearly equal) and its
-    candidates, each with a score relative to what else the node does not explain, so that a noisy
-    node's do not always win. These travel with the dictionaries for as many rounds as the network's
-    diameter, and every node keeps the largest values. Then all replace the same atoms, the least
-    used first, by the same candidates in the same round. If messages are lost, some nodes may miss
-    a replacement, which the combination then averages in.
+    *Replacement without a coordinator.* Every ten rounds, or the network's diameter if that is
+    more, each node computes the usage of its atoms (the mean share ``|c_j| / sum |c|`` of a
+    sample's code; 0 if an earlier atom is nearly equal) and its candidates, with scores relative to
+    its other residuals so that a noisy node's do not always win. These travel with the dictionaries
+    for as many rounds as the diameter, and every node keeps the largest values. Then all nodes
+    replace the same atoms, least used first, by the same candidates in the same round. If messages
+    are lost, some nodes may miss a replacement, which the combination then averages in.
 
     Examples
     --------
@@ -271,20 +269,20 @@ class DataDiffusion:
         Parameters
         ----------
         data : sequence of ndarray of shape (n_samples, n_features), or of callables
-            Every node's data, as many or few samples as it has; or a function of the round (from
-            1) that returns a new batch, the same whenever it is asked for the same round.
+            Every node's data, of any number of samples; or a function of the round (from 1) that
+            returns a new batch, the same for every call with that round.
         network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-            Who hears whom: connected, or without any link, so that every node learns alone. A
-            topology means Metropolis weights in memory, without faults.
+            Which nodes are neighbors: connected, or without any link, for local training. A
+            topology has Metropolis weights in memory, without faults.
         n_rounds : int, default 100
             Communication rounds.
         start : str, ndarray, mapping or callable, default "common"
             "common": random atoms from the seed, the same at all nodes. "samples": a random subset
-            of each node's own data (the paper's). Or an array (n_atoms, n_features), or
-            (n_nodes, n_atoms, n_features); a mapping from node to its array; or ``start(X, rng)``,
-            called with each node's own data.
+            of each node's own data (the paper's). Or an array (n_atoms, n_features), or (n_nodes,
+            n_atoms, n_features); a mapping from node to its array; or ``start(X, rng)``, called
+            with each node's own data.
         seed : int, default 0
-            Seed of all draws.
+            Seed of all random draws.
         callback : callable, optional
             Called with round and state after every round, in memory only.
 
@@ -309,14 +307,35 @@ class DataDiffusion:
     def program(
         self, data: Mapping[int, Data], *, agreement: int, start: Start = "common", seed: int = 0
     ) -> DictionaryProgram:
-        """Return the program that a network runs, with data of the nodes hosted here, by node.
+        """Return the `Program` that a network runs.
 
-        ``agreement`` is how many rounds a value takes to reach every node: the diameter.
+        Parameters
+        ----------
+        data : mapping of int to ndarray or callable
+            Data of the nodes hosted here.
+        agreement : int
+            Rounds that a value takes to reach every node: the diameter.
+        start, seed
+            As in `fit`.
+
+        Returns
+        -------
+        Program
         """
         return DictionaryProgram(self, data, agreement, start, seed)
 
     def code(self, X: Matrix, D: Matrix) -> Matrix:
-        """Return the codes of ``X``."""
+        """Return the codes of ``X``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+        D : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_atoms)
+        """
         if callable(self.coder):
             return self.coder(X, D)
         if self.coder == "omp":

@@ -1,4 +1,4 @@
-"""One executor for distributed algorithms: rounds of a `Program` on a network, wherever nodes are.
+"""One executor for distributed algorithms: rounds of a `Program` on a network.
 
 `Network.run` runs the rounds; what differs is who delivers: `InMemoryNetwork` here, `RayNetwork`
 between actors (``ray.py``), and a Flower server between SuperNodes
@@ -51,28 +51,7 @@ class Ended(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Network(ABC, ShownAsCalled):
-    """Nodes that send messages to their neighbors only.
-
-    Parameters
-    ----------
-    topology : Topology or Schedule
-        Who hears whom, in all rounds or in each.
-    weights : CombinationMatrix, or sequence of them, optional
-        Combination weights of a topology; Metropolis weights by default. A sequence is cycled
-        through round by round, each matrix with its own topology.
-    faults : Faults, optional
-        Faults to simulate; none by default.
-    staleness : int, default 0
-        Where a neighbor sends nothing in a round, the last message that it has sent to a node
-        counts again if it is at most so many rounds old. 0: its weight falls to the node. For
-        programs that forget an old message, as ``diffusion_averaging(method="atc")`` does.
-
-    Raises
-    ------
-    ValueError
-        If weights and topology have different numbers of nodes, or ``staleness`` is not 0 where a
-        node's weights do not sum to one.
-    """
+    """Nodes that send messages to their neighbors only; parameters: see `InMemoryNetwork`."""
 
     topology: Topology | Schedule
     weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None
@@ -109,27 +88,27 @@ class Network(ABC, ShownAsCalled):
         program : Program
             The algorithm, with the data of all nodes.
         n_rounds : int
-            Rounds at most; each is one exchange with all neighbors.
+            Largest number of rounds; each is one exchange with all neighbors.
         state : NamedTuple of arrays, optional
-            The state to continue from; the program's start by default.
+            The state to continue from; by default the program's start.
         callback : callable, optional
             Called with round and state after every round.
         stop : callable, optional
             Ends the run when it returns True for the state.
         on_report : callable, optional
-            Called after every round with the round and what the nodes report: a dict of arrays of
-            shape (n_nodes,), NaN for a node that reports nothing.
+            Called after every round with the round and the nodes' reports: a dict of arrays of
+            shape (n_nodes,), NaN for a node without a report.
 
         Returns
         -------
         Run
-            With the state of all nodes. Of lost Ray actors there is none (its ``nodes`` are those
+            With the state of all nodes. For lost Ray actors there is none (its ``nodes`` are those
             that are left), what they observed is NaN, and ``alive`` is False.
 
         Raises
         ------
         ValueError
-            If a method of the program returns something else than a `Program` does.
+            If a method of the program does not return what `Program` says.
         """
         check_count("n_rounds", n_rounds)
         rows: list[dict[str, Array]] = []
@@ -184,7 +163,27 @@ def _stacked(parts: Sequence[Array]) -> Array:
 
 
 class InMemoryNetwork(Network):
-    """Nodes of one process that send messages to their neighbors only: see `Network`.
+    """Nodes of one process that send messages to their neighbors only.
+
+    Parameters
+    ----------
+    topology : Topology or Schedule
+        Which nodes are neighbors, in all rounds or in each.
+    weights : CombinationMatrix, or sequence of them, optional
+        Combination weights of a topology; Metropolis weights by default. A sequence is used in a
+        cycle, each matrix with its own topology.
+    faults : Faults, optional
+        Faults to simulate; none by default.
+    staleness : int, default 0
+        If a neighbor sends nothing in a round, its last message counts again, up to this many
+        rounds. 0: its weight goes to the node itself. For programs that forget an old message, such
+        as ``diffusion_averaging(method="atc")``.
+
+    Raises
+    ------
+    ValueError
+        If weights and topology have different numbers of nodes, or ``staleness`` is not 0 where a
+        node's weights do not sum to one.
 
     Examples
     --------

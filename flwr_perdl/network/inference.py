@@ -1,6 +1,6 @@
 r"""Dual inference over a network: every agent finds nu from its neighbors' messages (Section III).
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. The dual
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. The dual
 (28) of coding a sample x is a sum of costs (29), each of which one agent knows:
 
     J_k(nu; x) = -theta_k nu'x + f*(nu) / N + h*(W_k nu),   nu in V_f
@@ -32,7 +32,7 @@ Two methods are not in the paper, because (31) converges slowly, and only to a p
   (as in Eckstein and Bertsekas, 1992), with a penalty of its own for every edge.
 
 **What each party receives.** In every round an agent sends its neighbors its estimate of nu (or of
-a gradient step from it), n_features floats per sample, and never an atom or a code. But nu *is* the
+a gradient step from it), n_features values per sample, and never an atom or a code. But nu *is* the
 residual of the sample (58): an agent's neighbors learn the sample up to what the atoms explain,
 whether they are informed or not.
 
@@ -106,7 +106,7 @@ def local_costs(
 ) -> Matrix:
     """Return each agent's cost ``J_k(nu_k; x)`` (29) at its own dual variables.
 
-    At the optimum their sum is minus the least cost of coding the sample (65): how new it is to the
+    At the optimum their sum is minus the lowest cost of coding the sample (65): its novelty to the
     network. The agents find their mean by `Averaging`.
 
     Parameters
@@ -114,9 +114,9 @@ def local_costs(
     objective : Objective
         f, h and V_f.
     X : ndarray of shape (n_samples, n_features)
-        Samples; only informed agents look at them.
+        Samples; only informed agents use them.
     nu : ndarray of shape (n_agents, n_samples, n_features)
-        Every agent's dual variables, within V_f but for rounding.
+        Every agent's dual variables, within V_f up to rounding.
     dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
         Every agent's atoms, of norm at most 1.
     informed : sequence of int, optional
@@ -175,10 +175,10 @@ class ExactDual(NamedTuple):
     cost : ndarray of shape (n_samples,)
         The least cost (7), which is the greatest value of the dual.
     gap : ndarray of shape (n_samples,)
-        Primal minus dual value: 0 but for rounding and the tolerance.
+        Primal minus dual value: 0 up to rounding and the tolerance.
     error : ndarray of shape (n_samples,)
         A bound of the relative error of ``nu`` that follows from the gap; 0 where the solution is
-        exact but for rounding.
+        exact up to rounding.
     """
 
     codes: tuple[Matrix, ...]
@@ -206,9 +206,13 @@ def exact_dual(
         The agents' atoms, of norm at most 1.
     tolerance : float, default 0.0
         Relative error of the duals that is allowed, ``||nu - nu^o|| <= tolerance * ||x||``. With 0
-        the solution is exact but for rounding, in the dtype of X, and computed in float64. With
+        the solution is exact up to rounding, in the dtype of X, and computed in float64. With
         many atoms a positive tolerance saves time under the squared loss; under another loss the
         solution stays exact.
+
+    Returns
+    -------
+    ExactDual
 
     Examples
     --------
@@ -289,41 +293,44 @@ def infer(
     compress: bool | None = None,
     **options: Any,
 ) -> Inference:
-    """Infer the duals and codes of samples: every agent has its own atoms, and hears its neighbors.
+    """Infer the duals and codes of samples: every agent has its own atoms and its neighbors.
 
-    In memory, a block of samples ends when every agent's residual is within the tolerance; blocks
-    run on as many cores as there are. On a network of messages, where no agent knows the others'
-    residuals, all ``n_rounds`` are run.
+    In memory, a block of samples ends when every agent's residual is within the tolerance, and
+    blocks run on all cores. On a network of messages, where no agent knows the others' residuals,
+    all ``n_rounds`` are run.
 
     Parameters
     ----------
     objective : Objective
-        Loss and regulariser.
+        Loss and regularizer.
     X : ndarray of shape (n_samples, n_features)
         Samples.
     dictionaries : sequence of ndarray of shape (n_atoms_k, n_features)
         The agents' atoms, of norm at most 1.
     network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-        Who hears whom, connected and undirected, with doubly stochastic weights
-        (``"exact_diffusion"``: symmetric ones; the ADMMs do not use them). A topology means
-        Metropolis weights; with the first two all is in memory, without faults. A network that
-        changes may not have links that its ``topology`` lacks with an ADMM, which keeps a
-        multiplier per link.
+        Which agents are neighbors: connected, undirected, with doubly stochastic weights
+        (``"exact_diffusion"``: symmetric ones; the ADMMs use none). A topology has Metropolis
+        weights; the first two run in memory, without faults. With an ADMM, which keeps a multiplier
+        per link, a changing network may have no links that its ``topology`` lacks.
     method : {"admm", "atc", "exact_diffusion", "jacobian_admm", "consensus"}, default "admm"
         `ConsensusADMM`, `ATC`, `ExactDiffusion`, `JacobianADMM` or `PenalizedConsensus`.
     n_rounds : int, optional
-        Communication rounds, at most. By default `DualInference.rounds` of the tolerance, in
-        memory, where the residuals end the run, four times that; never more than 100,000.
+        Largest number of communication rounds. By default `DualInference.rounds` of the tolerance,
+        in memory, where the residuals end the run, four times that; never more than 100,000.
     tolerance : float, default 1e-3
         Residual at which to stop; 0: never.
     informed : sequence of int, optional
         The agents that see the samples; all by default.
     compress : bool, optional
         Whether to iterate in the span of sample and atoms, in memory. By default where that is
-        cheaper and changes nothing but rounding: nu stays in that span under the squared loss. With
-        a bounded V_f the diffusions can do so as well, unless an entry meets a bound and leaves it.
+        cheaper and changes only rounding: nu stays in that span under the squared loss. With a
+        bounded V_f the diffusions can do so as well, unless an entry meets a bound and leaves it.
     **options : float
         Options of the method: ``step``, ``penalty``, ``relaxation``.
+
+    Returns
+    -------
+    Inference
 
     Examples
     --------

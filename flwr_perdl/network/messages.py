@@ -321,7 +321,7 @@ class MessageStore:
     Parameters
     ----------
     plan : LinkPlan
-        Who hears whom.
+        Which nodes are neighbors.
     sealed : bool
         Whether a node sends a message to each neighbor, or one to all.
     start : dict of str to ndarray

@@ -1,6 +1,6 @@
 r"""Learning over distributed models: Sections III-F, III-G and Algorithm 1.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Every agent
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Every agent
 keeps some atoms of one large dictionary. For each sample of a stream the agents find its dual
 variables together (`flwr_perdl.network.inference`); these are the gradient of the loss at the
 residual (55), and all that an agent needs to update its own atoms.
@@ -104,37 +104,38 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelDiffusion:
-    r"""The learner (Algorithm 1): what to minimize, and how.
+    r"""Online dictionary learning over distributed models (Algorithm 1).
 
     Parameters
     ----------
     objective : Objective
-        A row of Table I, its ``gamma`` and ``delta`` the same for all, or every agent's own.
+        A row of Table I, with ``gamma`` and ``delta`` the same for all agents, or one each.
     n_atoms_per_agent : int, or sequence of int, default 1
-        Atoms of each agent, N_k; in a sequence every agent's own number.
+        Number of atoms of each agent, N_k.
     step : float, default 0.1
-        ``mu_w`` of (56), per sample.
+        The learning rate ``mu_w`` of (56), per sample.
     decay : float, default 0.0
-        The step of the t-th batch is ``step / t**decay``; 0: constant, for streams that change.
+        The learning rate of the t-th batch is ``step / t**decay``; 0: constant, for streams that
+        change.
     batch_size : int, default 10
         Samples whose duals travel together.
     method : str, default "admm"
-        How the duals are found, one of those of `infer`; or ``"exact"``: in one place by
-        `exact_dual`, the limit of all others but ATC and consensus, in memory only.
+        How the duals are found: a method of `infer`; or ``"exact"``: in one place by `exact_dual`,
+        the limit of all others but ATC and consensus, in memory only.
     n_iterations : int, optional
         Communication rounds per batch; by default as many as the method needs for a relative error
-        of ``tolerance``, or of 1e-2 (40 dB), on the topology at hand, and 100,000 at most.
+        of ``tolerance``, or of 1e-2 (40 dB), on the given topology, and at most 100,000.
     tolerance : float, default 0.0
-        In memory, where all agents' residuals are known, a batch ends when they are within this;
-        0: never, as on a network.
+        In memory, where all agents' residuals are known, a batch ends when they are within this; 0:
+        never, as on a network.
     informed : sequence of int, optional
         The agents N_I that see the samples; all by default.
     compress : bool, optional
         Whether to iterate in fewer coordinates in memory, see `infer`.
     seed : int, default 0
-        Of the agents' first atoms.
+        Seed of the agents' first atoms.
     options : mapping of str to float, optional
-        Options of the method, see `infer`: ``step`` is the paper's mu. Of ``"exact"``:
+        Options of the method, see `infer`: ``step`` is the paper's mu. For ``"exact"``:
         ``tolerance``, see `exact_dual`.
 
     Examples
@@ -182,7 +183,19 @@ class ModelDiffusion:
         check_count("seed", self.seed)
 
     def start(self, n_agents: int, n_features: int, dtype: Any = np.float64) -> Model:
-        """Return random atoms of norm 1, float64 or float32: what agents draw on their own."""
+        """Return random atoms of norm 1, which agents draw on their own.
+
+        Parameters
+        ----------
+        n_agents, n_features : int
+            Numbers of agents and features.
+        dtype : dtype, default float64
+            float64 or float32.
+
+        Returns
+        -------
+        Model
+        """
         agents = range(check_count("n_agents", n_agents, 1, MOST_NODES))
         check_count("n_features", n_features, 1, _MOST_NUMBERS // n_agents)
         kind = _float("dtype", dtype)
@@ -191,8 +204,18 @@ class ModelDiffusion:
     def grow(self, model: Model, n_agents: int) -> Model:
         """Return the model with ``n_agents`` more agents, whose atoms are random.
 
-        The others keep their atoms and their numbers. A learner with weights or numbers of atoms of
-        agents' own must have those of the new agents as well.
+        The others keep their atoms and numbers. A learner with per-agent weights or numbers of
+        atoms must have those of the new agents too.
+
+        Parameters
+        ----------
+        model : Model
+        n_agents : int
+            Number of new agents.
+
+        Returns
+        -------
+        Model
         """
         have, n_atoms, n_features = _atoms(model).shape
         total = have + check_count("n_agents", n_agents, 1, MOST_NODES)
@@ -204,7 +227,21 @@ class ModelDiffusion:
         return model._replace(dictionaries=np.concatenate([old, new.astype(old.dtype)]))
 
     def fit(self, X: Matrix, network: Any, n_rounds: int | None = None) -> Model:
-        """Learn from random atoms: `start`, then `partial_fit`, which has the parameters."""
+        """Learn from random atoms: `start`, then `partial_fit`.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+            Samples.
+        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+            See `partial_fit`.
+        n_rounds : int, optional
+            See `partial_fit`.
+
+        Returns
+        -------
+        Model
+        """
         X, network = check_array("X", X), resolve_weights(network)
         first = self.start(network.topology.n_nodes, X.shape[1], X.dtype)
         return self.partial_fit(first, X, network, n_rounds)
@@ -221,12 +258,16 @@ class ModelDiffusion:
         X : ndarray of shape (n_samples, n_features)
             The next samples, of the model's dtype.
         network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-            Who hears whom, a node per agent: connected and undirected. A topology means Metropolis
+            Which agents are neighbors: connected, undirected. A topology has Metropolis
             weights, in memory and without faults. On a network the agents run `Learning`; of nodes
             with programs of their own the dictionaries are needed (``show``).
         n_rounds : int, optional
             Communication rounds at most; by default as many as the samples take. A batch is learned
             only if its `n_iterations` fit.
+
+        Returns
+        -------
+        Model
 
         Raises
         ------
@@ -273,8 +314,18 @@ class ModelDiffusion:
     def infer(self, model: Model, X: Matrix, network: Any) -> Inference:
         """Find the duals and codes of samples as in learning, without learning from them.
 
-        ``model``, ``X`` and ``network`` are those of `partial_fit`. The result has ``nu``,
-        (n_agents, n_samples, n_features): mind its size.
+        Parameters
+        ----------
+        model : Model
+        X : ndarray of shape (n_samples, n_features)
+            Samples.
+        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+            See `partial_fit`.
+
+        Returns
+        -------
+        Inference
+            Its ``nu`` is large: (n_agents, n_samples, n_features).
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
         network = self._carrier(model, network)
@@ -287,7 +338,21 @@ class ModelDiffusion:
     def program(
         self, X: Matrix | Mapping[int, Matrix], topology: Topology, **options: Any
     ) -> Learning:
-        """Return the learner as a `Program`, for any network: see `Learning`, also for options."""
+        """Return the learner as a `Program`, for any network.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+            Samples.
+        topology : Topology
+            Which agents are neighbors.
+        **options
+            See `Learning`.
+
+        Returns
+        -------
+        Program
+        """
         return Learning(self, X, topology, **options)
 
     def _updated(self, W: Matrix, nu: Matrix, codes: Matrix, t: int) -> Matrix:
@@ -399,7 +464,7 @@ class Learning:
     X : ndarray of shape (n_samples, n_features), or mapping of int to such
         The stream; in a mapping, as the informed agents that are hosted here see it.
     topology : Topology
-        Who hears whom.
+        Which agents are neighbors.
     model : Model, optional
         The model to continue from; by default each agent draws its own atoms. Only the dictionaries
         of hosted agents are read.

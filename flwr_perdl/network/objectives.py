@@ -1,6 +1,6 @@
 r"""The objectives of dictionary learning over distributed models: Tables I, II and III.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. A sample
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. A sample
 ``x`` is coded by the atoms of all agents together, problem (7), and inferred through its dual (28):
 
     min_y  f(x - sum_k y_k W_k) + sum_k h(y_k)
@@ -188,10 +188,29 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, U: Matrix) -> Matrix:
-        """Return f of every row, (...,)."""
+        """Return f of every row, (...,).
+
+        Parameters
+        ----------
+        U : ndarray of shape (..., n_features)
+            Residuals.
+
+        Returns
+        -------
+        ndarray of shape (...,)
+        """
 
     def conjugate(self, NU: Matrix) -> Matrix:
-        """Return f* of every row, (...,): infinite where a row leaves V_f (Table II)."""
+        """Return f* of every row, (...,): infinite where a row leaves V_f (Table II).
+
+        Parameters
+        ----------
+        NU : ndarray of shape (..., n_features)
+
+        Returns
+        -------
+        ndarray of shape (...,)
+        """
         values: Matrix = self.strong_convexity / 2 * np.square(NU).sum(axis=-1)
         if np.isfinite(self.bound):
             values = np.where((np.abs(NU) <= self.bound).all(axis=-1), values, np.inf)
@@ -203,15 +222,42 @@ class Objective(ABC):
         What the atoms explain of a sample x is then ``x - u``. For the squared loss u is nu itself.
         For the Huber loss any ``|u_m| >= eta`` of nu's sign is a maximizer at a bound; the least is
         returned (Table II: "nothing").
+
+        Parameters
+        ----------
+        NU : ndarray of shape (..., n_features)
+
+        Returns
+        -------
+        ndarray of shape (..., n_features)
         """
         return self.strong_convexity * NU
 
     def project(self, NU: Matrix) -> Matrix:
-        """Return the nearest points of V_f (36), (..., n_features)."""
+        """Return the nearest points of V_f (36), (..., n_features).
+
+        Parameters
+        ----------
+        NU : ndarray of shape (..., n_features)
+
+        Returns
+        -------
+        ndarray of shape (..., n_features)
+        """
         return np.clip(NU, -self.bound, self.bound) if np.isfinite(self.bound) else NU
 
     def regulariser(self, Y: Matrix) -> Matrix:
-        """Return h of every row, (...,): infinite where a code may not be negative but is."""
+        """Return h of every row, (...,): infinite where a code may not be negative but is.
+
+        Parameters
+        ----------
+        Y : ndarray of shape (..., n_atoms)
+            Codes.
+
+        Returns
+        -------
+        ndarray of shape (...,)
+        """
         penalty = spread(self.gamma, Y) * np.abs(Y) + spread(self.delta, Y) / 2 * np.square(Y)
         values: Matrix = penalty.sum(axis=-1)
         if self.nonnegative:
@@ -222,6 +268,15 @@ class Objective(ABC):
         """Return h* of every row of correlations, (...,).
 
         Table II's ``S(s / delta)``, (77) and (82), is ``||T_gamma(s)||^2 / (2 delta)``.
+
+        Parameters
+        ----------
+        S : ndarray of shape (..., n_atoms)
+            Correlations.
+
+        Returns
+        -------
+        ndarray of shape (...,)
         """
         values: Matrix = (np.square(self._threshold(S)) / (2 * spread(self.delta, S))).sum(axis=-1)
         return values
@@ -230,6 +285,15 @@ class Objective(ABC):
         """Return the codes (42) of correlations, ``T_gamma(s) / delta``, (..., n_atoms).
 
         They are the gradient of h*.
+
+        Parameters
+        ----------
+        S : ndarray of shape (..., n_atoms)
+            Correlations.
+
+        Returns
+        -------
+        ndarray of shape (..., n_atoms)
         """
         codes: Matrix = self._threshold(S) / spread(self.delta, S)
         return codes
@@ -241,12 +305,31 @@ class Objective(ABC):
         return np.asarray(S - np.clip(S, -gamma, gamma))
 
     def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
-        """Return the proximal point of ``step * h_W``: the atoms themselves where h_W is 0 (47)."""
+        """Return the proximal point of ``step * h_W``: the atoms themselves where h_W is 0 (47).
+
+        Parameters
+        ----------
+        W : ndarray of shape (n_atoms, n_features)
+        step : float
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
         check_real("step", step, 0, LARGE)
         return W
 
     def project_dictionary(self, W: Matrix) -> Matrix:
-        """Return the nearest atoms of norm at most 1 (50), where asked nonnegative ones (52)."""
+        """Return the nearest atoms of norm at most 1 (50), where asked nonnegative ones (52).
+
+        Parameters
+        ----------
+        W : ndarray of shape (n_atoms, n_features)
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
         if self.nonnegative:
             W = np.maximum(W, 0)
         projected: Matrix = W / np.maximum(np.linalg.norm(W, axis=-1, keepdims=True), 1)
@@ -257,6 +340,16 @@ class Objective(ABC):
 
         One agent gives Table III's ``1 / (eta + n_atoms / delta)``; the number of agents the
         somewhat greater bound of (33) itself, since an agent's cost (29) has its share of f* only.
+
+        Parameters
+        ----------
+        n_atoms : int
+            Largest number of atoms of an agent.
+        n_agents : int, default 1
+
+        Returns
+        -------
+        float
         """
         n_atoms, n_agents = check_count("n_atoms", n_atoms, 1), check_count("n_agents", n_agents, 1)
         return 1 / (self.strong_convexity / n_agents + n_atoms / self.modulus)

@@ -1,4 +1,4 @@
-"""Nodes in Ray actors: messages go from actor to actor, and not through the driver.
+"""Nodes in Ray actors: messages go from actor to actor, not through the driver.
 
 Every actor hosts some nodes, next to each other by id. In a round it puts its nodes' messages into
 Ray's object store and gives the driver a reference; the driver passes references to the actors
@@ -35,26 +35,26 @@ _LOG = getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class RayNetwork(Network):
-    """Nodes in Ray actors that send messages to their neighbors only: see `Network`.
+    """Nodes in Ray actors that send messages to their neighbors only.
 
-    Runs on the Ray cluster that this process is connected to; if there is none, one is started on
-    this machine and ended afterwards. If an actor is lost, its nodes are silent from then on; the
-    others continue without them, and the log says so. If a program has a method ``hosted(nodes)``
-    that returns it with these nodes' data only, an actor receives no more than that. With a
-    ``callback`` or ``stop`` the driver fetches the states and waits in every round; ``on_report``
-    is called up to 16 rounds after the fastest actor.
+    Runs on the Ray cluster that this process is connected to; without one, it starts one on this
+    machine and ends it afterwards. If an actor is lost, its nodes are silent from then on, the
+    others continue, and the log says so. If a program has a method ``hosted(nodes)`` that returns
+    it with these nodes' data only, an actor receives only that. With a ``callback`` or ``stop`` the
+    driver fetches the states and waits in every round; ``on_report`` is called up to 16 rounds
+    after the fastest actor.
 
     Parameters
     ----------
     topology, weights, faults, staleness
-        See `Network`.
+        As in `InMemoryNetwork`.
     agents_per_actor : int, optional
-        Nodes per actor; by default there is one actor per processor of the cluster.
+        Nodes per actor; by default one actor per processor of the cluster.
 
     Raises
     ------
     ValueError
-        See `Network`; or if ``agents_per_actor`` is less than one.
+        As `InMemoryNetwork`; or if ``agents_per_actor`` is less than one.
     ImportError, RuntimeError
         In a run: if Ray is not installed; if all actors are lost.
 

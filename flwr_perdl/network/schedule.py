@@ -1,4 +1,4 @@
-"""Who hears whom in a round: networks that change, simulated faults, and what both make of it.
+"""Networks that change from round to round, and simulated faults.
 
 =============================================  ====================================================
 network                                        here
@@ -54,7 +54,7 @@ KEPT = 64
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A network that changes from round to round; it stands wherever a `Topology` does.
+    """A network that changes from round to round, usable in place of a `Topology`.
 
     Parameters
     ----------
@@ -105,16 +105,35 @@ class Schedule:
 
     @classmethod
     def of(cls, *matrices: CombinationMatrix) -> Schedule:
-        """Return the network that cycles through these weights, one matrix per round."""
+        """Return the network that cycles through these weights, one matrix per round.
+
+        Parameters
+        ----------
+        matrices : sequence of CombinationMatrix
+
+        Returns
+        -------
+        Schedule
+        """
         n_nodes = matrices[0].topology.n_nodes
         return cls(n_nodes, lambda round_: matrices[round_ - 1], len(matrices), repeats=True)
 
     @classmethod
     def random_pairs(cls, n_nodes: int, pairings: int = 1, *, seed: int = 0) -> Schedule:
-        """Return gossip: in every round all nodes are paired at random, one may be left over.
+        """Return gossip: in every round all nodes are paired at random; one may be left over.
 
-        With several ``pairings`` a round has the pairs of so many, each drawn anew: a node hears
-        at most so many others. The pairs of a round depend on the seed and the round only.
+        The pairs of a round depend on the seed and the round only.
+
+        Parameters
+        ----------
+        n_nodes : int
+        pairings : int, default 1
+            Independent pairings per round: a node has at most that many neighbors.
+        seed : int, default 0
+
+        Returns
+        -------
+        Schedule
 
         Examples
         --------
@@ -137,10 +156,18 @@ class Schedule:
 
     @classmethod
     def one_peer_exponential(cls, n_nodes: int) -> Schedule:
-        """Return the directed graphs in which a node hears the one 1, 2, 4, … places on, in turns.
+        """Return directed graphs: a node receives from the one 1, 2, 4, … places on, in turn.
 
-        Each has weight 1/2. Where the number of nodes is a power of two, the mean of all is found
-        in ``log2(n_nodes)`` rounds.
+        Each has weight 1/2. If the number of nodes is a power of two, the mean of all is found in
+        ``log2(n_nodes)`` rounds.
+
+        Parameters
+        ----------
+        n_nodes : int
+
+        Returns
+        -------
+        Schedule
         """
         check_count("n_nodes", n_nodes, 2, MOST_NODES)
         window = (n_nodes - 1).bit_length()
@@ -159,14 +186,18 @@ class Schedule:
         joins: Mapping[int, int] | None = None,
         leaves: Mapping[int, int] | None = None,
     ) -> Schedule:
-        """Return a topology of which nodes join or leave for good: Metropolis weights on the rest.
+        """Return a topology that nodes join or leave for good, with Metropolis weights.
 
         Parameters
         ----------
         topology : Topology
-            Who hears whom, undirected, where all are present.
+            Which nodes are neighbors, undirected, if all are present.
         joins, leaves : mapping of int to int
             Node -> the first round in which it takes part, and the first in which it does not.
+
+        Returns
+        -------
+        Schedule
 
         Examples
         --------
@@ -196,7 +227,17 @@ class Schedule:
         return (round_ - 1) % self.window + 1 if repeats else round_
 
     def matrix(self, round_: int) -> CombinationMatrix:
-        """Return the combination matrix of a round."""
+        """Return the combination matrix of a round.
+
+        Parameters
+        ----------
+        round_ : int
+            From 1.
+
+        Returns
+        -------
+        CombinationMatrix
+        """
         turn = self.turn(round_)
         if turn not in self._made:
             if len(self._made) >= max(self.window, KEPT):
@@ -233,9 +274,13 @@ class Schedule:
         return Topology(sum(matrix.topology.adjacency for matrix in self.matrices))
 
     def check_connected(self, n_rounds: int) -> None:
-        """Raise a ValueError unless some window of so many rounds connects all who take part in it.
+        """Raise a ValueError unless some window of that many rounds connects the present nodes.
 
-        Without any link every node learns alone: a baseline.
+        A network without any link is allowed: local training, as a baseline.
+
+        Parameters
+        ----------
+        n_rounds : int
         """
         linked = False
         for first in range(1, 2 if self.repeats else max(n_rounds, 1) + 1, self.window):
@@ -260,7 +305,7 @@ class Schedule:
             node = int(np.argmin(heard))
             raise ValueError(
                 f"network must give every node a neighbor in some round with groups, got {self!r} "
-                f"in which node {node} hears nobody."
+                f"in which node {node} has no neighbor."
             )
 
     def __repr__(self) -> str:
@@ -289,14 +334,14 @@ def node_rounds(name: str, value: Any, most: int | None = None) -> dict[int, int
 
 @dataclass(frozen=True)
 class Faults:
-    """Links that fail, nodes that sleep or die, messages that are late or broken.
+    """Simulated faults: failing links, sleeping or dead nodes, late or broken messages.
 
     Parameters
     ----------
     drop : float, default 0.0
         Probability that a link is down in a round, in both directions at once.
     sleep : float, default 0.0
-        Probability that a node is asleep in a round: it does not compute, send or hear.
+        Probability that a node is asleep in a round: it does not compute, send or receive.
     dead : mapping of int to int
         Node -> the round from which on it is silent.
     corrupt : mapping of int to int
@@ -425,7 +470,7 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Who hears whom with which weight, in every round: the same in every process."""
+    """Links and weights of every round: the same in every process."""
 
     schedule: Schedule
     faults: Faults

@@ -1,8 +1,8 @@
-"""Who hears whom, and with which weight: graphs over nodes and combination matrices.
+"""Graphs over nodes, and combination matrices with weights.
 
-A topology says which node hears which; a combination matrix W gives the weights with which a node
-combines its own estimate with those of the nodes it hears (the "combine" step of P1 eq. 31b, P3
-Algorithm 1).
+A topology says which node receives from which; a combination matrix W has the weights with which a
+node combines its own estimate with those of its neighbors (the "combine" step of Chen, Towfic,
+Sayed 2015, eq. 31b, and Chainais and Richard 2014, Algorithm 1).
 
 ===========================  ==========================================================
 paper                        here
@@ -11,7 +11,7 @@ neighborhood N_k (with k)    ``topology.neighbours(k)`` (without k)
 a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed; its rows sum to one
 A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
 A 1 = 1 alone                column-stochastic, `push_weights`: push-sum on directed graphs
-degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighborhood counts the node itself
+degree nu_l (eq. 5)          ``topology.degrees[l] + 1``: the neighborhood counts the node itself
 ===========================  ==========================================================
 """
 
@@ -59,8 +59,7 @@ class Topology:
     Parameters
     ----------
     adjacency : sparse array or array_like of shape (n_nodes, n_nodes)
-        Non-zero at ``[k, l]`` where node k hears node l. The diagonal must be empty: every node
-        knows itself.
+        Nonzero at ``[k, l]`` if node k receives from node l. The diagonal must be zero.
 
     Examples
     --------
@@ -91,7 +90,19 @@ class Topology:
     def from_edges(
         cls, n_nodes: int, edges: Iterable[tuple[int, int]], *, directed: bool = False
     ) -> Topology:
-        """Return the graph of the given edges; a directed edge ``(k, l)`` says that k hears l."""
+        """Return the graph with these edges.
+
+        Parameters
+        ----------
+        n_nodes : int
+        edges : sequence of (int, int)
+            A directed edge ``(k, l)``: k receives from l.
+        directed : bool, default False
+
+        Returns
+        -------
+        Topology
+        """
         check_count("n_nodes", n_nodes, 1, MOST_NODES)
         check_flag("directed", directed)
         try:
@@ -118,7 +129,14 @@ class Topology:
     def from_networkx(cls, graph: Any) -> Topology:
         """Return the topology of a networkx graph, its nodes in the graph's order.
 
-        An edge ``u -> v`` of a directed graph lets v hear u.
+        Parameters
+        ----------
+        graph : networkx.Graph
+            With a directed edge ``u -> v``, v receives from u.
+
+        Returns
+        -------
+        Topology
         """
         check_members("graph", graph, "graph of networkx", "nodes", "edges", "is_directed")
         index = {node: i for i, node in enumerate(graph.nodes())}
@@ -127,12 +145,30 @@ class Topology:
 
     @classmethod
     def ring(cls, n_nodes: int) -> Topology:
-        """Return a ring: every node hears the one before and the one after."""
+        """Return a ring: neighbors are the node before and the node after.
+
+        Parameters
+        ----------
+        n_nodes : int
+
+        Returns
+        -------
+        Topology
+        """
         return cls._in_steps(n_nodes, [1])
 
     @classmethod
     def grid(cls, rows: int, columns: int) -> Topology:
-        """Return a grid, row by row: every node hears those above, below, left and right."""
+        """Return a grid, row by row; neighbors are above, below, left and right.
+
+        Parameters
+        ----------
+        rows, columns : int
+
+        Returns
+        -------
+        Topology
+        """
         node = _lattice(rows, columns)
         across = np.stack([node[:, :-1].ravel(), node[:, 1:].ravel()], axis=1)
         down = np.stack([node[:-1].ravel(), node[1:].ravel()], axis=1)
@@ -140,7 +176,16 @@ class Topology:
 
     @classmethod
     def torus(cls, rows: int, columns: int) -> Topology:
-        """Return a grid whose opposite edges are joined: every node hears its four neighbors."""
+        """Return a torus: a grid whose opposite edges are joined.
+
+        Parameters
+        ----------
+        rows, columns : int
+
+        Returns
+        -------
+        Topology
+        """
         node = _lattice(rows, columns)
         ends = [np.roll(node, -1, axis) for axis in (0, 1)]
         edges = np.concatenate([np.stack([node.ravel(), end.ravel()], axis=1) for end in ends])
@@ -148,10 +193,18 @@ class Topology:
 
     @classmethod
     def exponential(cls, n_nodes: int) -> Topology:
-        """Return an exponential graph: nodes hear those 1, 2, 4, 8, … places before and after.
+        """Return an exponential graph: neighbors are 1, 2, 4, 8, … places before and after.
 
-        About ``2 * log2(n_nodes)`` neighbors for each, and a spectral gap that shrinks only as
+        Each node has about ``2 * log2(n_nodes)`` neighbors; the spectral gap shrinks only as
         ``1 / log2(n_nodes)``.
+
+        Parameters
+        ----------
+        n_nodes : int
+
+        Returns
+        -------
+        Topology
         """
         _check_size(n_nodes, 1)
         return cls._in_steps(n_nodes, [2**power for power in range(n_nodes.bit_length())])
@@ -167,10 +220,20 @@ class Topology:
 
     @classmethod
     def k_regular(cls, n_nodes: int, degree: int, *, seed: int = 0) -> Topology:
-        """Return a random connected graph in which every node hears ``degree`` others.
+        """Return a random connected graph in which every node has ``degree`` neighbors.
 
-        Drawn by pairing half-edges at random and swapping the ends of loops and of double edges
-        with those of random edges until none is left; drawn again until connected.
+        Half-edges are paired at random; the ends of loops and double edges are swapped with those
+        of random edges until none is left; all is redrawn until connected.
+
+        Parameters
+        ----------
+        n_nodes : int
+        degree : int
+        seed : int, default 0
+
+        Returns
+        -------
+        Topology
         """
         _check_size(n_nodes, 2)
         check_count("degree", degree, 1, n_nodes - 1)
@@ -182,7 +245,19 @@ class Topology:
 
     @classmethod
     def erdos_renyi(cls, n_nodes: int, p: float, *, seed: int = 0) -> Topology:
-        """Return a connected random graph that has every edge with probability ``p``."""
+        """Return a connected random graph.
+
+        Parameters
+        ----------
+        n_nodes : int
+        p : float
+            Probability of every edge.
+        seed : int, default 0
+
+        Returns
+        -------
+        Topology
+        """
         _check_size(n_nodes, 1)
         check_real("p", p, 0.0, 1.0)
         _check_size(n_nodes, 1, p * n_nodes)
@@ -198,10 +273,22 @@ class Topology:
 
     @classmethod
     def small_world(cls, n_nodes: int, degree: int, p: float, *, seed: int = 0) -> Topology:
-        """Return a small world (Watts and Strogatz): a ring whose edges are rewired at random.
+        """Return a small world (Watts and Strogatz): a ring with randomly rewired edges.
 
-        Every node starts with ``degree`` (even) nearest neighbors; one end of each edge moves
-        with probability ``p`` to a random node. Redrawn until connected.
+        Redrawn until connected.
+
+        Parameters
+        ----------
+        n_nodes : int
+        degree : int
+            Even number of nearest neighbors in the ring.
+        p : float
+            Probability that one end of an edge moves to a random node.
+        seed : int, default 0
+
+        Returns
+        -------
+        Topology
         """
         _check_size(n_nodes, 3)
         check_count("degree", degree, 2, n_nodes - 1)
@@ -228,13 +315,31 @@ class Topology:
 
     @classmethod
     def star(cls, n_nodes: int) -> Topology:
-        """Return a star: node 0 hears all, and all hear node 0."""
+        """Return a star: node 0 is the neighbor of all others.
+
+        Parameters
+        ----------
+        n_nodes : int
+
+        Returns
+        -------
+        Topology
+        """
         _check_size(n_nodes, 1)
         return cls.from_edges(n_nodes, [(0, k) for k in range(1, n_nodes)])
 
     @classmethod
     def complete(cls, n_nodes: int) -> Topology:
-        """Return the graph in which everyone hears everyone."""
+        """Return the graph in which all nodes are neighbors.
+
+        Parameters
+        ----------
+        n_nodes : int
+
+        Returns
+        -------
+        Topology
+        """
         _check_size(n_nodes, 1)
         _check_size(n_nodes, 1, n_nodes)
         return cls(np.ones((n_nodes, n_nodes)) - np.eye(n_nodes))
@@ -256,12 +361,21 @@ class Topology:
 
     @property
     def degrees(self) -> NDArray[np.intp]:
-        """How many others each node hears, shape (n_nodes,)."""
+        """Number of neighbors of each node, shape (n_nodes,)."""
         degrees: NDArray[np.intp] = np.diff(self.adjacency.indptr).astype(np.intp)
         return degrees
 
     def neighbours(self, node: int) -> NDArray[np.intp]:
-        """Return the ids of the nodes that ``node`` hears, ascending."""
+        """Return the ids of a node's neighbors, ascending.
+
+        Parameters
+        ----------
+        node : int
+
+        Returns
+        -------
+        ndarray of int
+        """
         check_count("node", node, 0, self.n_nodes - 1)
         row = slice(self.adjacency.indptr[node], self.adjacency.indptr[node + 1])
         ids: NDArray[np.intp] = self.adjacency.indices[row].astype(np.intp)
@@ -308,7 +422,8 @@ def _check_size(n_nodes: int, least: int, degree: float = 1) -> None:
     check_count("n_nodes", n_nodes, least, MOST_NODES)
     if n_nodes * degree > MOST_LINKS:
         raise ValueError(
-            f"n_nodes must be at most {int(MOST_LINKS / degree)} where each hears {degree:g}, got "
+            f"n_nodes must be at most {int(MOST_LINKS / degree)} with {degree:g} neighbors each, "
+            "got "
             f"{n_nodes}: a graph has at most {MOST_LINKS} links."
         )
 
@@ -348,14 +463,14 @@ def _until_connected(draw: Any, what: str, seed: int) -> Topology:
 
 @dataclass(frozen=True, eq=False)
 class CombinationMatrix:
-    """Weights with which nodes combine what they hear.
+    """Weights with which nodes combine what they receive.
 
     Parameters
     ----------
     matrix : sparse array or array_like of shape (n_nodes, n_nodes)
         ``[k, l]``: the weight that node k gives to node l, its own on the diagonal.
     topology : Topology
-        A weight is allowed only where k hears l, and on the diagonal.
+        A weight is allowed only where k receives from l, and on the diagonal.
 
     Examples
     --------
@@ -389,7 +504,9 @@ class CombinationMatrix:
         alone.eliminate_zeros()
         if alone.nnz:
             k, j = int(alone.coords[0][0]), int(alone.coords[1][0])
-            raise ValueError(f"weights must follow the topology, but node {k} does not hear {j}.")
+            raise ValueError(
+                f"weights must follow the topology, but node {k} does not receive from {j}."
+            )
         weights.sort_indices()
         object.__setattr__(self, "matrix", weights)
 
@@ -458,7 +575,7 @@ class CombinationMatrix:
 
 
 def _are_one(sums: Any) -> bool:
-    """Whether all sums are one but for rounding."""
+    """Whether all sums are one up to rounding."""
     return bool(np.abs(np.asarray(sums) - 1).max() <= 1e-10)
 
 
@@ -502,8 +619,16 @@ def check_topology(topology: Topology) -> None:
 def metropolis_weights(topology: Topology) -> CombinationMatrix:
     """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbors k, l.
 
-    Symmetric, hence doubly stochastic: the right choice to find the plain mean of the nodes. The
-    topology must be undirected.
+    They are symmetric, hence doubly stochastic: the choice for the plain mean of the nodes.
+
+    Parameters
+    ----------
+    topology : Topology
+        Undirected.
+
+    Returns
+    -------
+    CombinationMatrix
 
     Examples
     --------
@@ -526,9 +651,17 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
 
 
 def averaging_weights(topology: Topology) -> CombinationMatrix:
-    """Return uniform weights: a node gives the same to itself and to everyone whom it hears.
+    """Return uniform weights over a node and its neighbors.
 
-    Rows sum to one; columns only where all degrees are equal.
+    Rows sum to one; columns only if all degrees are equal.
+
+    Parameters
+    ----------
+    topology : Topology
+
+    Returns
+    -------
+    CombinationMatrix
 
     Examples
     --------
@@ -544,10 +677,17 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
 
 
 def push_weights(topology: Topology) -> CombinationMatrix:
-    """Return weights for push-sum: a node divides by one plus the number of those that hear it.
+    """Return weights for push-sum: node l sends with weight 1 / (1 + out-degree of l).
 
-    Node k weighs what it receives from l by 1 / (1 + out-degree of l). Columns sum to one, on any
-    topology, directed or not; rows only where all degrees are equal.
+    Columns sum to one on any topology, directed or not; rows only if all degrees are equal.
+
+    Parameters
+    ----------
+    topology : Topology
+
+    Returns
+    -------
+    CombinationMatrix
 
     Examples
     --------
@@ -584,13 +724,21 @@ def kept_totals(
 
 
 def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -> CombinationMatrix:
-    """Return weights by relative degree and noise: degree_l / variance_l, normalized (P3 eq. 5).
+    """Return weights by relative degree and noise: degree_l / variance_l, normalized (eq. 5).
 
-    As printed the equation multiplies by the variance, so that the noisiest node counts most: with
-    one noisy node nothing is recovered. The inverse, as in the adaptive-networks literature, is
-    meant.
+    As printed, the paper's equation multiplies by the variance, so the noisiest node counts most
+    and one noisy node prevents any recovery. This is the inverse, as in the adaptive-networks
+    literature.
 
-    ``variances`` (n_nodes,) are every node's, within [1e-100, 1e100].
+    Parameters
+    ----------
+    topology : Topology
+    variances : ndarray of shape (n_nodes,)
+        Every node's noise variance, within [1e-100, 1e100].
+
+    Returns
+    -------
+    CombinationMatrix
 
     Examples
     --------
@@ -628,7 +776,7 @@ def rounds_to_all(network: Any) -> int:
     """Return the rounds that a value of any node takes to reach every other node.
 
     If links change from round to round, the links of all rounds count together. Without any link
-    every node learns alone: a baseline, which takes no rounds. A network in several parts that do
+    nodes only train locally: a baseline, which takes no rounds. A network in several parts that do
     not hear each other is rejected.
     """
     matrices = matrices_of(network)

@@ -1,4 +1,4 @@
-"""What protects a client's samples: it plugs into the protocols, which do not change for it."""
+"""Privacy: differential privacy, secure aggregation, sealed messages, encrypted state."""
 
 from flwr_perdl.privacy.basis import PublicBasis
 from flwr_perdl.privacy.noise import Noise

@@ -69,12 +69,12 @@ class StateKey:
             If they are not locked, or they, or what is said about them, were changed.
         """
         if set(locked) != {_SEALED}:
-            raise ValueError(f"it is not locked, and there is a key in {KEY_VARIABLE}")
+            raise ValueError(f"it is not encrypted, and there is a key in {KEY_VARIABLE}")
         sealed = locked[_SEALED].tobytes()
         try:
             text = self._cipher.decrypt(sealed[:_NONCE], sealed[_NONCE:], _bound(about))
         except (InvalidTag, ValueError):
-            raise ValueError("it was changed after it was locked") from None
+            raise ValueError("it was changed after it was encrypted") from None
         with np.load(BytesIO(text), allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
 
@@ -138,7 +138,7 @@ def read(
         return None
     if about[_KEY_NAME] not in (None, None if key is None else key.name):
         raise ValueError(
-            f"{KEY_VARIABLE} must be the key that {path.name} is locked with, got "
+            f"{KEY_VARIABLE} must be the key that {path.name} is encrypted with, got "
             f"{'none' if key is None else 'another one'}: {path}."
         )
     if key is None:

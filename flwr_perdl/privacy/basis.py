@@ -1,7 +1,7 @@
-"""A public space in which a model is learned: it is chosen without the data, and costs no privacy.
+"""A public subspace in which a model is learned: chosen without the data, at no privacy cost.
 
-Noise has the same size in every direction, the data do not: of an image's pixels, few directions
-carry most. What is learned in those alone is hit by less noise, and loses what lies outside them.
+Noise has the same size in every direction, but data don't: few directions carry most of an image.
+Learning in those alone means less noise, and loses what lies outside them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AXES, _NUMBERS = 32, 10**8
 
 
 class PublicBasis:
-    """An orthonormal basis of the space in which a model is learned.
+    """An orthonormal basis of the subspace in which a model is learned.
 
     Parameters
     ----------
@@ -63,10 +63,10 @@ class PublicBasis:
         Parameters
         ----------
         shape : tuple of int
-            Of a sample before it is a row: ``(height, width)`` of an image, ``(length,)`` of a
-            signal.
+            Shape of a sample before it is flattened: ``(height, width)`` of an image, ``(length,)``
+            of a signal.
         n : int
-            Their number; low is what has the least sum of squares of relative frequencies.
+            Number of frequencies, by increasing sum of squares of relative frequencies.
 
         Returns
         -------
@@ -90,11 +90,29 @@ class PublicBasis:
         return cls(waves.reshape(n, n_features))
 
     def project(self, X: Matrix) -> Matrix:
-        """Return samples in the basis, of shape (n_samples, n)."""
+        """Return samples in the basis, of shape (n_samples, n).
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n)
+        """
         X = check_array("X", X, columns=self.matrix.shape[1])
         return X @ self.matrix.T.astype(X.dtype)
 
     def lift(self, atoms: Matrix) -> Matrix:
-        """Return a model's rows, such as atoms, in the samples' own space; norms stay."""
+        """Return a model's rows, such as atoms, in the samples' space, with the same norms.
+
+        Parameters
+        ----------
+        atoms : ndarray of shape (n_atoms, n)
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
         atoms = check_array("atoms", atoms, columns=len(self.matrix))
         return atoms @ self.matrix.astype(atoms.dtype)

@@ -1,8 +1,8 @@
-"""What a client has spent of its own promise: on its disk, over all runs and processes.
+"""What a client has spent of its own guarantee: on its disk, over all runs and processes.
 
-One file per client has an account for each promise that the client was started with. It is written
-before an answer leaves, so that a crash may cost budget and never gives some back. A file that
-cannot be read stops the client: a new one would be a new budget.
+One file per client has an account for each guarantee that the client was started with. It is
+written before an answer leaves, so that a crash may cost budget and never gives some back. A file
+that cannot be read stops the client: a new one would be a new budget.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Own(NamedTuple):
     Attributes
     ----------
     noise : Noise
-        The weakest promise that it answers.
+        The weakest guarantee that it answers.
     folder : Path or None
         The client's folder, with the file; None: it counts within one run of Flower only.
     client : str

@@ -1,12 +1,12 @@
 """Differential privacy of sums: how much noise, who adds it, and on which grid.
 
-What is released is a sum over records, or over clients, with noise. Two data sets are neighbors if
-one has a record (``level="client"``: a client) that the other lacks; *add or remove one*, not
-*replace one*, which moves a sum twice as far at most. The sums of a run's rounds are together
-(epsilon, delta)-differentially private.
+What is released is a noised sum over records, or over clients. Two data sets are neighbors if one
+has a record (``level="client"``: a client) that the other lacks: *add or remove one*, not *replace
+one*, which changes a sum by up to twice as much. All sums of a run together are (epsilon,
+delta)-differentially private.
 
 ==============================  ====================================================================
-step                            why the promise holds
+step                            why the guarantee holds
 ==============================  ====================================================================
 a record moves a sum by at      Its term, of that record and of what is public alone, is scaled down
 most ``sensitivity``            to a norm. Cutting a sum's entries to ``reach`` moves no two sums
@@ -37,17 +37,17 @@ releases are counted            `noise_multiplier`, by dp-accounting: Balle and 
                                 divergence would ask for 6 to 9 % more noise
 ==============================  ====================================================================
 
-What is not covered. A record on which a client fails (NaN, or beyond the range that it computes in)
-takes all of that client's sum away: records are numbers that clients accept. A client knows its own
-share: towards it the noise is that of ``n_required - 1`` shares, and towards k clients that work
-with the server, of ``n_required - k``. Floating point: noise and sums are whole numbers when they
-meet, so that the last bits of a reply say nothing (Mironov, "On Significance of the Least
-Significant Bits", 2012). Before that a sum over n records in float64 is off by at most n^2 2^-53
-records, which is below the 1e-6 by which every sensitivity is taken larger for up to 90,000 records
-at a client; sums in float32 are not covered. Time: how long an answer takes may depend on the data,
-and OpenDP's sampler takes as long as its random numbers ask for; neither is hidden. ``rng`` in
-place of the operating system's random numbers is for tests and simulations: who knows its seed can
-take the noise off, and there is no promise.
+Limitations. A record on which a client fails (NaN, or out of the range that it computes in) removes
+that client's whole sum: only records that clients accept are covered. A client knows its own share:
+against it the noise is that of ``n_required - 1`` shares, and against k clients that collude with
+the server that of ``n_required - k``. Floating point: noise and sums are integers when they are
+added, so the last bits of a reply reveal nothing (Mironov, "On Significance of the Least
+Significant Bits", 2012). Before that, a float64 sum over n records is off by at most n^2 2^-53
+records, which for up to 90,000 records per client is below the 1e-6 by which every sensitivity is
+enlarged; float32 sums are not covered. Timing: the time of an answer may depend on the data, and
+that of OpenDP's sampler on its random numbers; neither is hidden. ``rng`` instead of the operating
+system's random numbers is for tests and simulations: anyone who knows its seed can remove the
+noise, and there is no guarantee.
 """
 
 from __future__ import annotations
@@ -86,28 +86,29 @@ _LARGEST = 2**40
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """A promise of (epsilon, delta)-differential privacy for all rounds of a run.
+    """A guarantee of (epsilon, delta)-differential privacy for all rounds of a run.
 
     Parameters
     ----------
     epsilon : float
-        The budget, 1e-7 to 1e9. With epsilon 1 an observer who knows all other records bets on one
-        record's presence with odds of at most e : 1 more than before.
+        The budget, 1e-7 to 1e9. With epsilon 1, an observer who knows all other records can raise
+        the odds that one record is present by a factor of at most e.
     delta : float, default 1e-5
-        The probability with which that may fail, in (0, 1): well below 1 / number of records.
+        Probability, in (0, 1), with which that may fail: choose it well below 1 / number of
+        records.
     trust : {"distributed", "central"}, default "distributed"
-        Who adds the noise: each client its share, before secure sums, so that the server sees
-        noised sums only; or the server, which sees each client's sum.
+        Who adds the noise: each client a share of it before secure sums, so that the server sees
+        only noised sums; or the server, which sees each client's sum.
     level : {"record", "client"}, default "record"
-        What is hidden: that a record, or all of a client's data, was there.
+        What is hidden: the presence of a record, or of all data of a client.
     clip : float, default 1.0
-        The largest norm of a record, or of a client's reply; longer ones are scaled down.
+        Largest norm of a record, or of a client's reply; longer ones are scaled down.
     basis : PublicBasis, optional
-        The space in which the model is learned; by default that of the samples.
+        Subspace in which the model is learned; by default that of the samples.
     rng : callable, optional
-        Makes a NumPy generator for each draw, for tests and simulations whose results shall be
-        reproducible: who knows its seed can take the noise off. By default OpenDP draws from the
-        operating system's random numbers; only then is anything promised.
+        Makes a NumPy generator for each draw, for reproducible tests and simulations. Anyone who
+        knows its seed can remove the noise, so nothing is guaranteed. By default OpenDP draws from
+        the operating system's random numbers.
 
     Raises
     ------
@@ -156,23 +157,27 @@ class Noise:
         Parameters
         ----------
         n_releases : int
-            The number of sums that the run releases.
+            Number of sums that the run releases.
         size : int
-            The number of entries of a sum.
+            Number of entries of a sum.
         sensitivity : float
-            The norm by which a record (or a client) moves a sum.
+            Largest norm of a record's (or a client's) contribution to a sum.
         reach : float
-            The largest magnitude of an entry of one client's sum; larger ones are cut.
+            Largest magnitude of an entry of a client's sum; larger ones are clipped.
         n_required : int, default 1
-            The fewest clients of which a sum is opened: with so many shares the promise holds. With
-            ``trust="central"`` the one share is the whole noise.
+            Fewest clients in a sum: with that many shares the guarantee holds. With
+            ``trust="central"`` one share is the whole noise.
         limit : int, default 2**26
-            The largest magnitude of a client's reply in steps of the grid.
+            Largest magnitude of a client's reply in steps of the grid.
+
+        Returns
+        -------
+        Release
 
         Raises
         ------
         ValueError
-            If an argument breaks its rule, or ``limit`` leaves too coarse a grid.
+            If an argument breaks its rule, or ``limit`` makes the grid too coarse.
         """
         check_count("n_releases", n_releases, 1)
         check_count("size", size, 1)
@@ -233,7 +238,7 @@ class Release(NamedTuple):
             The sum, of any shape; entries beyond the reach are cut.
         rng : numpy.random.Generator, optional
             The source of the noise in tests and simulations. By default OpenDP draws it from the
-            operating system's random numbers; only then is anything promised.
+            operating system's random numbers; only then is anything guaranteed.
 
         Returns
         -------

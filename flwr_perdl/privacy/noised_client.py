@@ -1,12 +1,12 @@
-"""A client's part in a noised sum: a promise is checked, spent, and kept, whatever the data are.
+"""A client's part in a noised sum: a guarantee is checked, spent, and kept, whatever the data are.
 
-The order of the work carries the promise. (1) The request's promise is checked by itself and
+The order of the work carries the guarantee. (1) The request's guarantee is checked by itself and
 against the client's own. (2) The budget is spent. (3) The client is called, and what it returns is
 clipped; a client that fails, for whatever reason, adds zero, and the reason goes to its own log.
 (4) With distributed trust the client adds its share of the noise. Nothing else leaves: no metrics,
 no number of examples, no evaluation.
 
-A budget is for all runs of a client with a promise of its own and a folder on its disk (`Own`);
+A budget is for all runs of a client with a guarantee of its own and a folder on its disk (`Own`);
 without these, each run of Flower begins a new count.
 
 What is not covered: at record level, a single sample with which the client's own code fails, since
@@ -61,7 +61,7 @@ BOUND = "perdl.bound"
 #: row is a change or none.
 SUMS, CHANGES, ROWS = "sums", "changes", "rows"
 _KINDS = {"record": (SUMS,), "client": (SUMS, CHANGES, ROWS)}
-#: What a promise says that a `Noise` says.
+#: What a guarantee says that a `Noise` says.
 BUDGET = "epsilon", "delta", "trust", "level", "clip"
 #: The record of a client's state with what it has spent.
 _SPENT = "perdl.noised"
@@ -92,12 +92,12 @@ class Promise:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Promise:
-        """Return the promise in a request's config."""
+        """Return the guarantee in a request's config."""
         given = config.get(PROMISE)
         try:
             promise = cls(**json.loads(str(given)))
         except (TypeError, ValueError, RecursionError):
-            raise ValueError(f"{PROMISE} must be a promise, got {brief_repr(given)}.") from None
+            raise ValueError(f"{PROMISE} must be a guarantee, got {brief_repr(given)}.") from None
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
         check_count(f"skip in {PROMISE}", promise.skip, 0, _MOST)
@@ -107,12 +107,12 @@ class Promise:
 
     @property
     def text(self) -> str:
-        """The promise as a request carries it."""
+        """The guarantee as a request carries it."""
         return json.dumps(asdict(self))
 
     @property
     def noise(self) -> Noise:
-        """The promise without what one sum needs."""
+        """The guarantee without what one sum needs."""
         return Noise(**{name: getattr(self, name) for name in BUDGET})
 
     @property
@@ -225,7 +225,7 @@ def _read(
 
 
 def fewest(message: Message, context: Context, *, unmask: bool) -> int:
-    """Return the fewest clients of which the sum at hand may be opened; 0 without a promise."""
+    """Return the fewest clients of which the sum at hand may be opened; 0 without a guarantee."""
     if not unmask:
         config: Mapping[str, Any] = message.content.config_records.get(CONFIG, {})
         return Promise.read(config).clients if PROMISE in config else 0
@@ -262,7 +262,7 @@ def _account(context: Context, own: Own | None) -> Iterator[dict[str, Any]]:
 
 
 def _check_own(promise: Promise, own: Noise | None) -> None:
-    """Reject a promise that is weaker than the client's own."""
+    """Reject a guarantee that is weaker than the client's own."""
     if own is None:
         return
     for name in ("epsilon", "delta"):

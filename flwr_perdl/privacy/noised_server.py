@@ -44,12 +44,12 @@ _SPENT, _ROUNDS, _SUM = "spent", "rounds", "sum"
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedSum:
-    """What the server gets of a round under a promise: one sum with noise, as a mean.
+    """What the server gets of a round under a guarantee: one sum with noise, as a mean.
 
     Parameters
     ----------
     noise : Noise
-        The promise for the whole run.
+        The guarantee for the whole run.
     summed : Summed
         What the request declares.
     secure : mapping, optional
@@ -71,17 +71,17 @@ class NoisedSum:
         if min_clients < least:
             raise ValueError(
                 f'min_clients must be at least {least} with privacy of trust="distributed", whose '
-                f"noise is for so many clients, got {min_clients}."
+                f"noise needs that many clients, got {min_clients}."
             )
         if self.noise.level == "record" and not self.summed.by_sample:
             raise ValueError(
-                'level in privacy must be "client" where what is summed is no sum over samples, '
-                'each of which can be bounded, got "record".'
+                'level in privacy must be "client" if the sums are not over samples that can be '
+                'bounded, got "record".'
             )
         if rounds is None:
             raise ValueError(
-                "privacy must come with the strategy's own start, which says for how many rounds "
-                "its budget is, got another interface."
+                "privacy must come with the strategy's own start, for whose number of rounds the "
+                "budget is, got another interface."
             )
         if not kept:
             kept |= {_ROUNDS: np.array(rounds), _SPENT: np.array(0)}
@@ -100,7 +100,7 @@ class NoisedSum:
         return self.noise.trust == "distributed"
 
     def config(self, n_clients: int) -> dict[str, Scalar]:
-        """Return what the clients are told: the promise."""
+        """Return what the clients are told: the guarantee."""
         promise = self._promise(n_clients)
         return {MAX_WEIGHT: 1, NORM: float(promise.limit), PROMISE: promise.text}
 
@@ -126,7 +126,7 @@ class NoisedSum:
         total, there, lost = gather(grid, sent, round_, limits, timeout)
         if len(there) < self.n_required:
             self._spend(-1)
-            why = f"{len(there)} clients answered, and the noise is for {self.n_required} at least"
+            why = f"{len(there)} clients answered, and the noise needs at least {self.n_required}"
             return {}, {p: Lost(FAILED, why) for p in there} | lost
         sigma = self._release(len(sent)).sigma
         if self._distributed:  # more shares than are needed
@@ -225,9 +225,9 @@ def sums_with(
     Parameters
     ----------
     privacy : Noise or None
-        The promise.
+        The guarantee.
     secure : bool or mapping, default False
-        Whether sums are secure without a promise, too; options of SecAgg+.
+        Whether sums are secure without a guarantee, too; options of SecAgg+.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Sealed messages: encrypted, so that only the neighbor they are addressed to can read them.
+"""Sealed messages: encrypted end to end, so that only the receiving neighbor can read them.
 
-Every node draws an X25519 key pair for every run, and may have a lasting one besides, in a key
-file. Its *card*, which it announces, holds the public keys of both pairs. A message from one node
+Every node draws an X25519 key pair for every run, and may also have a lasting one in a key file.
+Its *card*, which it announces, holds the public keys of both pairs. A message from one node
 to another is encrypted and authenticated with ChaCha20-Poly1305 under a key that only these two can
 compute,
 
@@ -213,22 +213,22 @@ class Keys:
 
 
 def make_key(path: str | Path) -> str:
-    """Write a new lasting private key to a file that its owner alone can read.
+    """Write a new lasting private key to a file that only its owner can read.
 
     Parameters
     ----------
     path : str or Path
-        The file (PEM, as ``openssl genpkey -algorithm x25519`` writes it); there must be none.
+        The new file (PEM, as ``openssl genpkey -algorithm x25519`` writes it).
 
     Returns
     -------
     str
-        The public key, in hexadecimal digits: what neighbors pin.
+        The public key, in hexadecimal digits, for neighbors to pin.
 
     Raises
     ------
     FileExistsError
-        If there is a file: a key is never overwritten.
+        If the file exists: a key is never overwritten.
 
     Examples
     --------

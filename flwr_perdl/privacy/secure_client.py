@@ -53,7 +53,7 @@ def _take_step(
 ) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked.
 
-    With a promise of noise, the request's or the client's ``own``, it has its share of that.
+    With a guarantee of noise, the request's or the client's ``own``, it has its share of that.
     """
     secagg, asked = secagg_client(), message.content[SECAGG]
     if not isinstance(asked, ConfigRecord) or secagg.Key.STAGE not in asked:

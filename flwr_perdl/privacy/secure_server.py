@@ -1,8 +1,8 @@
-"""A secure round: the server gets the weighted mean of the replies, and no single one.
+"""Secure aggregation: the server gets the weighted mean of the replies, and no single one.
 
 Flower's `SecAggPlusWorkflow` does the work, in four exchanges of messages: public keys; shares of
-the secret keys, encrypted between clients; masked replies; the shares that take the masks off the
-sum. Here the workflow asks a strategy's own requests, and what comes back is checked.
+the secret keys, encrypted between clients; masked replies; the shares that unmask the sum. Here the
+workflow sends a strategy's own requests, and the replies are checked.
 """
 
 from __future__ import annotations
@@ -52,28 +52,27 @@ _REMEDY = " (make the ClientApp with client_app, which takes part in secure sums
 
 @dataclass(frozen=True)
 class SecureMean:
-    """What the server gets in a secure round: the clients' weighted mean, and no single reply.
+    """Secure aggregation: the server gets the clients' weighted mean, and no single reply.
 
-    Flower's SecAgg+ adds the replies up under masks. Every good reply then holds that mean in place
-    of the client's own array, so that a protocol that averages its replies does not change. Numbers
-    of examples and metrics are each client's own, and in the clear.
+    Flower's SecAgg+ adds up masked replies. Every good reply then holds the mean in place of the
+    client's own array, so a protocol that averages its replies does not change. Numbers of examples
+    and metrics are each client's own, in the clear.
 
     Parameters
     ----------
     shape : tuple of int
-        The shape of a reply's one array.
+        Shape of a reply's one array.
     norm : float, default 1.0
-        Largest norm of that array; a client scales a longer one down to it. Where all count alike,
-        up to a thousand clients, the mean is rounded to less than a millionth of this bound.
+        Largest norm of that array; a client scales a longer one down. With equal weights and up to
+        1,000 clients, the rounding of the mean is below a millionth of this bound.
     max_weight : int, default 1
-        A client counts by its number of examples, and for at most so many; with 1 all count alike.
-        The rounding is as many times coarser as this is larger than the clients' mean number.
+        A client counts by its number of examples, up to this; with 1 all have equal weights. The
+        rounding is coarser by the ratio of this to the clients' mean number.
     reconstruction_threshold : float, optional
-        The share of clients that must answer to the end, above 0.5; by default two thirds. Where
-        there are more than 51, of the 51 among whom each client's keys are shared.
+        Share of clients that must answer to the end, above 0.5; by default two thirds. With more
+        than 51 clients, a share of the 51 that hold the shares of each client's keys.
     min_clients : int, default 2
-        The fewest clients of which a sum is opened; the strategy's ``min_clients`` where that is
-        more.
+        Fewest clients in a sum that is unmasked; the strategy's ``min_clients`` if that is more.
 
     Raises
     ------
@@ -139,13 +138,13 @@ class SecureMean:
             good, lost, failed = self._gather(grid, asked, len(sent), round_, limits, timeout)
             if good or not failed:
                 break
-            log(WARNING, "Round %d: the secure sum was not opened, and is asked for again.", round_)
+            log(WARNING, "Round %d: the secure sum is lost, and requested again.", round_)
             # Without those who failed, if that leaves enough: they may be gone for long.
             rest = [one for one in asked if one[0] not in failed]
             if len(rest) >= MIN_CLIENTS:
                 missing |= {partition: lost[partition] for partition in failed}
                 asked = rest
-        log(INFO, "secure sum: %d clients in it, %d not", len(good), len(sent) - len(good))
+        log(INFO, "secure sum: %d clients included, %d not", len(good), len(sent) - len(good))
         return good, missing | lost
 
     def _gather(

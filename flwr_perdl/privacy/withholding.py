@@ -1,8 +1,7 @@
-"""Which rows of a reply a client withholds: one rule, asked for a mask before sums are formed.
+"""Withholding: which rows of a reply a client may send.
 
-A row of a reply is a sum of terms ``w_ij x_i`` over samples. It shows a sample where that sample's
-term is most of the sum, so the rule looks at the terms alone, not at the sum: a mask that depended
-on the sum would itself say something about it.
+A row of a reply is a sum of terms ``w_ij x_i`` over samples. It reveals a sample whose term is most
+of the sum. The rule looks at the terms only: a mask that depends on the sum would leak it.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ def may_send(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
     """Return which of the sums ``weights.T @ X`` may leave a client.
 
     At least ``min_support`` samples must have a term ``w_ij x_i``, and none of them more than two
-    thirds of ``sum_i |w_ij|^2 |x_i|^2``. This protects from a glance, not from an attack:
-    differences of replies can still show samples, and only noise helps against those.
+    thirds of ``sum_i |w_ij|^2 |x_i|^2``. This prevents accidents, not attacks: differences of
+    replies can still reveal samples, and only noise helps against those.
 
     Parameters
     ----------
     weights : ndarray of shape (n_samples, n_rows)
         The weights of each row.
     X : ndarray of shape (n_samples, n_features)
-        The samples, or what the rows sum up of them.
+        The samples, or whatever the rows are sums of.
     min_support : int
-        The least number of samples behind a row; 0 lets every row through.
+        Fewest samples behind a row; 0 allows every row.
 
     Returns
     -------
@@ -44,7 +43,7 @@ def may_send(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
     Raises
     ------
     ValueError
-        If shapes do not fit, or ``min_support`` is negative.
+        If shapes do not match, or ``min_support`` is negative.
 
     Examples
     --------

@@ -65,8 +65,8 @@ class Checkpoints:
         if rounds and not self.resume:
             raise ValueError(
                 f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
-                f"{str(self.folder)!r}: with ServerSettings(resume=True) it goes on; another run "
-                "wants another folder."
+                f"{str(self.folder)!r}: continue it with ServerSettings(resume=True), or choose "
+                "another folder."
             )
 
     def save(self, run: RunRecord) -> None:
@@ -75,8 +75,8 @@ class Checkpoints:
         others = set(self.folder.glob("history-*.jsonl")) - {own}
         if others and (self._saves or (not self.resume and files.rounds_in(self.folder))):
             raise ValueError(
-                f"checkpoint_dir must be that of one run at a time, got {str(self.folder)!r}, "
-                "where another run has saved its rounds since this one began."
+                f"checkpoint_dir must be used by one run at a time, got {str(self.folder)!r}, "
+                "where another run has saved rounds since this one began."
             )
         if self._journal is None:
             self._journal = files.Journal(own)
@@ -158,7 +158,7 @@ class Checkpoints:
                 f"run to resume began, or be left out, got {given} instead of {began}."
             )
         if given and run.initial != found.initial:
-            log(INFO, "initial_arrays are not used: the run goes on from its checkpoint.")
+            log(INFO, "initial_arrays are ignored: the run continues from its checkpoint.")
 
     def _recall(self, mark: Mapping[str, Any]) -> History:
         """Return the history; one that is damaged does not stop the run."""
@@ -253,7 +253,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> d
         text = json.dumps(identity, default=word, skipkeys=not strict)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            "settings must be numbers, texts, arrays, functions, or lists and mappings of them, "
+            "settings must be numbers, strings, arrays, functions, or lists and mappings of them, "
             f"for a checkpoint to say which run it is of, got one that is not: {error}."
         ) from None
     found: dict[str, Any] = json.loads(text)

@@ -246,8 +246,8 @@ class ProtocolRun:
         if self._privacy is not None:
             log(
                 INFO,
-                "privacy: replies are sums with noise alone; the clients' evaluations, metrics and "
-                "numbers of examples are switched off.",
+                "privacy: replies are noised sums only; evaluations, metrics and numbers of "
+                "examples are off.",
             )
         if self._observers is not None:
             settings = canonical_identity(self._strategy.settings(), strict=False)
@@ -436,8 +436,8 @@ class ProtocolRun:
         if lost := sorted(anew & before):
             log(
                 WARNING,
-                "The private state of %s was lost and is made anew, so the results differ from "
-                "those of a run without that loss. To keep it on disk, give every client a "
+                "The private state of %s was lost and reinitialized, so results differ from those "
+                "of a run without that loss. To keep it on disk, give every client a "
                 '"state-dir" in its node config, set FLWR_PERDL_STATE_DIR where clients run, or '
                 "make the grid InProcessGrid(..., state_dir=FOLDER).",
                 ", ".join(map(self.roster.label, lost)),

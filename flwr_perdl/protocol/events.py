@@ -1,4 +1,4 @@
-"""What happens in a run, as it happens: one JSON object per line (format: docs/faults.md)."""
+"""Events of a run, as they happen: one JSON object per line (format: docs/faults.md)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Appends events to a file; every line is on its way to the disk before the run goes on.
+    """Appends events to a file; every line is flushed to disk before the run goes on.
 
-    A run that was killed in the middle of a line loses that line, and no other: what follows an
-    incomplete line begins a new one, and `read_events` leaves out what is no JSON.
+    If a run is killed in the middle of a line, only that line is lost: `read_events` skips it.
 
     Parameters
     ----------
     path : str or Path
-        The file, made with its folder when missing.
+        The file; its folder is created if missing.
 
     Examples
     --------
@@ -59,7 +58,15 @@ class EventLog:
         self._lock: int | None = None
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event; a disk that is full is logged, and does not stop the run."""
+        """Append one event; a full disk is logged and does not stop the run.
+
+        Parameters
+        ----------
+        event : str
+            Its name.
+        **fields
+            Its JSON values.
+        """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps(_to_json({"time": now, "event": event, **fields}), allow_nan=False)
         try:
@@ -85,11 +92,18 @@ class EventLog:
 
 
 def has_writer(path: Path) -> bool:
-    """Return whether a process on this machine has an `EventLog` of a file that exists.
+    """Return whether a process on this machine has an `EventLog` of an existing file open.
 
-    The system releases its lock when the process ends, however it ends. Where a system or a file
-    system has no locks, the answer is True; of a folder that machines share without sharing locks
-    ask on the server's.
+    The system releases the lock when the process ends, however it ends. Without file locks the
+    answer is True. For a network folder that does not share locks, ask on the server's machine.
+
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    bool
 
     Examples
     --------
@@ -115,8 +129,19 @@ def has_writer(path: Path) -> bool:
 def read_events(path: Path, start: int = 0) -> tuple[list[Event], int]:
     """Return the events of a file from byte ``start`` on, and where the next one begins.
 
-    A last line without an end is still being written, and is left for the next call; a line that
-    is no event is left out.
+    An unfinished last line is left for the next call; a line that is no event is skipped.
+
+    Parameters
+    ----------
+    path : str or Path
+    start : int, default 0
+        Offset in bytes.
+
+    Returns
+    -------
+    events : list of dict
+    next : int
+        The offset for the next call.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The options that every strategy takes, and how a strategy's options are checked.
+"""Options of every strategy, and their checks.
 
 A strategy declares what it supports: ``unsupported``, the reason for each thing that it does not,
 and ``needs``, what an option demands of others. docs/which-algorithm.md shows both.
@@ -55,38 +55,36 @@ _FEDAVG = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a server rarely has to be told: ``server=ServerSettings(...)`` of every strategy.
+    """Less common server options: ``server=ServerSettings(...)`` of every strategy.
 
-    A strategy's ``options`` are such settings, with the options given to itself (`ServerOptions`)
-    among them.
+    A strategy's ``options`` are such settings, with its `ServerOptions` among them.
 
     Parameters
     ----------
     resume : bool, default False
-        Continue from the newest checkpoint in ``checkpoint_dir``; where there is none, begin.
+        Continue from the newest checkpoint in ``checkpoint_dir``; without one, begin.
     evaluate_every : int, default 1
-        Rounds from one evaluation by the clients to the next.
+        Rounds between two evaluations by the clients.
     allow_fewer : bool, default False
-        Whether the run begins with fewer than ``num_clients``, but at least ``min_clients``, where
-        not all have come in time; otherwise it stops with `TooFewReplies`.
+        Whether to begin with fewer than ``num_clients``, but at least ``min_clients``, if not all
+        join in time; otherwise the run stops with `TooFewReplies`.
     node_timeout : float, default 60.0
         Seconds to wait for them.
     events : str or Path, optional
         File to which every event of the run is appended as a line of JSON (docs/faults.md).
     max_reply_bytes : int, optional
-        Most bytes of arrays in a reply; a larger one is refused before its arrays are read. By
-        default as many as a reply with the values that are asked for may have; 2**28 where their
-        number is not known.
+        Maximum size of a reply's arrays; a larger reply is rejected before they are read. By
+        default the size of the expected values; 2**28 where their number is unknown.
     max_magnitude : float, optional
-        Largest absolute value of a number in a reply, of metrics too; a reply with a larger one is
-        refused. By default it is relative in each array of a user's model: 100 times the lower
-        median, over the round's replies, of the array's largest absolute values, which counts as
-        one at least (`DiffusionAveraging`: over a node and its neighbors). Elsewhere 1e100, and
-        1e30 where the model is in single precision.
+        Largest absolute value of a number in a reply, metrics included; a reply with a larger one
+        is rejected. By default it is relative for the arrays of a user's model: 100 times the lower
+        median, over the round's replies, of the array's largest absolute values, but at least 100
+        (`DiffusionAveraging`: over a node and its neighbors). Elsewhere 1e100, and 1e30 where the
+        model is in single precision.
     clients_by_node : mapping of int to int, optional
         The partition of every node that may take part, by Flower's node id. Other nodes are not
-        asked, and a node that says that it is another client is left out. Without it, the first
-        node that claims a partition keeps it while it is connected.
+        asked, and a node that claims another partition is left out. Without it, the first node that
+        claims a partition keeps it while it is connected.
 
     Raises
     ------
@@ -182,22 +180,22 @@ class ServerOptions(TypedDict, total=False):
     """The options that every strategy of this library takes, all by keyword.
 
     fraction_train, fraction_evaluate : float, default 1.0
-        Share of the clients asked in a training round, and of those that evaluate the model after
-        it by their own ``evaluate``. With ``fraction_evaluate=0`` nobody is asked to evaluate: for
-        clients that define no ``evaluate``, and for protocols whose arrays are no model.
+        Share of the clients sampled for training in a round, and for evaluating the model after it
+        by their own ``evaluate``. ``fraction_evaluate=0`` turns evaluation off: for clients without
+        ``evaluate``, and for protocols whose arrays are no model.
     min_clients : int, default 2
-        Fewest good replies with which a round goes on; also the fewest clients sampled.
+        Minimum number of good replies for a round to count; also the fewest clients sampled.
     num_clients : int or None, default None
-        Number of clients to wait for before round one; None waits until ``min_clients`` are there
-        and no further one has come for a few seconds.
+        Number of clients to wait for before round one. None waits until ``min_clients`` are
+        connected and no other has joined for a few seconds.
     seed : int, default 0
         The run's one seed, below 2**63.
     checkpoint_dir : str, Path or None, default None
-        Folder for a checkpoint after every round; one that holds a run is refused without
+        Folder for a checkpoint after every round. A folder that holds a run is rejected without
         ``resume``.
     on_round : callable, or sequence of callables, optional
-        Called with each `RoundReport` while the run goes on, such as `print` or one of
-        `flwr_perdl.trackers`. An error in one is logged once, and the run goes on.
+        Called with each `RoundReport` during the run, such as `print` or one of
+        `flwr_perdl.trackers`. An error in it is logged once, and the run goes on.
     server : ServerSettings
         Everything else: ``resume``, ``events``, ``clients_by_node``, …
 

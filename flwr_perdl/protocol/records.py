@@ -1,4 +1,4 @@
-"""What messages carry, for clients of one's own: the keys' names, and arrays from a record.
+"""Names of keys and arrays in messages, for your own clients.
 
 ==================  ==============================================================================
 name                where it stands
@@ -227,7 +227,7 @@ class Replies(dict[int, Reply]):
         what : str
             Such as "left out", "clipped" or "trimmed".
         shares : mapping of int to float
-            By partition, to which share of the reply; 0 is not noted.
+            By partition, the share of the reply that is affected; 0 is not noted.
         """
         for partition, share in shares.items():
             if share > 0:
@@ -239,12 +239,16 @@ class Replies(dict[int, Reply]):
         return {}
 
     def leave_out(self, reasons: Mapping[int, str]) -> Replies:
-        """Return the other replies: these do not fit them, and count as dropped.
+        """Return the replies without these, which count as dropped.
 
         Parameters
         ----------
         reasons : mapping of int to str
-            By partition, what does not fit, for log and report.
+            By partition, why the reply is left out, for log and report.
+
+        Returns
+        -------
+        Replies
         """
         self.outliers.update(reasons)
         return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
@@ -252,7 +256,7 @@ class Replies(dict[int, Reply]):
     def keep_majority(
         self, trait: Callable[[Reply], Any], describe: Callable[[Any], str]
     ) -> Replies:
-        """Return the replies that have the trait that most have; the others are left out.
+        """Return the replies that share the most common trait; the others are left out.
 
         Parameters
         ----------
@@ -260,6 +264,10 @@ class Replies(dict[int, Reply]):
             ``reply -> anything`` that can be compared.
         describe : callable
             ``trait -> str``: in words, for log and report.
+
+        Returns
+        -------
+        Replies
         """
         found = {partition: trait(reply) for partition, reply in self.items()}
         most = Counter(found.values()).most_common(1)[0][0]
@@ -349,7 +357,15 @@ def in_order(record: Mapping[str, Array], names: Collection[str]) -> dict[str, A
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
-    """Return an ArrayRecord's arrays in the order in which they were put in; not to be written to.
+    """Return an ArrayRecord's arrays in their order; read-only.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+
+    Returns
+    -------
+    list of ndarray
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What observers see of a run: reports, lines or a bar, and calls of the user's functions."""
+"""Reports of a run, its progress lines or bar, and callbacks."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class RoundReport(NamedTuple):
     metrics : dict of int to dict
         Every good reply's metrics, by partition.
     aggregate : dict of str to float
-        Their means, weighted by numbers of examples, and ``"clients"`` and ``"dropped"``;
-        under a promise of privacy ``"uncounted-runs"``: at how many clients each run of Flower has
-        a budget of its own.
+        Their means, weighted by numbers of examples, and ``"clients"`` and ``"dropped"``; with
+        ``privacy`` also ``"uncounted-runs"``: at how many clients each Flower run has its own
+        budget.
     dropped : dict of str to str
         Who was left out, and why.
     floats_down, floats_up : float
-        Floats sent to, and received from, a client; the mean over the good replies.
+        Values sent to, and received from, a client; the mean over the good replies.
     anomalies : dict of int to dict
-        By partition, what was odd: ``"failed"`` (an error, or no reply), ``"refused"`` (a reply
-        that broke a rule), ``"capped"`` (by which share its weight was brought down, see
-        `Request.max_weight`), and to which share of the reply the aggregation did what, such as
-        ``"left out"`` or ``"clipped"``.
+        By partition: ``"failed"`` (an error, or no reply), ``"refused"`` (a reply that broke a
+        rule), ``"capped"`` (by which share its weight was reduced, see `Request.max_weight`), and
+        the share of the reply that the aggregation changed, such as ``"left out"`` or
+        ``"clipped"``.
 
     Examples
     --------
@@ -162,8 +162,8 @@ def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]
     Returns
     -------
     dict of int to dict
-        By partition: ``"asked"``, the exchanges that it was asked in, and sums over them of what
-        `RoundReport.anomalies` says. A client that is never left out has ``"asked"`` alone.
+        By partition: ``"asked"``, the number of exchanges that included the client, and the sums of
+        its `RoundReport.anomalies`. A client without anomalies has ``"asked"`` alone.
 
     Examples
     --------

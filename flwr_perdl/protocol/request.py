@@ -1,4 +1,4 @@
-"""What a protocol is: a generator whose every ``yield`` is one communication round.
+"""A protocol: a generator whose every ``yield`` is one communication round.
 
 A protocol reads like the paper's listing. It yields a `Request`, gets the good replies by
 partition, computes, and yields the next one; it ends by ``return [arrays]``, its final model, or
@@ -12,11 +12,11 @@ runs until the rounds are over::
             replies = yield Request("update", [state["model"]], state=state)
             state = {"model": average(replies)}
 
-What is made of the replies may be said beforehand (`Request.combine`): the driver checks them, adds
-those of absent clients that are remembered, and puts what they come to into ``replies.combined``.
+A request may declare how its replies are combined (`Request.combine`): the driver checks them, adds
+the reused ones of absent clients, and puts the combination into ``replies.combined``.
 
-Nothing may be kept outside ``state``: every request names the state from which the generator,
-started afresh, yields that same request again. That is all a checkpoint needs.
+Keep nothing outside ``state``: every request names the state from which a fresh generator yields
+the same request again. A checkpoint needs nothing else.
 """
 
 from __future__ import annotations
@@ -165,27 +165,27 @@ def _match_replies(sent: Sent, replies: Iterable[Message]) -> dict[int, Message]
 
 @dataclass(frozen=True, kw_only=True)
 class Combine:
-    """How replies become one, or one per group.
+    """How replies are combined into one, or one per group.
 
     Parameters
     ----------
     start : sequence of ndarray
-        What the replies' arrays began from: a reply has arrays of these shapes and dtypes. With
-        ``group`` a list of such lists, one of each group, and so is what the replies come to.
-        Integers are averaged by "mean" in any case, and rounded; booleans and entries that are not
-        finite must stay.
+        What clients started from: replies have arrays of these shapes and dtypes. With ``group`` a
+        list of such lists, one per group, and so is the combination. Integers are always averaged
+        by "mean" and rounded; booleans and entries that are not finite must not change.
     rule : str, default "mean"
         "mean", weighted by numbers of examples; "filtered", "clip", "trimmed", "median" or
-        "geometric-median", of the changes from ``start`` (`flwr_perdl.core.aggregate`), which
-        clients that lie do not move far. The report says what a rule did to whom.
+        "geometric-median" of the changes from ``start`` (`flwr_perdl.core.aggregate`), which limit
+        the influence of malicious (Byzantine) clients. The report says whose replies a rule
+        changed.
     group : str, optional
-        The metric that says which group a reply belongs to, from 0; by default all are of one.
+        The metric with the number of a reply's group, from 0; by default there is one group.
 
     Raises
     ------
     ValueError
-        If ``rule`` is unknown, the arrays of ``start`` are none, or those of two groups differ in
-        shape or dtype.
+        If ``rule`` is unknown, ``start`` has no arrays, or those of two groups differ in shape or
+        dtype.
 
     Examples
     --------
@@ -417,7 +417,7 @@ class Summed(NamedTuple):
 
 
 class Promised(typing.Protocol):
-    """What a run promises of privacy: all requests are then such that a channel keeps it."""
+    """What a run guarantees about privacy: all requests are then such that a channel keeps it."""
 
     @property
     def basis(self) -> Any:
@@ -426,51 +426,52 @@ class Promised(typing.Protocol):
 
 
 class Request(NamedTuple):
-    """One round's question to every participating client.
+    """One round's request to every participating client.
 
     Attributes
     ----------
     step : str
-        Which step of the protocol the client is to take.
+        The protocol's step that the client takes.
     arrays : sequence of ndarray
         What every client receives.
     config : mapping
         Further scalars for the client.
     state : mapping of str to ndarray, or None
-        The state from which the protocol asks this request again; None for a fresh start.
+        The state from which the protocol yields this request again; None for a fresh start.
     check : callable
         Raises a ValueError that says what is wrong with a reply, which is then left out.
     per_client : callable, optional
         ``partition -> arrays``: what each client receives instead of ``arrays``.
     model : sequence of ndarray, optional
-        The model that evaluations and the result see; by default ``arrays``.
+        The model for evaluations and the result; by default ``arrays``.
     max_values : int, optional
-        Maximum number of values in a reply; one that announces more is refused before it is read.
+        Maximum number of values in a reply. A reply whose header announces more is rejected before
+        it is read.
     metrics : sequence of str, default ()
-        Metrics that the protocol needs; a reply without one of them is refused.
+        Metrics that the protocol needs; a reply without one of them is rejected.
     max_weight : float or None, default 10.0
-        A reply's ``num_examples`` count for at most this many times the round's median; a client
-        that says more is named in the log and in `client_report` (``"capped"``). None: no bound.
+        Upper bound of a reply's ``num_examples``, as a multiple of the round's median. A client
+        above it is named in the log and in `client_report` (``"capped"``). None: no bound.
     summed : Summed or None, default None
-        What of the replies is summed where the strategy has secure sums or privacy; None: nothing
-        may be, and with privacy the request is refused.
+        What is summed over replies where the strategy has secure sums or privacy. None: nothing may
+        be; with privacy such a request is rejected.
     secure : Channel or None, default None
-        How the replies travel where the server is not to see the single ones, such as `SecureMean`.
-        The clients need `client_app`.
+        How replies travel if the server must not see single ones, such as `SecureMean`. The clients
+        need `client_app`.
     reuse_last_reply : int, default 0
-        Rounds for which a client that gives no good reply counts with its last one, which is
-        checked again and named in the report. For replies that do not refer to an older model. The
-        server, and its checkpoints, then hold a reply per client.
+        Rounds for which the last reply of a client without a good one is used again; it is checked
+        again and named in the report. For replies that don't refer to an older model. The server,
+        and its checkpoints, then hold a reply per client.
     combine : Combine, optional
-        What is made of the good replies; it stands in ``replies.combined``.
+        How the good replies are combined, into ``replies.combined``.
     keep_arrays : bool, default False
-        Whether the replies have their arrays after ``combine``, too: without it a round's models
-        are held until they are combined, and no longer.
+        Whether the replies keep their arrays after ``combine``; by default a round's models are
+        held only until they are combined.
     expect : sequence of ndarray, or None, default ()
-        A model: the replies' arrays have the shapes and dtypes of these, values that are not far
-        too large, and are as these where they cannot be averaged (`flwr_perdl.core.models`). By
-        default what ``combine`` starts from; without it, finite float32 or float64 arrays. None:
-        finite numbers of any dtype.
+        A model: the replies' arrays must have these shapes and dtypes, no values that are far too
+        large, and the same values where they can't be averaged (`flwr_perdl.core.models`). By
+        default the start of ``combine``; without it, finite float32 or float64 arrays. None: finite
+        numbers of any dtype.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Who is there: waiting for the nodes of a run, and asking which of them is which client."""
+"""Waiting for the nodes of a run, and identifying their clients."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from flwr_perdl.protocol.request import Lost, TooFewReplies, read_replies
 _LONGEST_NAME = 80
 #: What a project can do whose nodes do not say who they are.
 _REMEDY = (
-    "; an app of flwr_perdl.clients.client_app says who a client is, as does one that answers in "
-    'its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
+    "; an app of flwr_perdl.clients.client_app says who a client is; any other app needs an "
+    '@app.query() that returns the ConfigRecord "config": {"partition-id": ...}'
 )
 _UNCOUNTED = (
     "Nothing limits further runs at %s: without a state-dir in its node config a client counts "
-    "what it spends of privacy within one run of Flower."
+    "its privacy budget within one Flower run only."
 )
 #: What reasons say of a node that does not answer who it is.
 _NO_ANSWER = ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}")
@@ -123,8 +123,8 @@ class Roster:
         if first and lost and len(present) < wanted and not options.allow_fewer:
             more = f"; {_FEWER}" if len(present) >= options.min_clients else ""
             raise TooFewReplies(
-                f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
-                f"{more}{self.absence()}."
+                f"{len(present)} client(s) are identified, fewer than num_clients={wanted}{more}"
+                f"{self.absence()}."
             )
         return present
 
@@ -143,7 +143,7 @@ class Roster:
         elif timeout is not None:  # workers may yet be starting
             timeout = max(timeout, self._options.node_timeout)
         if not isinstance(grid, LocalGrid):
-            log(INFO, "Asking %d %s node(s) who they are, %s.", len(nodes), kind, within(timeout))
+            log(INFO, "Identifying %d %s node(s), %s.", len(nodes), kind, within(timeout))
         replies = grid.send_and_receive([message for _, message in questions], timeout=timeout)
         answers, lost = read_replies(questions, replies, read_properties)
         for node in nodes:
@@ -235,8 +235,8 @@ class Roster:
             self._logged.add((first, second))
             log(
                 WARNING,
-                "Nodes %s and %s both say that they are %s: only %s, the first, is asked. Each "
-                "needs a partition-id of its own; clients_by_node says which node is which.",
+                "Nodes %s and %s both claim to be %s: only %s, the first, is asked. Each needs its "
+                "own partition-id; clients_by_node says which node is which.",
                 *(first, second, self.label(self._partitions[second]), first),
             )
 
@@ -286,24 +286,28 @@ class Roster:
 
 
 def await_nodes(grid: Grid, options: ServerSettings) -> int:
-    """Wait until the nodes of a run have registered, and return their number.
+    """Wait until the nodes of a run have connected, and return their number.
 
-    In a simulation the ServerApp starts while virtual nodes still register, so that a strategy
-    that begins at once trains on a few of them.
+    In a simulation the ServerApp starts while virtual nodes still connect; a strategy that begins
+    at once would train on a few of them.
 
     Parameters
     ----------
     grid : Grid
-        The way to the nodes.
+        The connection to the nodes.
     options : ServerSettings
         A strategy's options: ``num_clients``, ``allow_fewer``, ``min_clients``, ``node_timeout``
         and ``clients_by_node`` apply.
 
+    Returns
+    -------
+    int
+
     Raises
     ------
     TooFewReplies
-        If fewer than ``min_clients`` nodes are there in time, or, without ``allow_fewer``, fewer
-        than ``num_clients``.
+        If fewer than ``min_clients`` nodes connect in time, or, without ``allow_fewer``, fewer than
+        ``num_clients``.
 
     Examples
     --------

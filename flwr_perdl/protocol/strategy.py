@@ -1,4 +1,4 @@
-"""The base of every strategy: Flower's Message API on one side, a protocol on the other."""
+"""The base class of all strategies, between Flower's Message API and a protocol."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ StopFn = Callable[[int, Result], bool]
 
 
 class ProtocolStrategy(ShownAsCalled, Strategy):
-    """A Flower Strategy that drives the generator of its ``protocol`` method.
+    """Base class of all strategies: a Flower Strategy that runs the generator of its ``protocol``.
 
-    A subclass sets its own options as public attributes, passes the rest on, and writes
-    ``protocol``; there is nothing else to do.
+    A subclass sets its own options as public attributes, passes the others on, and writes
+    ``protocol``.
 
     Parameters
     ----------
@@ -69,12 +69,12 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     Attributes
     ----------
     protocol_name : str
-        Whose steps clients take, see `flwr_perdl.clients.step`; empty where they train and evaluate
-        as in FedAvg.
+        The protocol whose steps the clients take, see `flwr_perdl.clients.step`; empty where they
+        train and evaluate as in FedAvg.
     flags, labels : tuple of str
-        Metrics of which a mean over clients says nothing. The aggregate of a flag is the number of
-        clients where it is not zero; of a label it is the number of clients with each label, under
-        ``"NAME_LABEL"``. A flag that ends with ``*`` stands for all names that begin so.
+        Metrics for which a mean over clients is meaningless. A flag is aggregated to the number of
+        clients where it is not zero, a label to the number of clients with each value, as
+        ``"NAME_LABEL"``. A flag that ends with ``*`` stands for all names with that prefix.
 
     Examples
     --------
@@ -147,6 +147,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             The arrays that the user started the strategy with, possibly none.
         state : mapping of str to ndarray, or None
             The state of the request to begin with; None for a fresh start.
+
+        Returns
+        -------
+        Protocol
+            A generator of requests.
         """
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
@@ -162,19 +167,19 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     @property
     def options(self) -> ServerSettings:
-        """The server's options, complete."""
+        """All server options, defaults included."""
         return self._options
 
     @property
     def history(self) -> list[RoundReport]:
-        """What happened so far: one report per training round and per evaluation."""
+        """One report per training round and per evaluation so far."""
         return History() if self._run is None else self._run.record.history
 
     @property
     def client_names(self) -> dict[int, str]:
-        """How reports call the clients, by partition: the name that each sent, else its number.
+        """The clients' names in reports, by partition: the name that each sent, else its number.
 
-        Where several have one name, the number is before it.
+        Duplicate names are prefixed with the number.
         """
         return {} if self._run is None else self._run.client_names
 
@@ -216,40 +221,44 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     ) -> Result:
         """Run the protocol for ``num_rounds`` communication rounds.
 
-        As `flwr.serverapp.strategy.Strategy.start` of Flower 1.43, with any version; a resumed
-        run does not ask the clients for its finished rounds again.
+        The signature is that of `flwr.serverapp.strategy.Strategy.start` in Flower 1.43, for any
+        version. A resumed run does not repeat its finished rounds.
 
         Parameters
         ----------
         grid : Grid
-            The way to the clients.
+            The connection to the clients.
         initial_arrays : ArrayRecord, optional
-            What the protocol starts from; many need none.
+            The initial model; many protocols need none.
         num_rounds : int, optional
-            Communication rounds in all, those of a run that is resumed included: 3 by default, for
+            Total communication rounds, including those before a resume: by default 3, for
             `NeighborRelay` its ``exchanges``.
         timeout : float, default 3600
-            Seconds to wait for the replies of a phase; None: as long as it takes.
+            Seconds to wait for the replies of a phase; None: no limit.
         train_config, evaluate_config : ConfigRecord, optional
-            What the clients' ``config`` has besides what the protocol sends. A subclass that
-            overrides `configure_train` may change it from round to round.
+            Added to the config that clients receive. A subclass that overrides `configure_train`
+            may change it from round to round.
         evaluate_fn : callable, optional
             ``(server_round, arrays) -> MetricRecord or None``: evaluation at the server.
         should_stop : callable, optional
             ``(server_round, result) -> bool``, called after each round with the result so far. The
-            run ends when it returns true. A resumed run first calls it for the rounds that are
-            done, with their metrics and the last arrays, so that it can count.
+            run ends when it returns true. A resumed run first calls it for the finished rounds,
+            with their metrics and the last arrays.
         verbose : {0, 1, 2, "quiet", "lines", "log", "bar"}, optional
-            0, "quiet": warnings, which are always logged. 1, "lines": also a line per round. 2,
-            "log": Flower's lines, which say what a deployment waits for. "bar": a progress bar. By
-            default 1 where all clients are in this process (`InProcessGrid`), else 2.
+            0, "quiet": warnings only. 1, "lines": also a line per round. 2, "log": Flower's log,
+            which says what a deployment is waiting for. "bar": a progress bar. By default 1 if all
+            clients are in this process (`InProcessGrid`), else 2.
+
+        Returns
+        -------
+        Result
+            The final arrays, and the metrics of every round.
 
         Raises
         ------
         ValueError, TypeError
-            If an argument breaks its rule, among them a ``num_rounds`` after which there would be
-            no result, without a ``checkpoint_dir`` from which
-            ``ServerSettings(resume=True)`` goes on.
+            If an argument breaks its rule, such as ``num_rounds`` too small for a result without a
+            ``checkpoint_dir`` to resume from.
         TooFewReplies
             If fewer than ``min_clients`` good replies come in a round.
         """
@@ -279,8 +288,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if not run.record.model and done < least:
             log(
                 WARNING,
-                "The run has no result yet: %d of the %d rounds that it takes are done. A strategy "
-                "with ServerSettings(resume=True) goes on from its checkpoint.",
+                "The run has no result yet: %d of the %d rounds that it needs are done. Continue "
+                "from its checkpoint with ServerSettings(resume=True).",
                 *(done, least),
             )
         result.arrays = self._presented()

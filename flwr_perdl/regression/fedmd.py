@@ -207,10 +207,7 @@ def _find_models(settings: TwoPhase, state: Descent) -> Refining:
     """Line 16: the means of like estimates are models, the largest groups first."""
     estimates = state.thetas[state.moved]  # where an anchor started says nothing of its cluster
     if not len(estimates) and not len(state.centers):
-        raise ValueError(
-            "Phase 1 has no anchors: no client with enough points answered that was asked for its "
-            "estimate."
-        )
+        raise ValueError("Phase 1 has no anchors: no client with enough points sent its estimate.")
     if not len(estimates):
         return Refining.start(state, state.centers)
     if settings.robust != "mean":
@@ -245,14 +242,14 @@ def cluster_anchors(
     separation: float | None = None,
     max_clusters: int = 8,
 ) -> AnchorClusters:
-    """Group anchors whose estimates are alike.
+    """Cluster anchors by their estimates.
 
     Parameters
     ----------
     estimates : ndarray of shape (n_anchors, d)
         At least one.
     n_clusters : int, optional
-        How many groups; by default found.
+        Number of groups; by default found.
     separation : float, optional
         The paper's Delta: groups are what is connected by distances below half of it, and with
         ``n_clusters`` only the largest groups count.

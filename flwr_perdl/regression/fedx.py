@@ -20,7 +20,7 @@ Not in the paper:
   clients of a cluster stay the same, the squared loss makes the changes linear in the model, and
   the iteration is GMRES restricted to the last rounds: it needs no bound on the curvature to
   converge in few rounds, also where the features are ill-conditioned;
-- it tells malicious clients by how their updates follow the models (:func:`track_slopes`);
+- it detects malicious clients by how their updates follow the models (:func:`track_slopes`);
 - the number of models follows from the clients (:func:`adapt`): whenever the models have settled,
   and every ``check_every`` rounds, models without clients are dropped, models that are too alike
   merge, and if clients fit none, Phase 1 is run on those to find what they need. Without noise,
@@ -149,7 +149,7 @@ def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> M
 
 
 def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
-    """Return every client's estimate from its own points alone, by least squares.
+    """Return every client's local least-squares estimate.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a client fits and is measured by: features phi(x), losses of Phase 2, errors of models.
+"""Features phi(x), losses of Phase 2, and errors of models.
 
 ======================================= ====================================================
 paper (Su, Xu, Yang, NeurIPS 2022)      here
@@ -51,13 +51,44 @@ class Loss(Protocol):
     """
 
     def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
-        """Return the mean loss of every model: (n, d), (n,), (k, d) -> (k,)."""
+        """Return the mean loss of every model.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+        y : ndarray of shape (n,)
+        centers : ndarray of shape (k, d)
+
+        Returns
+        -------
+        ndarray of shape (k,)
+        """
 
     def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
-        """Return the gradient of the mean loss of one model: (n, d), (n,), (d,) -> (d,)."""
+        """Return the gradient of the mean loss of one model.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+        y : ndarray of shape (n,)
+        theta : ndarray of shape (d,)
+
+        Returns
+        -------
+        ndarray of shape (d,)
+        """
 
     def curvature(self, X: Matrix) -> float:
-        """Return a bound on the largest eigenvalue of the mean loss's Hessian."""
+        """Return a bound on the largest eigenvalue of the mean loss's Hessian.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+
+        Returns
+        -------
+        float
+        """
 
 
 class SquaredLoss:
@@ -74,19 +105,50 @@ class SquaredLoss:
     """
 
     def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
-        """Return half the mean squared residual of every model."""
+        """Return half the mean squared residual of every model.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+        y : ndarray of shape (n,)
+        centers : ndarray of shape (k, d)
+
+        Returns
+        -------
+        ndarray of shape (k,)
+        """
         residuals = y[..., None] - X @ centers.T
         loss: Matrix = np.einsum("...nk,...nk->...k", residuals, residuals) / (2 * X.shape[-2])
         return loss
 
     def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
-        """Return ``X.T @ (X @ theta - y) / n``."""
+        """Return ``X.T @ (X @ theta - y) / n``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+        y : ndarray of shape (n,)
+        theta : ndarray of shape (d,)
+
+        Returns
+        -------
+        ndarray of shape (d,)
+        """
         residual = X @ theta[..., None] - y[..., None]
         slope: Matrix = (X.swapaxes(-1, -2) @ residual)[..., 0] / X.shape[-2]
         return slope
 
     def curvature(self, X: Matrix) -> Any:
-        """Return the largest eigenvalue of ``X.T @ X / n``."""
+        """Return the largest eigenvalue of ``X.T @ X / n``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+
+        Returns
+        -------
+        float
+        """
         (n, d), across = X.shape[-2:], X.swapaxes(-1, -2)
         gram = X @ across if n <= d else across @ X
         return np.maximum(np.linalg.eigvalsh(gram)[..., -1], 0) / n
@@ -104,17 +166,48 @@ class LogisticLoss:
     """
 
     def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
-        """Return the mean logistic loss of every model."""
+        """Return the mean logistic loss of every model.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+        y : ndarray of shape (n,)
+        centers : ndarray of shape (k, d)
+
+        Returns
+        -------
+        ndarray of shape (k,)
+        """
         loss: Matrix = np.logaddexp(0, -y[:, None] * (X @ centers.T)).mean(axis=0)
         return loss
 
     def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
-        """Return the gradient of the mean logistic loss."""
+        """Return the gradient of the mean logistic loss.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+        y : ndarray of shape (n,)
+        theta : ndarray of shape (d,)
+
+        Returns
+        -------
+        ndarray of shape (d,)
+        """
         slope: Matrix = X.T @ (-y * expit(-y * (X @ theta))) / len(X)
         return slope
 
     def curvature(self, X: Matrix) -> float:
-        """Return a quarter of the largest eigenvalue of ``X.T @ X / n``."""
+        """Return a quarter of the largest eigenvalue of ``X.T @ X / n``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+
+        Returns
+        -------
+        float
+        """
         return float(SquaredLoss().curvature(X)) / 4
 
 

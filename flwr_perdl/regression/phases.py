@@ -1,4 +1,4 @@
-"""What both phases share: their options, what the server knows, and what travels.
+"""Shared by both phases: options, the server's state, requests and answers.
 
 ======================================= ====================================================
 paper (Su, Xu, Yang, NeurIPS 2022)      here
@@ -159,19 +159,20 @@ class MomentDescent:
 
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
-    """Phase 2: clients find their cluster while the clusters' models are refined.
+    """Options of Phase 2: clients find their cluster while the clusters' models are refined.
 
     Parameters
     ----------
     local : {"fedavg", "fedprox"}, default "fedavg"
         Local work: gradient steps, or one proximal step.
     n_steps : int, default 1
-        Local gradient steps s of "fedavg". With one the models converge to least squares; with
-        more to a point nearby, further away the larger the steps and the fewer a client's points.
+        Local gradient steps s of "fedavg". With one the models converge to least squares; with more
+        to a point nearby, further away the larger the steps and the fewer a client's points.
     step_size : float, optional
-        eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest curvature of the
-        clients that hold 90 % of the points, and stable at all of them. Clients above ten times the
-        median do not count for it, and "fedavg" with ``robust="mean"`` leaves them out of Phase 2.
+        The learning rate eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest
+        curvature of the clients that hold 90 % of the points, and stable at all of them. Clients
+        above ten times the median are ignored, and "fedavg" with ``robust="mean"`` leaves them out
+        of Phase 2.
     work : float, default 1
         See ``step_size``; at 3, several local steps end up to 7 % further from the truth (C.1).
     normalise : {"cluster", "all"}, default "cluster"
@@ -179,14 +180,14 @@ class Refinement:
     momentum : bool, default True
         Whether the server accelerates: Anderson acceleration over the last eleven rounds while a
         model's clients stay the same (at most 2 % of its points come or go) and robust="mean";
-        otherwise Nesterov's momentum with gradient restart. With ``privacy`` `FedX` never does.
+        otherwise Nesterov's momentum with gradient restart. Never with ``privacy`` of `FedX`.
     check_every : int, default 60
         Rounds between checks of the models; 0: never. Needs the squared loss.
 
     Raises
     ------
     ValueError
-        If an option breaks its rule, or does nothing beside the others.
+        If an option breaks its rule or has no effect with the others.
 
     Examples
     --------
@@ -227,41 +228,41 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class TwoPhase:
-    """FedMD and FedX + clustering, and how they are done.
+    """Settings of FedMD and FedX + clustering.
 
     Parameters
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
     phase_1 : MomentDescent
-        How models are found where there are none, and where there are too few.
+        How models are found, at the start and if there are too few.
     phase_2 : Refinement
         How models are refined.
     max_clusters : int, default 8
-        Most models, with "auto"; most groups of anchors that are looked for otherwise.
+        Largest number of models with "auto"; otherwise, of groups of anchors.
     robust : bool or str, default False
-        Against clients that lie: True stands for "filtered", which withstands three in ten of them
-        (docs/faults.md), False for "mean". "filtered": both phases leave out answers that are not
-        consistent with the others (`flwr_perdl.core.aggregate`); Phase 1 looks for liars' groups
-        too, and takes the largest k; Phase 2 leaves out clients whose steps do not follow the
-        models as those down a convex loss do, for which the server, and its checkpoints, hold every
-        client's last update. "clip", "trimmed", "median" and "geometric-median": Phase 2's average
-        (`average_updates`).
+        Against malicious (Byzantine) clients: True is "filtered", which withstands 30 % of them
+        (docs/faults.md), False "mean". "filtered": both phases leave out answers that are
+        inconsistent with the others (`flwr_perdl.core.aggregate`); Phase 1 also looks for groups of
+        malicious clients, and takes the largest k; Phase 2 leaves out clients whose steps do not
+        follow the models as those down a convex loss do, for which the server, and its checkpoints,
+        hold every client's last update. "clip", "trimmed", "median" and "geometric-median": the
+        average of Phase 2 (`average_updates`).
     start : {"fedmd", "random", "one-shot"}, default "fedmd"
-        Where the first models come from: Phase 1; draws of ``N(0, I) / sqrt(d)``, as in IFCA; or,
-        for good, clusters of what the clients estimate alone: k-means of the least squares on their
-        own points (Ghosh et al., 2019).
+        Where the first models come from. "fedmd": Phase 1. "random": draws of ``N(0, I) /
+        sqrt(d)``, as in IFCA. "one-shot": fixed clusters, by k-means of the clients' local
+        least-squares estimates (Ghosh et al., 2019).
 
     Raises
     ------
     ValueError
-        If an option breaks its rule, or does nothing beside the others.
+        If an option breaks its rule or has no effect with the others.
 
     Notes
     -----
-    Floats per client: Phase 1 takes d + 1 up, ``n_products`` times ``(width + 1) d`` down and
+    Values per client: Phase 1 takes d + 1 up, ``n_products`` times ``(width + 1) d`` down and
     ``width * d`` up, with ``width`` = 2 k + 4 (k: ``max_clusters`` with "auto") but at most d, and,
-    for the anchors' estimates, ``(dimensions + 1) d`` down, of a subspace of k dimensions ("auto":
+    for the anchors' estimates, ``(dimensions + 1) d`` down, for a subspace of k dimensions ("auto":
     as many as are found), and d + 1 up. With h named anchors, from the second iteration on, a
     product takes h times as much. Phase 2 takes k d down and d + 2 up per round.
 
@@ -310,6 +311,10 @@ class TwoPhase:
             Number of models k.
         separation : float, optional
             Delta; without it anchors are joined until k groups are left.
+
+        Returns
+        -------
+        TwoPhase
         """
         check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
         descent = MomentDescent(
@@ -331,6 +336,10 @@ class TwoPhase:
         ----------
         centers : ndarray of shape (k, d), optional
             Models to start Phase 2 from; without them Phase 1 comes first.
+
+        Returns
+        -------
+        State
         """
         if centers is None:
             return State(centers=np.zeros((0, 0)))

@@ -266,11 +266,11 @@ def choose_mixture(
 ) -> Choice:
     """Fit mixtures of every candidate size, and keep the smallest that predicts as well as any.
 
-    A mixture alternates soft assignments and least squares on the clients' second moments. Kept is
-    the smallest whose error exceeds the least by no more than one standard error and a
-    thousandth; the error is of the difference between the two, over the clients. A model that is no
-    client's likeliest is left out, where ``candidates`` allows as few. Assignments are softer than
-    a Gaussian mixture's posterior: real clients are rarely in one cluster exactly.
+    A mixture alternates soft assignments and least squares on the clients' second moments. The
+    choice is the smallest whose error exceeds the lowest by at most one standard error, of the
+    clients' differences, and a thousandth. A model that is no client's likeliest is left out, if
+    ``candidates`` allows fewer. Assignments are softer than a Gaussian mixture's posterior: real
+    clients are rarely in exactly one cluster.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ farther. The methods follow, for other distances and models:
 - anchors: farthest-point traversal (Gonzalez, 1985), then k-medoids;
 - the number of groups: the standard-error rule of Breiman et al. (1984) on held-out losses.
 
-Where clients may lie, the farthest is no anchor, and one does not decide the number of groups.
+With malicious clients, the farthest is no anchor, and one does not decide the number of groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scipy.spatial.distance import squareform
 from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import Matrix
 
-#: Digits of cosines: what is equal but for rounding is equal.
+#: Digits of cosines: what is equal up to rounding is equal.
 _DIGITS = 9
 #: Standard errors within which two numbers of groups are as good as each other.
 _ERRORS = 2
@@ -83,14 +83,14 @@ def nested_groups(changes: Matrix, most: int) -> Nested:
 
 
 def find_supported_groups(changes: Matrix, n_groups: int) -> NDArray[np.intp]:
-    """Return the clients whose groups may start a model where clients may lie.
+    """Return the clients whose groups may start a model with malicious clients.
 
-    Clients who lie alike are a group, too, for which two of the others share one. So more groups
-    than are wanted are made, and the largest of them kept, if that suits more clients: of all
-    numbers of groups the one where the fewest clients of the ``n_groups`` largest are alone, and
-    then where the squared distances of the directions from their group's mean are least, of which
-    those of clients that are left out, and all that are larger, count for ``_UNSUITED`` medians. At
-    least half of the clients are kept.
+    Malicious clients that collude are a group, too, for which two of the others share one. So more
+    groups than are wanted are made, and the largest of them kept, if that suits more clients: of
+    all numbers of groups the one where the fewest clients of the ``n_groups`` largest are alone,
+    and then where the squared distances of the directions from their group's mean are least, of
+    which those of clients that are left out, and all that are larger, count for ``_UNSUITED``
+    medians. At least half of the clients are kept.
 
     Returns rows of ``changes`` (n_clients, d), ascending.
     """

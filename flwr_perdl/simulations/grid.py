@@ -58,19 +58,19 @@ class MakesClients(Protocol):
 
 
 class InProcessGrid(ShownAsCalled, LocalGrid):
-    """Virtual nodes that are called in this process.
+    """Virtual nodes in this process, without Ray or a SuperLink.
 
-    They are called one after the other; on several cores where their clients compute long, and by
-    nothing but this library's code. The replies are the same bits. Records are copied both ways, as
-    on a wire. An exception in the ClientApp becomes an error reply, and the client's state is what
-    it was before; ``FLWR_LOG_LEVEL=DEBUG`` and ``start(..., verbose=2)`` log its traceback. The
-    timeout of `send_and_receive` is each node's own, as on a network, where nodes compute side by
-    side: a reply that takes longer is not received.
+    Nodes run one after the other, or on several cores if their clients compute for long and only
+    with this library's code; the replies are the same bits. Records are copied both ways, as on a
+    wire. An exception in the ClientApp becomes an error reply and leaves the client's state
+    unchanged; ``FLWR_LOG_LEVEL=DEBUG`` and ``start(..., verbose=2)`` log its traceback. The timeout
+    of `send_and_receive` applies to each node separately, since nodes of a network compute in
+    parallel.
 
     Parameters
     ----------
     app : ClientApp
-        What every node runs.
+        The app of every node.
     num_nodes : int
         Number of nodes; node i has ``partition-id`` i.
     run_config : mapping, optional
@@ -78,14 +78,14 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
     node_config : callable, optional
         ``partition -> mapping``: further node config, such as ``state-dir``.
     faults : callable, optional
-        For tests: ``(partition, message) -> None`` or one of ``FAULTS``: the node answers with an
-        error ("error"), not at all ("silence"), with NaN ("nan"), an array too short by a row
+        For tests: ``(partition, message) -> None`` or one of ``FAULTS``: the node replies with an
+        error ("error"), not at all ("silence"), with NaN ("nan"), with an array that lacks a row
         ("shape"), or without records ("empty").
     state_dir : str or Path, optional
-        Folder in which the arrays of all nodes' ``context.state`` are kept, in ``nodes/nodes.npz``,
-        one file for all of them, from which a later grid of as many nodes goes on. With a folder of
-        its own (`private_store`) a node keeps files there as well, which takes longer than all else
-        that thousands of small nodes do.
+        Folder for the arrays of all nodes' ``context.state``, in one file ``nodes/nodes.npz``, from
+        which a later grid with as many nodes continues. With a folder of its own (`private_store`)
+        a node keeps files there as well, which with thousands of small nodes takes most of the
+        time.
 
     Examples
     --------
@@ -151,7 +151,11 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
     def local_atoms(self) -> list[Matrix]:
         """Return every client's own atoms, by partition: see `flwr_perdl.clients.local_atoms`.
 
-        No message carries them: they are read where the clients keep them, in this process.
+        They are read where the clients keep them, in this process; no message contains them.
+
+        Returns
+        -------
+        list of ndarray of shape (n_local, n_features)
         """
         from flwr_perdl.clients import local_atoms  # loads what clients need
 
@@ -211,7 +215,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
             if node in self.contexts:
                 asked.append((message, self._fault(message)))
             else:
-                log(WARNING, "There is no node %d: nobody answers.", node)
+                log(WARNING, "There is no node %d.", node)
         for done, ((message, _), reply) in enumerate(
             zip(asked, self._call_each(asked), strict=True), start=1
         ):
@@ -300,7 +304,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
         except (Exception, SystemExit) as error:
             context.state = kept
             partition = context.node_config[PARTITION_ID]
-            log(DEBUG, "Client %s erred.", partition, exc_info=error)
+            log(DEBUG, "Client %s failed.", partition, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             reply = Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         return reply

@@ -1,4 +1,4 @@
-"""Splits of labeled samples over clients."""
+"""Splits of labeled samples into clients."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def imbalanced_partition(
     *,
     share: float = 0.9,
 ) -> Partition:
-    """Give every client images that mostly carry one label (Section 5.2), no image twice.
+    """Split images with label skew: most of a client's images have one label (PerMA, Section 5.2).
 
-    At most nine tenths of the images, and of each label, go to the clients: where ``n_samples`` is
-    more than that, every client gets fewer. Of the rest, up to 1,000 are held out for the test.
+    At most 90 % of the images, and of each label, go to the clients: if ``n_samples`` is more than
+    that, every client gets fewer. Of the rest, up to 1,000 are held out for the test.
 
     Parameters
     ----------
     y : ndarray of shape (n_images,)
-        Labels; client i's own is the (i mod number of labels)-th.
+        Labels; client i's main label is the (i mod number of labels)-th.
     n_clients : int
         Number of clients.
     n_samples : int
@@ -57,7 +57,7 @@ def imbalanced_partition(
     rng : Generator
         Draws the split.
     share : float, default 0.9
-        Share of a client's own label, of which it must have at least one image.
+        Share of a client's main label, with at least one image.
 
     Returns
     -------
@@ -115,16 +115,17 @@ def imbalanced_partition(
 def natural_partition(
     owners: NDArray[np.integer[Any]], n_clients: int, n_samples: int, rng: np.random.Generator
 ) -> Partition:
-    """Give the images to those whose they are; a tenth of everyone's is held out.
+    """Split images by their owners; a tenth of each owner's images is held out.
 
     Parameters
     ----------
     owners : ndarray of shape (n_images,)
-        Whose each image is.
+        The owner of each image.
     n_clients : int
-        Those with the most images, two at least, take part; of equals, the lowest numbers.
+        Number of clients: the owners with the most images, at least two; ties go to the lowest
+        numbers.
     n_samples : int
-        Most images per client.
+        Largest number of images per client.
     rng : Generator
         Draws what is held out, up to 1,000 in all, and what is used.
 
@@ -136,7 +137,7 @@ def natural_partition(
     Raises
     ------
     ValueError
-        If an argument breaks its rule, or fewer than ``n_clients`` have two images.
+        If an argument breaks its rule, or fewer than ``n_clients`` owners have two images.
 
     Examples
     --------

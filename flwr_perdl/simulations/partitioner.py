@@ -11,7 +11,7 @@ from flwr_perdl.simulations.partition import Partition, imbalanced_partition
 
 
 class MajorityLabelPartitioner(Partitioner):
-    """Clients with one label each in the majority, nine tenths by default.
+    """Label skew: each client's samples mostly have one label, 90 % by default.
 
     The samples of a dataset in its own order (``FederatedDataset(shuffle=False)``) go to the same
     clients as in ``flwr-perdl run images`` with as many clients, samples per client and this seed.
@@ -19,13 +19,15 @@ class MajorityLabelPartitioner(Partitioner):
     Parameters
     ----------
     num_partitions : int
-        Number of clients; client i's own label is the (i mod number of labels)-th.
-    size, share : int and float, defaults 500 and 0.9
-        Samples per client, fewer where there are not so many, and share of a client's own label.
+        Number of clients; client i's main label is the (i mod number of labels)-th.
+    size : int, default 500
+        Samples per client; fewer if there are not enough.
+    share : float, default 0.9
+        Share of a client's main label.
     partition_by : str, default "label"
         The column of labels.
     seed : int, default 0
-        Draws the split.
+        Seed of the split.
 
     Examples
     --------

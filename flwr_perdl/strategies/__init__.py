@@ -1,4 +1,4 @@
-"""Flower Strategies, one file per protocol."""
+"""Flower strategies: what to share, with whom, and without a server."""
 
 from flwr_perdl.privacy.secure_server import SecureMean
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings

@@ -1,4 +1,4 @@
-"""How many atoms are global: several numbers are updated side by side; not in the paper (P0).
+"""How many atoms are global: several numbers are updated side by side; not in the paper.
 
 Clients measure each number on samples that they hold out of these updates
 (`flwr_perdl.clients.perma.DictionaryClient.choose`). The state between the rounds, in checkpoints
@@ -89,7 +89,7 @@ def choose(state: State, update: Update) -> Generator[Request, Replies, tuple[Ma
         candidates = [update.aggregate(replies, i, G, orthogonal) for i, G in enumerate(candidates)]
         state = {**state, **_named(candidates), "errors": errors}
     best = candidates[_most_shared(candidates, state, by_client)]
-    log(INFO, "n_global is %d: see the errors on samples held out.", len(best))
+    log(INFO, "n_global is %d, by the errors on held-out samples.", len(best))
     return best, replies
 
 

@@ -1,4 +1,4 @@
-"""What the strategies that average any model share: its arrays, the rule, the server's step."""
+"""Shared by the strategies for any model: arrays, aggregation, server optimizers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MODEL, MEMORY = "model", "memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Momentum:
-    """The server's step with momentum: ``m = beta m + Delta``, ``x = x + learning_rate m``.
+    """Server momentum: ``m = beta m + Delta``, ``x = x + learning_rate m``.
 
     FedAvgM of Hsu et al., "Measuring the Effects of Non-Identical Data Distribution", 2019.
 
@@ -86,20 +86,22 @@ class Momentum:
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """The server's step of FedAdam (Reddi et al. 2021, Algorithm 2).
+    """Server optimizer of FedAdam (Reddi et al. 2021, Algorithm 2).
 
     ``m = beta_1 m + (1 - beta_1) Delta``, ``v = beta_2 v + (1 - beta_2) Delta^2``,
-    ``x = x + learning_rate m / (sqrt(v) + tau)``, from m = 0 and v = tau^2. Flower's FedAdam also
-    corrects a bias, which the paper does not.
+    ``x = x + learning_rate m / (sqrt(v) + tau)``, from m = 0 and v = tau^2. Flower's FedAdam adds a
+    bias correction, which the paper does not have.
 
     Parameters
     ----------
     learning_rate : float, default 0.1
         Above 0.
-    beta_1, beta_2 : float, default 0.9 and 0.99
+    beta_1 : float, default 0.9
+        At least 0, below 1.
+    beta_2 : float, default 0.99
         At least 0, below 1.
     tau : float, default 1e-3
-        Above 0: the larger, the less the steps adapt.
+        Above 0: the larger, the less adaptive.
 
     Raises
     ------
@@ -143,7 +145,7 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True)
 class Yogi(Adam):
-    """The server's step of FedYogi (Reddi et al. 2021, Algorithm 2).
+    """Server optimizer of FedYogi (Reddi et al. 2021, Algorithm 2).
 
     As `Adam`, but ``v = v - (1 - beta_2) Delta^2 sign(v - Delta^2)``, which falls more slowly.
 
@@ -223,7 +225,7 @@ class ModelStrategy(TrainsModels):
         if self._part is not None:
             log(
                 INFO if evaluate_fn is None else WARNING,
-                "Private arrays are the initial ones in the result%s: clients have their own.",
+                "Private arrays have their initial values in the result%s; clients have their own.",
                 "" if evaluate_fn is None else " and for evaluate_fn",
             )
         return super()._run_rounds(*arguments)

@@ -1,4 +1,4 @@
-"""What comes after the training: each client's own model, a new client's, and what it gained.
+"""After the training: each client's own model, new clients, and the gain of each.
 
 The clients' half is `flwr_perdl.clients.own_models`. No array leaves a client here.
 """
@@ -116,7 +116,7 @@ class Learned:
     Attributes
     ----------
     shared : ArrayRecord
-        The model of all clients: what a new one begins with.
+        The shared model, from which a new client starts.
     own : Own
         Where the clients' own models are: see `model_of`.
 
@@ -144,13 +144,17 @@ class Learned:
         client : int or str
             Its partition, or its name.
         state_dir : str or Path, optional
-            Where clients keep their state, on a machine that may read it. By default what clients
-            in this process keep in memory.
+            Where the clients keep their state, if this machine may read it. By default their state
+            in this process's memory.
+
+        Returns
+        -------
+        ArrayRecord
 
         Raises
         ------
         ValueError
-            If the client was not in the run, or what it keeps is not at hand.
+            If the client was not in the run, or its state is not available.
         """
         return self.own.model_of(client, state_dir)
 
@@ -221,30 +225,31 @@ class EndsWithModels(ProtocolStrategy):
         return Own() if self._run is None else Own.of(self, self._find, self._table)
 
     def onboard(self, grid: Grid, *, fits: int = 20) -> dict[int, dict[str, float]]:
-        """Give clients that were not in the run a model of their own.
+        """Give clients that were not in the run their own models.
 
-        A new client takes the shared model, of several the one with the least loss. Where it has a
-        private part, as its local atoms in `PerMA`, it trains that, up to ``fits`` times with the
-        shared part as it is; with ``fine_tune``, and where clients have whole models of their own,
-        the whole. It keeps the best by the loss of its ``evaluate``, and goes on with it in later
-        evaluations and in `Learned.model_of`. In `FedX` it finds its cluster.
+        A new client takes the shared model; of several the one with the lowest loss. If it has a
+        private part, such as local atoms in `PerMA`, it trains this up to ``fits`` times with the
+        shared part frozen; with ``fine_tune``, and where clients have whole models of their own, it
+        trains the whole model. It keeps the best by the loss of its ``evaluate``, and uses it in
+        later evaluations and in `Learned.model_of`. In `FedX` it finds its cluster.
 
         Parameters
         ----------
         grid : Grid
-            The way to the clients; those that were in the run are not asked.
+            The connection to the clients; those of the run are not asked.
         fits : int, default 20
-            How often a client trains at most.
+            Largest number of trainings per client.
 
         Returns
         -------
         dict of int to dict of str to float
-            By new client: the losses before and after, and how many trainings it has kept.
+            By new client: the losses before and after, and the number of trainings of the model it
+            kept.
 
         Raises
         ------
         ValueError
-            If no new client is there, or the run had ``privacy``: this has no noise.
+            If there is no new client, or the run had ``privacy``: this has no noise.
         RuntimeError
             If the run is not over.
         """
@@ -263,19 +268,19 @@ class EndsWithModels(ProtocolStrategy):
         return self._after(grid, new, ADAPT, config).metrics
 
     def compare(self, grid: Grid) -> Table:
-        """Have every client measure its own model, the shared one and the initial one.
+        """Have every client evaluate its own model, the shared one and the initial one.
 
         Parameters
         ----------
         grid : Grid
-            The way to the clients.
+            The connection to the clients.
 
         Returns
         -------
         dict
             By client (partition) and model ("own", "shared", "initial"), the metrics of the
             client's ``evaluate``; also `Learned.table`. "shared" is in `PerMA` the global atoms
-            alone, and in `FedX` the model of the largest cluster; "initial" is in `PerMA` the
+            only, and in `FedX` the model of the largest cluster; "initial" is in `PerMA` the
             client's first dictionary, and in `FedX` without initial arrays zero.
 
         Raises

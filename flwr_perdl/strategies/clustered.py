@@ -1,11 +1,11 @@
-"""ClusteredFedAvg: clients of k kinds, a model for each, of whatever shape (P2, Phase 2).
+"""ClusteredFedAvg: k groups of clients, a model of any kind for each (FedX, Phase 2).
 
-P2 = Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022,
-whose second phase needs no linear model: IFCA (Ghosh et al., "An Efficient Framework for Clustered
+Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022, whose
+second phase works for any model: IFCA (Ghosh et al., "An Efficient Framework for Clustered
 Federated Learning", NeurIPS 2020) is the same from a random start.
 
 ======================================= ====================================================
-paper (P2, Phase 2)                     here
+paper (FedX, Phase 2)                   here
 ======================================= ====================================================
 ``theta_{t-1}`` (k models)              the models
 ``z_{i,t}`` (equation 8)                the client's choice, by the loss that its ``evaluate``
@@ -15,23 +15,23 @@ local update (line 7)                   the client's own ``fit``
                                         or `flwr_perdl.core.aggregate`'s robust rules
 ======================================= ====================================================
 
-Deviations, and why: the client's loss may be one on held-out data, as ``evaluate`` mostly is, which
-overfits less than the paper's; weights are hard, since with soft ones (equation 7) a client trains
-and sends every model.
+Deviations: the client's loss is that of ``evaluate``, mostly on held-out data, which overfits less
+than the paper's training loss; assignments are hard, since with soft ones (equation 7) every client
+would train and send every model.
 
 What each party receives:
 
-- *The server*: in every round, per client: the number of its cluster, the loss of that model at
-  this client and whether all models have that loss (where there was a choice), the model after the
-  client's training, its number of samples, and the metrics that the client's own ``fit`` returns.
-  For the starts "one-shot" and "anchors", once: the initial model after the client's training
-  alone. With ``k="auto"``, once: the losses of up to 2 ``max_clusters`` - 1 models. Never a sample;
-  what a trained model says of the samples is not hidden (see ``client_app``'s mods).
+- *The server*: in every round, per client: the number of its cluster, the loss of that model and
+  whether all models have this loss (where there was a choice), the model after the client's
+  training, the number of samples, and the metrics of the client's ``fit``. For "one-shot" and
+  "anchors", once: the initial model after the client's local training. With ``k="auto"``, once: the
+  losses of up to 2 ``max_clusters`` - 1 models. Never a sample; what a trained model reveals of the
+  samples is not hidden (see the mods of ``client_app``).
 - *A client*: the models of all clusters (between choices that of its own), and the options. The
-  model of a cluster with one member is what that member sent. With the start "anchors" the first
-  models are those of k single clients, as they sent them. With ``k="auto"``: once the models of up
-  to 2 ``max_clusters`` - 1 groups, some of which may have one member.
-- *Evaluations* return what the client's own ``evaluate`` does, and its cluster.
+  model of a cluster with one member is what that member sent. With "anchors" the first models are
+  those of k single clients, as they sent them. With ``k="auto"``, once: the models of up to
+  2 ``max_clusters`` - 1 groups, some of which may have one member.
+- *Evaluations*: the metrics of the client's own ``evaluate``, and its cluster.
 """
 
 from __future__ import annotations
@@ -106,15 +106,15 @@ class Clusters(NamedTuple):
     Attributes
     ----------
     models : list of ArrayRecord
-        Each cluster's model, with the names of the initial arrays. With ``k="auto"`` those that
-        clients have chosen, numbered anew: ``strategy.history`` has the numbers of the run.
+        Each cluster's model, with the names of the initial arrays. With ``k="auto"`` only those
+        that clients chose, renumbered: ``strategy.history`` has the numbers of the run.
     members : dict of int to int
-        Each client's cluster, by partition, as it said last.
+        Each client's last cluster, by partition.
     sizes : list of int
         Number of clients in each cluster.
     metrics : list of dict
-        Per cluster, means over its clients in the last exchange in which they named it, weighted by
-        their examples; empty for a cluster without clients there.
+        Per cluster, the weighted mean metrics of its clients in their last exchange; empty for a
+        cluster without clients there.
     own : Own
         Where the clients' own models are: see `model_of`.
 
@@ -144,7 +144,20 @@ class Clusters(NamedTuple):
         return self.own.table
 
     def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
-        """Return a client's own model, as `Learned.model_of`: that of its cluster."""
+        """Return a client's own model, as `Learned.model_of`: that of its cluster.
+
+        Parameters
+        ----------
+        client : int or str
+            Its partition, or its name.
+        state_dir : str or Path, optional
+            As in `Learned.model_of`.
+
+        Returns
+        -------
+        ArrayRecord
+            With the names of the initial arrays.
+        """
         return self.own.model_of(client, state_dir)
 
     def __repr__(self) -> str:
@@ -161,89 +174,86 @@ class Clusters(NamedTuple):
 
 
 class ClusteredFedAvg(ModelStrategy):
-    """Learn k models of any kind for clients of k kinds, without knowing who is of which kind.
+    """Learn k models for k groups of clients, without knowing which client is in which group.
 
-    In every round each client receives the k models, takes the one with the least loss by its own
-    ``evaluate``, trains it by its own ``fit``, and sends it back with its choice; the server
-    averages per cluster. A client needs no more than these two methods (`client_app`). Clusters of
-    one model, ``k=1``, are FedAvg.
+    In every round each client receives the k models, picks the one with the lowest ``evaluate``
+    loss, trains it with its own ``fit``, and returns it with its choice; the server averages per
+    cluster (IFCA). Clients need these two methods and `client_app`. With ``k=1`` this is FedAvg.
 
     Parameters
     ----------
     k : int or "auto"
-        Number of models. "auto" (with the start "one-shot"): the smallest number of groups, at
-        most ``max_clusters``, whose mean models are as good as the best on the clients' own
-        ``evaluate``, up to two standard errors. See Notes.
+        Number of models. "auto" (with ``start="one-shot"``): the smallest number of clusters, at
+        most ``max_clusters``, whose models are within two standard errors of the best by the
+        clients' ``evaluate``. See Notes.
     start : {"one-shot", "anchors", "random", "given"}, default "one-shot"
-        Where the k models come from. "one-shot": the clients train the initial model alone, and
-        the server averages the models of clients whose changes point the same way. "anchors":
-        likewise, but takes the models of k clients that are far from each other. "random": the
-        initial model, perturbed k times by as much as each array's own values vary; it often loses
-        clusters. "given": the initial arrays are k models, stacked: each array has a first axis of
+        Where the k models come from. "one-shot": every client trains the initial model locally; the
+        server clusters the directions of their changes and averages each cluster. "anchors": as
+        before, but takes the models of k clients that are far apart. "random": k perturbations of
+        the initial model, each array by its own standard deviation, as in IFCA; often loses
+        clusters. "given": the initial arrays are k stacked models: each array has a first axis of
         length k.
     start_rounds : int, default 1
-        How often a client calls its ``fit`` when it trains alone, all in one message.
+        How often a client calls its ``fit`` in that local training, all in one message.
     choose_every : int, default 1
-        Rounds from one choice to the next. In between, a client receives and trains the model of
-        its own cluster only; one that has missed the last choice chooses when it is back.
+        Rounds between two choices. In between, a client receives and trains the model of its
+        cluster only; one that missed the last choice makes it when it is back.
     proximal_mu : float, optional
-        Sent in the config as ``"proximal-mu"``, as Flower's FedProx does, and as ``"proximal_mu"``,
-        its older name; the client's ``fit`` adds the term.
+        Sent in the config as ``"proximal-mu"``, as Flower's FedProx does, and under its older name
+        ``"proximal_mu"``; the client's ``fit`` adds the term.
     optimizer : Momentum, Adam or Yogi, optional
-        The server's step along each cluster's mean change. By default the mean is the next model.
-        The model of a cluster that nobody has trained in a round stays as it is.
+        Server optimizer, applied to each cluster's mean change. By default plain averaging. The
+        model of a cluster that nobody trained in a round does not change.
     robust : bool or str, default False
-        Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.core.aggregate`. With any but "mean", no model starts from a
-        change ten times as long as the median, nor, of k models, from a small group of clients
-        for which larger groups would share a model; ``k="auto"`` is not one client's decision; and
-        clusters that few choose are reported.
+        Aggregation rule against malicious (Byzantine) clients: True is "filtered", False "mean";
+        for other rules see `flwr_perdl.core.aggregate`. With any but "mean", the start ignores
+        changes ten times as long as the median and groups of clients that are too small, no single
+        client decides ``k="auto"``, and clusters that few clients choose are reported.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
     private, share : str or sequence of str, default ()
-        Names of arrays that stay at the clients, or of those that alone are sent, as in
-        `PersonalizedFedAvg`: groups whose members have, say, a head each.
+        Private or shared arrays, as in `PersonalizedFedAvg`: clusters whose members each have, say,
+        their own head.
     transport : {"float16"}, optional
-        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
-        every array has its own dtype on the wire.
+        Send floats in half precision, both ways (`flwr_perdl.clients.transport`). By default every
+        array keeps its dtype.
     compression : TopK, optional
-        Clients send the largest entries of their changes, and the rest in later rounds; not with
-        ``robust``.
+        Clients send only the largest entries of their changes and carry the rest over to later
+        rounds. Not with ``robust``.
     fine_tune : int, default 0
-        After the last round each client trains its own model up to so many times further, and keeps
-        the best by the loss of its ``evaluate``, also for later evaluations.
+        After the last round each client fine-tunes its model for up to this many trainings, and
+        keeps the one with the lowest ``evaluate`` loss, also for later evaluations.
     privacy : Noise, optional
-        As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then count alike.
+        As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then have the same weight.
     **options
         See `ServerOptions`.
 
     Raises
     ------
     ValueError
-        If an option breaks its rule, or does nothing beside the others; if there are fewer clients
+        If an option breaks its rule or has no effect with the others; if there are fewer clients
         than clusters.
 
     Notes
     -----
     Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` is the model of the
-    largest cluster. ``evaluate_fn`` is called once per cluster, and its metrics are named by it, as
-    ``"accuracy/cluster-0"``, where there are several.
+    largest cluster. ``evaluate_fn`` is called once per cluster; with several clusters its metrics
+    get a suffix, as in ``"accuracy/cluster-0"``.
 
-    Numbers of samples weigh, those above ten times the round's median as that
+    Clients count by their number of samples, at most ten times the round's median
     (`Request.max_weight`).
 
-    Floats per client and round: k models down, one model up; between choices one model down.
-    "one-shot" and "anchors" cost one round more, in which one model goes down and one comes up,
-    ``k="auto"`` a further one, in which up to 2 ``max_clusters`` - 1 models go down.
+    Communication per client and round: k models down, one up; between choices one down. "one-shot"
+    and "anchors" take one more round (one model down, one up), ``k="auto"`` another (up to
+    2 ``max_clusters`` - 1 models down).
 
-    ``k="auto"`` can tell kinds apart only by ``evaluate``. If that measures the loss on the samples
-    of ``fit``, more clusters always look better; with few samples a client, kinds that differ by
-    less than two standard errors over clients are joined; and with too little training alone the
-    groups are not the kinds.
+    ``k="auto"`` separates groups only by ``evaluate``. If that measures the training loss, more
+    clusters always look better. With few samples per client, groups that differ by less than two
+    standard errors are merged. With too little local training, clusters don't match the groups.
 
     Every array keeps its dtype (docs/from-fedavg.md).
 
-    With more than one model every client must define ``evaluate``, and return a finite loss.
+    With more than one model every client must define ``evaluate`` and return a finite loss.
 
     Examples
     --------
@@ -333,7 +343,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     @property
     def result(self) -> Clusters:
-        """The models so far, and who is where."""
+        """The models so far, and which client is in which cluster."""
         members, last = self._found()
         numbers = list(range(self._n_models))
         if self.k == _AUTO and members:
@@ -469,8 +479,8 @@ class ClusteredFedAvg(ModelStrategy):
         losses = [r.arrays[0][groups_of[p]] for p, r in replies.items() if p in groups_of]
         if not losses:
             raise ValueError(
-                "fraction_train must let clients that trained alone measure the groups, got other "
-                "clients only."
+                "fraction_train must include clients of the local training, which measure the "
+                "groups, got other clients only."
             )
         robust = self.robust != "mean"
         k = updates.smallest_as_good(np.stack(losses), robust)
@@ -507,8 +517,8 @@ class ClusteredFedAvg(ModelStrategy):
         if not round_ and all(ALL_ALIKE in reply.metrics for reply in replies.values()):
             log(
                 WARNING,
-                "Each client has the same loss for all of the %d models, by which none finds its "
-                "cluster: evaluate must return the model's loss.",
+                "Every client has the same loss for all of the %d models, so none can find its "
+                "cluster: evaluate must return the loss of the model that it receives.",
                 k,
             )
         # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
@@ -548,7 +558,7 @@ class ClusteredFedAvg(ModelStrategy):
         return config
 
     def _group(self, model: list[Matrix], replies: Replies) -> State:
-        """Return the models that follow from what the clients learned alone."""
+        """Return the models that follow from the clients' local training."""
         combine = Combine(start=self.shared(model), rule=self.robust)
         changes = combine.changes(replies)
         most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)

@@ -1,31 +1,30 @@
-"""Which strategy serves these clients: share all, a part, with some, or nothing at all.
+"""Diagnosis: which strategy fits these clients.
 
-`Diagnosis` trains the user's own clients a few rounds by each of the strategies here that take any
-model, lets every client evaluate what it would have, and says which to take:
+`Diagnosis` trains your own clients for a few rounds with every model-agnostic strategy, lets each
+client evaluate the model it would end up with, and recommends one:
 
 ===================  =============================================================================
 candidate            what is trained
 ===================  =============================================================================
 ``fedavg``           FedAvg
-``fine-tuned``       FedAvg's model after half of the rounds, fine-tuned by each client
-``head``             `PersonalizedFedAvg`, the last layer private (or the arrays that are given)
-``body``             `PersonalizedFedAvg`, the first layer private
+``fine-tuned``       FedAvg for half of the rounds, then fine-tuned by each client
+``head``             `PersonalizedFedAvg` with the last layer private (or the given arrays)
+``body``             `PersonalizedFedAvg` with the first layer private
 ``head-fine-tuned``  as ``head`` for half of the rounds, then all arrays fine-tuned by each client
 ``ditto``            `Ditto`
 ``clusters``         `ClusteredFedAvg` with ``k="auto"``, robust
 ``clusters-head``    the same, with the private arrays of ``head``
-``local``            each client alone
+``local``            local training only
 ===================  =============================================================================
 
-They stand in the order in which a simpler one is preferred. By each of them a client's model is
-trained ``num_rounds`` times, and measured equally often on the way.
+The simplest comes first, and is preferred. With every candidate a client's model is trained
+``num_rounds`` times and evaluated equally often.
 
-Two candidates are compared by each client's gain: the mean over clients and its interval, without
-outliers, whose gains are three times as far from the median as those of four fifths of the clients.
-So what a few clients report decides nothing, however large.
+Two candidates are compared by the clients' gains: their mean and its interval, without outliers,
+which are more than three times as far from the median as the 80 % closest gains. So a few clients
+cannot decide the outcome, whatever they report.
 
-What each party receives is what it receives in these strategies; private arrays never leave their
-client.
+Each party receives what it receives in these strategies; private arrays never leave their client.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
 #: What to write for each candidate, the simplest first.
 WRITE = {
-    "fedavg": "FedAvg: share all, it is enough",
+    "fedavg": "FedAvg: one shared model is enough",
     "fine-tuned": "FedAvg, then fine-tuning at each client",
     "head": "PersonalizedFedAvg({private})",
     "body": "PersonalizedFedAvg({private})",
@@ -68,7 +67,7 @@ WRITE = {
     "ditto": "Ditto()",
     "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
     "clusters-head": 'ClusteredFedAvg("auto", private={private}) with start_rounds=5, robust=True',
-    "local": "no federation: clients are better off alone",
+    "local": "no federation: local training is better",
 }
 #: A candidate that is as good as the others is passed over with about this probability (intervals
 #: are of 95 % on both sides), and never for a gain of less than this share, which nobody notices.
@@ -83,28 +82,29 @@ _START_ROUNDS = 5
 
 
 class Diagnosed(NamedTuple):
-    """What `Diagnosis` has found.
+    """The findings of a `Diagnosis`.
 
     Attributes
     ----------
     choice : str
-        The candidate to take, such as ``"head"``.
+        The recommended candidate, such as ``"head"``.
     sentence : str
-        Which strategy that is, and by how much the best is ahead, with an interval.
+        The recommendation in words, and by how much the best candidate leads, with an interval.
     confidence : float
-        Share of a thousand draws of clients, with replacement, in which it is taken.
+        Share of 1,000 bootstrap samples of the clients in which it is recommended.
     values : dict of str to ndarray of shape (n_clients,)
-        By candidate, the simplest first, the metric of every client's own model.
+        By candidate, simplest first: the metric of each client's own model.
     clients : list of int
-        The clients' partitions, those that evaluated all candidates.
+        Partitions of the clients that evaluated all candidates.
     groups : dict of int to int
-        Who is like whom: each client's cluster, by partition.
+        Each client's cluster, by partition.
     best, over : str
-        The best candidate, and the one that is taken; where that is the best, the next one.
+        The best candidate and the one it is compared with: the recommended one, or, if that is the
+        best, the runner-up.
     lead : tuple of float
-        By how much ``best`` is ahead of ``over``: the mean over clients, and its interval's ends.
+        By how much ``best`` leads ``over``: the mean over clients, and the ends of its interval.
     higher_is_better : bool, default False
-        Of the metric.
+        Whether a larger metric is better.
 
     Examples
     --------
@@ -128,9 +128,13 @@ class Diagnosed(NamedTuple):
     higher_is_better: bool = False
 
     def table(self) -> str:
-        """Return the candidates' medians over clients, and mean gains over one shared model.
+        """Return a table of the candidates: medians over clients, and mean gains over FedAvg.
 
-        With a probability of about 0.95 the intervals have the true gains of all candidates.
+        The intervals cover all true gains together with a probability of about 0.95.
+
+        Returns
+        -------
+        str
         """
         lines = ["candidate            median        gain    interval  clients that gain"]
         for name, values in self.values.items():
@@ -152,46 +156,46 @@ class Diagnosed(NamedTuple):
 
 
 class Diagnosis(ShownAsCalled):
-    """Find out on the user's own app which strategy serves its clients.
+    """Find out which strategy fits your clients, by trying them on your own app.
 
-    With every candidate each client trains ``num_rounds`` times, from the same model, and evaluates
-    the model that it would have, by its own ``evaluate``. The last evaluation counts, or an earlier
-    one that was clearly better at half of the clients for the other half, and conversely, so that
-    noise makes no candidate look better. The simplest candidate is taken of which no other is
-    clearly ahead: by more than the interval, and by more than a hundredth. Clusters are left out
-    where all clients end in one.
+    With every candidate each client trains ``num_rounds`` times from the same initial model, and
+    evaluates its own model by its ``evaluate``. The last evaluation counts, or an earlier one that
+    was clearly better, where the two halves of the clients pick the round for each other so that
+    noise favors no candidate. The recommendation is the simplest candidate that no other clearly
+    beats: by more than the interval and by more than 0.01. Clusters drop out where all clients end
+    in one.
 
     Parameters
     ----------
     private : sequence of str, optional
-        Names of arrays to keep private, or patterns of them; by default the last layer, and in a
-        candidate of its own the first.
+        Names or patterns of the arrays to keep private. By default the last layer, and as another
+        candidate the first.
     metric : str, default "loss"
-        The metric of evaluations by which clients are compared, such as ``"accuracy"``; "loss" may
-        be called "eval_loss", too. On images or samples that the client does not train on, else
-        clients alone look best.
+        The evaluation metric to compare, such as ``"accuracy"``; "loss" also matches "eval_loss".
+        Evaluate on held-out samples: on training samples local training always looks best.
     higher_is_better : bool, optional
-        Of the metric. By default as its name says, such as "eval_acc", "rmse" or "perplexity".
+        Whether a larger metric is better. By default inferred from its name, such as "eval_acc",
+        "rmse" or "perplexity".
     **options
         See `ServerOptions`; without ``checkpoint_dir``, and with all clients in all rounds.
 
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule, or the metric's name does not say what is better; from
-        `start`, if no client's evaluation has the metric.
+        If an option breaks its rule, or ``higher_is_better`` can't be inferred; from `start`, if no
+        client's evaluation has the metric.
 
     Notes
     -----
-    The clients need `client_app`, and an ``evaluate``. With T rounds a run takes at
-    most 8.5 T rounds, in which a client trains at most 11 T times and evaluates after each round;
-    with ``"clusters"`` and ``"clusters-head"`` once for each cluster's model.
+    Clients need `client_app` and an ``evaluate``. With T rounds a run takes at most 8.5 T
+    communication rounds, in which a client trains at most 11 T times and evaluates after each
+    round; with ``"clusters"`` and ``"clusters-head"`` once per cluster's model.
 
-    The interval of a lead is Student's, of the clients' differences: 95 % for all comparisons with
-    one candidate together (Bonferroni).
+    The interval of a lead is Student's t of the clients' differences, at 95 % for all comparisons
+    with one candidate together (Bonferroni).
 
-    `start` returns the metrics and arrays of the candidate that is taken; ``result``
-    (`Diagnosed`) says all, and the log its table.
+    `start` returns the metrics and arrays of the recommended candidate; ``result`` (`Diagnosed`)
+    has all findings, and the log its table.
 
     Examples
     --------
@@ -238,7 +242,7 @@ class Diagnosis(ShownAsCalled):
 
     @property
     def result(self) -> Diagnosed:
-        """What has been found.
+        """The findings.
 
         Raises
         ------
@@ -260,19 +264,24 @@ class Diagnosis(ShownAsCalled):
         *,
         verbose: int | str | None = None,
     ) -> Result:
-        """Train by all candidates, and return what the chosen one comes to.
+        """Train all candidates, and return the result of the recommended one.
 
         Parameters
         ----------
         grid : Grid
-            The way to the clients.
+            The connection to the clients.
         initial_arrays : ArrayRecord
-            The model to start from.
+            The initial model.
         num_rounds : int, default 40
-            Communication rounds of each candidate, at least 3. Clients alone learn at once what
-            they can, and a shared part later: with too few rounds they look best.
+            Communication rounds of each candidate, at least 3. With too few rounds local training
+            looks best, since a shared part learns more slowly.
         timeout, train_config, evaluate_config, verbose
             As for every strategy (`ProtocolStrategy.start`).
+
+        Returns
+        -------
+        Result
+            Metrics and arrays of the recommended candidate.
 
         Raises
         ------
@@ -320,7 +329,7 @@ class Diagnosis(ShownAsCalled):
         for name in [name for name in candidates if name.startswith("clusters")]:
             groups[name] = candidates[name][0].result.members
             if len(set(groups[name].values())) == 1:  # a longer start alone is no difference
-                log(INFO, "Diagnosis leaves out %s: all clients are in one.", name)
+                log(INFO, "Diagnosis leaves out %s: all clients are in one cluster.", name)
                 measured.pop(name, None)
         result = self._result = self._concluded(measured, groups, parts)
         log(INFO, "%s\n%s", result.sentence, result.table())
@@ -398,7 +407,7 @@ class Diagnosis(ShownAsCalled):
             if 2 * np.isfinite(scores).sum() >= n:
                 found[name] = scores
             else:
-                log(WARNING, "Diagnosis leaves out %s: most clients evaluate it in no round.", name)
+                log(WARNING, "Diagnosis leaves out %s: most clients never evaluated it.", name)
         all_of_them = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
         clients = [p for p, has_all in zip(partitions, all_of_them, strict=True) if has_all]
         if "fedavg" not in found or len(clients) < 2:
@@ -418,10 +427,10 @@ class Diagnosis(ShownAsCalled):
         typical = {name: f"{np.median(own):.4g}" for name, own in values.items()}
         write = WRITE[choice].format(private=parts.get("body" if choice == "body" else "head"))
         sentence = (
-            f"{write}: median {self.metric} {typical[choice]}, by one shared model "
+            f"{write}: median {self.metric} {typical[choice]}, with one shared model "
             f"{typical['fedavg']}; {names[best]} is {'not clearly ' if taken != best else ''}ahead "
-            f"of {names[over]}, by {lead[0]:.4g}, interval {lead[1]:.4g} to {lead[2]:.4g}; taken "
-            f"in {confidence:.0%} of draws of the clients."
+            f"of {names[over]}, by {lead[0]:.4g}, interval {lead[1]:.4g} to {lead[2]:.4g}; "
+            f"recommended in {confidence:.0%} of resamples of the clients."
         )
         own, ends = groups.get(choice, groups["clusters"]), (names[best], names[over], lead)
         higher = self.higher_is_better

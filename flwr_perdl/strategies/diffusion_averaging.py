@@ -39,45 +39,45 @@ _TRAINED, _EVALUATED = "train-", "evaluate-"
 class DiffusionAveraging(TrainsModels, NeighborRelay):
     """Train any model at nodes that average with their neighbors; no server has the model.
 
-    The nodes are those of `client_app`: a ClientApp with train and evaluate handlers, or a
-    NumPyClient, as for FedAvg. All nodes begin with the initial arrays. In every round each node
-    trains its own model and replaces it by the weighted mean of its own and its neighbors'. Arrays
-    that a node keeps private (`keep_private`) stay there; all nodes must keep the same ones.
+    The nodes run `client_app`: a ClientApp with train and evaluate handlers, or a NumPyClient, as
+    for FedAvg. All start from the initial arrays. In every round each node trains its own model and
+    replaces it by the weighted mean of its own and its neighbors' models. Arrays that a node keeps
+    private (`keep_private`) stay there; all nodes must keep the same ones.
 
-    What each party receives: see `flwr_perdl.network.diffusion_averaging`. The server sends the
-    initial arrays, and has no model afterwards but with ``shows_models``; what it delivers it can
-    read unless ``sealed``.
+    For what each party receives see `flwr_perdl.network.diffusion_averaging`. The server sends the
+    initial arrays and has no model afterwards, unless ``shows_models``; it can read the messages
+    that it delivers, unless ``sealed``.
 
     Parameters
     ----------
     topology : Topology or Schedule
-        Who hears whom, connected; node k is the client with ``partition-id`` k.
+        Which nodes are neighbors, connected; node k is the client with ``partition-id`` k.
     method : {"atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum"}, optional
-        See `flwr_perdl.network.diffusion_averaging`; by default what suits the network.
+        See `flwr_perdl.network.diffusion_averaging`; by default chosen by the network.
     robust, n_liars
-        Where neighbors may lie, as there.
+        Against malicious (Byzantine) neighbors, as there.
     compression, consensus_step
-        For messages of fewer bytes, as there.
+        For smaller messages, as there.
     groups, local_rounds
-        With ``groups="auto"`` nodes find out by themselves which neighbors are like them
+        With ``groups="auto"`` nodes find out by themselves which neighbors are in their group
         (docs/groups-without-a-server.md), as there; ``num_rounds`` must be more than
         ``local_rounds``.
     evaluate_every : int, default 1
         Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
     metrics : sequence of str, default ()
-        Which metrics of training and evaluation leave the nodes; the loss of evaluations does.
+        Metrics of training and evaluation that leave the nodes; the evaluation loss always does.
     private, share : str or sequence of str, default ()
-        Names of arrays that stay at the nodes, or of those that alone are sent, as in
+        Names of arrays that stay at the nodes, or of the only ones that are sent, as in
         `PersonalizedFedAvg`.
     fine_tune : int, default 0
-        After the last round each node trains its own model up to so many times further, and keeps
-        the best by the loss of its ``evaluate``.
+        After the last round each node fine-tunes its model for up to this many trainings, and keeps
+        the one with the lowest ``evaluate`` loss.
     transport : {"float16"}, optional
-        How floats travel between neighbors: in half floats, whose rounding stays in the models; not
-        with ``compression``. By default every array has its own dtype on the wire.
+        Send floats to neighbors in half precision, whose rounding stays in the models; not with
+        ``compression``. By default every array keeps its dtype.
     shows_models : bool, default False
-        Whether the nodes send the server their models, and what they correct these by, at the end:
-        not with ``sealed``, nor where they keep arrays private.
+        Whether the nodes send the server their models, and their correction terms, at the end. Not
+        with ``sealed``, nor with private arrays.
     weights, faults, staleness, sealed
         As in `NeighborRelay`; the weights are doubly stochastic, for "push_sum" column-stochastic.
         ``staleness`` is for "atc" and "cta".
@@ -91,11 +91,11 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
 
     Notes
     -----
-    Floats per node and round: as in `NeighborRelay`. The initial arrays besides, in the first
-    exchange, and after one that the node has not answered. A node without a model, as one that was
-    restarted without a ``state-dir``, misses a round, and begins anew with the initial arrays.
+    Communication per node and round: as in `NeighborRelay`, and the initial arrays in the first
+    exchange and after one that the node missed. A node without a model, such as one restarted
+    without a ``state-dir``, misses a round and starts again from the initial arrays.
 
-    An app that defines no evaluation is not evaluated.
+    An app without ``evaluate`` is not evaluated.
 
     Examples
     --------
@@ -185,10 +185,10 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
 
     @property
     def result(self) -> Averaged:
-        """What the nodes have learned: curves by node and round, floats, who took part.
+        """What the nodes have learned: curves by node and round, communication, who took part.
 
-        Its ``models`` are the nodes' ArrayRecords, by node, with ``shows_models``; else empty, as
-        models stay at the nodes.
+        ``models`` are the nodes' ArrayRecords, by node, with ``shows_models``; else it is empty,
+        since models stay at the nodes.
 
         Raises
         ------
@@ -226,7 +226,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
     ) -> Result:
         """Run ``num_rounds`` rounds of the algorithm, by default 3.
 
-        They take one communication round more, sealed two, by which log and ``history`` count: the
+        This takes one communication round more, sealed two, and log and ``history`` count those:
         nodes combine the messages of a round, and report on it, when the next exchange begins.
 
         Parameters
@@ -234,16 +234,16 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, verbose
             As in `ProtocolStrategy.start`; the initial arrays are every node's first model.
         evaluate_fn : None
-            The server has no model that it could evaluate.
+            The server has no model to evaluate.
         should_stop : callable, optional
             ``(round, result) -> bool``, called after each round of the algorithm.
 
         Returns
         -------
         Result
-            The means over the nodes of what they report on each round. ``arrays`` is the mean of
-            the nodes' models with ``shows_models``; else it is empty: every node has a model of its
-            own. See also ``strategy.result``.
+            Means over the nodes of their reports on each round. ``arrays`` is the mean of the
+            nodes' models with ``shows_models``; else it is empty: every node has its own model. See
+            also ``strategy.result``.
 
         Raises
         ------

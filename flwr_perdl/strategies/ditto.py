@@ -1,4 +1,4 @@
-"""Ditto: a model for all, and for each client one of its own near it.
+"""Ditto: a global model, and for every client a personal one close to it.
 
 Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization",
 ICML 2021, Algorithm 1 with FedAvg as its solver:
@@ -13,18 +13,18 @@ line 7: ``v_k - eta (grad F_k(v_k)             the client's own training of ``v_
 line 9: aggregation                            the mean, by numbers of samples, or a robust rule
 ============================================== ==================================================
 
-Deviation, and why: the proximal pull is one step after the client's training, and not a term of
-each of its steps, so that any client can be used. It is the proximal step, ``v_k`` = the minimum of
-``|v - v'|^2 + c |v - w^t|^2`` with ``pull = c / (1 + c)``, where c stands for lambda times the sum
-of the training's step sizes. A client's own model begins with the first global model it receives.
+Deviation: the proximal pull is one step after the client's training, not a term of every gradient
+step, so that any client works. It is the proximal step ``v_k = argmin |v - v'|^2 + c |v - w^t|^2``
+with ``pull = c / (1 + c)``, where c stands for lambda times the sum of the learning rates. A
+client's own model starts from the first global model it receives.
 
 What each party receives:
 
-- *The server*: per client and round the global model after the client's training, its number of
-  samples, its training's metrics, and whether its own model began anew. Never the client's own
+- *The server*: per client and round, the global model after the client's training, the number of
+  samples, the training metrics, and whether the client's own model was reinitialized. Never that
   model, nor a sample.
 - *A client*: the global model and ``pull``.
-- *Evaluations* are each client's of its own model, and return what its own evaluation does.
+- *Evaluations*: the metrics of each client's own ``evaluate`` of its own model.
 """
 
 from __future__ import annotations
@@ -56,50 +56,50 @@ from flwr_perdl.strategies._own_models import Learned
 
 
 class Ditto(ModelStrategy):
-    """Learn a model for all clients, and for each a whole model of its own near it.
+    """Learn a global model, and for every client a personal model that stays close to it.
 
-    A client trains both in every round: the global one, which is averaged, and its own, which never
-    leaves it and is then pulled towards the global one. It needs `client_app` and no other change.
+    In every round a client trains both: the global model, which the server averages, and its own,
+    which never leaves it and is then pulled toward the global one. Clients need `client_app` and no
+    other change.
 
     Parameters
     ----------
     pull : float, default 0.1
-        Share of the way to the global model that a client's own goes after each training. 0: the
-        clients train alone; 1: their own models are the global one.
+        How far a client's own model moves toward the global one after each training, as a share of
+        the distance. 0: local training only; 1: the global model.
     optimizer : Momentum, Adam or Yogi, optional
-        The server's step along the mean change. By default the mean is the next model.
+        Server optimizer, applied to the mean change. By default plain averaging, as in FedAvg.
     robust : bool or str, default False
-        How to average if clients may lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.core.aggregate`.
+        Aggregation rule against malicious (Byzantine) clients: True is "filtered", False "mean";
+        for other rules see `flwr_perdl.core.aggregate`.
     transport : {"float16"}, optional
-        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
-        every array has its own dtype on the wire.
+        Send floats in half precision, both ways (`flwr_perdl.clients.transport`). By default every
+        array keeps its dtype.
     compression : TopK, optional
-        Clients send the largest entries of their changes, and the rest in later rounds; not with
-        ``robust``.
+        Clients send only the largest entries of their changes and carry the rest over to later
+        rounds. Not with ``robust``.
     fine_tune : int, default 0
-        After the last round each client trains its own model up to so many times further, and keeps
-        the best by the loss of its ``evaluate``, also for later evaluations.
+        After the last round each client fine-tunes its model for up to this many trainings, and
+        keeps the one with the lowest ``evaluate`` loss, also for later evaluations.
     **options
         See `ServerOptions`.
 
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; from `start`, if the initial arrays are none, or clients keep
-        a part private (`keep_private`) and fewer than ``min_clients`` others are there.
+        If an option breaks its rule; from `start`, if there are no initial arrays, or if clients
+        keep a part private (`keep_private`) and fewer than ``min_clients`` others are left.
 
     Notes
     -----
     Result: ``strategy.start(...).arrays`` is the global model; ``strategy.history`` has each
-    client's evaluation of its own.
+    client's evaluation of its own model.
 
-    What the client's app keeps in ``context.state``, such as an optimizer's state, it finds again
-    in trainings of the same model: there is one such state for the server's model, and one for the
-    client's own, which evaluations see.
+    What the app keeps in ``context.state``, such as an optimizer's state, is kept separately for
+    the global model and the client's own; evaluations see the latter.
 
-    Floats per client and round: the model down and up, in evaluations down. Clients keep their own
-    model in ``context.state``, and on disk with ``state-dir`` in the node config.
+    Communication per client and round: the model, down and up; for an evaluation, down. Clients
+    keep their own model in ``context.state``, and on disk with ``state-dir`` in the node config.
 
     Examples
     --------
@@ -151,7 +151,7 @@ class Ditto(ModelStrategy):
 
     @property
     def result(self) -> Learned:
-        """What the run has learned so far."""
+        """The global model, and where each client's own is."""
         return Learned(self._presented(), self.own)
 
     @property
@@ -186,7 +186,7 @@ class Ditto(ModelStrategy):
         sentence = (
             f"clients of Ditto must keep nothing private, since {self.unsupported['private']}, got "
             f"{roster.label(who)}, which keeps {roster.private[who]} ({len(keeping)} of "
-            f"{len(nodes)} clients in all): take keep_private, or private= of client_app, away."
+            f"{len(nodes)} clients in all): remove keep_private, or private= of client_app."
         )
         if len(nodes) - len(keeping) < self._options.min_clients:
             raise ValueError(sentence)

@@ -1,24 +1,23 @@
-"""FedMD and FedX + clustering: clustered mixed regression (P2, Phase 1 and Phase 2).
+"""FedMD and FedX + clustering: clustered mixed regression.
 
-P2 = Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
-What is asked, and what follows from the answers, is `flwr_perdl.regression.two_phases`, whose
-modules ``fedmd.py`` and ``fedx.py`` follow the paper's listings; here it is only put into messages,
-one request per communication round, all anchors' work in one message.
+Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
+`flwr_perdl.regression.two_phases` has the algorithm; its modules ``fedmd.py`` and ``fedx.py``
+follow the paper's listings. This module sends it as messages, one request per communication round.
 
 What each party receives:
 
-- *The server*: in round one every client's bound on its curvature and its features' mean squares;
-  in Phase 1 each client's part of the residual moment's products (a d x w matrix that sums over
-  its pairs of points) and the estimates of the clients with enough points; in Phase 2 each
-  client's cluster, loss and update of one model. In every round: numbers of samples. No
-  message holds a sample or a response as it is, but of a client with one point the mean squares,
-  the loss and the update give both: clients with fewer than ``min_support`` points do not train.
-  Clients reject models above ``max_norm``, and send zeros instead of a row that shows a point.
-- *A client*: the models of all clusters; the step size, which one client's curvature decides; from
-  the second product on the basis that the sums over all clients span. With ``n_iterations`` above
-  1 every client receives every anchor's last estimate, without names, and perturbed where
-  ``perturbation`` says so; without ``n_anchors`` every client with enough points is an anchor.
-- *Evaluations*, and `compare` and `onboard` after the run, return the cluster and mean losses.
+- *The server*: in round one, each client's curvature bound and the mean squares of its features; in
+  Phase 1, its part of the products with the residual moment (a d x w matrix, a sum over pairs of
+  points), and the estimates of clients with enough points; in Phase 2, its cluster, loss and
+  update of one model. In every round: numbers of samples. No message contains a sample or response
+  as such, but for a client with one point the mean squares, the loss and the update reveal both:
+  clients with fewer than ``min_support`` points don't train. Clients reject models above
+  ``max_norm``, and send zeros instead of a row that shows a point.
+- *A client*: the models of all clusters; the step size, which depends on one client's curvature;
+  from the second product on, the basis that the sums over all clients span. With ``n_iterations``
+  above 1, every anchor's last estimate, without names and perturbed by ``perturbation``; without
+  ``n_anchors`` every client with enough points is an anchor.
+- *Evaluations*, and `compare` and `onboard` after the run: the cluster and mean losses.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class _MixedRegression(EndsWithModels):
 
     @property
     def result(self) -> Learned:
-        """What the run has learned: every cluster's coefficients; a client's are its cluster's."""
+        """The coefficients of every cluster; a client's are those of its cluster."""
         return Learned(to_record(self._running().record.model, [COEFFICIENTS]), self.own)
 
     def models_for(self, step: str) -> dict[str, Sequence[Matrix]]:
@@ -176,8 +175,7 @@ class _MixedRegression(EndsWithModels):
             log(
                 WARNING,
                 "Left out of the models: clients [%s], whose curvature is more than ten times the "
-                "median: the step size would have to follow theirs. With step_size given they "
-                "count.",
+                "median and would decide the step size. With a given step_size they take part.",
                 ", ".join(self.client_names.get(p, str(p)) for p in state.steep.tolist()),
             )
 
@@ -214,26 +212,26 @@ class _MixedRegression(EndsWithModels):
 class FedMD(_MixedRegression):
     """Phase 1: coarse models of all clusters from any start (federated moment descent).
 
-    Ends by itself, with the models as its result.
+    The run ends by itself; the models are its result.
 
     Parameters
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
     phase_1 : MomentDescent, optional
-        How it is done.
+        Options of Phase 1.
     max_clusters : int, default 8
         See `flwr_perdl.regression.TwoPhase`.
     robust : bool or str, default False
-        Whether to expect clients that lie: True stands for "filtered", the rule to take, False for
-        "mean"; "clip" bounds what a client can do. `PerMA` has the same argument.
+        Aggregation rule against malicious (Byzantine) clients: True is "filtered" (recommended),
+        False "mean"; "clip" bounds the influence of a client.
     **options
         See `ServerOptions`.
 
     Raises
     ------
     ValueError
-        If an option breaks its rule, or does nothing beside the others.
+        If an option breaks its rule or has no effect with the others.
 
     Examples
     --------
@@ -262,40 +260,41 @@ class FedMD(_MixedRegression):
 class FedX(_MixedRegression):
     """Phase 2: clients find their cluster while the clusters' models are refined.
 
-    Started with ``[models]`` as initial arrays, it refines those: from the true ones it is the
-    oracle, from one model FedAvg or FedProx. Otherwise ``start`` says where the models come from.
+    With ``[models]`` as initial arrays the run refines these (one model: FedAvg or FedProx; the
+    true models: the oracle). Otherwise ``start`` says where the models come from.
 
     Parameters
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
     start : {"fedmd", "random"}, default "fedmd"
-        Phase 1 first, the two phases in one run; or random models ``N(0, I) / sqrt(d)``, which,
-        without checks of the models, is IFCA.
+        "fedmd": Phase 1 first, in the same run. "random": draws from ``N(0, I) / sqrt(d)``; without
+        checks of the models this is IFCA.
     phase_1 : MomentDescent, optional
-        How models are found, at the start and where the checks find that there are too few.
+        How models are found, at the start and where the checks find too few.
     phase_2 : Refinement, optional
-        How models are refined: ``Refinement(local="fedprox")``, …
+        How models are refined, such as ``Refinement(local="fedprox")``.
     max_clusters : int, default 8
         See `flwr_perdl.regression.TwoPhase`.
     robust : bool or str, default False
-        Whether to expect clients that lie: True stands for "filtered", the rule to take, False for
-        "mean"; other rules: see `flwr_perdl.regression.TwoPhase`. `PerMA` has the same argument.
+        Aggregation rule against malicious (Byzantine) clients: True is "filtered" (recommended),
+        False "mean"; for other rules see `flwr_perdl.regression.TwoPhase`.
     privacy : Noise, optional
-        As in `PerMA`, with ``level="client"``, of a single model (FedAvg, FedProx) that is given as
-        initial array, with a ``step_size``; all clients then count alike, and there is no momentum.
+        As in `PerMA`, with ``level="client"``, for a single model (FedAvg, FedProx) that is given
+        as initial array, with a ``step_size``; all clients then have the same weight, and there is
+        no momentum.
     **options
         See `ServerOptions`.
 
     Raises
     ------
     ValueError
-        If an option breaks its rule, or does nothing beside the others.
+        If an option breaks its rule or has no effect with the others.
 
     Notes
     -----
-    Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[models (k, d)]``; which cluster
-    a client is in only its evaluations say (``history``).
+    Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[models (k, d)]``; a client's
+    cluster is known from its evaluations only (``history``).
 
     Examples
     --------
@@ -346,7 +345,7 @@ class FedX(_MixedRegression):
 
 
 class OneShotClustering(_MixedRegression):
-    """Every client estimates alone, once; the estimates are clustered for good (baseline).
+    """Cluster the clients once, by their local least-squares estimates (baseline).
 
     Parameters
     ----------
@@ -362,7 +361,7 @@ class OneShotClustering(_MixedRegression):
     Raises
     ------
     ValueError
-        If an option breaks its rule, or does nothing beside the others.
+        If an option breaks its rule or has no effect with the others.
 
     Examples
     --------

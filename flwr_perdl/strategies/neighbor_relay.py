@@ -1,4 +1,4 @@
-"""Messages between neighbors through the server: a distributed algorithm on a Flower federation.
+"""NeighborRelay: distributed algorithms on a Flower federation, by messages through the server.
 
 Flower's nodes can reach the server only. The server delivers what one neighbor addresses to
 another, and never combines: the algorithm, a `flwr_perdl.network.Program`, runs at the nodes
@@ -8,7 +8,7 @@ another, and never combines: the algorithm, a `flwr_perdl.network.Program`, runs
 the algorithm                          here
 =====================================  =========================================================
 start, adapt, message of round one     the node's reply to the first ``"exchange"``
-round i: what node k hears             the request of exchange i + 1 to node k
+round i: what node k receives          the request of exchange i + 1 to node k
 combine, adapt, message of round i+1   its reply
 observe                                its reply to ``"show"``
 =====================================  =========================================================
@@ -27,17 +27,15 @@ continues from the state that it has kept, or from its start.
 What each party receives:
 
 - *The server*: every message of every node, in the clear; with ``sealed=True`` its ciphertext and
-  the nodes' public keys instead. In both cases: who sends to whom and how many floats, who could
-  not read what, in every round what the node's program reports about the last one (numbers, in the
-  clear), and at the end what each node chooses to show. Never: data, or states that are neither
-  sent nor shown.
-- *A node*: the messages of the neighbors that it hears, with their ids, its weights for them, and
-  their delays; sealed, also the public keys of those who hear it. With simulated faults: who is
-  asleep.
+  the nodes' public keys instead. In both cases: sender, receiver and size, which messages could not
+  be read, in every round what the node's program reports (numbers, in the clear), and at the end
+  what each node chooses to show. Never data, or states that are neither sent nor shown.
+- *A node*: the messages of its neighbors, with their ids, its weights for them, and their delays;
+  sealed, also the public keys of its receivers. With simulated faults: who is asleep.
 - *A node that is no neighbor*: nothing.
 
-The algorithm's docstring says what a message reveals to neighbors that follow it. A neighbor that
-sends what it likes may learn samples (docs/security.md).
+The algorithm's docstring says what a message reveals to neighbors that follow it. A malicious
+neighbor may learn samples (docs/security.md).
 """
 
 from __future__ import annotations
@@ -104,26 +102,26 @@ _ONLY = DiffusionClient.only
 
 
 class NeighborRelay(ProtocolStrategy):
-    """Deliver the messages of neighbors that run a distributed algorithm.
+    """Deliver messages between neighbors that run a distributed algorithm.
 
     Parameters
     ----------
     topology : Topology or Schedule
-        Who hears whom; node k is the client with ``partition-id`` k.
+        Which nodes are neighbors; node k is the client with ``partition-id`` k.
     n_rounds : int
         Rounds of the algorithm.
     weights : CombinationMatrix, or sequence of them, optional
-        Combination weights of a topology; Metropolis weights by default. A sequence is cycled
-        through.
+        Combination weights of a topology; Metropolis weights by default. A sequence is used in a
+        cycle.
     faults : Faults, optional
         Faults to simulate: the relay drops or delays messages, and tells nodes when they are
-        asleep; none by default. The nodes' ``max_delay`` must allow the delays.
+        asleep. The nodes' ``max_delay`` must allow the delays.
     staleness : int, default 0
-        As in `InMemoryNetwork`: the relay holds messages for so many rounds, and a node that has
-        not replied receives its neighbors' last ones with the next request. The nodes'
+        As in `InMemoryNetwork`: the relay holds messages for up to this many rounds, and a node
+        that did not reply receives its neighbors' last ones with the next request. The nodes'
         ``max_delay`` must allow it.
     sealed : bool, default False
-        Whether messages are sealed: encrypted end to end (docs/decentralized-learning.md).
+        Whether messages are encrypted end to end (docs/decentralized-learning.md).
     **options
         See `ServerOptions`; ``num_clients`` is by default the number of nodes.
 
@@ -134,9 +132,9 @@ class NeighborRelay(ProtocolStrategy):
 
     Notes
     -----
-    Floats per node and round: its message up (sealed: once per neighbor, a seventh more, and about
-    ninety for keys and headers), its neighbors' messages down. A checkpoint holds the messages in
-    transit. ``outcome`` has the result, which travels as one array of packed bytes.
+    Communication per node and round: its message up (sealed: once per neighbor, a seventh larger,
+    plus about ninety values for keys and headers), its neighbors' messages down. A checkpoint has
+    the messages in transit. ``outcome`` has the result.
 
     Examples
     --------
@@ -196,9 +194,9 @@ class NeighborRelay(ProtocolStrategy):
     def outcome(self) -> Run:
         """How the run ended.
 
-        ``state`` is that of the nodes that show theirs (its field ``nodes``), None if there are
-        none; what a node did not observe is NaN. ``dropped_messages`` counts rounds where its
-        message was not finite, or was left out by a node that received it.
+        ``state`` is that of the nodes that show theirs (its field ``nodes``), None without any;
+        values that a node did not observe are NaN. ``dropped_messages`` counts the rounds where a
+        node's message was not finite, or was left out by a node that received it.
 
         Raises
         ------
@@ -394,12 +392,12 @@ class FlowerNetwork:
     Parameters
     ----------
     grid : Grid
-        Flower's grid: what the ServerApp's main function receives, or an
+        Flower's grid: the argument of the ServerApp's main function, or an
         `flwr_perdl.simulations.InProcessGrid`.
     topology, weights, faults, staleness
         As in `NeighborRelay`.
     sealed : bool, default False
-        Whether messages are sealed.
+        Whether messages are encrypted end to end.
     timeout : float, default 3600.0
         Seconds to wait for the replies of a round.
     **options
@@ -476,7 +474,7 @@ class FlowerNetwork:
         callback : callable, optional
             Called after every round with the round and None for the state.
         on_report : callable, optional
-            Called after every round with the round and what the nodes report, as in
+            Called after every round with the round and the nodes' reports, as in
             `InMemoryNetwork.run`. The log has the means, and `NeighborRelay.history` all of it.
 
         Returns
@@ -489,7 +487,7 @@ class FlowerNetwork:
         ValueError
             If ``state`` or ``stop`` is given.
         TooFewReplies
-            If fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient` does.
+            If fewer than ``min_clients`` nodes reply in a round.
         """
         for name, given in (("state", state), ("stop", stop)):
             if given is not None:

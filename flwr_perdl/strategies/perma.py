@@ -1,6 +1,6 @@
-"""PerMA: personalized matching and averaging (P0, Algorithm 1).
+"""PerMA: personalized matching and averaging (Algorithm 1).
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023. The paper stores atoms as columns; here rows are atoms.
 
 =============================  ==================================================================
@@ -18,31 +18,30 @@ r^g                            ``n_global``; "agree": B.2's rule
 
 Deviations from the paper, and why:
 
-- Line 7 broadcasts every client's local atoms; here each client keeps what the global atoms leave
-  of its own dictionary, so that the server sends nothing private and a client that joins late does
-  the same.
-- Averages of unit vectors are not unit vectors: global atoms are brought back to the set that the
-  clients' learners work in (the nearest matrix with orthonormal rows, or unit rows).
-- ``aggregation="statistics"`` (the default) sums what the clients' update is computed from instead
-  of averaging its result; ``"mean"`` is the paper's.
+- Line 7 broadcasts every client's local atoms; here each client keeps the rest of its own
+  dictionary, so that the server sends nothing private and a client that joins late does the same.
+- Averages of unit vectors are not unit vectors: global atoms are projected to the set of the
+  clients' learners (the nearest matrix with orthonormal rows, or unit rows).
+- ``aggregation="statistics"`` (the default) sums the statistics that the clients' updates are
+  computed from, instead of averaging the updates; ``"mean"`` is the paper's.
 - ``matching="consensus"`` (the default) has an error that does not grow with the number of
   clients; ``"paths"`` is the paper's.
-- ``n_global="auto"`` is not in the paper: a few numbers are tried side by side for some rounds, and
-  the one with the least error on samples that the clients hold out is taken.
-- The client withholds atoms that too few of its samples make up (`flwr_perdl.privacy.may_send`),
-  in every round.
+- ``n_global="auto"`` is not in the paper: it tries five shares (0 to 100 %) in the first rounds and
+  keeps the one with the lowest error on samples that the clients hold out.
+- The client withholds atoms with too few samples behind them (`flwr_perdl.privacy.may_send`), in
+  every round.
 
 What each party receives:
 
 - *The server*, in round one: every client's dictionary, without withheld atoms. Later: per client
   and global atom, the updated atom, or (statistics) the row of C_g' (X - C_l D_l), a sum over the
   samples that use the atom; for learners that are not orthogonal also the row of C_g' C_g. In
-  every round: numbers of samples and atoms, mean errors ("auto": a few on samples held out), and
+  every round: numbers of samples and atoms, mean errors ("auto": a few on held-out samples), and
   whether the client had lost its state.
-  Never: samples, codes, or, after round one, local atoms.
-  With ``secure=True`` the updates of later rounds reach it as a sum over clients only. With
+  Never samples, codes, or, after round one, local atoms.
+  With ``secure=True`` it receives the updates of later rounds only as a sum over clients. With
   ``privacy`` there is no round one, and the sums have noise: with ``trust="distributed"`` it sees
-  no others, and with "central" it adds the noise to all that leaves it. Nothing else reaches it.
+  no others, with "central" it adds the noise to everything that it sends. It receives nothing else.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
 - *Evaluations*, and `compare` and `onboard` after the run, return mean errors only.
 """
@@ -117,27 +116,29 @@ ROBUST = "geometric-median"
 
 
 class PerMA(EndsWithModels):
-    """Learn a global dictionary that all clients share, and each client's own local atoms.
+    """Learn a global dictionary that all clients share, and local atoms for each client.
 
-    Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
-    counts both. Started with ``[global atoms]`` as initial arrays it skips the matching round.
-    With "auto" the rounds after the first one, eight at most, choose the number of global atoms.
+    Round one matches the clients' dictionaries, every later round updates the global atoms;
+    ``num_rounds`` of `start` counts both. Given ``[global atoms]`` as initial arrays it skips the
+    matching. With "auto" the rounds after the first, eight at most, choose the number of global
+    atoms.
 
     Parameters
     ----------
     n_global : int, "auto" or "agree", default "auto"
-        Number of global atoms. "auto" updates none, a quarter, a half, three quarters and all of
-        the atoms side by side, and compares their errors on a third of each client's samples, held
-        out for these rounds. The largest number goes on whose error is within a quarter of a
-        standard error (of paired differences over clients) of the least; a client then starts its
-        local atoms anew, from all samples. Where samples are too few to match as many atoms, all
-        that clients may send are shared. Errors are those of evaluations (``"perdl.n-nonzero"`` of
-        ``evaluate_config``). Such a round takes about three times the floats of an update of all
-        atoms, and five times its work. "agree" finds in the matching round on how many atoms the
-        clients agree (P0, B.2): planted atoms are counted right, on images it finds few or none.
-        "auto" tries that number too.
+        Number of global atoms. "auto" tries five shares of the atoms (0, 25, 50, 75 and 100 %) in
+        parallel, and compares their errors on a third of each client's samples, held out for these
+        rounds. It keeps the largest number whose error is within a quarter of a standard error (of
+        the clients' paired differences) of the lowest; clients then restart their local atoms from
+        all samples. Where samples are too few to match that many atoms, all that clients may send
+        are shared. Errors are those of evaluations (``"perdl.n-nonzero"`` of ``evaluate_config``).
+        Such a round sends about three times as much as an update of all atoms, and takes five times
+        its work. "agree" finds in the matching round on how many atoms the clients agree (Appendix
+        B.2): correct on synthetic dictionaries, few or none on images. "auto" tries that number
+        too.
     matching : {"consensus", "paths"}, default "consensus"
-        How the server finds the global atoms among the clients' dictionaries.
+        How the server finds the global atoms among the clients' dictionaries; "paths" is the
+        paper's.
     aggregation : str, default "statistics"
         "statistics", "mean" (the paper's), "weighted" (by examples), "median" (coordinate-wise),
         "geometric-median" or "trimmed".
@@ -146,42 +147,42 @@ class PerMA(EndsWithModels):
     refine_steps : int, default 0
         Iterations of local refinement (Algorithm 6) before each update.
     reuse_last_reply : int, default 0
-        Update rounds for which a client that gives no good reply counts with its last one, so
-        that its absence does not cost what its data say. The server, and its checkpoints, then
-        hold a contribution per client; 0, the paper's, holds none.
+        Update rounds for which the last good reply of a failing client is used again, so that its
+        data still count. The server, and its checkpoints, then hold a contribution per client. 0 is
+        the paper's.
     robust : bool or str, default False
-        Whether to expect clients that lie: with True the aggregation is "geometric-median", with a
-        rule's name that rule. Four liars in ten who agree on a small push cost "geometric-median"
-        2.3 times the error, and "statistics" 10 times (docs/faults.md).
+        Aggregation rule against malicious (Byzantine) clients: True is "geometric-median", or a
+        rule's name. Four of ten clients that collude on a small push multiply the error by 2.3 with
+        "geometric-median", and by 10 with "statistics" (docs/faults.md).
     secure : bool or mapping, default False
-        Whether the server gets the clients' updates as a sum only, through Flower's SecAgg+
+        Secure aggregation by Flower's SecAgg+: the server gets only the sum of the clients' updates
         (docs/security.md). ``{"reconstruction_threshold": 0.8}`` sets the share of clients that
-        must answer to the end (more than a half; by default two thirds). The clients need
-        `client_app`; round one is in the clear.
+        must answer to the end (above 0.5; by default two thirds). Clients need `client_app`; round
+        one is in the clear.
     privacy : Noise, optional
-        A promise of differential privacy for the whole run: the sum of every round has noise, and
-        nothing else leaves the clients (`flwr_perdl.privacy.Noise`). It takes initial arrays that
-        depend on no client's data, orthonormal ones only with an `OrthogonalLearner`, and
+        A guarantee of differential privacy for the whole run: the sum of every round has noise, and
+        nothing else leaves the clients (`flwr_perdl.privacy.Noise`). It needs initial arrays that
+        don't depend on any client's data, orthonormal ones only with an `OrthogonalLearner`, and
         "statistics", or "mean" with ``level="client"``.
     max_atoms : int, optional
         Maximum number of atoms in a client's dictionary; by default ten times the median over the
-        clients, and at most 4,096. A client with more is left out of the matching round and named.
+        clients, and at most 4,096. A client with more is left out of the matching and named.
     **options
         See `ServerOptions`: ``fraction_train``, ``min_clients``, ``seed``, ``checkpoint_dir``, …
 
     Raises
     ------
     ValueError
-        If an option breaks its rule; in round one, if half of the clients or more have fewer
-        atoms than ``n_global``. (Fewer such clients, and those that differ from most in features
-        or in whether their learner is orthogonal, are left out and noted.)
+        If an option breaks its rule; in round one, if half of the clients or more have fewer atoms
+        than ``n_global``. (Fewer such clients, and those that differ from most in features or in
+        having an orthogonal learner, are left out and noted.)
 
     Notes
     -----
     Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[global atoms]`` of shape
-    (n_global, n_features). Floats per client: its dictionary up once; then n_global x n_features
-    down, and as much up (learners that are not orthogonal send n_global x n_global more with
-    "statistics").
+    (n_global, n_features). Communication per client: its dictionary up once; then n_global x
+    n_features values down, and as many up (with learners that are not orthogonal and "statistics",
+    n_global x n_global more).
 
     Clients are `DictionaryClient`, or subclasses of `LearnerClient`.
 
@@ -249,7 +250,7 @@ class PerMA(EndsWithModels):
         check_support(self, locals())
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
-        """P0, Algorithm 1: one request per communication round."""
+        """Algorithm 1: one request per communication round."""
         if state is None and initial:
             state = self._given(initial)
         if state is None:
@@ -388,7 +389,7 @@ class PerMA(EndsWithModels):
             raise ValueError(
                 f"initial_arrays must have n_global={self.n_global} atoms, got {len(atoms)}."
             )
-        orthogonal = np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5)  # but for rounding
+        orthogonal = np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5)  # up to rounding
         return {"global_atoms": atoms, "orthogonal": np.array(orthogonal)}
 
     def _match(self, replies: Replies) -> State:

@@ -18,15 +18,14 @@ paper (Reddi et al.)             here
 
 What each party receives:
 
-- *The server*: per client and round the shared arrays after training, how many numbers stayed at
-  the client, whether these began anew, its number of samples, and the metrics of its own training.
-  Never a private array, nor a sample; what the shared arrays say of both is not hidden.
-- *A client*: the shared arrays, and once the private arrays' start, which is the same for all.
-- *Evaluations* are each client's of its own model, and return what its own evaluation does.
+- *The server*: per client and round, the shared arrays after training, the number of private
+  values, whether they were reinitialized, the number of samples, and the training metrics. Never a
+  private array or a sample; what the shared arrays reveal of both is not hidden.
+- *A client*: the shared arrays, and once the initial private arrays, the same for all.
+- *Evaluations*: the metrics of each client's own ``evaluate`` of its own model.
 
-The clients keep their part by `keep_private`, whose patterns are theirs: a client that keeps less
-than the server leaves out refuses to train. A client of `client_app` without patterns keeps what
-the server leaves out.
+Clients keep their part by `keep_private`. A client whose patterns keep less than the server leaves
+out refuses to train. A client of `client_app` without patterns keeps what the server leaves out.
 """
 
 from __future__ import annotations
@@ -55,66 +54,64 @@ from flwr_perdl.strategies._own_models import Learned
 class PersonalizedFedAvg(ModelStrategy):
     """Average a part of the model; the arrays with the given names stay at the clients.
 
-    The clients are any ClientApp around which `keep_private` stands, with the same patterns or
-    more: ``client_app(ClientApp(mods=[keep_private("head.*")]))``, or
-    ``client_app(make_client, private=["head.*"])``. With Flower's own strategies, private arrays
-    travel as the server's values; here they do not travel.
+    FedPer, FedRep, LG-FedAvg and FedBN are choices of the private part. Any ClientApp of
+    `client_app`, or with the mod `keep_private`, can be the client. Configuring the server is
+    enough; patterns at the client, ``client_app(make_client, private=["head.*"])`` or
+    ``ClientApp(mods=[keep_private("head.*")])``, enforce them whatever the server asks.
 
     Parameters
     ----------
     private : str or sequence of str
-        Names of the private arrays, or patterns of them as in ``fnmatch``.
+        Names of the private arrays, or ``fnmatch`` patterns of them.
     share : str or sequence of str
-        Instead, names or patterns of the shared arrays: ``share=["*lora*"]``, and all others are
-        private.
+        Instead of ``private``: names or patterns of the shared arrays. ``share=["*lora*"]`` keeps
+        all other arrays private.
     alternate : bool, default False
-        FedRep: in each round a client trains its private arrays while the shared ones are fixed,
-        then the shared ones while its own are fixed. See Notes.
+        FedRep: in each round a client first trains its private arrays with the shared ones frozen,
+        then the shared ones with the private ones frozen. See Notes.
     optimizer : Momentum, Adam or Yogi, optional
-        The server's step along the mean change. By default the mean is the next model, as in
-        FedAvg.
+        Server optimizer, applied to the mean change. By default plain averaging, as in FedAvg.
     robust : bool or str, default False
-        How to average if clients may lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.core.aggregate`.
+        Aggregation rule against malicious (Byzantine) clients: True is "filtered", False "mean";
+        for other rules see `flwr_perdl.core.aggregate`.
     transport : {"float16"}, optional
-        How floats travel, both ways: in half floats (`flwr_perdl.clients.transport`). By default
-        every array has its own dtype on the wire.
+        Send floats in half precision, both ways (`flwr_perdl.clients.transport`). By default every
+        array keeps its dtype.
     compression : TopK, optional
-        Clients send the largest entries of their changes, and the rest in later rounds; not with
-        ``robust``.
+        Clients send only the largest entries of their changes and carry the rest over to later
+        rounds. Not with ``robust``.
     fine_tune : int, default 0
-        After the last round each client trains its own model up to so many times further, and keeps
-        the best by the loss of its ``evaluate``, also for later evaluations.
+        After the last round each client fine-tunes its model for up to this many trainings, and
+        keeps the one with the lowest ``evaluate`` loss, also for later evaluations.
     **options
         See `ServerOptions`.
 
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; from `start`, if the initial arrays are none, or the patterns
-        match none of them (one of several is a warning) or all.
+        If an option breaks its rule; from `start`, if there are no initial arrays, or the patterns
+        match none or all of them (one unused pattern of several is a warning).
 
     Notes
     -----
-    Result: ``strategy.start(...).arrays``, and what ``evaluate_fn`` gets, has the initial arrays'
-    names; the private ones are as they were. ``strategy.history`` has each client's evaluation of
-    its own model, in its last report.
+    Result: ``strategy.start(...).arrays``, and what ``evaluate_fn`` receives, has the names of the
+    initial arrays; private ones keep their initial values. The last report of ``strategy.history``
+    has each client's evaluation of its own model.
 
-    Floats per client and round: the shared arrays down and up, in evaluations down. The private
-    arrays' start travels to a client of which the server does not know that it has its own: in its
-    first round, after one that it failed in, and after a resume. The client uses it only if it has
-    nothing else.
+    Communication per client and round: the shared arrays, down and up; for an evaluation, down. The
+    initial private arrays are sent only to a client that may not have its own yet: in its first
+    round, after a failed round, and after a resume. A client that has its own ignores them.
 
-    With ``alternate`` the app's training runs twice in a round. Its config has ``"train-names"``,
-    the names to train as a JSON list: ``names = json.loads(config["train-names"])`` and, in
-    PyTorch, ``parameter.requires_grad = name in names`` for each of ``net.named_parameters()``. It
-    may take more epochs where the names are those of its head, as the paper does. Of each step only
-    these arrays count, so that an app that reads nothing of it is right, too. Metrics and number of
-    samples are the second step's. What the app keeps in ``context.state``, such as an optimizer's
-    state, it finds again in the same step; evaluations see that of the second one.
+    With ``alternate`` the app trains twice per round. ``config["train-names"]`` is a JSON list of
+    the names to train: ``names = json.loads(config["train-names"])``, and in PyTorch
+    ``parameter.requires_grad = name in names`` for each of ``net.named_parameters()``. Code that
+    ignores it still works; its other updates are discarded. As in the paper, the head's training
+    may take more epochs. Metrics and number of samples are those of the second training. Whatever
+    the app keeps in ``context.state``, such as an optimizer's state, is kept separately for the two
+    trainings; evaluations see that of the second.
 
-    Every array keeps its dtype (docs/from-fedavg.md). Numbers of samples weigh, those above ten
-    times the round's median as that.
+    Every array keeps its dtype (docs/from-fedavg.md). Clients count by their number of samples, at
+    most ten times the round's median.
 
     Examples
     --------
@@ -167,7 +164,7 @@ class PersonalizedFedAvg(ModelStrategy):
 
     @property
     def result(self) -> Learned:
-        """What the run has learned so far."""
+        """The shared model, and where each client's own is."""
         return Learned(self._presented(), self.own)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:

@@ -1,6 +1,6 @@
-"""All methods of P0's Table 1 on clients' images, each tuned by the same budget.
+"""All methods of PerMA's Table 1 on clients' images, each tuned with the same budget.
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023.
 
 ==============  =================================================================================
@@ -12,8 +12,8 @@ method          what it is
 ``huang``       after Huang et al. (2022): K-SVD, means weighted by samples, from a common start
 ``naive``       the one-shot average of the clients' own dictionaries, without matching
 ``perpca``      PerPCA: shared and own orthonormal components, rotated to principal axes
-``local``       every client alone, five times the iterations
-``finetuned``   ``perma`` with all atoms shared, trained further by each client
+``local``       local training, five times the iterations
+``finetuned``   ``perma`` with all atoms shared, fine-tuned by each client
 ``pooled``      one dictionary of all clients' images, five times the iterations
 ``sklearn``     scikit-learn's dictionary of all clients' images
 ==============  =================================================================================
@@ -29,10 +29,10 @@ where it codes by matching pursuit, its number of atoms per sample. ``finetuned`
 measure by are not seen. PerMA's federations run in this process, whatever the engine: they give the
 same bits on all. Rivals are functions over the list of clients.
 
-P0 compares with Gkillas et al. and Huang et al. without their settings. From both, these rows have
-the local algorithm and the mean; the start is the dictionary of one client for all, one iteration
-per round, and matching pursuit codes. From starts that differ both fail as in the paper, which
-``naive`` shows.
+PerMA compares with Gkillas et al. and Huang et al. without their settings. From both, these rows
+have the local algorithm and the mean; the start is the dictionary of one client for all, one
+iteration per round, and matching pursuit codes. From starts that differ both fail as in the paper,
+which ``naive`` shows.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def learn_tuned(
 def finetuned(
     learner: Learner, D: Matrix, samples: Sequence[Matrix], error: Callable[[int, Matrix], float]
 ) -> list[tuple[Matrix, int]]:
-    """Return each client's dictionary, trained further, and after how many of `FURTHER`.
+    """Return each client's dictionary, fine-tuned, and after how many of `FURTHER`.
 
     Parameters
     ----------

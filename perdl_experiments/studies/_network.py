@@ -111,7 +111,7 @@ def random_network(
 def by_epoch(
     clients: Sequence[Network], models: Sequence[Model], epochs: int
 ) -> Iterator[list[Evaluated]]:
-    """Yield all clients' evaluations after each epoch of every client alone, from none on."""
+    """Yield all clients' evaluations after each epoch of local training, from none on."""
     own = list(models)
     for t in range(epochs + 1):
         yield [one.evaluate(model, {}) for one, model in zip(clients, own, strict=True)]

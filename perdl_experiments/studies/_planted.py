@@ -1,6 +1,6 @@
-"""Planted dictionaries (A.1 of P0): what the four studies on them have in common.
+"""Planted dictionaries (PerMA, A.1): shared by four studies.
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
 NeurIPS 2023. Every client's data is made of orthonormal atoms, some of which all clients share.
 Errors are distances d_{1,2} (Definition 1) to the planted atoms.
 """
@@ -72,12 +72,12 @@ class Config(PermaConfig):
 
 
 def learn_alone(X: Matrix, learner: Learner, D: Matrix, rounds: int) -> Matrix:
-    """Return a dictionary of ``X`` alone: the start ``D``, and an iteration per further round."""
+    """Return a dictionary of ``X`` alone: the start ``D``, and an iteration per later round."""
     return iterate(learner, X, D, [1.0] * (rounds - 1))
 
 
 def cost(federated: Federated) -> Matrix:
-    """Return rounds, floats up and floats down of a federation."""
+    """Return rounds, and values sent and received, of a federation."""
     return np.array([federated.rounds, federated.floats_up, federated.floats_down])
 
 

@@ -1,12 +1,12 @@
 """Bi-clustering of gene expressions: Section IV-C, Algorithms 3 and 4, Fig. 8.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. A sample is
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. A sample is
 one gene's expression over all subjects. Algorithm 3 finds sparse rank-one layers of the whole
 matrix; Algorithm 4 sees every gene once, with one agent per atom. The atoms tell the subjects
 apart: k-means clusters them, without labels, and the adjusted Rand index compares with labels.
 
 ``--data FILE.npz`` with ``X`` (subjects, genes) and, if known, ``y`` (subjects,); without it,
-planted types.
+synthetic types.
 
 Algorithm 4's passes and steps are chosen without labels: of `SCHEDULES`, the one after which the
 genes have the least mean cost (7). ``--rounds`` (5) counts the passes of those that have several.

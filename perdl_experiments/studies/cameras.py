@@ -1,16 +1,16 @@
-"""Where personalization pays: sites that share a usual view, and have a camera of their own each.
+"""Feature shift, where personalization pays: sites share a common view and have their own cameras.
 
-Every site has images as all sites see them, and others as its own camera shows them: mirrored,
-upside down, turned or shifted. Each method ends with a dictionary per site, and is measured on
-images that no site trained with, in the usual view and in that of the site's camera.
+Every site has images in the common view, and others from its own camera: mirrored, upside down,
+turned or shifted. Each method ends with a dictionary per site, and is evaluated on held-out images,
+in the common view and in that of the site's camera.
 
 =============  ===================================================================================
 method         what it is
 =============  ===================================================================================
-``perma``      `PerMA`: some atoms shared, the others each site's own
-``alone``      each site alone, five times the iterations
+``perma``      `PerMA`: some atoms shared, the others private
+``alone``      local training, five times the iterations
 ``shared``     `PerMA` with all atoms shared: the dictionary of all sites' images
-``finetuned``  ``shared``, trained further by each site
+``finetuned``  ``shared``, fine-tuned by each site
 ``averaging``  one dictionary, averaged in every round from a common start
 ``either``     an own and a shared dictionary of half as many atoms: for each image the better one
 ``both``       the atoms of both
@@ -18,11 +18,11 @@ method         what it is
 ``hmf``        HMF: the same, by the paper that followed PerPCA's
 =============  ===================================================================================
 
-What a method leaves open is chosen on other images that no site trained with: the penalty of
-``alone``, ``shared`` and ``averaging`` of three each, the steps of ``finetuned`` at each site, the
-shared components of ``perpca`` and ``hmf`` and then their step, of three, and the shared atoms of
+Hyperparameters are tuned on validation images: the penalty of ``alone``, ``shared`` and
+``averaging`` (three values), the steps of ``finetuned`` at each site, the shared components of
+``perpca`` and ``hmf`` and then their learning rate (three values), and the shared atoms of
 ``perma``, which has the penalty of ``shared``. Components are rotated to their principal axes.
-`ClusteredFedAvg` of dictionaries has no row: no two sites have a camera in common.
+`ClusteredFedAvg` has no row: no two sites have the same camera.
 
 The learners, the start and the rivals are those of `images` (`_methods`).
 """
@@ -260,7 +260,7 @@ class Comparison:
         return best([self.learn(method, self.config.n_atoms, one) for one in settings])
 
     def finetuned(self, shared: Try) -> Try:
-        """Return a shared dictionary, trained further at each site for its best number of steps."""
+        """Return a shared dictionary, fine-tuned at each site for its best number of steps."""
 
         def error(site: int, D: Matrix) -> float:
             return float(np.mean(self.errors(self.sites[site].choose, D)))

@@ -1,23 +1,23 @@
-"""PerMA against other methods on planted dictionaries: B.1 and Fig. 5 of P0.
+"""PerMA against other methods on synthetic dictionaries: PerMA, B.1 and Fig. 5.
 
-The data of A.1 with other dimensions, numbers of clients and shares of non-zero codes. In the
+The data of A.1 with other dimensions, numbers of clients and shares of nonzero codes. In the
 figure's second half one client has few samples, in proportion to the dimension, and the errors are
-that client's. Errors on shared and on own atoms are told apart: one dictionary for all clients with
-as many atoms as one has no room for the own atoms of each, however well it finds what they share.
+that client's. Errors on shared and local atoms are reported separately: a single dictionary of the
+size of a client's has no room for everybody's local atoms, however well it finds the shared ones.
 
-Every method has as many communication rounds and local iterations, the same learner and warm
-starts, and is tuned over as many values of one parameter, on a seed of its own, at the middle of
-the figure: PerPCA over its step, all others over the learner's threshold. The methods are those of
+All methods have the same rounds, local iterations, learner and warm starts, and are tuned over
+equally many values of one parameter, on a seed of its own, in the middle of the figure: PerPCA over
+its learning rate, all others over the learner's threshold. The methods are those of
 `perdl_experiments.studies._methods`; averaging and pooled data have as many atoms as one client,
 and once more, in the middle of the figure, as many as all clients have with PerMA, with an update
-for atoms that need not be orthogonal: ``averaging_wide`` and ``pooled_wide``.
+for non-orthogonal atoms: ``averaging_wide`` and ``pooled_wide``.
 
 Metrics, with d = 6, ``--clients`` (10) and a density of 20, for METHOD ``perma``, ``averaging``,
 ``naive``, ``perpca``, ``local``, ``pooled``, ``averaging_wide``, ``pooled_wide``: ``error_METHOD``
-(d₁,₂ of a client's planted atoms to what it ends with, mean over clients and seeds),
-``error_shared_METHOD`` and ``error_own_METHOD`` (of the planted global atoms alone, and of the
-planted local ones), ``seconds_METHOD``, and ``error_weak_METHOD``, ``error_shared_weak_METHOD``,
-``error_own_weak_METHOD``, ``seconds_weak_METHOD`` of the second half.
+(d₁,₂ of a client's true atoms to its result, mean over clients and seeds), ``error_shared_METHOD``
+and ``error_own_METHOD`` (of the true global and the true local atoms), ``seconds_METHOD``, and
+``error_weak_METHOD``, ``error_shared_weak_METHOD``, ``error_own_weak_METHOD``,
+``seconds_weak_METHOD`` of the second half.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every node has a few shards of the training images, which are sorted by label, and a softmax
 regression whose ``fit`` takes a few gradient steps on all of them. `DiffusionAveraging` trains it
-on each graph; FedAvg averages all nodes' models in every round; a node alone averages nothing.
+on each graph; FedAvg averages all nodes' models in every round; local training averages none.
 Accuracy is that on held-out images of all ten digits. A second, larger set of networks, over the
 same images, can be asked for, and networks that change from round to round.
 
@@ -12,7 +12,7 @@ FedAvg's accuracy after the last round.
 Metrics, medians over the seeds, for GRAPH ``ring``, ``torus``, ``exponential``, ``erdos-renyi``,
 ``complete`` (with ``changing`` also ``random-pairs`` and ``one-peer``, which have no spectral gap):
 ``accuracy_worst_GRAPH`` of the worst node after the last round, ``rounds_to_fedavg_GRAPH`` (from
-which on the worst node stays within .01 of FedAvg's last accuracy; -1: never),
+which on the worst node stays within 0.01 of FedAvg's last accuracy; -1: never),
 ``spectral_gap_GRAPH``, ``bytes_sent_GRAPH`` (by a node, in all rounds);
 ``rounds_to_fedavg_fedavg``, ``accuracy_fedavg``, ``accuracy_alone``. Those of the larger networks
 end in ``_larger``. With ``tune``: ``accuracy_tuned_METHOD`` for ``fedavg``, ``pooled`` (all data in
@@ -178,7 +178,7 @@ class _Softmax:
 
 
 def among_liars(config: Config, seed: int, robust: bool | str, attack: str | None) -> float:
-    """Return the accuracy of the worst honest node among two liars of the exponential graph.
+    """Return the worst honest node's accuracy with two malicious nodes in the exponential graph.
 
     Without an ``attack`` it is the worst of the same nodes, and all are honest.
     """
@@ -210,7 +210,7 @@ def networks(n: int, seed: int, changing: int) -> dict[str, Topology | Schedule]
 
 
 def run(config: Config, keep: Keep) -> Outcome:
-    """Run all graphs, FedAvg and the nodes alone with every seed."""
+    """Run all graphs, FedAvg and local training with every seed."""
     parts = {
         _named(size, f"seed-{seed}", between="-"): partial(_one_seed, one, seed)
         for size, one in config.sizes.items()

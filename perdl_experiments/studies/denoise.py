@@ -1,6 +1,6 @@
 """Denoising by a dictionary that is spread over a network: 196 agents with one atom each.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015, and the
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015, and the
 image denoising that it refers to. The samples are the noisy image's own patches: batch by batch,
 their duals are inferred and every agent updates its atom (Algorithm 1). Then all patches are
 coded, and every pixel is the mean of the patches that cover it.

@@ -1,16 +1,16 @@
-"""Large federations, failing clients and weak ones: what the global atoms come to.
+"""Large federations, failing clients and clients with few samples: the error of the global atoms.
 
-Figures that P0 (Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for
-Heterogeneous Datasets", NeurIPS 2023) does not have, on its planted data (A.1): the error of
-PerMA's global atoms against
+Figures that are not in PerMA's paper (Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary
+Learning for Heterogeneous Datasets", NeurIPS 2023), on its synthetic data (A.1): the error of the
+global atoms against
 
-- the number of clients, each from a poor start (`synthetic`'s, with which about one client in five
-  fails by itself): the paper's chain of shortest paths needs all clients to be close to each other,
-  consensus matching does not;
-- the share of clients that fail in a round, from poor starts too: each round, the matching round
-  included, every client fails with this probability, and then, by the toss of a coin, answers with
-  an error or with NaN;
-- the number of samples of the weak ones among the clients, from good starts.
+- the number of clients, each from a poor start (that of `synthetic`, with which about one client in
+  five fails locally): the paper's chain of shortest paths needs all clients to be close to each
+  other, consensus matching does not;
+- the share of clients that fail in a round, also from poor starts: in each round, the matching
+  round included, every client fails with this probability, half of the time with an error, half of
+  the time with NaN;
+- the number of samples of clients with few, from good starts.
 
 ==============  =================================================================================
 method          what it is
@@ -18,8 +18,8 @@ method          what it is
 ``consensus``   PerMA with its defaults: consensus matching, statistics
 ``paths``       the same with the paper's chain of shortest paths
 ``paper``       shortest paths and the mean, and clients that withhold nothing: the paper's
-``alone``       clients alone from the same starts, with as many iterations; their mean, and in the
-                last panel the weak ones'
+``alone``       local training from the same starts, with as many iterations; the clients' mean, in
+                the last panel that of the clients with few samples
 ==============  =================================================================================
 
 ``--clients`` (20) is their number where it is not on the axis. Metrics, for METHOD ``consensus``,
@@ -285,7 +285,7 @@ def _told_in_events_only() -> Iterator[None]:
 
 
 def _alone(config: Config) -> float:
-    """Return the mean error of clients alone: of the weak ones where there are any."""
+    """Return the mean error of local training: of the clients with few samples if there are any."""
     planted, errors = config.planted, []
     everybody = range(len(planted.samples))
     for i in everybody[-config.weak :] if config.weak else everybody:

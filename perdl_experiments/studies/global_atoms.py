@@ -1,9 +1,9 @@
-"""How many atoms are shared: Appendix B.2 and Fig. 7.
+"""How many atoms are shared: PerMA, B.2 and Fig. 7.
 
-The matching round alone, with ``n_global="agree"``: the server counts the atoms on which the
-clients' dictionaries agree, and is right if it finds as many as were planted. Beside it the paper's
-rule, the largest jump of the lengths of the shortest paths (Algorithm 2), and the same rule on the
-lengths of consensus matching, both on the dictionaries that the clients start with.
+Only the matching round, with ``n_global="agree"``: the server counts the atoms on which the
+clients' dictionaries agree, and is correct if it finds the true number. Compared with the paper's
+rule, the largest jump of the shortest paths' lengths (Algorithm 2), and the same rule on the
+lengths of consensus matching, both on the clients' initial dictionaries.
 
 Metrics: ``correct_4``, ``correct_6``, ``correct_8`` (shares of seeds); ``correct_paths_4`` and so
 on with the paper's rule, the largest jump of the path lengths, and ``correct_consensus_4`` and so
@@ -150,4 +150,4 @@ def _figures(lengths: Mapping[str, Mapping[int, list[float]]]) -> dict[str, Any]
         )
         for matching, of in lengths.items()
     ]
-    return {"paths": plots.panels(panels, columns=2)}
+    return {"paths": plots.panels(panels)}

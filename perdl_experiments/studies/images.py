@@ -1,20 +1,20 @@
-"""Training with imbalanced data: Section 5.2 and Fig. 3, on the user's own images.
+"""Label skew: PerMA, Section 5.2 and Fig. 3, on your own images.
 
-Nine tenths of a client's images carry one label; if the data have an array ``client``, the clients
-are the owners with the most images. The error is measured on held-out images of all
-labels, coded by orthogonal matching pursuit with k atoms of each dictionary. With ``methods="all"``
-Table 1 is added: the baselines' strategies beside PerMA, each tuned by the same budget on images
-that clients hold out of training, which `perdl_experiments.studies._methods` states.
+90 % of a client's images have one label; if the data have an array ``client``, the clients are the
+owners with the most images. The error is measured on held-out images of all labels, coded by
+orthogonal matching pursuit (OMP) with k atoms of each dictionary. ``methods="all"`` adds Table 1:
+the baselines, each tuned with the same budget on the clients' validation images (see
+`perdl_experiments.studies._methods`).
 
-``--data FILE.npz`` with ``X`` (n, h, w) or (n, n_features), real numbers, brought to [0, 1], and
-``y`` (n,), integer labels; ``names``, a text for each label from 0 on, is optional. The experiment
-makes the imbalanced clients and holds out a test part itself, by seed. With ``client`` (n,),
-integers that say whose an image is, as in ``flwr-perdl fetch femnist``, the ``--clients`` with the
-most images take part with their own, a tenth of which is held out; "own" is then what is theirs.
+``--data FILE.npz`` with ``X`` (n, h, w) or (n, n_features), real numbers, scaled to [0, 1], and
+``y`` (n,), integer labels; optionally ``names``, a text per label. The experiment makes the clients
+and the test part itself, by seed. With ``client`` (n,), the integer owner of each image, as from
+``flwr-perdl fetch femnist``, the ``--clients`` owners with the most images take part, a tenth of
+whose images is held out; "own" then refers to these.
 
-Metrics, of held-out images coded by k atoms each ({k}: 5, 10, 20): ``mse_global_{k}``,
+Metrics, on held-out images with k atoms each ({k}: 5, 10, 20): ``mse_global_{k}``,
 ``psnr_global_{k}``, ``ssim_global_{k}`` (the global atoms alone), ``mse_full_{k}`` (with the local
-ones, mean over clients), ``mse_local_{k}`` (each client's dictionary learned alone),
+ones, mean over clients), ``mse_local_{k}`` (local training),
 ``mse_average_{k}`` (their plain average), ``mse_pooled_{k}`` (one dictionary of n_global atoms of
 all data, five times the iterations), ``mse_sklearn_{k}`` (scikit-learn's
 MiniBatchDictionaryLearning of all data); ``mse_own_global_{k}``, ``mse_own_full_{k}`` and
@@ -28,7 +28,7 @@ defaults and as in the paper), ``averaging``, ``naive``, ``gkillas``, ``huang``,
 ``mse_tuned_perma_full_{k}`` and so on; of images of the client's own label
 ``mse_own_tuned_METHOD_{k}``), ``seconds_tuned_METHOD``, ``rounds_tuned_METHOD``,
 ``floats_up_tuned_METHOD``, ``floats_down_tuned_METHOD``, ``setting_tuned_METHOD``. A setting that
-fails takes no part; a method of which all settings fail has the word "failed" in its row.
+fails is skipped; a method without a working setting is shown as "failed".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Dual inference over a network: how many rounds until every agent knows the answer, Fig. 6.
+"""Dual inference over a network: rounds until every agent has the solution, Fig. 6.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015, Section
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015, Section
 IV-A: signal-to-noise ratios of the codes y and of the dual variables nu against iterations, on
 connected graphs of agents with one random atom each. The truth is `exact_dual`; how well
 a general solver (SciPy's L-BFGS-B on the dual) agrees with it is reported.
@@ -399,4 +399,4 @@ def _figure(curves: Mapping[str, Matrix]) -> Any:
         )
         for what, title in {"y": "codes y", "nu": "dual variables nu, worst node"}.items()
     ]
-    return plots.panels(drawn, columns=1, height=2.9)
+    return plots.panels(drawn, height=2.9)

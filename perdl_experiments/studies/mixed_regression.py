@@ -1,20 +1,19 @@
 """Clustered mixed regression: Appendix C and Fig. 1-3.
 
-P2 = Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
-Every method is a start and a Phase 2. Both Phases 2, this library's and the paper's, run from the
-same starts: this library's Phase 1, the paper's, random models (IFCA), one-shot clustering, one
-model (FedAvg), and the true models, which is the paper's oracle. What all are measured by is least
+Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
+Every method is a start and a Phase 2. Both versions of Phase 2, this library's and the paper's, run
+from the same starts: this library's Phase 1, the paper's, random models (IFCA), one-shot
+clustering, one model (FedAvg), and the true models, the paper's oracle. The reference is least
 squares with the true labels.
 
-The paper's Phase 1 is at its best: an SVD of the whole moment, which costs d^2 floats per anchor,
-in place of its products, and average linkage of the anchors in place of a known separation. IFCA
-runs from one start, and from several one after the other, within the rounds in which a run must be
-right; of these the start with the least training loss goes on.
+The paper's Phase 1 is the best possible: an SVD of the whole moment, d^2 values per anchor, instead
+of its products, and average linkage of the anchors instead of a known separation. IFCA runs from
+one start, and from several in turn within the same rounds; the one with the lowest training loss
+continues.
 
-The paper gives s but no eta. Here ``s * eta`` is 3 over the largest curvature of any client, with
-s = 5, and eta stays what it is where s is another. All run batched (`Clients`), which gives the
-Strategies' results; where there is one federation only (one setting, one seed), the headline's two
-phases run through Flower's messages.
+The paper gives s but no eta. Here ``s * eta`` is 3 over the largest curvature of any client for
+s = 5, and eta is the same for other s. All runs are batched (`Clients`), with the Strategies'
+results; a single federation (one setting, one seed) runs both phases through Flower's messages.
 
 Metrics, over all settings and, where there are several, per setting (``_C1``, …):
 ``share_within_5pct_of_oracle`` (from round 100 on at the latest, with k = 3),
@@ -285,7 +284,7 @@ class _Counted(Clients):
 class Way(NamedTuple):
     """A method: settings, the models that Phase 2 starts from, and what it took to find these.
 
-    ``spent`` has floats up and down of every round before.
+    ``spent`` has values sent and received in every round before.
     """
 
     settings: TwoPhase
@@ -521,7 +520,7 @@ def _figure(study: Study) -> Any:
         )
         for title, methods in PANELS.items()
     ]
-    return plots.panels(drawn, columns=1, height=2.7)
+    return plots.panels(drawn, height=2.7)
 
 
 def _median(errors: Matrix) -> list[float]:

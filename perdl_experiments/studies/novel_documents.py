@@ -1,9 +1,9 @@
-"""Novel documents: Section IV-B, Fig. 7 and Table IV of P1, on news counts or planted ones.
+"""Novel documents: Section IV-B, Fig. 7 and Table IV, on news or synthetic documents.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Documents
-arrive in blocks. In time step t a network of 10 t agents, one atom each, learns from one block,
-then says of each document of the next how new it is (Algorithm 2); ten agents with random atoms
-join, and the network is drawn anew. A document is novel if no earlier block has its topic.
+Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Documents arrive
+in blocks. In time step t a network of 10 t agents, one atom each, learns from one block, then
+scores the novelty of each document of the next (Algorithm 2); ten agents with random atoms join,
+and the network is redrawn. A document is novel if no earlier block has its topic.
 
 The paper's settings run as they are with ``score=paper``: Huber's loss, ATC diffusion stopped long
 before convergence, the raw cost as score. The default has converged inference, the score
@@ -14,8 +14,8 @@ move the atoms alike. As documents have unit norm, their f(x) is then the same.
 Two options are not in the paper. ``learning=codes``: an agent divides the sum of its steps for a
 batch by the sum of the squares of all its codes so far, which it knows itself. That is the
 curvature of the squared loss in its own atom, so that an atom tends to an average over all
-documents that used it, as in online dictionary learning (Mairal et al., JMLR 2010), and no step
-length is chosen. ``counts=log``: a term's count n becomes 1 + log(n).
+documents that used it, as in online dictionary learning (Mairal et al., JMLR 2010), and no learning
+rate is tuned. ``counts=log``: a term's count n becomes 1 + log(n).
 
 ``learning=chosen`` takes the learning rule, counts and number of terms from `GRID` that have the
 largest mean area on the first two time steps with new topics. Later steps judge: their topics have
@@ -441,7 +441,7 @@ def _figure(steps: Sequence[int], areas: Mapping[str, Mapping[int, Sequence[floa
         for name, by_step in areas.items()
     }
     drawn = plots.Panel("time step", "area under the ROC curve", steps, lines, linear=True)
-    return plots.panels([drawn], columns=1, height=3.0)
+    return plots.panels([drawn], height=3.0)
 
 
 def _facts(

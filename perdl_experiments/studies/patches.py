@@ -1,6 +1,6 @@
-"""One dictionary from data that stay at four nodes: the patches of P3.
+"""One dictionary from data that stay at four nodes: the patches experiment of the paper.
 
-P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014:
+Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014:
 48 random atoms of dimension 16 (4 x 4 pixels), samples that mix three of them, four nodes in "a
 symmetrically connected network", iterated until convergence. That is a ring or a complete graph:
 the paper's method runs on both, on the complete graph for three times as many rounds. An atom

@@ -1,15 +1,15 @@
-"""Which part of a network is shared? Four kinds of difference, and the methods that answer them.
+"""Personalization methods under four types of heterogeneity (non-IID data).
 
-Every client has a few images for training, half as many to choose by, and others that its accuracy
-is measured on. Clients differ in one of four ways:
+Every client has a few training images, half as many for validation, and a test set. The data are
+heterogeneous in one of four ways:
 
 ===========  =====================================================================================
 kind         what differs
 ===========  =====================================================================================
-``labels``   each client calls the classes by other numbers
-``turned``   four groups see their images turned by 0, 90, 180 or 270 degrees
-``cameras``  each client's camera has its own sensitivity per pixel, and is out of place
-``missing``  each client has images of three classes only
+``labels``   label permutation (concept shift): each client numbers the classes differently
+``turned``   four groups of clients with images rotated by 0, 90, 180 or 270 degrees
+``cameras``  feature shift: each client's camera has its own gain per pixel and offset
+``missing``  label skew: each client has images of three classes only
 ===========  =====================================================================================
 
 The network has one hidden layer, the *body*, and an output layer, the *head*.
@@ -17,28 +17,26 @@ The network has one hidden layer, the *body*, and an output layer, the *head*.
 =============  ===================================================================================
 method         what it is
 =============  ===================================================================================
-``alone``      each client alone, stopped at its best epoch, one epoch per round at most
-``linear``     each client alone, a softmax regression in place of the network
+``alone``      local training, stopped at the best epoch, at most one epoch per round
+``linear``     local training of a softmax regression instead of the network
 ``fedavg``     FedAvg
 ``fedper``     `PersonalizedFedAvg` with a private head (Arivazhagan et al., 2019)
-``fedrep``     the same, head and body trained in turn (Collins et al., 2021)
+``fedrep``     the same, head and body trained alternately (Collins et al., 2021)
 ``lg-fedavg``  `PersonalizedFedAvg` with a private body (Liang et al., 2020)
 ``ditto``      `Ditto` (Li et al., 2021)
 ``clustered``  `ClusteredFedAvg`, ``k="auto"``
 =============  ===================================================================================
 
-``tuned`` (FedAvg) and ``METHOD-tuned`` are a federated method's last models, fine-tuned by
-each client with a learning rate of its own, stopped at its best epoch.
+``tuned`` (FedAvg) and ``METHOD-tuned`` are a federated method's last models, fine-tuned by each
+client with its own learning rate, stopped at its best epoch.
 
-Every method has the same rounds, one epoch of an array per round, and its own best length of a step
-(Ditto its best pull, too; the regression its best penalty) of a grid, by the mean accuracy on the
-images to choose by.
+Every method has the same rounds, one epoch per array and round, and its best learning rate of a
+grid by the mean validation accuracy (Ditto also its best pull; the regression its best penalty).
 
 ``--data FILE.npz`` with ``X`` (n, h, w) and ``y`` (n,), as for ``images``; without it,
 scikit-learn's digits.
 
-Metrics: ``accuracy_KIND_METHOD``, the mean over clients of the accuracy on their own images, and of
-that the median over seeds.
+Metrics: ``accuracy_KIND_METHOD``: the mean test accuracy over clients, and its median over seeds.
 """
 
 from __future__ import annotations
@@ -268,7 +266,7 @@ def _table(measured: Sequence[Mapping[str, Scalar]]) -> Matrix:
 def stopped(
     clients: Sequence[Client], models: Sequence[Model], epochs: int, how: str = ""
 ) -> Found:
-    """Return what is best of all numbers of epochs of each client alone.
+    """Return the best of all numbers of epochs of local training.
 
     Parameters
     ----------
@@ -289,7 +287,7 @@ def stopped(
 
 
 def linear(own: Sequence[Split]) -> Found:
-    """Return a softmax regression at each client alone, with the best penalty.
+    """Return a softmax regression at each client, with the best penalty.
 
     Parameters
     ----------
@@ -322,14 +320,14 @@ def _read(kept: Arrays, method: str) -> Found:
 
 
 def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
-    """Return `Found` of every method, as "METHOD/FIELD", with one length of a step.
+    """Return `Found` of every method, as "METHOD/FIELD", with one learning rate.
 
     Parameters
     ----------
     config : Config
         The study's options.
     kind : str
-        How the clients differ.
+        Type of heterogeneity.
     seed : int
         Which images they have.
     step : float

@@ -1,14 +1,16 @@
-"""Cluster your clients' regressions: the user's data, or patients that come with scikit-learn.
+"""Clustered regression on your clients' data, or on patients of scikit-learn's data sets.
 
 One exchange (`flwr_perdl.regression.choose_mixture`): every client sends the second moments of its
-training part, by fold; the server chooses the number of models and fits them. The held-out quarter
-of every client's points is only measured on. Compared with the two phases of FedMD and FedX, given
-as many models; with one model for all: FedAvg, least squares, ridge, and ridge with an intercept
-per client; and with a ridge regression per client. All methods have the same splits, so differences
-are paired; their intervals count that splits overlap (Nadeau and Bengio, "Inference for the
-generalization error", Machine Learning 2003).
+training part, by fold; the server chooses the number of models and fits them. A quarter of
+every client's points is the test set. Compared with the two phases of FedMD and FedX, given
+as many models; with one model for all: FedAvg, least squares, ridge, ridge with an intercept per
+client, and ridge with all products of two features; with a ridge regression per client, by itself
+or shrunk to the pooled model; and with mixed models, whose random intercepts and slopes come from
+the same second moments (`perdl_experiments.mixed_model`). All methods have the same splits, so
+differences are paired; their intervals count that splits overlap (Nadeau and Bengio, "Inference for
+the generalization error", Machine Learning 2003).
 
-The bundled data are real, their clients are made: each has patients of one kind.
+The bundled data are real, the clients are synthetic: each has patients of one group.
 
 ``--data FILE.npz`` with ``X`` (n, n_features), ``y`` (n,) and ``client`` (n,), integers or texts;
 without it, patients that come with scikit-learn. A quarter of every client's points is held out;
@@ -16,10 +18,13 @@ the number of models is chosen on the rest.
 
 Metrics: ``ev_clustered``, ``ev_fedx`` (FedMD and FedX given as many models), ``ev_fedavg`` and
 ``ev_pooled`` (one model, by FedAvg and by least squares), ``ev_ridge`` (one ridge model),
-``ev_intercepts`` (one ridge model and an intercept per client), ``ev_local`` (a ridge regression
-per client): held-out explained variance, means over splits; ``k``; ``gain_over_METHOD``, by how
-much the clustered models are ahead on the same splits, and with two splits or more
-``gain_low_over_METHOD`` and ``gain_high_over_METHOD``, the 95 % interval of that mean.
+``ev_intercepts`` (one ridge model and an intercept per client), ``ev_quadratic`` (one ridge model
+with products; not of many features), ``ev_slopes`` and ``ev_correlated`` (mixed models with
+a variance per coefficient, and with covariances too), ``ev_shrunk`` (a ridge regression per client,
+shrunk to the pooled model), ``ev_local`` (a ridge regression per client): held-out explained
+variance, means over splits; ``k``; ``gain_over_METHOD``, by how much the clustered models are ahead
+on the same splits, and with two splits or more ``gain_low_over_METHOD`` and
+``gain_high_over_METHOD``, the 95 % interval of that mean.
 """
 
 from __future__ import annotations
@@ -48,9 +53,10 @@ from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.data import cached_by_file, check_kind, read_arrays
 from perdl_experiments.engine import arranged
 from perdl_experiments.measures import COVERAGE, half_width
+from perdl_experiments.mixed_model import fit_mixed_model, shrink_to_pooled
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record, Table
-from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep
+from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import Part, keep_all
 
@@ -61,7 +67,9 @@ FOLDS = 5
 CANDIDATES = (1, 2, 3, 4, 5, 6)
 #: Ridge penalties of the per-client models, chosen by leave-one-out (points, standard deviations).
 PENALTIES = tuple(10.0**power for power in np.arange(-2, 4.5, 0.5))
-METHODS = ("clustered", "fedx", "fedavg", "pooled", "ridge", "intercepts", "local")
+METHODS = words("regression")
+#: Most columns that features and their products may be.
+_PRODUCTS = 1_000
 #: Gradient steps of a FedAvg client per round.
 _STEPS = 5
 #: Diabetes: blocks of patients per sex.
@@ -138,7 +146,8 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     everything = Split([np.arange(len(y)) for y in table.y], [])
     parts["all"] = partial(_fitted, table, everything, seed, k)
     *splits, final = keep_all(keep, parts)
-    explained = {name: [float(one[f"ev_{name}"]) for one in splits] for name in METHODS}
+    there = [name for name in METHODS if f"ev_{name}" in splits[0]]
+    explained = {name: [float(one[f"ev_{name}"]) for one in splits] for name in there}
     d, chosen = final["models"].shape[1], len(final["models"])
     counts = [int(one["k"]) for one in splits]
     sizes = [len(y) for y in table.y]
@@ -191,23 +200,34 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
     split = _split(table, seed)
     X, y, _ = _standard(table, split)
     fitted = _fitted(table, split, seed, k)
+    statistics = fitted["statistics"]
+    sums = statistics.sum(axis=1)
     thetas = {
         "clustered": fitted["weights"] @ fitted["models"],
         "pooled": np.tile(_pooled(X, y, split), (len(X), 1)),
         "ridge": _pooled_ridge(X, y, split, intercepts=False),
         "intercepts": _pooled_ridge(X, y, split, intercepts=True),
+        "slopes": fit_mixed_model(sums, correlated=False).models,
+        "correlated": fit_mixed_model(sums, correlated=True).models,
+        "shrunk": shrink_to_pooled(statistics, PENALTIES),
         "local": _ridges(X, y, split),
         "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),
         "fedavg": _fedavg(X, y, split, rounds, seed),
     }
     truth = np.concatenate(_at(y, split.test))
     spread = float(np.var(truth)) or 1.0
-    kept: Arrays = {"k": np.array(len(fitted["models"]))}
-    for name, models in thetas.items():
-        predicted = [A[test] @ own for A, test, own in zip(X, split.test, models, strict=True)]
-        residuals = truth - np.concatenate(predicted)
-        kept[f"ev_{name}"] = np.array(1 - float(np.mean(residuals**2)) / spread)
-    return kept
+    predicted = {
+        name: np.concatenate([A @ own for A, own in zip(_at(X, split.test), models, strict=True)])
+        for name, models in thetas.items()
+    }
+    d = X[0].shape[1] - 1
+    if d * (d + 3) // 2 <= _PRODUCTS:
+        predicted["quadratic"] = _quadratic(X, y, split)
+    explained = {
+        f"ev_{name}": np.array(1 - float(np.mean((truth - own) ** 2)) / spread)
+        for name, own in predicted.items()
+    }
+    return {"k": np.array(len(fitted["models"])), **explained}
 
 
 def _fitted(table: Data, split: Split, seed: int, k: int | None) -> Arrays:
@@ -222,6 +242,7 @@ def _fitted(table: Data, split: Split, seed: int, k: int | None) -> Arrays:
     candidates = CANDIDATES if k is None else (k,)
     choice = choose_mixture(statistics, candidates, rng=spawn(seed, SERVER))
     return {
+        "statistics": statistics,
         "mean": np.array(mean),
         "models": choice.mixture.centers,
         "weights": choice.mixture.weights,
@@ -261,6 +282,23 @@ def _pooled_ridge(
     if intercepts:
         models[:, -1] += ridge.coef_[d:]
     return models
+
+
+def _quadratic(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
+    """Return what one ridge regression on features and their products predicts of held-out points.
+
+    The products are of any two features, a feature with itself included. The penalty is chosen by
+    leave-one-out.
+    """
+    from sklearn.linear_model import RidgeCV  # an extra: clients must not need it
+    from sklearn.preprocessing import PolynomialFeatures
+
+    train, test = (
+        PolynomialFeatures(2, include_bias=False).fit_transform(np.vstack(_at(X, rows))[:, :-1])
+        for rows in split
+    )
+    ridge = RidgeCV(PENALTIES).fit(train, np.concatenate(_at(y, split.train)))
+    return np.asarray(ridge.predict(test))
 
 
 def _ridges(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
@@ -375,7 +413,8 @@ def _diabetes() -> tuple[Matrix, Matrix, NDArray[Any], list[str]]:
 #: What a reader is told of the bundled data.
 _SAYS = {
     "tumors": f"scikit-learn's breast tumors: {_RESPONSE} from {', '.join(_FEATURES)}; each client "
-    "has patients of one diagnosis, which no method is told.",
+    "has patients of one diagnosis, which no method is told. Response and features were chosen so "
+    "that there are clusters.",
     "diabetes": "scikit-learn's diabetes patients; of each sex ten clients, sorted by age.",
 }
 
@@ -416,7 +455,7 @@ def _standard(table: Data, split: Split) -> tuple[list[Matrix], list[Matrix], fl
 def _gains(explained: Mapping[str, Sequence[float]]) -> Iterator[Record]:
     """Yield by how much the clustered models are ahead of each method, with an interval."""
     ours = np.array(explained["clustered"])
-    for method in METHODS[1:]:
+    for method in list(explained)[1:]:
         difference = ours - explained[method]
         mean, half = (
             float(difference.mean().round(12)) + 0.0,

@@ -1,40 +1,39 @@
-"""Rotated images: clients of four kinds that nobody has told apart, and a small network (IFCA's).
+"""Rotated images: four unknown groups of clients, and a small network (IFCA's experiment).
 
 The experiment is that of Ghosh et al., "An Efficient Framework for Clustered Federated Learning",
 NeurIPS 2020, on scikit-learn's digits or the user's images: every client sees its images rotated by
-0, 90, 180 or 270 degrees. The clients of one angle share all images among them. A client trains on
-six tenths of its own, chooses among models by the loss on two tenths, and its accuracy is that on
-the last two tenths.
+0, 90, 180 or 270 degrees. The clients of one angle share all images among them. A client has
+60 % of its images for training, 20 % to choose a model by its loss, and 20 % for the test.
 
 ================  ================================================================================
 method            what it is
 ================  ================================================================================
-``one-shot``      `ClusteredFedAvg` with k = 4: clients train alone, the server groups them
+``one-shot``      `ClusteredFedAvg` with k = 4: local training, then clustered by the server
 ``economical``    the same, a choice every five rounds
-``anchors``       clients train alone, four of their models are the start
+``anchors``       local training; four of these models are the start
 ``given``         IFCA's start: four random networks
 ``best``          the same from five such starts: that with the lowest mean validation loss in the
                   end; what it sends counts all five
 ``random``        one random network, perturbed four times
-``auto``          ``k="auto"``, clients train alone for five epochs
+``auto``          ``k="auto"``, after five epochs of local training
 ``oracle``        FedAvg among the clients of each angle
 ``fedavg``        FedAvg among all clients
-``tuned``         FedAvg's last model, trained further by each client alone, for as many epochs as
-                  have the least mean loss on the clients' second part, at most one per round
-``alone``         each client alone, one epoch per round
+``tuned``         FedAvg's last model, fine-tuned by each client, for the number of epochs with the
+                  lowest mean validation loss, at most one per round
+``alone``         local training, one epoch per round
 ================  ================================================================================
 
-The last four exchange no messages: they are loops over the same clients.
+The last four are loops over the same clients, without messages.
 
-A method has reached the oracle from the round on in which its mean accuracy stays within a
-hundredth of the oracle's after the last round.
+A method has reached the oracle once its mean accuracy stays within 0.01 of the oracle's after the
+last round.
 
 ``--data FILE.npz`` with ``X`` (n, h, h) and ``y`` (n,), as for ``images``; without it,
 scikit-learn's digits. As it is many federations it runs inside one Flower run only with ``seeds=1``
 and one of the ``starts`` but ``best``.
 
 Metrics, over the seeds: ``accuracy_METHOD`` (mean), ``accuracy_least_METHOD``, ``close_METHOD``
-(share of seeds that are at most .01 below the oracle) and ``rounds_METHOD`` (until then; median,
+(share of seeds that are at most 0.01 below the oracle) and ``rounds_METHOD`` (until then; median,
 -1: never) for the starts, ``oracle``, ``fedavg``, ``tuned`` and ``alone``; for the starts
 ``right_METHOD`` (share of clients in the cluster of their angle), ``found_METHOD`` (share of seeds
 in which all are) and ``models_METHOD``.
@@ -300,7 +299,7 @@ def _averaged(
 
 
 def _tuned(clients: Sequence[Network], model: Model, epochs: int) -> float:
-    """Return the accuracy of the model that each client trains further, stopped in time."""
+    """Return the accuracy of the model fine-tuned at each client, stopped in time."""
     found = []
     for measured in by_epoch(clients, [model] * len(clients), epochs):
         loss = float(np.mean([loss for loss, _, _ in measured]))

@@ -1,17 +1,17 @@
-"""PerMA as real sites run it: every node has a file of its own, and the server sees no data.
+"""PerMA at real sites: every node has its own file, and the server sees no data.
 
 A node reads the file that its node config names (``data``); in process, and under Ray, client i
-reads the i-th file of a folder. A tenth of each file is held out, by seed, and measured at its
-node: nothing is compared with pooled data, which nobody has. Did federating pay? Each node also
-measures what it learns alone, in five times the iterations; and where the number of shared atoms
-is chosen, what each number came to, none and all among them.
+reads the i-th file of a folder. A tenth of each file is held out, by seed, and evaluated at its
+node; there is no pooled baseline. To show whether federating pays, each node also evaluates local
+training with five times the iterations; and where the number of shared atoms is chosen, every
+candidate, from none to all.
 
 ``--data FOLDER`` holds a file per client; in a deployment a node's config names its own file.
 A tenth of each file is held out. NaN is a missing entry, with ``learner`` "lasso" or "mod".
 
-Metrics: ``mse_alone``, ``mse_global``, ``mse_full`` (held-out samples coded by the client's
-learner with what it learned alone, with the global atoms alone, and with its local ones besides;
-means over samples), ``n_global``.
+Metrics: ``mse_alone``, ``mse_global``, ``mse_full`` (held-out samples coded with
+the atoms of local training, with the global atoms, and with global and local ones; means over
+samples), ``n_global``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def client(context: Context, config: Config) -> DictionaryClient:
 def _alone(
     train: Matrix, held_out: Matrix, partition: int, config: Config, *atoms: Matrix
 ) -> dict[str, float]:
-    """Return the error of what the node learns alone."""
+    """Return the error of local training."""
     learner = config.make_learner()
     D = learn(train, learner, spawn(config.seed, partition), config.rounds)
     rest = held_out - reconstruct(learner.code(held_out, D), D)

@@ -1,4 +1,4 @@
-"""Planted dictionaries: Appendix A.1 and Fig. 2, independent against collaborative clients.
+"""Synthetic dictionaries: PerMA, A.1 and Fig. 2, local training against PerMA.
 
 Metrics: ``error_global_median``, ``error_global_max``, ``share_below_1e_2``, ``share_below_1e_3``,
 ``share_below_1e_6`` (shares of seeds), ``error_start_median`` and ``error_start_max`` (before the
@@ -89,7 +89,7 @@ def federations(config: Config) -> list[Config]:
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
-    """Run one federation per seed, and its clients alone from the same starts."""
+    """Run one federation per seed, and local training from the same starts."""
     seeds = [
         keep(f"seed-{one.seed}", partial(_one_seed, one, federate)) for one in federations(config)
     ]

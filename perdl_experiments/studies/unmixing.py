@@ -1,10 +1,10 @@
-"""Blind hyperspectral unmixing over a network of tiles: the application of P3.
+"""Blind hyperspectral unmixing over a network of tiles: the paper's application.
 
-P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
+Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
 The image is cut into tiles, each a node with its own pixels; its neighbors are the tiles beside it
 and the three with the most similar mean spectrum. Every node finds materials in its own tile
-(vertex component analysis), hears what the others have found, and learns with its neighbors. The
-spectral angle to the true spectra says how well.
+(vertex component analysis), receives those of the others, and learns with its neighbors. The
+measure is the spectral angle to the true spectra.
 
 ``--data FILE.npz`` with ``X`` (pixels row by row, bands), ``shape`` (2,) and, if known,
 ``endmembers`` (p, bands) and ``abundances`` (pixels, p); without it, a scene that the experiment

@@ -1,9 +1,8 @@
-"""Surveillance video: Section 5.3, Fig. 4 and 6 of P0, frames as clients.
+"""Surveillance video: Section 5.3, Fig. 4 and 6 of PerMA, frames as clients.
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
-NeurIPS 2023. What all frames share is the background, what each has for itself the moving objects:
-with the codes of both, ``C_g @ D_g`` is a frame's background (A.3). Its objects are what the
-background leaves of it, for every method.
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+NeurIPS 2023. The frames share the background; the moving objects are local: with the codes of both,
+``C_g @ D_g`` is a frame's background (A.3). Its objects are the residual, for every method.
 
 ==============================  =================================================================
 paper (A.3)                     here
@@ -13,7 +12,7 @@ Y_i, 576 x 1600                 pixels of a 40x40 patch are samples, patches x c
 r^g = 30, r_i = 576             ``n_global``, ``n_atoms``
 Algorithm 5                     ``learner="gradient"``
 Algorithm 6                     `separate`, at the end; ``refine_steps`` before every round too
-k = 50 atoms                    all atoms of the client (orthogonal matching pursuit)
+k = 50 atoms                    all atoms of the client (OMP)
 ==============================  =================================================================
 
 Deviations, and why. Patches are small (2x2): the background of all frames then has an exact

@@ -77,6 +77,19 @@ def test_results_have_every_key_of_the_schema(tmp_path):
         np.testing.assert_array_equal(arrays["global_atoms"], np.eye(2))
 
 
+def test_a_chart_is_written_as_svg_too_with_its_text_and_the_same_bytes(tmp_path):
+    figure = Figure(figsize=(1, 1))
+    figure.add_subplot().plot([0, 1], label="a line")
+    figure.axes[0].text(0, 0, "0.02533")
+    outcome = make_outcome(figures={"error": figure})
+    results = to_results(outcome, PAGE, **RUN)
+    write(tmp_path, outcome, results)
+    drawn = (tmp_path / "error.svg").read_bytes()
+    assert b">0.02533</text>" in drawn
+    write(tmp_path, outcome, results)
+    assert (tmp_path / "error.svg").read_bytes() == drawn
+
+
 @pytest.mark.parametrize(
     "changes", [{"records": [Record("mse", np.nan)]}, {"curves": {"mse": [1, np.inf]}}]
 )

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.linear_model import LinearRegression
+from scipy.stats import multivariate_normal
+from sklearn.linear_model import LinearRegression, Ridge
 
-from flwr_perdl.regression import Refinement, model_error
+from flwr_perdl.regression import Refinement, model_error, sufficient_statistics
 from perdl_experiments.engine import federate
+from perdl_experiments.mixed_model import fit_mixed_model, shrink_to_pooled
 from perdl_experiments.mixed_regression_data import mixed_regression as draw
 from perdl_experiments.mixed_regression_data import oracle
 from perdl_experiments.studies import mixed_regression, regression
@@ -207,6 +209,48 @@ def test_pooled_is_least_squares_on_the_training_points() -> None:
     expected = LinearRegression().fit(X, y).score(held_X, held_y)
     kept = regression._one_split(data, 4, 1, 10)
     assert float(kept["ev_pooled"]) == pytest.approx(expected)
+
+
+def patients() -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+    """Fifteen clients with random intercepts and slopes, and their sums in three folds."""
+    rng = np.random.default_rng(0)
+    X = [np.column_stack([rng.standard_normal((n, 2)), np.ones(n)]) for n in range(3, 18)]
+    thetas = [1, 2, 3] + [1.0, 0.2, 0.5] * rng.standard_normal((len(X), 3))
+    y = [A @ theta + 0.5 * rng.standard_normal(len(A)) for A, theta in zip(X, thetas, strict=True)]
+    pairs = zip(X, y, strict=True)
+    return X, y, np.stack([sufficient_statistics(A, b, 3, rng=rng) for A, b in pairs])
+
+
+@pytest.mark.parametrize("correlated", [False, True])
+def test_the_mixed_model_of_sums_is_that_of_the_points(correlated: bool) -> None:
+    X, y, statistics = patients()
+    found = fit_mixed_model(statistics.sum(axis=1), correlated=correlated)
+    between = found.between
+    assert bool(between[0, 1]) == correlated
+    spreads = [A @ between @ A.T + found.noise * np.eye(len(A)) for A in X]
+    likelihood = [
+        multivariate_normal.logpdf(b, A @ found.common, V)
+        for A, b, V in zip(X, y, spreads, strict=True)
+    ]
+    assert found.history[-1] == pytest.approx(sum(likelihood))
+    assert np.diff(found.history).min() > 0
+    weighted = [np.linalg.solve(V, A) for A, V in zip(X, spreads, strict=True)]
+    sums = (sum(W.T @ b for W, b in zip(weighted, other, strict=True)) for other in (X, y))
+    np.testing.assert_allclose(found.common, np.linalg.solve(*sums))
+    for A, b, W, own in zip(X, y, weighted, found.models, strict=True):
+        np.testing.assert_allclose(
+            own, found.common + between @ W.T @ (b - A @ found.common), atol=1e-12
+        )
+
+
+def test_shrinking_to_the_pooled_model_is_ridge_on_its_residuals() -> None:
+    X, y, statistics = patients()
+    pooled = np.linalg.lstsq(np.vstack(X), np.concatenate(y), rcond=None)[0]
+    for A, b, own in zip(X, y, shrink_to_pooled(statistics, (2.0,)), strict=True):
+        ridge = Ridge(2.0, fit_intercept=False).fit(A, b - A @ pooled)
+        np.testing.assert_allclose(own, pooled + ridge.coef_)
+    chosen = shrink_to_pooled(statistics, (1e9, 1.0, 1e8))
+    np.testing.assert_array_equal(chosen, shrink_to_pooled(statistics, (1.0,)))
 
 
 def test_odd_data_end_well(tmp_path: Path) -> None:
