@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from perdl_experiments.studies import rotated_digits
-from tests.studies import Ran, config_of, run_study
+from tests.studies import Kept, Ran, config_of, run_study
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,17 @@ def test_one_shot_finds_the_angles_and_is_then_fedavg_per_angle(small: Ran) -> N
         small.curves["accuracy_one-shot"], small.curves["accuracy_oracle"], atol=1e-12
     )
     assert small.metrics["accuracy_fedavg"] < small.metrics["accuracy_oracle"] - 0.1
+
+
+def test_the_best_of_five_starts_has_the_lowest_validation_loss_and_costs_all_five() -> None:
+    kept = Kept()
+    options = {"clients": 8, "rounds": 2, "seeds": 1, "hidden": 8, "starts": "best"}
+    found = run_study("rotated-digits", kept, **options)
+    tries = [kept[f"best-{draw}-seed-0"] for draw in range(5)]
+    losses = [float(one["loss"]) for one in tries]
+    assert len(set(losses)) == 5
+    assert found.metrics["accuracy_best"] == tries[int(np.argmin(losses))]["accuracy"][-1]
+    assert found.outcome.floats_up == sum(float(one["up"]) for one in tries)
 
 
 def test_clients_of_an_angle_share_all_images_and_see_them_rotated() -> None:
