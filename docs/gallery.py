@@ -30,6 +30,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from hashlib import file_digest, sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -311,7 +312,6 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
     started, good = time.perf_counter(), True
     for name in {job.entry.name for job in jobs}:
         _collect([job for job in jobs if job.entry.name == name], results)
-    write_pages(results)
     with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
         for number, ended in enumerate(as_completed(waiting), 1):
@@ -323,7 +323,9 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
             passed = (time.perf_counter() - started) / 60
             print(f"[{number}/{len(missing)}, {passed:.1f} min] {what}: {said}", flush=True)
             _collect([one for one in jobs if one.entry is job.entry], results)
-            write_pages(results)
+            with suppress(KeyError):  # an entry asks for numbers that its next runs have
+                write_pages(results)
+    write_pages(results)
     return good
 
 

@@ -27,7 +27,6 @@ PAPERS = {
     "Diakonikolas": ("Diakonikolas et al., 2017", "https://arxiv.org/abs/1703.00893"),
     "Ditto": ("Li et al., 2021", "https://arxiv.org/abs/2012.04221"),
     "Exact": ("Yuan et al., 2019", "https://arxiv.org/abs/1702.05122"),
-    "FedAvg": ("McMahan et al., 2017", "https://arxiv.org/abs/1602.05629"),
     "FedAvgM": ("FedAvgM, Hsu et al., 2019", "https://arxiv.org/abs/1909.06335"),
     "FedBN": ("Li et al., 2021", "https://arxiv.org/abs/2102.07623"),
     "FedOpt": ("FedAdam and FedYogi, Reddi et al., 2021", "https://arxiv.org/abs/2003.00295"),
@@ -49,6 +48,7 @@ PAPERS = {
     "SGP": ("Assran et al., 2019", "https://arxiv.org/abs/1811.10792"),
     "Su": ("Su et al., 2022", "https://arxiv.org/abs/2206.07279"),
     "Tracking": ("Nedić et al., 2017", "https://arxiv.org/abs/1607.03218"),
+    "Wang": ("Wang et al., 2019", "https://arxiv.org/abs/1910.10252"),
     "Zhao": ("Zhao and Sayed, 2015", "https://arxiv.org/abs/1409.6111"),
 }
 
@@ -85,14 +85,14 @@ QUESTIONS = {
             "FedAvg, fine-tuned",
             "use-a-clients-model.md",
             "ClusteredFedAvg(1, fine_tune=20)",
-            ("FedAvg",),
+            ("Wang",),
             ANY,
         ),
         Method("PerMA", "perma.md", "PerMA()", ("PerMA",), ATOMS),
     ),
     "With whom does a client learn?": (
         Method("One-shot start, then IFCA", CLUSTERS, 'ClusteredFedAvg("auto")', (), ANY),
-        Method("IFCA", CLUSTERS, 'ClusteredFedAvg(4, start="random")', ("IFCA",), ANY),
+        Method("IFCA", CLUSTERS, 'ClusteredFedAvg(4, start="given")', ("IFCA",), ANY),
         Method(
             "FedProx within clusters",
             CLUSTERS,
@@ -124,7 +124,7 @@ QUESTIONS = {
         Method(
             "CHOCO-SGD",
             NEIGHBORS,
-            'DiffusionAveraging(ring, method="cta", compression=TopK(0.1))',
+            'DiffusionAveraging(ring, method="atc", compression=TopK(0.1))',
             ("CHOCO",),
             ANY,
         ),
@@ -161,6 +161,7 @@ paper.
 """
 
 TAIL = """
+For IFCA, the initial arrays are four random models, stacked along a first axis.
 "Any model" takes your PyTorch or NumPy app; layers are named by patterns of `net.state_dict()`.
 `ring` and `directed` are a `Topology`; `norm_layers` is in `flwr_perdl.pytorch`. Privacy means
 `privacy=Noise(...)`; with `PersonalizedFedAvg` and `Ditto`, Flower's `LocalDpMod` adds noise at the

@@ -552,7 +552,7 @@ def _tell(sentence: str) -> None:
 
 @contextmanager
 def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show what a run does, its rounds or parts, error and time left; yield the function to call.
+    """Show what a run does, its rounds or parts, metric and time left; yield the function to call.
 
     The bar is there from the start. Where there is no terminal, lines go to standard error: when
     the run has begun to do something else, and every ten seconds.
@@ -562,25 +562,26 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
         TextColumn("{task.description}"),
         BarColumn(12),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[error]}"),
+        TextColumn("{task.fields[metric]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(compact=True),
     )
     bar = Bar(*columns, console=shown, disable=not shown.is_terminal, transient=True)
-    task = bar.add_task("starting", total=None, error="")
+    task = bar.add_task("starting", total=None, metric="")
     said, doing = time.monotonic(), ""
 
     def update(progress: Progress) -> None:
         nonlocal said, doing
-        error = "" if progress.error is None else f"error {progress.error:.3g}"
+        value = progress.value
+        metric = "" if value is None else f"{progress.metric} {value:.3g}"
         silence = _SILENCE if progress.doing == doing else _AT_ONCE
         if bar.disable and time.monotonic() - said > silence:
             said, doing = time.monotonic(), progress.doing
             step = f"step {progress.done} of {progress.total}" if progress.total else ""
-            _tell(", ".join(filter(None, [doing, step, error])))
+            _tell(", ".join(filter(None, [doing, step, metric])))
         total = progress.total or None  # unknown
         bar.update(
-            task, completed=progress.done, total=total, error=error, description=progress.doing
+            task, completed=progress.done, total=total, metric=metric, description=progress.doing
         )
 
     with bar:
@@ -590,19 +591,28 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
 def _show(shown: Console, results: dict[str, Any], folder: Path, lines: int | None = None) -> None:
     """Print what a run found, and last the verdict.
 
-    With ``lines`` it prints the first table only, no longer than that; the page has all of them,
-    and the notes.
+    With ``lines`` it prints the first table only, no longer than that, and its caption; the page
+    has all of them, and the notes.
     """
     odd = odd_clients(results)
     entries = [*results["tables"][: 1 if lines else None], *([] if odd is None else [odd])]
     for entry in entries:
-        rows = Rows(entry["columns"], entry["rows"], entry["title"], entry.get("best", ()))
+        best = entry.get("best", ())
+        cells = [
+            [f"*{cell}" if [i, j] in best else cell for j, cell in enumerate(row)]
+            for i, row in enumerate(entry["rows"])
+        ]
+        rows = Rows(entry["columns"], cells, entry["title"], best)
         shown.print(rows.brief(shown, lines) if lines else rows)
+        legend = " *: the best." if best else ""
+        shown.print(printable_lines(f"{entry['caption']}{legend}\n"))
     for note in [] if lines else results["notes"]:
         shown.print(printable_lines(note))
     sent, received = data_size(results["floats_up"]), data_size(results["floats_down"])
+    whose = f" ({results['costs_of']})" if results.get("costs_of") else ""
     shown.print(
-        f"{plural(results['rounds'], 'round')}; each client sent {sent} and received {received}; "
+        f"{plural(results['rounds'], 'round')}; each client sent {sent} and received {received}"
+        f"{whose}; "
         f"{results['seconds']:.1f} s."
     )
     shown.print(f"Report: {(folder / 'report.html').resolve().as_uri()}", soft_wrap=True)

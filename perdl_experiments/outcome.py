@@ -53,7 +53,8 @@ class Outcome(NamedTuple):
     floats_up, floats_down : float
         Floats that a client sent and received in one federation, the mean over clients.
     facts : mapping, optional
-        What the texts of the TOML file refer to besides options and metrics.
+        What the texts of the TOML file refer to besides options and metrics; ``headline`` says
+        of which federation the floats are.
     tables : sequence of Table, optional
         Tables that are none of records.
     """
@@ -108,6 +109,7 @@ def to_results(outcome: Outcome, page: Page, **run: Any) -> dict[str, Any]:
         "rounds": int(outcome.rounds),
         "floats_up": float(outcome.floats_up),
         "floats_down": float(outcome.floats_down),
+        "costs_of": outcome.facts.get("headline", ""),
         "tables": [*found["tables"], *(table._asdict() for table in outcome.tables)],
         "figures": [
             {

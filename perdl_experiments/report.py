@@ -124,7 +124,7 @@ def _is_figure(name: object) -> bool:
 
 #: The parts of results.json that are shown.
 _FORMS: dict[str, Any] = {
-    **dict.fromkeys(("experiment", "about", "source", "engine", "finding"), str),
+    **dict.fromkeys(("experiment", "about", "source", "engine", "finding", "costs_of"), str),
     **dict.fromkeys(("rounds", "floats_up", "floats_down", "seconds"), is_number),
     **dict.fromkeys(("config", "versions"), dict),
     "metrics": {"*": is_number},

@@ -62,16 +62,19 @@ class Progress(NamedTuple):
     ----------
     done, total : int
         Communication rounds, over all federations of the run; and the parts that need none.
-    error : float or None
-        The experiment's error so far.
+    value : float or None
+        The experiment's metric so far.
     doing : str
         What the run does now.
+    metric : str
+        The metric's name, such as "accuracy".
     """
 
     done: int
     total: int
-    error: float | None = None
+    value: float | None = None
     doing: str = ""
+    metric: str = ""
 
 
 def run_experiment(
@@ -524,13 +527,12 @@ class _Session:
         self._federations: list[Config] = []
         if experiment.federated:
             self._federations = experiment.federated.federations(config)
-        self._shown = experiment.error
         self._engine = engine
         self._folder = folder
         self._resume = resume
         self._progress = progress
         self._total = sum(one.rounds for one in self._federations)
-        self._at = Progress(0, self._total)
+        self._at = Progress(0, self._total, metric=experiment.error)
         self._kept = 0
         self._ran = 0
         self._events = None if folder is None else EventLog(folder.work / EVENTS)
@@ -695,7 +697,7 @@ class _Session:
             if path is not None:
                 files.save(path, arrays, {"clients": self.clients})
         _add(self.clients, others)
-        self._kept += 1
+        self._kept += bool(of)  # others are federations, counted by rounds
         self._write("part", name=name, done=self._kept, of=of)
         self._tell_parts(of)
         return arrays
@@ -729,8 +731,8 @@ class _Session:
         self.observers(report._replace(round=before + report.round))
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
-        if self._shown in metrics:
-            self._at = self._at._replace(error=float(metrics[self._shown]))
+        if self._at.metric in metrics:
+            self._at = self._at._replace(value=float(metrics[self._at.metric]))
 
 
 def _add(totals: dict[str, dict[str, float]], more: Mapping[str, Mapping[str, float]]) -> None:

@@ -179,8 +179,8 @@ def run_sweep(
         if stopped:
             failed[folder] = stopped
         elif progress is not None:
-            error = read_results(folder)["metrics"].get(experiment.error)
-            progress(Progress(done, len(folders), error, "training"))
+            value = read_results(folder)["metrics"].get(experiment.error)
+            progress(Progress(done, len(folders), value, "training", experiment.error))
     if len(failed) == len(folders):
         raise ValueError(next(iter(failed.values())))
     return compare([one for one in folders if one not in failed], metrics, names), failed

@@ -12,8 +12,8 @@ literature                                 here
 ``q_k = Q(v_k - c_k)``, ``c_k <- c_k +     `CompressedProgram.adapt`, ``state.copies``
 q_k``, ``s_k <- s_k + sum_l a_kl q_l``     `CompressedProgram.combine`, ``state.sums``
 ``v_k <- v_k + gamma (s_k - c_k)``         `CompressedProgram._means`: those of the neighborhood
-CHOCO-SGD                                  ``method="cta"``: ``v = w``, then ``fit``;
-                                           ``"atc"``: ``v = psi``
+CHOCO-SGD                                  ``method="atc"``: ``v = psi``;
+                                           ``"cta"``: ``v = w``, then ``fit``
 compressed gradient tracking (C-GT)        ``"gradient_tracking"``: ``v = w - y``, and a copy and
                                            a sum of the tracker likewise, ``v = y``
 LEAD: ``d_k <- d_k - gamma/2 (s_k - c_k)`` ``"exact_diffusion"``: ``v = psi - d``, where

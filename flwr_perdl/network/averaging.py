@@ -273,7 +273,8 @@ def diffusion_averaging(
         / (1 + c)``, where c is the compression's ``contraction``. A larger one converges faster or
         diverges.
     evaluate_every : int, default 1
-        Rounds between two calls of ``evaluate``; 0: never.
+        Rounds between two calls of ``evaluate``; 0: never. The curves have NaN in the other rounds,
+        also in the last one unless it is a multiple.
     metrics : sequence of str, default ()
         Metrics of ``fit`` and ``evaluate`` to keep (and, on Flower, to send to the server).
     config : mapping, optional

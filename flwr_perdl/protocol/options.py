@@ -64,7 +64,7 @@ class ServerSettings:
     resume : bool, default False
         Continue from the newest checkpoint in ``checkpoint_dir``; without one, begin.
     evaluate_every : int, default 1
-        Rounds between two evaluations by the clients.
+        Rounds between two evaluations by the clients; the last round has one if it is a multiple.
     allow_fewer : bool, default False
         Whether to begin with fewer than ``num_clients``, but at least ``min_clients``, if not all
         join in time; otherwise the run stops with `TooFewReplies`.

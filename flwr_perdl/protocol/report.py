@@ -414,8 +414,8 @@ class Show:
         if self._lines and self._round > self._printed:
             self._printed = self._round
             text = ", ".join(self._words)
-            line = f"{self._name}: round {self._round} of {self._rounds}: {text}"
-            print(line, file=sys.stderr, flush=True)
+            at = f"round {self._round} of {self._rounds}"
+            print(": ".join(filter(None, [self._name, at, text])), file=sys.stderr, flush=True)
         self._words = {}
 
     def replies(self, done: int, asked: int) -> None:

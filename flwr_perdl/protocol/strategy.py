@@ -116,6 +116,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
     _default_rounds: ClassVar[int | None] = 3
+    #: What the lines of a run call it, if not by its class.
+    _title: str = ""
 
     def __init__(self, **options: Unpack[ServerOptions]) -> None:
         parameters = signature(type(self).__init__).parameters.values()
@@ -269,7 +271,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
         self._train_config = train_config
         run = self.open(to_arrays(initial), initial)
-        show = show_run(mode, type(self).__name__, self._shown_rounds(rounds))
+        show = show_run(mode, self._title or type(self).__name__, self._shown_rounds(rounds))
         # From here on whatever ends the run is written to its events, also an interrupt.
         with run.noted(), poll_faster(grid), show as self._show:
             if isinstance(grid, LocalGrid):

@@ -305,6 +305,7 @@ class Diagnosis(ShownAsCalled):
 
         for name, (strategy, rounds) in candidates.items():
             log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
+            strategy._title = f"Diagnosis, {name}"
             first, start = name == "fedavg", models[0] if name == "fine-tuned" else initial_arrays
             configs = timeout, train_config, evaluate_config
             stop = keep if first else None
@@ -426,11 +427,13 @@ class Diagnosis(ShownAsCalled):
         lead = (float(ahead), float(ahead - width), float(ahead + width))
         typical = {name: f"{np.median(own):.4g}" for name, own in values.items()}
         write = WRITE[choice].format(private=parts.get("body" if choice == "body" else "head"))
+        compared = f"{lead[0]:.4g} over {names[over]}, interval {lead[1]:.4g} to {lead[2]:.4g}"
+        less = f"less than {_LEAST:.0%}" if taken != best and lead[1] > 0 else ""
+        said = less or ("significant" if lead[1] > 0 else "not significant")
         sentence = (
             f"{write}: median {self.metric} {typical[choice]}, with one shared model "
-            f"{typical['fedavg']}; {names[best]} is {'not clearly ' if taken != best else ''}ahead "
-            f"of {names[over]}, by {lead[0]:.4g}, interval {lead[1]:.4g} to {lead[2]:.4g}; "
-            f"recommended in {confidence:.0%} of resamples of the clients."
+            f"{typical['fedavg']}; best by mean gain is {names[best]} ({compared}: {said}); "
+            f"{choice} is chosen in {confidence:.0%} of bootstrap resamples of the clients."
         )
         own, ends = groups.get(choice, groups["clusters"]), (names[best], names[over], lead)
         higher = self.higher_is_better

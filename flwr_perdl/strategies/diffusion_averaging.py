@@ -63,7 +63,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         (docs/groups-without-a-server.md), as there; ``num_rounds`` must be more than
         ``local_rounds``.
     evaluate_every : int, default 1
-        Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
+        Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none. The
+        curves have NaN in the other rounds, also in the last one unless it is a multiple.
     metrics : sequence of str, default ()
         Metrics of training and evaluation that leave the nodes; the evaluation loss always does.
     private, share : str or sequence of str, default ()

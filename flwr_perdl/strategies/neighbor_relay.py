@@ -507,6 +507,7 @@ class FlowerNetwork:
 
         options["on_round"] = [*list_observers(options.get("on_round")), tell]
         relay = self._relay(n_rounds, **options)
+        relay._title = type(self).__name__
         try:
             relay.start(self._grid, timeout=self._timeout, should_stop=lambda *_: bool(failed))
         finally:

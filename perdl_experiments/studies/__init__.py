@@ -48,6 +48,7 @@ _FILES = (
     "patches",
     "unmixing",
     "decentralized",
+    "forecast",
     "video",
 )
 EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in map(load, _FILES)}

@@ -15,12 +15,14 @@ Metrics, medians over the seeds, for GRAPH ``ring``, ``torus``, ``exponential``,
 which on the worst node stays within 0.01 of FedAvg's last accuracy; -1: never),
 ``spectral_gap_GRAPH``, ``bytes_sent_GRAPH`` (by a node, in all rounds);
 ``rounds_to_fedavg_fedavg``, ``accuracy_fedavg``, ``accuracy_alone``. Those of the larger networks
-end in ``_larger``.
+end in ``_larger``. With ``tune``: ``accuracy_tuned_METHOD`` for ``fedavg``, ``pooled`` (all data in
+one place) and, of the worst node of a ring, ``exact_diffusion``, ``gradient_tracking`` and ``atc``,
+each at its best of three learning rates, by held-out training images of the nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,6 +52,8 @@ from perdl_experiments.words import megabytes
 
 #: Share of the images that are held out, and what counts as FedAvg's accuracy.
 HELD_OUT, NEAR = 0.25, 0.01
+#: Learning rates to choose from, in units of ``step``, and the share of a node's images to do so.
+FACTORS, CHOICE = (0.3, 1.0, 3.0), 0.2
 #: Numbers of a model: weights and intercepts of ten digits of 8 x 8 pixels.
 MODEL = 650
 
@@ -64,6 +68,8 @@ SEND: dict[str, Any] = {
 
 #: How a reader sees the graphs, and FedAvg, which has a server instead.
 WORDS = words("decentralized", "graph")
+#: How a reader sees the methods that have a learning rate of their own.
+TUNED = words("decentralized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,7 @@ class Config(Common):
     larger: int
     larger_rounds: int
     changing: int
+    tune: int
     send: str
 
     @property
@@ -84,7 +91,7 @@ class Config(Common):
         """The config of each set of networks, by its name."""
         found = {"": self}
         if self.larger:
-            found["larger"] = replace(self, clients=self.larger, rounds=self.larger_rounds)
+            found["larger"] = replace(self, clients=self.larger, rounds=self.larger_rounds, tune=0)
         return found
 
 
@@ -97,9 +104,11 @@ class Nodes:
         The study's options.
     seed : int
         Which images a node has, and which are held out.
+    choose : bool
+        Whether a share of each node's training images takes the place of the test images.
     """
 
-    def __init__(self, config: Config, seed: int) -> None:
+    def __init__(self, config: Config, seed: int, *, choose: bool = False) -> None:
         images, rng, n = load_images(""), spawn(seed, DATA), config.clients
         order = rng.permutation(len(images.y))
         n_test = int(HELD_OUT * len(order))
@@ -111,6 +120,9 @@ class Nodes:
             shards = np.array_split(by_label, each * n)
             dealt = [shards[i] for i in rng.permutation(each * n)]
             own = [np.concatenate(dealt[each * k : each * (k + 1)]) for k in range(n)]
+        if choose:
+            parts = [np.split(rng.permutation(mine), [round(CHOICE * len(mine))]) for mine in own]
+            test, own = np.concatenate([held for held, _ in parts]), [rest for _, rest in parts]
         X, y = images.X, np.eye(10)[images.y]
         self.train = [(X[mine], y[mine]) for mine in own]
         self.test = X[test], images.y[test]
@@ -119,6 +131,12 @@ class Nodes:
     def __call__(self, node: int) -> Any:
         """Return a node's client."""
         return _Softmax(*self.train[node], self)
+
+    @property
+    def pooled(self) -> _Softmax:
+        """A client with all nodes' data."""
+        X, y = (np.concatenate(arrays) for arrays in zip(*self.train, strict=True))
+        return _Softmax(X, y, self)
 
     @property
     def initial(self) -> list[Matrix]:
@@ -227,6 +245,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             "skewed": bool(config.shards),
             "has_larger": bool(config.larger),
             "changing": bool(config.changing),
+            "headline": "on the ring, relayed by a server",
         },
     )
 
@@ -238,6 +257,10 @@ def _named(*parts: str, between: str = "_") -> str:
 def _records(found: Arrays, size: str) -> Iterator[Record]:
     """Yield the results of networks of one size."""
     yield Record("accuracy_alone", found["alone"], parameters={"size": size})
+    for method in TUNED:
+        for metric in ("tuned", "step"):
+            if f"{metric}/{method}" in found:
+                yield Record(metric, found[f"{metric}/{method}"], method)
     for name in WORDS:
         for metric in ("gap", "bytes", "worst", "rounds", "megabytes"):
             if f"{metric}/{name}" in found:
@@ -248,14 +271,12 @@ def _records(found: Arrays, size: str) -> Iterator[Record]:
 def _one_seed(config: Config, seed: int) -> Arrays:
     """Return all curves, (rounds, n_nodes), and what they come to and cost, by graph."""
     nodes, n = Nodes(config, seed), config.clients
-    average, alone = nodes.initial, [nodes.initial] * n
-    fedavg = np.empty((config.rounds, 1))
-    for t in range(config.rounds):
-        fitted = [nodes(k).fit(average, {})[0] for k in range(n)]
-        average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
-        fedavg[t] = nodes.accuracy(average)
-        alone = [nodes(k).fit(model, {})[0] for k, model in enumerate(alone)]
+    clients, alone = [nodes(k) for k in range(n)], [nodes.initial] * n
+    fedavg = _fedavg(nodes, clients)
+    for _ in range(config.rounds):
+        alone = [one.fit(model, {})[0] for one, model in zip(clients, alone, strict=True)]
     kept: Arrays = {
+        **(_tuned(config, seed) if config.tune else {}),
         "alone": np.array(np.mean([nodes.accuracy(own) for own in alone])),
         "curve/fedavg": fedavg,
         "sent/fedavg": np.array(float(MODEL)),
@@ -286,6 +307,44 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         kept[f"worst/{name}"], kept[f"rounds/{name}"] = worst[-1], np.array(float(rounds))
         kept[f"megabytes/{name}"] = kept[f"megabytes/{name}"] * rounds  # a round's until now
     return kept
+
+
+def _fedavg(nodes: Nodes, clients: Sequence[_Softmax]) -> Matrix:
+    """Return FedAvg's accuracy after every round, (rounds, 1); of one client, its own."""
+    average, curve = nodes.initial, np.empty((nodes.config.rounds, 1))
+    for t in range(nodes.config.rounds):
+        fitted = [one.fit(average, {})[0] for one in clients]
+        average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
+        curve[t] = nodes.accuracy(average)
+    return curve
+
+
+def _tuned(config: Config, seed: int) -> Arrays:
+    """Return each method's accuracy at its best learning rate, and this."""
+    kept: Arrays = {}
+    configs = [replace(config, step=factor * config.step) for factor in FACTORS]
+    for name in TUNED:
+        best = max(configs, key=lambda one: _last(name, Nodes(one, seed, choose=True)))
+        kept[f"tuned/{name}"] = np.array(_last(name, Nodes(best, seed)))
+        kept[f"step/{name}"] = np.array(best.step)
+    return kept
+
+
+def _last(method: str, nodes: Nodes) -> float:
+    """Return a method's accuracy after the last round, of the worst node of a ring."""
+    config = nodes.config
+    clients = {"fedavg": [nodes(k) for k in range(config.clients)], "pooled": [nodes.pooled]}
+    if method in clients:
+        return float(_fedavg(nodes, clients[method])[-1, 0])
+    learned = diffusion_averaging(
+        nodes,
+        Topology.ring(config.clients),
+        config.rounds,
+        initial=nodes.initial,
+        method=method,
+        evaluate_every=0,
+    )
+    return min(nodes.accuracy(model) for model in learned.models.values())
 
 
 def _figures(found: Mapping[str, Arrays]) -> dict[str, Any]:

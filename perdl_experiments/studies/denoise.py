@@ -14,7 +14,8 @@ are square images; without it, scikit-image's camera. ``--rounds`` (400) counts 
 patches.
 
 Metrics: ``psnr_noisy``, ``psnr_denoised``, ``psnr_sklearn`` (the same coder),
-``psnr_sklearn_lasso``, ``ssim_`` and ``seconds_`` of the same.
+``psnr_sklearn_lasso``, ``psnr_nlm`` (scikit-image's non-local means, which know the noise level, as
+all do), ``ssim_`` and ``seconds_`` of the same.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ GAMMA = 2.0
 STEP, DECAY = 0.015, 0.5
 #: Relative error of the dual variables at which inference ends.
 TOLERANCE = 0.05
+
+#: Non-local means as scikit-image's documentation has them; ``h`` in units of the noise's sigma.
+NLM: dict[str, int] = {"patch_size": 5, "patch_distance": 6}
+NLM_H = 0.6
 
 #: Patches coded in one piece.
 _PIECE = 500
@@ -123,14 +128,15 @@ class Task(NamedTuple):
 
 
 def run(config: Config, keep: Keep) -> Outcome:
-    """Learn from the noisy images and denoise them, and do so with scikit-learn's atoms."""
+    """Denoise the images by atoms learned from them, by scikit-learn's, and by non-local means."""
     task, objective = config.task, config.objective
-    ours = keep("network", partial(_by_the_network, task, objective, config), of=2)
+    ours = keep("network", partial(_by_the_network, task, objective, config), of=3)
     theirs = keep(
-        "scikit-learn", partial(attempt, partial(_by_sklearn, task, objective, config)), of=2
+        "scikit-learn", partial(attempt, partial(_by_sklearn, task, objective, config)), of=3
     )
-    images = {"noisy": task.noisy, "denoised": ours["images"]}
-    seconds = {"denoised": ours["seconds"]}
+    nlm = keep("non-local-means", partial(_by_nlm, task, config.sigma / 255), of=3)
+    images = {"noisy": task.noisy, "denoised": ours["images"], "nlm": nlm["images"]}
+    seconds = {"denoised": ours["seconds"], "nlm": nlm["seconds"]}
     if FAILED not in theirs:
         images |= {"sklearn": theirs["images"], "sklearn_lasso": theirs["images_lasso"]}
         seconds |= {"sklearn": theirs["seconds"], "sklearn_lasso": theirs["seconds_lasso"]}
@@ -258,6 +264,18 @@ def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> Arrays:
         "seconds": np.array([learned - started, alike - learned]),
         "seconds_lasso": np.array([learned - started, ended - alike]),
     }
+
+
+# Non-local means -----------------------------------------------------------------------------
+
+
+def _by_nlm(task: Task, sigma: float) -> Arrays:
+    """Denoise each image by non-local means."""
+    from skimage.restoration import denoise_nl_means  # an extra
+
+    started = time.perf_counter()
+    each = [denoise_nl_means(one, h=NLM_H * sigma, sigma=sigma, **NLM) for one in task.noisy]
+    return {"images": np.stack(each), "seconds": np.array([0.0, time.perf_counter() - started])}
 
 
 # Images --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ method          what it is
 ==============  =================================================================================
 ``consensus``   PerMA with its defaults: consensus matching, statistics
 ``paths``       the same with the paper's chain of shortest paths
-``paper``       shortest paths and the mean: the paper's
+``paper``       shortest paths and the mean, and clients that withhold nothing: the paper's
 ``alone``       local training from the same starts, with as many iterations; the clients' mean, in
                 the last panel that of the clients with few samples
 ==============  =================================================================================
@@ -161,9 +161,7 @@ def strategy(config: Config, **options: Any) -> PerMA:
 
 def federations(config: Config) -> list[Config]:
     """Return the config of every federation: all methods at every point."""
-    return [
-        replace(point, method=method) for point in _points(config).values() for method in FEDERATED
-    ]
+    return [_by(method, point) for point in _points(config).values() for method in FEDERATED]
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
@@ -223,6 +221,11 @@ def _points(config: Config) -> dict[str, Config]:
     return points
 
 
+def _by(method: str, point: Config) -> Config:
+    """Return a method's config at a point; the paper's clients send all atoms, whatever shows."""
+    return replace(point, method=method, min_support=0 if method == "paper" else point.min_support)
+
+
 def _name(axis: str, value: int, seed: int) -> str:
     return f"{axis}-{value}-seed-{seed}"
 
@@ -261,7 +264,7 @@ def _at(point: Config, federate: Federate) -> Arrays:
     found, costs = {"alone": np.array(_alone(point))}, []
     for method in FEDERATED:
         with _told_in_events_only() if point.failing else nullcontext():
-            federated = federate(replace(point, method=method))
+            federated = federate(_by(method, point))
         found[method] = np.array(
             dictionary_distance(federated.arrays[0], point.planted.global_atoms)
         )

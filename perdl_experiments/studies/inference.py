@@ -11,14 +11,17 @@ says how many entries are not zero. A round of ATC is one gradient step, a round
 inner minimization, so that methods are compared by rounds, by numbers sent, and by time.
 
 The paper's figure is ``-o agents=10 -o connectivity=1 -o loss=huber -o step=0.5``, with sparse
-atoms such as ``-o dimension=2000 -o density=0.05``.
+atoms such as ``-o dimension=2000 -o density=0.05``; or with documents: ``--data`` as for
+`novel_documents`. Then agents have the atoms that they learn from the first block with the paper's
+settings, fully connected, and a sample is a document of the second block that some atom explains;
+``dimension`` is the number of terms.
 
 Metrics: ``rounds_to_40db_METHOD`` (median; -1: not within ``--rounds``) and
 ``rounds_to_40db_METHOD_max``, on the worst agent's dual variables, and until then, where it is
 reached, ``floats_to_40db_METHOD`` (sent by an agent) and ``milliseconds_to_40db_METHOD``
 (processor's time of all agents, per sample), for ``admm`` (the library's), ``atc`` (the paper's
 diffusion), ``exact_diffusion`` and ``jacobian_admm``; ``agreement_db`` of the reference with an
-independent solver.
+independent solver; with documents ``decibels_METHOD``, of the dual variables after 500 rounds.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from flwr_perdl.random import DATA, spawn
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
+from perdl_experiments.studies import novel_documents
 from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
@@ -60,6 +64,10 @@ OBJECTIVES: dict[str, Objective] = {
 }
 #: What counts as found, and where curves end, in dB.
 FOUND, TOP = 40.0, 100.0
+#: Rounds after which the paper's diffusion is at 40 to 50 dB (Fig. 6).
+PAPER_ROUNDS = 500
+#: The first time step of Section IV-B: iterations of each batch's inference, documents of a block.
+LEARNING, BLOCK = 100, 1000
 #: The time of a round is the median of so many runs of so many rounds with so many samples.
 _TIMES, _ROUNDS, SAMPLES = 3, 40, 16
 
@@ -128,25 +136,46 @@ class Config(Common):
         if self.clients:
             raise ValueError(f"clients must be given as agents, got {self.clients}.")
 
+    @property
+    def documents(self) -> novel_documents.Config:
+        """The first time step of a fully connected network with the paper's settings."""
+        return novel_documents.Config(
+            clients=self.agents,
+            rounds=LEARNING,
+            seed=0,
+            data=self.data,
+            score="paper",
+            learning="paper",
+            counts="plain",
+            connectivity=1.0,
+            terms=self.dimension,
+            block=BLOCK,
+        )
+
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run all methods on every seed's graph."""
+    atoms = keep("atoms", partial(_learned, config))["atoms"] if config.data else None
     kept = keep_all(
-        keep, {f"seed-{seed}": partial(_one_seed, config, seed) for seed in config.each_seed}
+        keep, {f"seed-{seed}": partial(_one_seed, config, seed, atoms) for seed in config.each_seed}
     )
     curves = {
         f"{name}_{what}": np.stack([one[f"{name}_{what}"] for one in kept])
         for name in METHODS
         for what in ("y", "nu")
     }
-    links = np.array([float(one["links"]) for one in kept])
-    per_round = config.dimension * links / config.agents
+    per_round = np.array([float(one["numbers"]) for one in kept]) / config.agents
     floats = config.rounds * float(per_round.mean())
     return Outcome(
         records=[
             Record("agreement_db", min(float(one["agreement"]) for one in kept), unit="dB"),
             *_records(
                 curves, per_round, {n: [float(one[f"{n}_ms"]) for one in kept] for n in METHODS}
+            ),
+            *(
+                Record("decibels", curves[f"{name}_nu"][:, PAPER_ROUNDS - 1], name, unit="dB")
+                for name in METHODS
+                if config.data and config.rounds >= PAPER_ROUNDS
             ),
         ],
         curves={f"snr_{name}": np.median(c, axis=0).tolist() for name, c in curves.items()},
@@ -155,7 +184,13 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=floats,
         floats_down=floats,
-        facts={"chosen": f"{config.step:g}" if config.step else "0.9 times Table III's bound"},
+        facts={
+            "chosen": f"{config.step:g}" if config.step else "0.9 times Table III's bound",
+            "documents": bool(config.data),
+            "about_documents": novel_documents.stream_of(config.documents).about
+            if config.data
+            else "",
+        },
     )
 
 
@@ -204,9 +239,46 @@ def draw(
     x = y @ W + noise
     x /= np.linalg.norm(x)
     x += (rng.random(n_features) < impulses) * rng.random(n_features)
+    return _solved(objective, topology, x, W)
+
+
+def _solved(objective: Objective, topology: Topology, x: Matrix, W: Matrix) -> Case:
     exact = exact_dual(objective, x[None], list(W[:, None]))
     codes = np.concatenate(exact.codes, axis=1)[0]
     return Case(objective, topology, x[None], W[:, None], codes, exact.nu[0])
+
+
+def _learned(config: Config) -> Arrays:
+    """Return the atoms, (n_agents, n_terms), that a fully connected network learns from block 0."""
+    step = config.documents
+    learner, X = novel_documents.learner_of(step, "full", 1), novel_documents.stream_of(step)
+    model = learner.start(config.agents, X.X.shape[1], np.float32)
+    model = learner.partial_fit(model, X.block(0).toarray(), Topology.complete(config.agents))
+    return {"atoms": model.dictionaries[:, 0].astype(np.float64)}
+
+
+def document(config: Config, atoms: Matrix, rng: np.random.Generator) -> Case:
+    """Draw a connected random graph, and a document of the second block that some atom explains.
+
+    Parameters
+    ----------
+    config : Config
+        The study's options, with ``data``.
+    atoms : ndarray of shape (n_agents, n_terms)
+        An atom per agent.
+    rng : numpy.random.Generator
+        Draws both.
+    """
+    seed = int(rng.integers(2**31))
+    topology = Topology.erdos_renyi(config.agents, config.connectivity, seed=seed)
+    X = novel_documents.stream_of(config.documents).block(1).toarray().astype(np.float64)
+    each = (
+        _solved(OBJECTIVES[config.loss], topology, X[i], atoms) for i in rng.permutation(len(X))
+    )
+    found = next((case for case in each if case.codes.any()), None)
+    if found is None:
+        raise ValueError(f"data must have a document that some atom explains, got {config.data!r}.")
+    return found
 
 
 def trace(
@@ -240,13 +312,16 @@ def trace(
     return np.minimum(curves[0], top), np.minimum(curves[1], top)
 
 
-def _one_seed(config: Config, seed: int) -> Arrays:
+def _one_seed(config: Config, seed: int, atoms: Matrix | None) -> Arrays:
     """Return all methods' curves on one graph, and the time of a round."""
-    size, density = (config.agents, config.dimension), config.density
-    case = draw(config.loss, *size, config.connectivity, spawn(seed, DATA), density=density)
+    size, density, rng = (config.agents, config.dimension), config.density, spawn(seed, DATA)
+    if atoms is None:
+        case = draw(config.loss, *size, config.connectivity, rng, density=density)
+    else:
+        case = document(config, atoms, rng)
     kept: Arrays = {
         "agreement": np.array(_agreement(case)),
-        "links": np.array(2 * case.topology.n_edges),
+        "numbers": np.array(2 * case.topology.n_edges * case.X.shape[1]),
     }
     for name, method in METHODS.items():
         own = {"step": config.step} if name == "atc" and config.step else {}

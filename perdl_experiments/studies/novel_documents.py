@@ -136,7 +136,7 @@ class Stream(NamedTuple):
 def run(config: Config, keep: Keep) -> Outcome:
     """Run the network, a fully connected one and NMF through all time steps, and compare."""
     chosen, tried = _chosen(config, keep) if config.learning == "chosen" else (config, {})
-    stream = _stream_of(chosen)
+    stream = stream_of(chosen)
     last, judging = stream.steps[-1], stream.steps[CHOOSING if tried else 0 :]
     networks = ("network", "full") if config.connectivity < 1 else ("network",)
     parts = last * len(networks) + len(stream.steps)
@@ -203,7 +203,7 @@ def _chosen(config: Config, keep: Keep) -> tuple[Config, dict[tuple[str, str, in
     for options in GRID:
         learning, counts, terms = options
         one = replace(config, learning=learning, counts=counts, terms=terms)
-        stream = _stream_of(one)
+        stream = stream_of(one)
         first = stream.steps[:CHOOSING]
         if len(stream.steps) <= CHOOSING:
             raise ValueError(
@@ -239,7 +239,7 @@ def _time_step(
     """Return the atoms after learning from block ``t - 1``, and the scores of block ``t``."""
     clients, seed = config.clients, config.seed
     connectivity = 1.0 if name == "full" else config.connectivity
-    learner, paper = _learner(config, name, t), config.score == "paper"
+    learner, paper = learner_of(config, name, t), config.score == "paper"
     if before is None:
         model = learner.start(clients, stream.X.shape[1], np.float32)
     else:
@@ -318,8 +318,18 @@ def _learn(
     return model
 
 
-def _learner(config: Config, name: str, t: int) -> ModelDiffusion:
-    """Return the learner of a time step, for the network or a fully connected one."""
+def learner_of(config: Config, name: str, t: int) -> ModelDiffusion:
+    """Return the learner of a time step, for the network or a fully connected one.
+
+    Parameters
+    ----------
+    config : Config
+        The study's options.
+    name : {"network", "full"}
+        Whose.
+    t : int
+        The time step, from 1.
+    """
     rounds, seed = config.rounds, config.seed
     if config.score == "paper":
         mu, times = FULL if name == "full" or config.connectivity == 1 else SPARSE
@@ -370,7 +380,14 @@ def _areas(novel: NDArray[np.bool_], scores: Matrix) -> list[float]:
     return [float(roc_auc_score(novel, own)) for own in scores]
 
 
-def _stream_of(config: Config) -> Stream:
+def stream_of(config: Config) -> Stream:
+    """Return the documents of a config.
+
+    Parameters
+    ----------
+    config : Config
+        The study's options.
+    """
     return _stream(config.data, config.seed, config.terms, config.block, config.counts)
 
 

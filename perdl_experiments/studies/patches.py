@@ -44,6 +44,9 @@ PATIENCE = 3
 #: Noise at the noisy node of the ring, as a share of the data's root mean square.
 NOISY = 1.0
 NOISES = (0.01, 0.03, 0.1, 0.2)
+#: Other settings, of which the paper says nothing: samples of a node, in units of ``samples``, and
+#: noise.
+SETTINGS = {"half": (0.5, 0.0), "double": (2.0, 0.0), "noisy": (1.0, 0.1), "noisier": (1.0, 0.2)}
 #: What is drawn; the tables have all.
 COMPARED = ("headline", "paper", "paper_ring", "isolated")
 TITLES = {"mod": "MOD", "ksvd": "approximate K-SVD", "gradient": "gradient steps"}
@@ -68,6 +71,8 @@ class Method(NamedTuple):
         Rounds, in units of ``rounds``.
     group : str
         The table.
+    share : float
+        Samples of a node, in units of ``samples``.
     """
 
     words: str
@@ -77,6 +82,7 @@ class Method(NamedTuple):
     start: str = "common"
     patience: int = 1
     group: str = "methods"
+    share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +153,15 @@ def methods(config: Config) -> dict[str, Method]:
     noisy = elsewhere._replace(
         words=f"noise at one node {_decibel(NOISY)} below its data", noise=(0.01, NOISY)
     )
+    settings = {}
+    for name, (share, noise) in SETTINGS.items():
+        samples = round(share * config.samples)
+        setting = f"{samples} samples" if not noise else f"noise {_decibel(noise)} below the data"
+        for whose, row in {"paper": paper, "ours": own}.items():
+            title = "the paper's method" if whose == "paper" else "ours"
+            settings[f"{whose}_{name}"] = on(
+                row, complete, f"{title}: {setting}", PATIENCE
+            )._replace(noise=(noise, noise), group="settings", share=share)
     return {
         "headline": own,
         "paper": on(paper, complete, f"the paper's method: {long}", PATIENCE),
@@ -180,6 +195,7 @@ def methods(config: Config) -> dict[str, Method]:
         "one_noisy_weighted": noisy._replace(
             words="one noisy node, relative degree-variance weights (5)", network=weights
         ),
+        **settings,
     }
 
 
@@ -230,7 +246,8 @@ def n_found(dictionary: Matrix, planted: Matrix) -> int:
 
 def _one(config: Config, method: Method, seed: int) -> Arrays:
     """Return how many atoms the node that has found fewest has found, after every round."""
-    planted, data = draw(seed, config.clients, config.samples, method.noise)
+    samples = round(method.share * config.samples)
+    planted, data = draw(seed, config.clients, samples, method.noise)
     nodes, found = method.network.topology.n_nodes, list[int]()
     if nodes != len(data):
         data = np.array_split(np.concatenate(data), nodes)

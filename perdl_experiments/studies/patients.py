@@ -17,6 +17,8 @@ method          what it is
 ``slopes``      a mixed model with random intercepts and slopes
 ==============  ==================================================================================
 
+``intercepts-tuned`` is each client's mixed model, trained on as the federated methods are.
+
 Federated, each also fine-tuned (``METHOD-tuned``: every client trains on until its own validation
 loss no longer falls):
 
@@ -155,6 +157,11 @@ def curvature(task: str, X: Matrix) -> float:
     return top if task == "number" else top / 4
 
 
+def rate(task: str, own: Sequence[Split], step: float) -> float:
+    """Return a learning rate that is ``step`` of the inverse of the largest curvature."""
+    return step / max(curvature(task, one.train.X) for one in own)
+
+
 class Client:
     """A linear model on a client's rows; any client of Flower's is like it."""
 
@@ -260,8 +267,8 @@ def solve(
     return flat[:d], flat[d:].reshape(k, d) * free
 
 
-def direct(task: str, own: Sequence[Split]) -> dict[str, Found]:
-    """Return what the direct solvers come to, by method."""
+def direct(task: str, own: Sequence[Split], rounds: int) -> dict[str, Found]:
+    """Return what the direct solvers come to, by method; the best is fine-tuned for ``rounds``."""
     parts, none = [one.train for one in own], (np.inf, np.inf)
 
     def measured(thetas: Sequence[Matrix], how: str) -> Found:
@@ -275,20 +282,40 @@ def direct(task: str, own: Sequence[Split]) -> dict[str, Found]:
     one = {p: measured([theta] * len(own), f"penalty {p:g}") for p, theta in pooled.items()}
     least = min(one, key=lambda p: float(one[p].losses.mean()))
 
-    def mixed(slopes: bool) -> Found:
-        tried = []
+    def mixed(slopes: bool) -> dict[str, list[Matrix]]:
+        found = {}
         for penalty, spread in product((least / 10, least, 10 * least), PENALTIES):
             common, added = solve(task, parts, penalty, (spread if slopes else np.inf, spread))
-            tried.append(measured(list(common + added), f"penalties {penalty:g} and {spread:g}"))
-        return best(tried)
+            found[f"penalties {penalty:g} and {spread:g}"] = list(common + added)
+        return found
+
+    intercepts = mixed(slopes=False)
+    random = {how: measured(thetas, how) for how, thetas in intercepts.items()}
+    chosen = best([*random.values()])
+    tuned = [fine_tuned(task, own, intercepts[chosen.how], step, rounds) for step in STEPS]
 
     return {
         "alone": best([alone(p) for p in PENALTIES]),
         "pooled": one[least],
         "shrunk": best([alone(p, pooled[least]) for p in PENALTIES]),
-        "intercepts": mixed(slopes=False),
-        "slopes": mixed(slopes=True),
+        "intercepts": chosen,
+        "intercepts-tuned": best(tuned),
+        "slopes": best([measured(thetas, how) for how, thetas in mixed(slopes=True).items()]),
     }
+
+
+def fine_tuned(
+    task: str, own: Sequence[Split], thetas: Sequence[Matrix], step: float, fits: int
+) -> Found:
+    """Return each client's model, fine-tuned from coefficients, at its least validation loss."""
+    kept = []
+    for one, theta in zip(own, thetas, strict=True):
+        client = Client(one, task, rate(task, own, step))
+        tried = [[theta[:-1], np.asarray(theta[-1])]]
+        for _ in range(fits):
+            tried.append(client.fit(tried[-1], {})[0])
+        kept.append(min(tried, key=lambda model: client.evaluate(model, {})[0]))
+    return judged(task, own, [(w, b) for w, b in kept], f"learning rate {step:g}")
 
 
 # Federated -----------------------------------------------------------------------------------
@@ -323,7 +350,7 @@ def federated(config: Config, own: Sequence[Split], method: str, step: float, tu
     if method == "ditto":
         tries = {f", proximal weight {pull:g}": partial(Ditto, pull, **options) for pull in PULLS}
 
-    length = step / max(curvature(config.task, one.train.X) for one in own)
+    length = rate(config.task, own, step)
 
     def make_client(context: Context) -> Client:
         return Client(own[int(context.node_config[PARTITION_ID])], config.task, length)
@@ -432,7 +459,7 @@ def _missing(j: int, X: Matrix) -> Matrix:
 def compare(config: Config, seed: int) -> Arrays:
     """Return every method's errors, as "METHOD", by client, and "how-METHOD"."""
     own, unit = splits(config, seed)
-    found = direct(config.task, own)
+    found = direct(config.task, own, config.rounds)
     for method, (more, tuned) in product(FEDERATED, {"": 0, "-tuned": config.rounds}.items()):
         found[method + more] = best([federated(config, own, method, s, tuned) for s in STEPS])
     return {

@@ -6,7 +6,7 @@ frequencies of the discrete cosine transform, from random unit atoms; images are
 so that dark and bright ones count alike, and each is coded by a fixed number of atoms, whatever the
 other images are. The error is measured on held-out images of all labels, in pixels.
 
-Compared with one round under the same promise in the same space: the principal components of the
+Compared with one round under the same guarantee in the same space: the principal components of the
 images' second moments with noise (Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss", STOC 2014).
 PerMA that starts from these components, for a share of the budget, has no row: in trials it was
 never better than the better of the two.
@@ -15,7 +15,7 @@ never better than the better of the two.
 scikit-learn's digits.
 
 Metrics: ``error_private`` (this run), ``error_components`` (principal components, the same
-promise), ``error_not_private``, ``error_alone`` (local training), ``error_public`` (the
+guarantee), ``error_not_private``, ``error_alone`` (local training), ``error_public`` (the
 frequencies themselves as atoms). Curves: ``epsilon``, and where the server adds the noise
 ``error_central`` and ``error_components_central``.
 """

@@ -34,9 +34,15 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
     assert result.exit_code == 0
     table, _, end = result.stdout.partition("3 rounds; each client sent ")
     assert "PerMA, shared atoms" in table
+    results = json.loads((out / "results.json").read_text())
+    told = results["tables"][0]
+    table, caption = table.split(told["caption"][:20])
     assert len(table.splitlines()) <= 15  # a title, and empty lines
+    assert " ".join(f"{told['caption'][:20]}{caption}".split()).startswith(told["caption"])
+    for i, j in told["best"]:
+        assert f"*{told['rows'][i][j]}" in table or j > 1
     assert (out / "report.html").as_uri() in end
-    verdict = json.loads((out / "results.json").read_text())["finding"]
+    verdict = results["finding"]
     assert verdict.startswith("Too few clients (3; default 10) and rounds (3; default 30)")
     assert " ".join(end.split()).endswith(verdict)
     page = (out / "report.html").read_text()

@@ -59,6 +59,7 @@ def test_it_denoises_as_well_as_scikit_learn(outcome: Ran) -> None:
     assert metrics["psnr_noisy"] == pytest.approx(20 * np.log10(255 / 25), abs=0.2)
     assert metrics["psnr_denoised"] > metrics["psnr_noisy"] + 5
     assert metrics["psnr_denoised"] > metrics["psnr_sklearn"] - 0.5
+    assert metrics["psnr_nlm"] > metrics["psnr_noisy"] + 5
     assert metrics["ssim_denoised"] > metrics["ssim_noisy"] + 0.2
 
 
@@ -90,7 +91,7 @@ def test_the_users_images(tmp_path: Path) -> None:
 
 def test_figures_are_those_of_scikit_image(outcome: Ran) -> None:
     clean = outcome.arrays["clean"][0]
-    for name in ("noisy", "denoised", "sklearn", "sklearn_lasso"):
+    for name in ("noisy", "denoised", "sklearn", "sklearn_lasso", "nlm"):
         image = outcome.arrays[f"images_{name}"][0]
         assert outcome.metrics[f"psnr_{name}"] == pytest.approx(
             peak_signal_noise_ratio(clean, image, data_range=1), abs=1e-3

@@ -234,8 +234,8 @@ def test_the_papers_settings_are_a_mode(path: Path) -> None:
     assert not any(name.startswith("auc_full") for name in outcome.metrics)
     assert np.mean(outcome.curves["auc"][1:]) > 0.75
     config = config_of("novel-documents", score="paper")
-    sparse_, full = (novel_documents._learner(config, name, 3) for name in ("network", "full"))
-    assert novel_documents._learner(replace(config, connectivity=1.0), "network", 3) == full
+    sparse_, full = (novel_documents.learner_of(config, name, 3) for name in ("network", "full"))
+    assert novel_documents.learner_of(replace(config, connectivity=1.0), "network", 3) == full
     assert (sparse_.n_iterations, sparse_.options) == (1000, {"step": 0.05})
     assert (full.n_iterations, full.options) == (100, {"step": 0.5})
     assert sparse_.step == full.step == 1 / 3

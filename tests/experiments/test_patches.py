@@ -33,7 +33,7 @@ def test_samples_mix_three_planted_atoms_and_noise_has_its_level() -> None:
 def test_all_figures_and_pictures_of_a_short_run() -> None:
     kept = Kept()
     outcome = run(kept, seeds=2, rounds=12, samples=60, seed=5)
-    assert len(kept) == 2 * 18
+    assert len(kept) == 2 * 26
     assert {"recovered_min_median", "recovered_min_least", "share_at_least_45"} < set(
         outcome.metrics
     )
@@ -43,7 +43,7 @@ def test_all_figures_and_pictures_of_a_short_run() -> None:
     assert len(outcome.curves["recovered_headline"]) == 12
     assert len(outcome.curves["recovered_paper"]) == 3 * 12  # until it has settled
     assert outcome.figures == ["recovery.png"]
-    assert [len(table.rows) for table in outcome.tables] == [10, 8]
+    assert [len(table.rows) for table in outcome.tables] == [10, 8, 8]
     # A ring: everyone sends 48 atoms, their use, and eight candidates with scores, to two others.
     assert (
         outcome.outcome.floats_up

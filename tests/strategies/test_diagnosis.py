@@ -82,6 +82,7 @@ def test_the_known_difference_is_found(kind: str, seed: int) -> None:
     assert kind in (found.best, found.over)
     assert low < mean < high
     assert leads.min() <= mean <= leads.max()
+    assert ("not significant" in found.sentence) == (low <= 0)
     if kind == "clusters":
         assert len({found.groups[p] for p in range(0, N, 2)}) == 1
 

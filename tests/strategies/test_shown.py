@@ -12,19 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
-from flwr_perdl.network import Topology, metropolis_weights
+from flwr_perdl.network import Averaging, Topology, metropolis_weights
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     Clusters,
     Diagnosed,
+    Diagnosis,
     DiffusionAveraging,
+    FlowerNetwork,
     PerMA,
+    ProtocolStrategy,
+    Request,
     RoundReport,
     ServerSettings,
 )
@@ -68,6 +73,39 @@ def test_a_run_shows_what_is_asked(
         assert f", loss {last:.4g} (worst client " in error.splitlines()[-1]
     else:
         assert not error
+
+
+def test_a_line_names_what_the_user_has_started(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "flwr")
+
+    class FederatedMean(ProtocolStrategy):
+        def protocol(self, initial: Any, state: Any) -> Any:
+            yield Request("mean", initial, state={})
+            return initial
+
+    class Client(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return parameters, 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return float(np.sum(parameters[0])), 1, {}
+
+    own = InProcessGrid(client_app(lambda _: Client()), 3)
+    start = ArrayRecord([np.ones((2, 1)), np.ones((1, 2))])
+    FederatedMean(fraction_evaluate=0).start(own, start, num_rounds=1)
+    assert capfd.readouterr().err == "FederatedMean: round 1 of 1\n"
+    Diagnosis().start(own, start, num_rounds=3)
+    lines = capfd.readouterr().err.splitlines()
+    heads = {line.partition(": round ")[0] for line in lines if ": round " in line}
+    assert {"Diagnosis, fedavg", "Diagnosis, head-fine-tuned"} <= heads
+    assert all(head.startswith("Diagnosis, ") for head in heads)
+
+    values = Averaging(np.eye(4))
+    nodes = InProcessGrid(client_app(lambda one: DiffusionClient(values, one)), 4)
+    FlowerNetwork(nodes, Topology.ring(4)).run(None, 2)
+    assert "FlowerNetwork: round 2 of 2\n" in capfd.readouterr().err
 
 
 TALKING = ClientApp()
