@@ -886,7 +886,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     names = [name for named in given.names for name in of_page.get(named, [named])]
-    chosen = [known[name] for name in names or known]
+    chosen = [known[name] for name in dict.fromkeys(names or known)]
     chosen = [entry for entry in chosen if entry.small or not given.small]
     if given.pictures:
         redraw([entry for entry in chosen if not entry.drawn], results, given.data)

@@ -79,8 +79,8 @@ PANELS = (
         "higher",
         3,
         {
-            "ClusteredFedAvg": "accuracy_one-shot",
-            "IFCA": "accuracy_given",
+            "ClusteredFedAvg": "accuracy_auto",
+            "IFCA, best of 5": "accuracy_best",
             "FedAvg, fine-tuned": "accuracy_tuned",
         },
     ),
