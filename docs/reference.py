@@ -107,7 +107,7 @@ class Docstrings(griffe.Extension):
 def to_markdown(text: str) -> str:
     """Return a docstring with its roles, simple tables and guides in Markdown."""
     text = re.sub(r":\w+:`[~.]?([^`]+)`", r"`\1`", text)
-    text = re.sub(r"\bdocs/([\w-]+)\.md(#[\w-]+)?", r"[\1](../../\1.html\2)", text)
+    text = re.sub(r"\bdocs/([\w-]+)\.md(#[\w-]+)?", r"[\1](../../\1.md\2)", text)
     lines, out = text.splitlines(), []
     while lines:
         if not re.fullmatch(r"\s*=+(?: +=+)+\s*", lines[0]):
@@ -321,8 +321,9 @@ def _options() -> str:
 
 
 def _summary(one: griffe.Object | griffe.Alias) -> str:
-    """Return the first line of a docstring."""
-    return _cell(one.docstring.value.partition("\n")[0]) if one.docstring else ""
+    """Return the first line of a docstring, its links as text."""
+    first = one.docstring.value.partition("\n")[0] if one.docstring else ""
+    return _cell(re.sub(r"\[([\w-]+)\]\(\.\./[^)]*\)", r"\1", first))
 
 
 def _add(files: Files, config: MkDocsConfig, uri: str, content: str) -> None:
