@@ -134,11 +134,11 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
         found = {}
         for name, strategy in strategies.items():
             method = "fedper" if name == "clusters-head" else CANDIDATES.get(name, "ditto")
-            measured, shared = personal.federated(clients, model, method, strategy, ROUNDS)
-            found[name] = float(np.mean([each["accuracy"] for each in measured.values()]))
+            measured, models = personal.federated(clients, model, method, strategy, ROUNDS)
+            found[name] = float(measured[:, 1].mean())
             if name == "fedavg":
-                found["fine-tuned"] = personal.stopped(clients, shared, ROUNDS).accuracy.mean()
-        found["local"] = personal.stopped(clients, model, ROUNDS).accuracy.mean()
+                found["fine-tuned"] = personal.stopped(clients, models, ROUNDS).accuracy.mean()
+        found["local"] = personal.stopped(clients, [model] * n, ROUNDS).accuracy.mean()
     return diagnosis.result.choice, found
 
 

@@ -120,7 +120,7 @@ def ours(name: str, clients: Clients, model: _network.Model, pull: float) -> tup
         strategy = personal.strategies(ROUNDS)[name][f"{pull:g}" if pull else ""]
     found, _ = personal.federated(clients, model, name, strategy, ROUNDS)
     sent = 4 * sum(one.floats_down + one.floats_up for one in strategy.history)
-    return sent, [[one["chosen-by"], one["accuracy"]] for one in found.values()]
+    return sent, found.tolist()
 
 
 def gossip(name: str, clients: Clients, model: _network.Model) -> tuple[float, Any]:
