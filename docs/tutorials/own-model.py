@@ -107,7 +107,7 @@ for (k, strategy), style in zip(strategies.items(), ("--", "-"), strict=True):
     axes.plot([report.round for report in rounds], accuracy, style)
     axes.annotate(f" {k} model{'s' * (k > 1)}", (rounds[-1].round, accuracy[-1]), va="center")
 axes.set(xlabel="communication round", ylabel="accuracy", ylim=(0, 1))
-axes.margins(x=0.15)
+axes.margins(x=0.36)
 
 # %% [markdown]
 # ## Next
