@@ -18,12 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.core.npy import view_file
 
 Given = ParamSpec("Given")
 Loaded = TypeVar("Loaded")
 
+#: Arrays of a file of regressions.
+NAMES = ("X", "y", "client")
+#: Hours of a day.
+HOURS = 24
 #: The most numbers that an experiment draws: eight gigabytes.
 MOST_NUMBERS = 2**30
 
@@ -286,6 +290,59 @@ def read_arrays(path: str, *keys: str) -> list[NDArray[Any]]:
             f"data must hold arrays named {', '.join(keys)}: {path!r} lacks {missing}."
         )
     return [arrays[key] for key in keys]
+
+
+def by_client(
+    path: str,
+    X: NDArray[Any],
+    y: NDArray[Any],
+    client: NDArray[Any],
+    *,
+    missing: bool = False,
+) -> tuple[list[Matrix], list[Matrix], list[str]]:
+    """Return each client's rows and responses, and the clients' names.
+
+    Parameters
+    ----------
+    path : str
+        The file that they are from.
+    X : ndarray of shape (n, n_features)
+        Numbers.
+    y : ndarray of shape (n,)
+        Numbers.
+    client : ndarray of shape (n,)
+        Integers or texts: whose each row is.
+    missing : bool, default False
+        Whether ``X`` may have NaN.
+    """
+    check_kind("X", path, X, "fiub", "numbers of shape (n, n_features)")
+    check_kind("y", path, y, "fiub", f"{len(X)} numbers", X.shape[:1])
+    check_kind("client", path, client, "iuU", f"{len(X)} integers or texts", X.shape[:1])
+    X = check_array(f"X in {path}", X.astype(float), min_rows=1, missing=missing)
+    y = check_array(f"y in {path}", y.astype(float), ndim=1)
+    names, own = np.unique(client, return_inverse=True)
+    if len(names) < 2:
+        raise ValueError(f"client in {path} must name at least 2 clients, got {len(names)}.")
+    rows_of = [np.flatnonzero(own == i) for i in range(len(names))]
+    return [X[rows] for rows in rows_of], [y[rows] for rows in rows_of], list(map(str, names))
+
+
+def hourly_days(path: str) -> Matrix:
+    """Return hourly signals as days, (n_sites, n_days, 24, n_quantities), NaN where missing.
+
+    Parameters
+    ----------
+    path : str
+        An ``.npz`` file with ``X`` (n_sites, n_hours, n_quantities), from midnight on.
+    """
+    (X,) = read_arrays(path, "X")
+    if X.ndim != 3 or X.dtype.kind != "f" or X.shape[1] < HOURS:
+        raise ValueError(
+            f"X in {path} must be numbers (n_sites, n_hours, n_quantities), got {X.dtype} "
+            f"{X.shape}."
+        )
+    n_days = X.shape[1] // HOURS
+    return X[:, : n_days * HOURS].reshape(len(X), n_days, HOURS, -1).astype(float)
 
 
 def to_unit_range(X: NDArray[Any]) -> Matrix:

@@ -23,7 +23,7 @@ A study's `Config` is a frozen dataclass with a field per option, so that code r
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -48,8 +48,9 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.strategies import PerMA, ProtocolStrategy
 from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
 from perdl_experiments.engine import EvaluateFn, Federated, arranged
+from perdl_experiments.measures import half_width
 from perdl_experiments.outcome import Outcome
-from perdl_experiments.render import FAILED, Page
+from perdl_experiments.render import FAILED, Page, Record
 
 Value = int | float | str | bool
 Arrays = dict[str, NDArray[Any]]
@@ -459,6 +460,26 @@ def stacked(kept: Sequence[Arrays]) -> Arrays:
 
 
 # Methods that ours is compared with ----------------------------------------------------------
+
+
+def leads(ahead: Mapping[str, NDArray[Any]], baseline: str, ratio: float = 0.0) -> Iterator[Record]:
+    """Yield by how much each method is ahead: ``lead``, and its interval, but for the baseline's.
+
+    Parameters
+    ----------
+    ahead : mapping of str to ndarray of shape (n_seeds,)
+        By method, by how much it is ahead with each seed.
+    baseline : str
+        The method that it is compared with.
+    ratio : float, default 0.0
+        See `half_width`; zero where few rows are in two splits.
+    """
+    for name, each in ahead.items():
+        mean, half = float(each.mean()), half_width(each, ratio)
+        yield Record("lead", mean, name)
+        if np.isfinite(half) and name != baseline:
+            yield Record("lead_low", mean - half, name)
+            yield Record("lead_high", mean + half, name)
 
 
 def attempt(compute: Callable[[], Arrays]) -> Arrays:

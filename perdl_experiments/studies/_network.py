@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +107,17 @@ def random_network(
     shapes = [(n_features, n_hidden), (n_hidden,), (n_hidden, n_labels), (n_labels,)]
     drawn = [rng.standard_normal(shape) / np.sqrt(shape[0]) for shape in shapes]
     return [x if x.ndim == 2 else np.zeros_like(x) for x in drawn]
+
+
+def stopped_each(clients: Sequence[Any], models: Sequence[Model], fits: int) -> list[Model]:
+    """Return each client's model at the lowest loss of its ``evaluate`` in so many more fits."""
+    found = []
+    for client, model in zip(clients, models, strict=True):
+        tried = [model]
+        for _ in range(fits):
+            tried.append(client.fit(tried[-1], {})[0])
+        found.append(min(tried, key=lambda one: float(client.evaluate(one, {})[0])))
+    return found
 
 
 def by_epoch(

@@ -33,30 +33,28 @@ much it is below local training, with the interval ``lead_low_METHOD`` to ``lead
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse.csgraph import minimum_spanning_tree
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import Faults, InMemoryNetwork, TopK, Topology, diffusion_averaging
 from flwr_perdl.random import DATA, spawn
-from perdl_experiments.data import cached_by_file, read_arrays
-from perdl_experiments.measures import half_width
+from perdl_experiments.data import HOURS, cached_by_file, hourly_days
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Arrays, Keep, words
+from perdl_experiments.studies._experiment import Arrays, Keep, leads, words
 from perdl_experiments.studies._experiment import Config as Common
-from perdl_experiments.studies._network import random_network
+from perdl_experiments.studies._network import random_network, stopped_each
 from perdl_experiments.studies._parts import keep_all
 
 #: Hours of a day that must be known, days that a forecast sees, shares of the days to train with
 #: and to validate by, and days of the year whose correlation makes neighbors.
-HOURS, KNOWN, SEEN, TRAIN, VALIDATION, YEAR = 24, 18, 3, 0.5, 0.25, 365
+KNOWN, SEEN, TRAIN, VALIDATION, YEAR = 18, 3, 0.5, 0.25, 365
 #: The learning rates, gradient steps of a round, the share of links that fail, and of values sent.
 STEPS, LOCAL_STEPS, DROP, SENT = (0.01, 0.03, 0.1), 2, 0.2, 0.1
 METHODS = words("forecast")
@@ -148,20 +146,16 @@ class Found(NamedTuple):
 @cached_by_file(maxsize=2)
 def _load(path: str) -> Matrix:
     """Return the days of all stations, as (n_stations, n_days, hours, n_quantities)."""
-    if path:
-        (X,) = read_arrays(path, "X")
-    else:
+    if not path:
         rng, n = spawn(0, DATA), 4 * YEAR
         weather = np.cumsum(rng.standard_normal((n * HOURS, 2)), axis=0)[None] * 0.05
         weather = weather - 0.05 * np.roll(weather, HOURS, axis=1)
         X = np.exp(np.sin(weather) + 0.3 * rng.standard_normal((6, n * HOURS, 2)))
-    if X.ndim != 3 or X.dtype.kind != "f" or X.shape[1] < 2 * YEAR * HOURS:
-        raise ValueError(
-            f"X in {path} must be numbers (n_stations, n_hours, n_quantities) of two years, got "
-            f"{X.dtype} {X.shape}."
-        )
-    n_days = X.shape[1] // HOURS
-    return X[:, : n_days * HOURS].reshape(len(X), n_days, HOURS, -1).astype(float)
+        return X.reshape(6, n, HOURS, 2)
+    days = hourly_days(path)
+    if days.shape[1] < 2 * YEAR:
+        raise ValueError(f"X in {path} must have {2 * YEAR} days, got {days.shape[1]}.")
+    return days
 
 
 def _means(hours: Matrix) -> Matrix:
@@ -226,32 +220,19 @@ def judged(own: Sequence[Split], models: Sequence[Sequence[Matrix]], megabytes: 
     return Found(float(loss), np.array(errors), megabytes)
 
 
-def stopped(
-    stations: Sequence[Station], own: Sequence[Split], first: list[Matrix], epochs: int
-) -> list[list[Matrix]]:
-    """Return each station's model at its least validation loss in local training."""
-    found = []
-    for station, one in zip(stations, own, strict=True):
-        tried = [first]
-        for _ in range(epochs):
-            tried.append(station.fit(tried[-1], {})[0])
-        found.append(min(tried, key=lambda model: squared(model, one.choose)))
-    return found
-
-
 def learned(config: Config, own: Sequence[Split], seed: int, step: float) -> dict[str, Found]:
     """Return what all methods come to with one learning rate."""
     stations = [Station(one.train, one.choose, step) for one in own]
     first = random_network(own[0].train.X.shape[1], config.hidden, 1, spawn(seed, DATA, 1))
     size, n, graph = sum(array.size for array in first), len(own), neighbors(config)
-    found = {"alone": judged(own, stopped(stations, own, first, config.rounds), 0.0)}
+    found = {"alone": judged(own, stopped_each(stations, [first] * n, config.rounds), 0.0)}
     average = first
     for _ in range(config.rounds):
         fitted = [station.fit(average, {})[0] for station in stations]
         average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
     sent = 8e-6 * size * config.rounds
     found["fedavg"] = judged(own, [average] * n, sent)
-    found["tuned"] = judged(own, stopped(stations, own, average, config.rounds), sent)
+    found["tuned"] = judged(own, stopped_each(stations, [average] * n, config.rounds), sent)
     for name, options in NETWORKS.items():
         faults = Faults(drop=DROP, seed=seed) if name == "drops" else None
         network = InMemoryNetwork(graph, faults=faults)
@@ -291,7 +272,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             *(Record("error", means[name], name) for name in order),
             *(Record("worst", errors[name].max(axis=1), name) for name in order),
             *(Record("megabytes", sent[name], name) for name in order),
-            *_leads(means),
+            *leads({name: means["alone"] - each for name, each in means.items()}, "alone"),
         ],
         curves={},
         arrays={f"error_{name}": values for name, values in errors.items()},
@@ -306,17 +287,6 @@ def run(config: Config, keep: Keep) -> Outcome:
             "failing": f"{DROP:.0%}",
         },
     )
-
-
-def _leads(means: Mapping[str, NDArray[Any]]) -> Iterator[Record]:
-    """Yield by how much each method is ahead of local training, with an interval."""
-    for name, values in means.items():
-        differences = means["alone"] - values
-        half = half_width(differences, 0)  # few days are in two choices
-        yield Record("lead", float(differences.mean()), name)
-        if np.isfinite(half) and name != "alone":
-            yield Record("lead_low", float(differences.mean() - half), name)
-            yield Record("lead_high", float(differences.mean() + half), name)
 
 
 def _figures(means: Mapping[str, Matrix]) -> dict[str, Any]:

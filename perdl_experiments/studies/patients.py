@@ -44,7 +44,7 @@ fine-tuned on the same split, with the interval ``lead_low_METHOD`` to ``lead_hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -57,17 +57,17 @@ from scipy.optimize import minimize
 from scipy.special import expit
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.core.checks import Matrix, check_array
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.records import PARTITION_ID, Scalar
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, Ditto, PersonalizedFedAvg, ServerSettings
-from perdl_experiments.data import cached_by_file, check_kind, read_arrays
-from perdl_experiments.measures import half_width
+from perdl_experiments.data import NAMES, by_client, cached_by_file, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Arrays, Keep, words
+from perdl_experiments.studies._experiment import Arrays, Keep, leads, words
 from perdl_experiments.studies._experiment import Config as Common
+from perdl_experiments.studies._network import stopped_each
 from perdl_experiments.studies._parts import keep_all
 
 #: Shares of a client's rows for training and for validation; the rest is for testing.
@@ -308,13 +308,8 @@ def fine_tuned(
     task: str, own: Sequence[Split], thetas: Sequence[Matrix], step: float, fits: int
 ) -> Found:
     """Return each client's model, fine-tuned from coefficients, at its least validation loss."""
-    kept = []
-    for one, theta in zip(own, thetas, strict=True):
-        client = Client(one, task, rate(task, own, step))
-        tried = [[theta[:-1], np.asarray(theta[-1])]]
-        for _ in range(fits):
-            tried.append(client.fit(tried[-1], {})[0])
-        kept.append(min(tried, key=lambda model: client.evaluate(model, {})[0]))
+    clients = [Client(one, task, rate(task, own, step)) for one in own]
+    kept = stopped_each(clients, [[theta[:-1], np.asarray(theta[-1])] for theta in thetas], fits)
     return judged(task, own, [(w, b) for w, b in kept], f"learning rate {step:g}")
 
 
@@ -374,17 +369,9 @@ def federated(config: Config, own: Sequence[Split], method: str, step: float, tu
 @cached_by_file(maxsize=2)
 def _load(path: str) -> Table:
     """Return every client's rows; planted ones where there is no file."""
-    X, y, client = read_arrays(path, "X", "y", "client") if path else _planted()
-    check_kind("X", path, X, "fiub", "numbers of shape (n, n_features)")
-    check_kind("y", path, y, "fiub", f"{len(X)} numbers", X.shape[:1])
-    check_kind("client", path, client, "iuU", f"{len(X)} integers or texts", X.shape[:1])
-    X = check_array(f"X in {path}", X.astype(float), min_rows=1, missing=True)
-    y = check_array(f"y in {path}", y.astype(float), ndim=1)
-    names, who = np.unique(client, return_inverse=True)
-    if len(names) < 2:
-        raise ValueError(f"client in {path} must name at least 2 clients, got {len(names)}.")
-    rows = [np.flatnonzero(who == i) for i in range(len(names))]
-    return Table([X[own] for own in rows], [y[own] for own in rows], [str(one) for one in names])
+    return Table(
+        *by_client(path, *(read_arrays(path, *NAMES) if path else _planted()), missing=True)
+    )
 
 
 def _planted() -> tuple[Matrix, Matrix, NDArray[np.intp]]:
@@ -479,7 +466,11 @@ def run(config: Config, keep: Keep) -> Outcome:
     return Outcome(
         records=[
             *(Record("error", means[name], name) for name in order),
-            *_leads(means),
+            *leads(
+                {name: means[BASELINE] - each for name, each in means.items()},
+                BASELINE,
+                (1 - TRAIN - VALIDATION) / TRAIN,
+            ),
             *(
                 Record("client_error", errors[name][:, i], name, {"client": who})
                 for name in order
@@ -506,17 +497,6 @@ def run(config: Config, keep: Keep) -> Outcome:
             else "in the order of time, the last for testing",
         },
     )
-
-
-def _leads(means: Mapping[str, Matrix]) -> Iterator[Record]:
-    """Yield by how much each method is ahead of FedAvg fine-tuned, with an interval."""
-    for name, values in means.items():
-        differences = means[BASELINE] - values
-        half = half_width(differences, (1 - TRAIN - VALIDATION) / TRAIN)
-        yield Record("lead", float(differences.mean()), name)
-        if np.isfinite(half) and name != BASELINE:
-            yield Record("lead_low", float(differences.mean() - half), name)
-            yield Record("lead_high", float(differences.mean() + half), name)
 
 
 def _figures(means: Mapping[str, Matrix]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import RegressionClient
-from flwr_perdl.core.checks import Matrix, check_array
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.regression import (
@@ -50,7 +50,7 @@ from flwr_perdl.regression import (
 )
 from flwr_perdl.strategies.mixed_regression import FedX
 from perdl_experiments.batched_regression import Clients, simulate
-from perdl_experiments.data import cached_by_file, check_kind, read_arrays
+from perdl_experiments.data import NAMES, by_client, cached_by_file, read_arrays
 from perdl_experiments.engine import arranged
 from perdl_experiments.measures import COVERAGE, half_width
 from perdl_experiments.mixed_model import fit_mixed_model, shrink_to_pooled
@@ -359,24 +359,11 @@ def _load(path: str, bundled: str) -> Data:
     """
     features: list[str] = []
     if path:
-        X, y, client = read_arrays(path, "X", "y", "client")
+        X, y, client = read_arrays(path, *NAMES)
     else:
         X, y, client, features = (_tumors if bundled == "tumors" else _diabetes)()
-    check_kind("X", path, X, "fiub", "numbers of shape (n, n_features)")
-    check_kind("y", path, y, "fiub", f"{len(X)} numbers", X.shape[:1])
-    check_kind("client", path, client, "iuU", f"{len(X)} integers or texts", X.shape[:1])
-    X = check_array(f"X in {path}", X.astype(float), min_rows=1)
-    y = check_array(f"y in {path}", y.astype(float), ndim=1)
-    names, own = np.unique(client, return_inverse=True)
-    if len(names) < 2:
-        raise ValueError(f"client in {path} must name at least 2 clients, got {len(names)}.")
-    rows_of = [np.flatnonzero(own == i) for i in range(len(names))]
-    return Data(
-        [X[rows] for rows in rows_of],
-        [y[rows] for rows in rows_of],
-        [str(name) for name in names],
-        [*(features or [f"x{i}" for i in range(X.shape[1])])],
-    )
+    rows, responses, names = by_client(path, X, y, client)
+    return Data(rows, responses, names, features or [f"x{i}" for i in range(rows[0].shape[1])])
 
 
 def _tumors() -> tuple[Matrix, Matrix, NDArray[Any], list[str]]:

@@ -31,7 +31,7 @@ share of it, with the interval ``lead_low_METHOD`` to ``lead_high_METHOD``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mode
@@ -41,17 +41,16 @@ import numpy as np
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.random import DATA, spawn
-from perdl_experiments.data import cached_by_file, planted_clients, read_arrays
-from perdl_experiments.measures import half_width
+from perdl_experiments.data import HOURS, cached_by_file, hourly_days, planted_clients
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies import cameras
-from perdl_experiments.studies._experiment import Arrays, Keep, words
+from perdl_experiments.studies._experiment import Arrays, Keep, leads, words
 from perdl_experiments.studies._parts import keep_all
 from perdl_experiments.studies.cameras import Site
 
-#: Hours of a sample, days of a site to choose by and to measure, and the share of hidden entries.
-HOURS, CHOOSE, TEST, HIDDEN = 24, 60, 120, 0.3
+#: Days of a site to choose by and to measure, and the share of hidden entries.
+CHOOSE, TEST, HIDDEN = 60, 120, 0.3
 VIEWS, METHODS = words("stations", "view"), words("stations")
 
 
@@ -99,15 +98,9 @@ def _load(path: str, quantities: int) -> list[Matrix]:
         return planted_clients(
             spawn(0, DATA), [12] * 6, [400] * 6, 6, n_features=2 * HOURS, noise=0.1
         ).samples
-    (X,) = read_arrays(path, "X")
-    if X.ndim != 3 or X.dtype.kind != "f" or X.shape[1] < HOURS:
-        raise ValueError(
-            f"X in {path} must be numbers (n_sites, n_hours, n_quantities), got "
-            f"{X.dtype} {X.shape}."
-        )
-    n_days = X.shape[1] // HOURS
-    days = X[:, : n_days * HOURS, :quantities].reshape(len(X), n_days, -1).astype(float)
-    return [own[~np.isnan(own).any(axis=1)] for own in days]
+    days = hourly_days(path)[..., :quantities]
+    flat = days.reshape(*days.shape[:2], -1)
+    return [own[~np.isnan(own).any(axis=1)] for own in flat]
 
 
 def load_sites(config: Config, seed: int) -> list[Site]:
@@ -177,7 +170,9 @@ def run(config: Config, keep: Keep) -> Outcome:
                 for i, view in enumerate(VIEWS)
             ),
             *(Record("setting", np.array([o[f"setting_{n}"] for o in kept]), n) for n in order),
-            *_leads({name: values[:, 1] for name, values in means.items()}),
+            *leads(
+                {n: 1 - means["perma"][:, 1] / each[:, 1] for n, each in means.items()}, "perma"
+            ),
             *(
                 Record("curve", curve[:, i, j], "", {"shared": n, "view": view})
                 for i, n in enumerate(config.tried)
@@ -193,17 +188,6 @@ def run(config: Config, keep: Keep) -> Outcome:
         floats_down=float(kept[0]["floats"][1]),
         facts={"best": METHODS[order[0]], "n_sites": config.sites, "hidden_share": f"{HIDDEN:.0%}"},
     )
-
-
-def _leads(means: Mapping[str, Matrix]) -> Iterator[Record]:
-    """Yield by which share PerMA's errors are below each method's, with an interval."""
-    for name, values in means.items():
-        share = 1 - means["perma"] / values
-        half = half_width(share, 0)  # few days are in two choices
-        yield Record("lead", float(share.mean()), name)
-        if np.isfinite(half) and name != "perma":
-            yield Record("lead_low", float(share.mean() - half), name)
-            yield Record("lead_high", float(share.mean() + half), name)
 
 
 def _figures(
