@@ -259,6 +259,14 @@ class Comparison:
         settings = _methods.settings(method, self.samples, self.all_shared)
         return best([self.learn(method, self.config.n_atoms, one) for one in settings])
 
+    def curve(self) -> tuple[dict[int, Try], int]:
+        """Return PerMA by the number of shared atoms, of which the last is all, and the best."""
+        *some, every = self.config.tried
+        shared = self.penalized("perma")
+        found = {n: self.learn("perma", n, shared.setting) for n in some} | {every: shared}
+        given = list(found) if self.config.n_global == "auto" else [self.config.n_global]
+        return found, min(given, key=lambda n: float(found[n].choose.mean()))
+
     def finetuned(self, shared: Try) -> Try:
         """Return a shared dictionary, fine-tuned at each site for its best number of steps."""
 
@@ -329,10 +337,8 @@ def compare(config: Config, seed: int) -> Arrays:
     """
     config = config.sized
     these, tried = Comparison(config, seed, load_sites(config, seed)[0]), config.tried
-    shared = these.penalized("perma")
-    curve = {n: these.learn("perma", n, shared.setting) for n in tried[:-1]} | {tried[-1]: shared}
-    given = list(curve) if config.n_global == "auto" else [config.n_global]
-    n_global = min(given, key=lambda n: float(curve[n].choose.mean()))
+    curve, n_global = these.curve()
+    shared = curve[tried[-1]]
     found = {"perma": curve[n_global]._replace(setting=n_global)}
     found |= {"alone": these.penalized("local"), "shared": shared}
     found["finetuned"] = these.finetuned(shared)

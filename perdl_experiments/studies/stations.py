@@ -131,11 +131,9 @@ def load_sites(config: Config, seed: int) -> list[Site]:
 def compare(config: Config, seed: int) -> Arrays:
     """Return every site's errors by every method, and the curve of shared atoms."""
     config = config.sized
-    these, tried = Comparison(config, seed, load_sites(config, seed)), config.tried
-    shared = these.penalized("perma")
-    curve = {n: these.learn("perma", n, shared.setting) for n in tried[:-1]} | {tried[-1]: shared}
-    given = list(curve) if config.n_global == "auto" else [config.n_global]
-    n_global = min(given, key=lambda n: float(curve[n].choose.mean()))
+    these = Comparison(config, seed, load_sites(config, seed))
+    curve, n_global = these.curve()
+    shared = curve[config.tried[-1]]
     found = {
         "perma": curve[n_global]._replace(setting=n_global),
         "alone": these.penalized("local"),
