@@ -2,9 +2,10 @@
 
 ``python docs/gallery.py [NAME…]`` does all entries of ``gallery/entries.toml``, or those named;
 ``--small`` the quick ones; ``--pages`` only makes the pages again. Every run of an entry is
-repeated with three seeds or as many as the entry says (where an experiment runs many seeds, with as
-many batches of them) in its own folder under ``runs/gallery``; what is finished there is not run
-again, what was interrupted goes on.
+repeated with five seeds or as many as the entry says (where an experiment runs many seeds, with as
+many batches of them) in its own folder under ``runs/gallery``; what the same code has finished is
+not run again, what was interrupted goes on. Runs use OpenBLAS's kernel `KERNEL` and one thread
+each, so that a processor's own kernel doesn't change the third digit of what hangs on a choice.
 
 An entry that needs a file of the papers' data is run only with ``--data FOLDER`` (``make gallery
 DATA=FOLDER``), the folder of these files; ``flwr-perdl fetch`` lists where each can be had. Without
@@ -24,6 +25,7 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 import time
@@ -60,7 +62,7 @@ THUMBNAILS = PAGES / "thumbnails"
 RUNS = ROOT / "runs" / "gallery"
 STUDIES = "../../perdl_experiments/studies"  # from a page
 
-REPEATS, PROCESSES = 5, 2
+REPEATS, PROCESSES, KERNEL = 5, 2, "Haswell"
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BETTER, REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE = (
     "better than the paper",
@@ -265,13 +267,23 @@ class Job(NamedTuple):
         begun = self.folder / "run.json"
         if not (self.folder / "results.json").is_file() or not begun.is_file():
             return False
+        if self.made_by().get("code") != fingerprint(self.entry, self.run):
+            return False
         return _without_folder(json.loads(begun.read_text())) == _without_folder(self.config)
+
+    def made_by(self) -> dict[str, str]:
+        """Return the study's hash, the commit and the kernel that its results were made by."""
+        file = self.folder / "made_by.json"
+        found: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+        return found
 
     def work(self) -> float:
         """Run it, or go on with it; return the seconds."""
+        code = fingerprint(self.entry, self.run)
         begun = self.folder / "run.json"
         found = json.loads(begun.read_text()) if begun.is_file() else {}
-        same = _without_folder(found) == _without_folder(self.config)
+        same = self.made_by().get("code", code) == code
+        same &= _without_folder(found) == _without_folder(self.config)
         started = time.perf_counter()
         run_experiment(
             self.entry.experiment,
@@ -281,7 +293,19 @@ class Job(NamedTuple):
             resume=same,
             overwrite=not same,
         )
+        kernel = os.environ.get("OPENBLAS_CORETYPE", "the processor's own")
+        made_by = {"code": code, "commit": _commit(), "kernel": kernel}
+        (self.folder / "made_by.json").write_text(json.dumps(made_by))
         return time.perf_counter() - started
+
+
+def _commit() -> str:
+    """Return the last commit of the code that results are made by; a plus: changed since."""
+    code = ("--", "perdl_experiments", "flwr_perdl")
+    last = ("git", "log", "-1", "--format=%h", "--abbrev=10", *code)
+    name = subprocess.run(last, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    changed = subprocess.run(("git", "diff", "--quiet", "HEAD", *code), cwd=ROOT).returncode
+    return name + "+" * bool(changed)
 
 
 def _without_folder(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,6 +336,8 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
     started, good = time.perf_counter(), True
     for name in {job.entry.name for job in jobs}:
         _collect([job for job in jobs if job.entry.name == name], results)
+    os.environ["OPENBLAS_CORETYPE"] = KERNEL  # of the processes that are started
+    os.environ["OMP_NUM_THREADS"] = "1"  # each: the others have the other cores
     with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
         for number, ended in enumerate(as_completed(waiting), 1):
@@ -330,9 +356,8 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
 
 
 def quiet() -> None:
-    """Keep Flower's rounds out of the progress, and to one core: other runs have the others."""
+    """Keep Flower's rounds out of the progress."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _seconds(results: Mapping[str, Any], job: Job) -> float:
@@ -429,7 +454,7 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
     by_seed = first["by_seed"] if len(found) == 1 else {}
     return {
         "options": dict(jobs[0].entry.runs[jobs[0].run]),
-        "code": fingerprint(jobs[0].entry, jobs[0].run),
+        **jobs[0].made_by(),
         "seeds": [job.seed for job in jobs],
         **_data(jobs[0].file),
         "versions": first["versions"],
@@ -710,7 +735,13 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "make gallery ARGS=synthetic   # by page\n```\n"
     seconds = [one["seconds"] for _, of in every for one in of.runs.values()]
     minutes = sum(one["median"] * len(one["values"]) for one in seconds) / 60
-    yield f"All runs took {minutes:.0f} minutes. [results.json](results.json) has every metric.\n"
+    made = {(one["commit"], one["kernel"]) for _, of in every for one in of.runs.values()}
+    by = "; ".join(
+        f"commit `{commit}`, OpenBLAS kernel {kernel}" for commit, kernel in sorted(made)
+    )
+    yield f"All runs took {minutes:.0f} core minutes ({by}: `OPENBLAS_CORETYPE` sets it). Another "
+    yield "kernel may change the third digit where a choice is close. "
+    yield "[results.json](results.json) has every metric.\n"
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
     yield "".join(f"- {rule}\n" for rule in RULES)

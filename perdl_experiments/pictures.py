@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from textwrap import fill
 from typing import Any
@@ -77,20 +77,24 @@ def shared_and_own(shared: Matrix, own: Mapping[str, Matrix], shape: tuple[int, 
     return figure
 
 
-def bars(panels: Mapping[str, Mapping[str, Matrix]]) -> Figure:
+def bars(
+    panels: Mapping[str, Mapping[str, Matrix]], middle: Callable[[Matrix], Any] = np.median
+) -> Figure:
     """Draw a bar with its number for every name, in panels below each other; the least is dark.
 
     Parameters
     ----------
     panels : mapping of str to mapping of str to ndarray of shape (n_seeds,)
-        Title -> name -> values, of which the bar is the median and a line on it the range; names
+        Title -> name -> values, of which the bar is the middle and a line on it the range; names
         in the same order in all panels.
+    middle : callable
+        Median or mean.
     """
     names = list(next(iter(panels.values())))
     figure = _figure(WIDTH, len(panels) * (0.24 * len(names) + 0.35))
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, (title, values) in zip(grid, panels.items(), strict=True):
-        ranges = np.array([np.quantile(one, [0, 0.5, 1]) for one in values.values()])
+        ranges = np.array([[one.min(), middle(one), one.max()] for one in values.values()])
         least, most = ranges[:, 1].min(), ranges[:, 1].max()
         for at, (low, value, high) in enumerate(ranges):
             axes.barh(at, value, 0.7, color=COLORS[0] if value == least else "#b9c6d3")
@@ -176,14 +180,14 @@ def heat_map(
     Parameters
     ----------
     values : ndarray of shape (n_rows, n_columns)
-        Colors go from each row's worst to its best.
+        Colors go from each row's worst to its best; NaN is left out.
     rows, columns : sequence of str
         What they are.
     higher_is_better : bool, default True
         Or lower.
     """
     better = values if higher_is_better else -values
-    low, high = better.min(axis=1, keepdims=True), better.max(axis=1, keepdims=True)
+    low, high = np.nanmin(better, axis=1, keepdims=True), np.nanmax(better, axis=1, keepdims=True)
     shades = (better - low) / np.where(high > low, high - low, 1)
     best = shades == 1
     if len(columns) > len(rows):
@@ -191,7 +195,8 @@ def heat_map(
     figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.5), 0.32 * len(rows) + 1.4)
     axes = figure.add_subplot()
     axes.pcolormesh(shades, cmap="Blues", vmin=0, vmax=1.3)
-    for (i, j), value in np.ndenumerate(values):
+    for i, j in zip(*np.nonzero(np.isfinite(values)), strict=True):
+        value = values[i, j]
         look: dict[str, Any] = {"color": "white" if shades[i, j] > 0.85 else "black"}
         look |= {"weight": "bold"} if best[i, j] else {}
         axes.text(j + 0.5, i + 0.5, f"{value:.3f}", ha="center", va="center", **look)

@@ -40,6 +40,9 @@ class Network:
         Images of a step.
     """
 
+    #: Of the arrays of a model.
+    names: tuple[str, ...] = NAMES
+
     def __init__(
         self,
         X: Matrix,
@@ -61,9 +64,7 @@ class Network:
         """Train for one epoch, all arrays or those that the config names."""
         model = [array.copy() for array in parameters]
         trained = json.loads(str(config.get("train-names", "null"))) or NAMES
-        rng = spawn(self.seed, self.partition, int(config[ROUND]))
-        batches = max(1, len(self.train) // self.batch)
-        for rows in np.array_split(rng.permutation(self.train), batches):
+        for rows in self.batches(int(config[ROUND])):
             X, step = self.X[rows], self.step / len(rows)
             hidden, scores = layers(model, X)
             error = softmax(scores, axis=1)
@@ -76,16 +77,26 @@ class Network:
                     array -= move
         return model, len(self.train), {}
 
+    def batches(self, server_round: int) -> list[NDArray[np.intp]]:
+        """Return the rows of each step of a round."""
+        rng = spawn(self.seed, self.partition, server_round)
+        batches = max(1, len(self.train) // self.batch)
+        return np.array_split(rng.permutation(self.train), batches)
+
+    def scores(self, model: Model, rows: NDArray[np.intp]) -> Matrix:
+        """Return the scores of the labels of some images."""
+        return layers(model, self.X[rows])[1]
+
     def evaluate(self, parameters: Model, config: Mapping[str, Scalar]) -> Evaluated:
         """Return the loss that a choice is made by, and the accuracy on other images."""
-        scores = layers(parameters, self.X[self.choice])[1]
+        scores = self.scores(parameters, self.choice)
         losses = -log_softmax(scores, axis=1)[np.arange(len(scores)), self.y[self.choice]]
         return float(losses.mean()), len(self.choice), {"accuracy": self.accuracy(parameters)}
 
     def accuracy(self, model: Model, rows: NDArray[np.intp] | None = None) -> float:
         """Return the accuracy on some images, by default those that only it has seen."""
         own = self.test if rows is None else rows
-        return accuracy(model, self.X[own], self.y[own])
+        return float(np.mean(self.scores(model, own).argmax(axis=1) == self.y[own]))
 
 
 def layers(model: Model, X: Matrix) -> tuple[Matrix, Matrix]:
@@ -122,9 +133,9 @@ def stopped_each(clients: Sequence[Any], models: Sequence[Model], fits: int) -> 
 
 def by_epoch(
     clients: Sequence[Network], models: Sequence[Model], epochs: int
-) -> Iterator[list[Evaluated]]:
-    """Yield all clients' evaluations after each epoch of local training, from none on."""
+) -> Iterator[list[Model]]:
+    """Yield all clients' models after each epoch of local training, from none on."""
     own = list(models)
     for t in range(epochs + 1):
-        yield [one.evaluate(model, {}) for one, model in zip(clients, own, strict=True)]
+        yield own
         own = [one.fit(model, {ROUND: t + 1})[0] for one, model in zip(clients, own, strict=True)]

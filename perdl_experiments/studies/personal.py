@@ -12,7 +12,8 @@ kind         what differs
 ``missing``  label skew: each client has images of three classes only
 ===========  =====================================================================================
 
-The network has one hidden layer, the *body*, and an output layer, the *head*.
+The network has one hidden layer (or, ``network=convolutional``, two convolutions before it, in
+PyTorch), the *body*, and an output layer, the *head*.
 
 =============  ===================================================================================
 method         what it is
@@ -24,36 +25,49 @@ method         what it is
 ``fedrep``     the same, head and body trained alternately (Collins et al., 2021)
 ``lg-fedavg``  `PersonalizedFedAvg` with a private body (Liang et al., 2020)
 ``ditto``      `Ditto` (Li et al., 2021)
+``apfl``       APFL: mixtures of a local and a global model, trained together (Deng et al., 2020)
+``ensemble``   the mean of the probabilities of local training and FedAvg, with the best weight
 ``clustered``  `ClusteredFedAvg`, ``k="auto"``
+``ifca``       IFCA: four random models, each client trains the best for it (Ghosh et al., 2020)
+``ifca-best``  the best of five such starts, at five times the cost
+``known``      FedAvg within each of the four groups
 =============  ===================================================================================
+
+The last three are for ``turned`` only.
 
 ``tuned`` (FedAvg) and ``METHOD-tuned`` are a federated method's last models, fine-tuned by each
 client with its own learning rate, stopped at its best epoch.
 
 Every method has the same rounds, one epoch per array and round, and its best learning rate of a
-grid by the mean validation accuracy (Ditto also its best pull; the regression its best penalty).
+grid by the mean validation accuracy (Ditto also its best pull, APFL its share of the local model;
+the regression its best penalty).
 
-``--data FILE.npz`` with ``X`` (n, h, w) and ``y`` (n,), as for ``images``; without it,
-scikit-learn's digits.
+``--data FILE.npz`` with ``X`` (n, h, w) or, for a convolutional network, (n, h, w, 3), and ``y``
+(n,); without it, scikit-learn's digits.
+
+APFL deviates from the paper in that a client trains its local model after, not during, the epoch of
+the global one, and in that its share is chosen for all clients.
 
 Metrics: ``accuracy_KIND_METHOD``: the mean test accuracy over clients, and its median over seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.protocol.records import PARTITION_ID, Scalar
+from flwr_perdl.protocol.records import PARTITION_ID, ROUND
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -63,14 +77,18 @@ from flwr_perdl.strategies import (
     ProtocolStrategy,
     ServerSettings,
 )
-from perdl_experiments.data import load_images
+from perdl_experiments.data import (
+    cached_by_file,
+    check_pixels,
+    load_images,
+    read_arrays,
+    to_unit_range,
+)
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._network import (
-    NAMES,
-    Evaluated,
     Model,
     Network,
     by_epoch,
@@ -81,8 +99,14 @@ from perdl_experiments.studies._parts import keep_all
 #: Images of a step of training, most images that a client's accuracy is measured on, and classes
 #: that a client of the kind "missing" has.
 BATCH, MOST_TEST, CLASSES = 10, 200, 3
-#: The tuning grid: lengths of a step, Ditto's pulls, and penalties of a regression.
+#: The tuning grid: learning rates, Ditto's pulls, shares of APFL's local model and of the ensemble,
+#: and penalties of a regression.
 STEPS, PULLS, PENALTIES = (0.1, 0.3, 1.0), (0.03, 0.1, 0.3), (1e-5, 1e-4, 1e-3, 0.01, 0.1)
+SHARES = (0.25, 0.5, 0.75)
+#: The same of the convolutional network.
+CONVOLUTIONAL_BATCH, CONVOLUTIONAL_STEPS = 25, (0.05, 0.15)
+#: Groups of the kind "turned", and IFCA's starts of which the best counts.
+GROUPS, STARTS = 4, 5
 KINDS, METHODS = words("personal", "kind"), words("personal")
 
 
@@ -90,10 +114,16 @@ KINDS, METHODS = words("personal", "kind"), words("personal")
 class Config(Common):
     """The options of personal.toml."""
 
+    network: Literal["dense", "convolutional"]
     images: int
     hidden: int
     kinds: tuple[str, ...]
     methods: tuple[str, ...]
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """The learning rates."""
+        return STEPS if self.network == "dense" else CONVOLUTIONAL_STEPS
 
 
 class Split(NamedTuple):
@@ -108,15 +138,24 @@ class Client(Network):
     """A network on a client's images; any client of Flower's is like it."""
 
     def __init__(self, own: Split, seed: int, partition: int, step: float) -> None:
-        n, m = len(own.train[1]), len(own.choose[1])
-        X, y = (np.concatenate(parts) for parts in zip(*own, strict=True))
-        ends = n, n + m
-        super().__init__(X, y, ends, seed=seed, partition=partition, step=step, batch=BATCH)
+        super().__init__(*_joined(own), seed=seed, partition=partition, step=step, batch=BATCH)
 
-    def evaluate(self, parameters: Model, config: Mapping[str, Scalar]) -> Evaluated:
-        """Return the loss on the images to choose by, and the accuracy there and on the others."""
-        loss, n, metrics = super().evaluate(parameters, config)
-        return loss, n, {**metrics, "chosen-by": self.accuracy(parameters, self.choice)}
+
+def _joined(own: Split) -> tuple[Matrix, NDArray[np.intp], tuple[int, int]]:
+    """Return all images of a client, their labels, and where those for training and choice end."""
+    n, m = len(own.train[1]), len(own.choose[1])
+    X, y = (np.concatenate(parts) for parts in zip(*own, strict=True))
+    return X, y, (n, n + m)
+
+
+def make_clients(config: Config, own: Sequence[Split], seed: int, step: float) -> list[Network]:
+    """Return every client with its network and a learning rate."""
+    if config.network == "dense":
+        return [Client(one, seed, i, step) for i, one in enumerate(own)]
+    from perdl_experiments.studies._convolutional import Convolutional  # PyTorch is an extra
+
+    how: dict[str, Any] = {"seed": seed, "step": step, "batch": CONVOLUTIONAL_BATCH}
+    return [Convolutional(*_joined(one), partition=i, **how) for i, one in enumerate(own)]
 
 
 # The clients ---------------------------------------------------------------------------------
@@ -134,9 +173,8 @@ def splits(config: Config, kind: str, seed: int) -> list[Split]:
     seed : int
         Which images a client has, and how it differs.
     """
-    images, rng, n = load_images(config.data), spawn(seed, DATA), config.clients
-    stack = images.X.reshape(len(images.X), *images.shape)
-    labels = np.unique(images.y, return_inverse=True)[1]
+    rng, n = spawn(seed, DATA), config.clients
+    stack, labels = _load(config.data, config.network == "convolutional")
     found, need = [], config.images + config.images // 2
     for i, rows in enumerate(_dealt(labels, kind, n, rng)):
         if len(rows) < need + config.images // 2:
@@ -146,8 +184,22 @@ def splits(config: Config, kind: str, seed: int) -> list[Split]:
             )
         X, y = _changed(stack[rows], labels[rows], kind, i, rng)
         parts = np.split(np.arange(len(y)), [config.images, need, need + MOST_TEST])[:3]
-        found.append(Split(*((X[part].reshape(len(part), -1), y[part]) for part in parts)))
+        X = X.reshape(len(X), -1) if config.network == "dense" else X
+        found.append(Split(*((X[part], y[part]) for part in parts)))
     return found
+
+
+@cached_by_file(maxsize=2)
+def _load(path: str, color: bool) -> tuple[Matrix, NDArray[np.intp]]:
+    """Return images and labels from 0 on: (n, height, width), or with a last axis of colors."""
+    if path and color:
+        X, y = read_arrays(path, "X", "y")
+        if X.ndim == 4:
+            check_pixels(X, path)
+            return to_unit_range(X).astype(np.float32), np.unique(y, return_inverse=True)[1]
+    images = load_images(path)
+    stack = images.X.reshape(len(images.X), *images.shape)
+    return stack[..., None] if color else stack, np.unique(images.y, return_inverse=True)[1]
 
 
 def _dealt(
@@ -182,10 +234,24 @@ def _changed(
     return stack, labels
 
 
-def first_model(config: Config, own: Sequence[Split], seed: int) -> Model:
+def first_model(config: Config, own: Sequence[Split], seed: int, draw: int = 0) -> Model:
     """Return a random network."""
-    rng, n_labels = spawn(seed, DATA, 1), 1 + max(int(y.max()) for one in own for _, y in one)
-    return random_network(own[0].train[0].shape[1], config.hidden, n_labels, rng)
+    n_labels, X = 1 + max(int(y.max()) for one in own for _, y in one), own[0].train[0]
+    rng = spawn(seed, DATA, 1 + draw)
+    if config.network == "dense":
+        return random_network(X.shape[1], config.hidden, n_labels, rng)
+    from perdl_experiments.studies import _convolutional  # PyTorch is an extra
+
+    drawn = int(rng.integers(2**32))
+    return _convolutional.random_network(X.shape[3], config.hidden, n_labels, drawn)
+
+
+def with_step(clients: Sequence[Network], step: float) -> list[Network]:
+    """Return the same clients with another learning rate."""
+    others = [copy(one) for one in clients]
+    for one in others:
+        one.step = step
+    return others
 
 
 # The methods ---------------------------------------------------------------------------------
@@ -202,6 +268,7 @@ def strategies(rounds: int) -> dict[str, dict[str, ProtocolStrategy]]:
         "lg-fedavg": {"": PersonalizedFedAvg(["body.*"], server=server)},
         "ditto": {f"{pull:g}": Ditto(pull, server=server) for pull in PULLS},
         "clustered": {"": ClusteredFedAvg("auto", start_rounds=5, server=server)},
+        "ifca": {"": ClusteredFedAvg(GROUPS, start="given", server=server)},
     }
 
 
@@ -215,15 +282,16 @@ def tuned(method: str) -> str:
 
 
 class Found(NamedTuple):
-    """What chooses among what was tried, every client's accuracy on its own images, and how."""
+    """What chooses among what was tried, every client's accuracy on its own images, how, models."""
 
     chosen_by: float
     accuracy: Matrix
     how: str
+    models: Sequence[Model] = ()
 
 
 def federated(
-    clients: Sequence[Client],
+    clients: Sequence[Network],
     model: Model,
     method: str,
     strategy: ProtocolStrategy,
@@ -233,7 +301,7 @@ def federated(
 
     Parameters
     ----------
-    clients : sequence of Client
+    clients : sequence of Network
         By partition.
     model : list of ndarray
         The first model.
@@ -245,32 +313,33 @@ def federated(
         Communication rounds.
     """
 
-    def make_client(context: Context) -> Client:
+    def make_client(context: Context) -> Network:
         return clients[int(context.node_config[PARTITION_ID])]
 
     app = client_app(make_client, private=PRIVATE.get(method, ()))
-    record = ArrayRecord({name: Array(array) for name, array in zip(NAMES, model, strict=True)})
+    named = zip(clients[0].names, model, strict=True)
+    record = ArrayRecord({name: Array(array) for name, array in named})
     grid = InProcessGrid(app, len(clients))
     strategy.start(grid, record, num_rounds=rounds, verbose="quiet")
     own: Any = strategy  # any of `strategies` ends with models
     models = [own.result.model_of(p).to_numpy_ndarrays() for p in range(len(clients))]
+    return measured(clients, models), models
+
+
+def measured(clients: Sequence[Network], models: Sequence[Model]) -> Matrix:
+    """Return each client's accuracy on the images to choose by, and on the others."""
     pairs = zip(clients, models, strict=True)
-    measured = [one.evaluate(model, {})[2] for one, model in pairs]
-    return _table(measured), models
-
-
-def _table(measured: Sequence[Mapping[str, Scalar]]) -> Matrix:
-    return np.array([[float(own[name]) for name in ("chosen-by", "accuracy")] for own in measured])
+    return np.array([[one.accuracy(own, one.choice), one.accuracy(own)] for one, own in pairs])
 
 
 def stopped(
-    clients: Sequence[Client], models: Sequence[Model], epochs: int, how: str = ""
+    clients: Sequence[Network], models: Sequence[Model], epochs: int, how: str = ""
 ) -> Found:
     """Return the best of all numbers of epochs of local training.
 
     Parameters
     ----------
-    clients : sequence of Client
+    clients : sequence of Network
         All clients.
     models : sequence of list of ndarray
         What each begins with.
@@ -279,10 +348,65 @@ def stopped(
     how : str
         What else was chosen.
     """
-    each = enumerate(by_epoch(clients, models, epochs))
     return _best(
-        _tried(_table([own for *_, own in measured]), f"{how}, {epoch} epochs")
-        for epoch, measured in each
+        _tried(measured(clients, own), f"{how}, {epoch} epochs", own)
+        for epoch, own in enumerate(by_epoch(clients, models, epochs))
+    )
+
+
+def apfl(
+    clients: Sequence[Network], slow: Sequence[Network], model: Model, share: float, rounds: int
+) -> tuple[Matrix, list[Model]]:
+    """Return what chooses and the accuracy of APFL's mixtures, and these.
+
+    Parameters
+    ----------
+    clients, slow : sequence of Network
+        With a learning rate, and with ``share ** 2`` of it: a step of the mixture by so much is
+        one of the local model along the loss of the mixture.
+    model : list of ndarray
+        The first one, global and local.
+    share : float
+        Of the local model.
+    rounds : int
+        Communication rounds.
+    """
+    local = [model] * len(clients)
+
+    def mixed(own: Model, other: Model) -> Model:
+        return [share * a + (1 - share) * b for a, b in zip(own, other, strict=True)]
+
+    for t in range(1, rounds + 1):
+        fitted = [one.fit(model, {ROUND: t})[0] for one in clients]
+        for i, (one, other) in enumerate(zip(slow, fitted, strict=True)):
+            before = mixed(local[i], other)
+            after = one.fit(before, {ROUND: t})[0]
+            moves = zip(local[i], after, before, strict=True)
+            local[i] = [v + (a - b) / share for v, a, b in moves]
+        model = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
+    models = [mixed(own, model) for own in local]
+    return measured(clients, models), models
+
+
+def ensemble(clients: Sequence[Network], one: Sequence[Model], other: Sequence[Model]) -> Found:
+    """Return the mean of two models' probabilities, with the best weight of the first."""
+
+    def right(weight: float, client: Network, pair: Sequence[Model], rows: Any) -> float:
+        first, second = (softmax(client.scores(model, rows), axis=1) for model in pair)
+        guessed = (weight * first + (1 - weight) * second).argmax(axis=1)
+        return float(np.mean(guessed == client.y[rows]))
+
+    return _best(
+        _tried(
+            np.array(
+                [
+                    [right(weight, each, pair, rows) for rows in (each.choice, each.test)]
+                    for each, *pair in zip(clients, one, other, strict=True)
+                ]
+            ),
+            f"share {weight:g}",
+        )
+        for weight in (0.0, *SHARES, 1.0)
     )
 
 
@@ -305,9 +429,9 @@ def linear(own: Sequence[Split]) -> Found:
     return _best(tried)
 
 
-def _tried(table: Matrix, how: str) -> Found:
+def _tried(table: Matrix, how: str, models: Sequence[Model] = ()) -> Found:
     chosen_by, accuracies = table.T
-    return Found(float(chosen_by.mean()), accuracies, how)
+    return Found(float(chosen_by.mean()), accuracies, how, models)
 
 
 def _best(tried: Iterable[Found]) -> Found:
@@ -315,7 +439,7 @@ def _best(tried: Iterable[Found]) -> Found:
 
 
 def _read(kept: Arrays, method: str) -> Found:
-    chosen_by, accuracies, how = (kept[f"{method}/{field}"] for field in Found._fields)
+    chosen_by, accuracies, how = (kept[f"{method}/{field}"] for field in Found._fields[:3])
     return Found(float(chosen_by), accuracies, str(how))
 
 
@@ -334,47 +458,99 @@ def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
         One of `STEPS`. What is best with it competes with the best of the others in `run`.
     """
     own = splits(config, kind, seed)
-    of_step = {s: [Client(one, seed, i, s) for i, one in enumerate(own)] for s in STEPS}
-    model, clients = first_model(config, own, seed), of_step[step]
-    start = [model] * len(clients)
-    found = {"alone": stopped(clients, start, config.rounds, f"{step:g}"), "linear": linear(own)}
-    for method, tried in strategies(config.rounds).items():
-        if method not in config.methods and method != "fedavg":
-            continue
-        ends, further = [], []
-        for more, strategy in tried.items():
-            table, models = federated(clients, model, method, strategy, config.rounds)
-            how = f"{step:g} {more}".strip()
-            ends.append(_tried(table, how))
-            further += [
-                stopped(each, models, config.rounds, f"{how}, then {s:g}")
-                for s, each in of_step.items()
-            ]
-        found |= {method: _best(ends), tuned(method): _best(further)}
+    made = make_clients(config, own, seed, step)
+    of_step = {s: with_step(made, s) for s in config.steps}
+    model, clients, rounds = first_model(config, own, seed), of_step[step], config.rounds
+    trained: dict[str, dict[str, tuple[Matrix, list[Model]]]] = {}
+    for method, tried in strategies(rounds).items():
+        if method in _chosen(config, kind) and method != "ifca":
+            trained[method] = {
+                more: federated(clients, model, method, one, rounds) for more, one in tried.items()
+            }
+    if "ifca" in _chosen(config, kind):
+        trained["ifca-best"] = {
+            f"start {draw}": federated(
+                clients,
+                _stacked(config, own, seed, draw * GROUPS),
+                "ifca",
+                strategies(rounds)["ifca"][""],
+                rounds,
+            )
+            for draw in range(STARTS)
+        }
+        trained["ifca"] = {"": trained["ifca-best"]["start 0"]}
+        trained["known"] = {"": _known(clients, model, rounds)}
+    if "apfl" in config.methods:
+        slow = {share: with_step(clients, step * share**2) for share in SHARES}
+        trained["apfl"] = {
+            f"share {share:g}": apfl(clients, slow[share], model, share, rounds) for share in SHARES
+        }
+    found = {"alone": stopped(clients, [model] * len(clients), rounds, f"{step:g}")}
+    if config.network == "dense":
+        found["linear"] = linear(own)
+    for method, ends in trained.items():
+        end = _best(
+            _tried(table, f"{step:g} {more}".strip(), models)
+            for more, (table, models) in ends.items()
+        )
+        further = (
+            stopped(each, end.models, rounds, f"{end.how}, then {s:g}")
+            for s, each in of_step.items()
+        )
+        found |= {method: end, tuned(method): _best(further)}
+    if "ensemble" in config.methods:
+        found["ensemble"] = ensemble(clients, found["alone"].models, found["fedavg"].models)
     return {
-        f"{method}/{field}": np.array(value)
+        f"{method}/{field}": np.array(getattr(one, field))
         for method, one in found.items()
-        for field, value in one._asdict().items()
+        for field in Found._fields[:3]
     }
+
+
+def _chosen(config: Config, kind: str) -> set[str]:
+    """Return the federated methods that are compared for a kind."""
+    groups = {"ifca"} if kind == "turned" else set()
+    return {"fedavg", *config.methods} - {"apfl", "ensemble", "ifca"} | groups & {*config.methods}
+
+
+def _stacked(config: Config, own: Sequence[Split], seed: int, draw: int) -> Model:
+    """Return a random network for every group, stacked."""
+    models = [first_model(config, own, seed, draw + j) for j in range(GROUPS)]
+    return [np.stack(arrays) for arrays in zip(*models, strict=True)]
+
+
+def _known(clients: Sequence[Network], model: Model, rounds: int) -> tuple[Matrix, list[Model]]:
+    """Return FedAvg within each group, in the order of the clients."""
+    table, models = np.empty((len(clients), 2)), [model] * len(clients)
+    for j in range(GROUPS):
+        strategy = strategies(rounds)["fedavg"][""]
+        table[j::GROUPS], models[j::GROUPS] = federated(
+            clients[j::GROUPS], model, "fedavg", strategy, rounds
+        )
+    return table, models
 
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run all kinds with every seed."""
-    tried = list(product(config.kinds, config.each_seed, STEPS))
+    tried = list(product(config.kinds, config.each_seed, config.steps))
     names = [f"{kind}-seed-{seed}-step-{step:g}" for kind, seed, step in tried]
     parts = [partial(compare, config, *one) for one in tried]
     kept = dict(zip(tried, keep_all(keep, dict(zip(names, parts, strict=True))), strict=True))
-    methods = [name for name in METHODS if f"{name}/how" in kept[tried[0]]]
     best = {
-        (kind, seed, method): _best(_read(kept[kind, seed, step], method) for step in STEPS)
-        for kind, seed, method in product(config.kinds, config.each_seed, methods)
+        (kind, seed, method): _best(_read(kept[kind, seed, step], method) for step in config.steps)
+        for kind, seed in product(config.kinds, config.each_seed)
+        for method in METHODS
+        if f"{method}/how" in kept[kind, seed, config.steps[0]]
     }
-    records, medians = [], np.empty((len(config.kinds), len(methods)))
+    methods = [name for name in METHODS if any(name == method for *_, method in best)]
+    records, medians = [], np.full((len(config.kinds), len(methods)), np.nan)
     for (i, kind), (j, method) in product(enumerate(config.kinds), enumerate(methods)):
-        values = np.array([best[kind, seed, method].accuracy.mean() for seed in config.each_seed])
-        medians[i, j] = np.median(values)
-        records.append(Record("accuracy", values, method, {"kind": kind}))
-    size = sum(array.size for array in first_model(config, splits(config, "turned", 0), 0))
+        if (kind, config.seed, method) in best:
+            each = [best[kind, seed, method].accuracy.mean() for seed in config.each_seed]
+            medians[i, j] = np.median(each)
+            records.append(Record("accuracy", np.array(each), method, {"kind": kind}))
+    own = splits(config, config.kinds[0], config.seed)
+    size = sum(array.size for array in first_model(config, own, config.seed))
     return Outcome(
         records=records,
         curves={},
@@ -387,7 +563,11 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=float(size * config.rounds),
         floats_down=float(size * config.rounds),
-        facts={"best": _said(medians, config.kinds, methods), "headline": "FedAvg"},
+        facts={
+            "rates": " or ".join(f"{step:g}" for step in config.steps),
+            "best": _said(medians, config.kinds, methods),
+            "headline": "FedAvg",
+        },
     )
 
 
@@ -395,7 +575,7 @@ def _said(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
     """Return which method is best for each kind, in words."""
     return ", ".join(
         f"{METHODS[methods[j]]} ({KINDS[kind]}, {row[j]:.3f})"
-        for kind, row, j in zip(kinds, medians, medians.argmax(axis=1), strict=True)
+        for kind, row, j in zip(kinds, medians, np.nanargmax(medians, axis=1), strict=True)
     )
 
 

@@ -301,7 +301,8 @@ def _averaged(
 def _tuned(clients: Sequence[Network], model: Model, epochs: int) -> float:
     """Return the accuracy of the model fine-tuned at each client, stopped in time."""
     found = []
-    for measured in by_epoch(clients, [model] * len(clients), epochs):
+    for models in by_epoch(clients, [model] * len(clients), epochs):
+        measured = [one.evaluate(own, {}) for one, own in zip(clients, models, strict=True)]
         loss = float(np.mean([loss for loss, _, _ in measured]))
         found.append((loss, float(np.mean([own["accuracy"] for _, _, own in measured]))))
     return min(found)[1]

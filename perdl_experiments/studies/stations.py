@@ -200,7 +200,8 @@ def _figures(
             {
                 said: {METHODS[n]: means[n][:, i] for n in order}
                 for i, said in enumerate(VIEWS.values())
-            }
+            },
+            np.mean,
         ),
         "curve": pictures.chosen(
             [0, *config.tried],
