@@ -262,7 +262,7 @@ def strategies(rounds: int) -> dict[str, dict[str, ProtocolStrategy]]:
     server = ServerSettings(evaluate_every=rounds)
     head = ["head.*"]
     return {
-        "fedavg": {"": ClusteredFedAvg(1, server=server)},
+        "fedavg": {"": ClusteredFedAvg(1, min_clients=1, server=server)},
         "fedper": {"": PersonalizedFedAvg(head, server=server)},
         "fedrep": {"": PersonalizedFedAvg(head, alternate=True, server=server)},
         "lg-fedavg": {"": PersonalizedFedAvg(["body.*"], server=server)},
