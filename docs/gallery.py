@@ -733,9 +733,10 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch"
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # by page\n```\n"
-    seconds = [one["seconds"] for _, of in every for one in of.runs.values()]
+    runs = [one for _, of in every for one in of.runs.values()]
+    seconds = (one["seconds"] for one in runs)
     minutes = sum(one["median"] * len(one["values"]) for one in seconds) / 60
-    made = {(one["commit"], one["kernel"]) for _, of in every for one in of.runs.values()}
+    made = {(one.get("commit", "before"), one.get("kernel", "of each processor")) for one in runs}
     by = "; ".join(
         f"commit `{commit}`, OpenBLAS kernel {kernel}" for commit, kernel in sorted(made)
     )

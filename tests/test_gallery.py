@@ -291,6 +291,11 @@ def test_an_entry_runs_on_the_papers_data_where_they_are(
     (job,) = gallery.runnable([entry], tmp_path)
     job.work()
     assert job.done()
+    made_by = job.made_by()
+    assert made_by.keys() == {"code", "commit", "kernel"}
+    (job.folder / "made_by.json").write_text(json.dumps(made_by | {"code": "another"}))
+    assert not job.done()
+    (job.folder / "made_by.json").write_text(json.dumps(made_by))
     found = gallery._summary([job])
     assert found["data"] == {
         "file": entry.needs,

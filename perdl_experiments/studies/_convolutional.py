@@ -1,4 +1,4 @@
-"""A small convolutional network in PyTorch on a client's images, as `Network` is of a dense one."""
+"""A small convolutional network in PyTorch on a client's images, beside `Network`, a dense one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.extras import load_extra
 from flwr_perdl.protocol.records import ROUND, Scalar
 from perdl_experiments.studies._network import Model, Network
 
+torch = load_extra("torch", "network=convolutional", "pytorch")
+nn = torch.nn
+
 
 @cache  # there is one at a time, with the arrays of whoever uses it
-def _layers(n_channels: int, n_hidden: int, n_labels: int) -> nn.ModuleDict:
+def _layers(n_channels: int, n_hidden: int, n_labels: int) -> Any:
     """Return two convolutions and a hidden layer, the body, and an output layer, the head."""
     torch.set_num_threads(1)  # a small network gains nothing from more, and others need them
     body = nn.Sequential(
@@ -69,7 +70,7 @@ class Convolutional(Network):
         self.X_torch = torch.from_numpy(np.ascontiguousarray(centered, np.float32))
         self.y_torch = torch.from_numpy(y)
 
-    def _network(self, model: Model) -> tuple[nn.ModuleDict, dict[str, nn.Parameter]]:
+    def _network(self, model: Model) -> tuple[Any, dict[str, Any]]:
         n_labels, n_hidden = model[-2].shape
         layers = _layers(self.X.shape[3], n_hidden, n_labels)
         own = dict(layers.named_parameters())
@@ -86,7 +87,9 @@ class Convolutional(Network):
         trained = [own[n] for n in json.loads(str(config.get("train-names", "null"))) or self.names]
         for rows in self.batches(int(config[ROUND])):
             scores = layers["head"](layers["body"](self.X_torch[rows]))
-            gradients = torch.autograd.grad(cross_entropy(scores, self.y_torch[rows]), trained)
+            gradients = torch.autograd.grad(
+                nn.functional.cross_entropy(scores, self.y_torch[rows]), trained
+            )
             with torch.no_grad():
                 for array, gradient in zip(trained, gradients, strict=True):
                     array.sub_(gradient, alpha=self.step)
