@@ -85,14 +85,13 @@ def bars(
     Parameters
     ----------
     panels : mapping of str to mapping of str to ndarray of shape (n_seeds,)
-        Title -> name -> values, of which the bar is the middle and a line on it the range; names
-        in the same order in all panels.
+        Title -> name -> values, of which the bar is the middle and a line on it the range.
     middle : callable
         Median or mean.
     """
-    names = list(next(iter(panels.values())))
-    figure = _figure(WIDTH, len(panels) * (0.24 * len(names) + 0.35))
-    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    sizes = [0.24 * len(values) + 0.35 for values in panels.values()]
+    figure = _figure(WIDTH, sum(sizes))
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
     for axes, (title, values) in zip(grid, panels.items(), strict=True):
         ranges = np.array([[one.min(), middle(one), one.max()] for one in values.values()])
         least, most = ranges[:, 1].min(), ranges[:, 1].max()
@@ -103,7 +102,7 @@ def bars(
         axes.set_title(title, fontsize=SMALL, loc="left", weight="bold")
         axes.set(xlim=(0, 1.3 * most), xticks=[])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.set_yticks(range(len(names)), names, fontsize=SMALL)
+        axes.set_yticks(range(len(values)), list(values), fontsize=SMALL)
         axes.invert_yaxis()
     return figure
 

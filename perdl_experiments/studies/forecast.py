@@ -17,9 +17,12 @@ method          what it is
 ``tuned``       FedAvg, fine-tuned at each station, stopped at its best epoch
 ``alone``       local training, stopped likewise
 ``yesterday``   tomorrow is as today
+``ridge``       a ridge regression of all stations' days in one place
+``forest``      a random forest of all stations' days in one place
 ==============  ==================================================================================
 
-Every method has the best learning rate of three by the mean validation loss. The training days are
+Every method has the best learning rate and the best weight decay of three by the mean validation
+loss. The training days are
 drawn from the first half of the days, the next quarter validates, the last quarter tests.
 
 ``--data FILE.npz`` with ``X`` (n_stations, n_hours, n_quantities), hourly from midnight on, NaN
@@ -36,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,8 +59,11 @@ from perdl_experiments.studies._parts import keep_all
 #: Hours of a day that must be known, days that a forecast sees, shares of the days to train with
 #: and to validate by, and days of the year whose correlation makes neighbors.
 KNOWN, SEEN, TRAIN, VALIDATION, YEAR = 18, 3, 0.5, 0.25, 365
-#: The learning rates, gradient steps of a round, the share of links that fail, and of values sent.
-STEPS, LOCAL_STEPS, DROP, SENT = (0.01, 0.03, 0.1), 2, 0.2, 0.1
+#: Learning rates, weight decays and, of the ridge regression, penalties; the least days of a leaf
+#: of the forest.
+STEPS, DECAYS, PENALTIES, LEAVES = (0.03, 0.1, 0.2), (0.03, 0.1, 0.3), (0.01, 0.1, 1.0), (2, 5, 10)
+#: Gradient steps of a round, the share of links that fail, and of values sent.
+LOCAL_STEPS, DROP, SENT = 2, 0.2, 0.1
 METHODS = words("forecast")
 #: ``diffusion_averaging``'s arguments.
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -91,8 +98,8 @@ class Days(NamedTuple):
 class Station:
     """A network with one hidden layer on a station's days; any client of Flower's is like it."""
 
-    def __init__(self, train: Days, choose: Days, step: float) -> None:
-        self.train, self.choose, self.step = train, choose, step
+    def __init__(self, train: Days, choose: Days, step: float, decay: float) -> None:
+        self.train, self.choose, self.step, self.decay = train, choose, step, decay
 
     def fit(
         self, parameters: list[Matrix], config: Mapping[str, Any]
@@ -105,7 +112,9 @@ class Station:
             hidden = np.maximum(X @ W + b, 0)
             error = (hidden @ v + c - y[:, None]) * (self.step / len(y))
             back = error @ v.T * (hidden > 0)
-            moves = X.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)
+            shrink = self.step * self.decay
+            body = X.T @ back + shrink * W, back.sum(axis=0)
+            moves = *body, hidden.T @ error + shrink * v, error.sum(axis=0)
             model = [array - move for array, move in zip(model, moves, strict=True)]
         return model, len(y), {}
 
@@ -220,9 +229,36 @@ def judged(own: Sequence[Split], models: Sequence[Sequence[Matrix]], megabytes: 
     return Found(float(loss), np.array(errors), megabytes)
 
 
-def learned(config: Config, own: Sequence[Split], seed: int, step: float) -> dict[str, Found]:
-    """Return what all methods come to with one learning rate."""
-    stations = [Station(one.train, one.choose, step) for one in own]
+def pooled(own: Sequence[Split], seed: int) -> dict[str, Found]:
+    """Return what models of all stations' days in one place come to."""
+    from sklearn.ensemble import RandomForestRegressor  # an extra
+    from sklearn.linear_model import Ridge
+
+    X, y = (np.concatenate(parts) for parts in zip(*(one.train for one in own), strict=True))
+    tried = {
+        "ridge": [Ridge(alpha=penalty * len(y)) for penalty in PENALTIES],
+        "forest": [
+            RandomForestRegressor(200, min_samples_leaf=leaf, random_state=seed) for leaf in LEAVES
+        ],
+    }
+
+    def found(model: Any) -> Found:
+        model.fit(X, y)
+        errors = [
+            [np.mean((model.predict(days.X) - days.y) ** 2) for days in (one.choose, one.test)]
+            for one in own
+        ]
+        losses, test = np.array(errors).T
+        return Found(float(losses.mean()), test, 0.0)
+
+    return {name: min(map(found, models), key=lambda f: f.loss) for name, models in tried.items()}
+
+
+def learned(
+    config: Config, own: Sequence[Split], seed: int, step: float, decay: float
+) -> dict[str, Found]:
+    """Return what all methods come to with one learning rate and weight decay."""
+    stations = [Station(one.train, one.choose, step, decay) for one in own]
     first = random_network(own[0].train.X.shape[1], config.hidden, 1, spawn(seed, DATA, 1))
     size, n, graph = sum(array.size for array in first), len(own), neighbors(config)
     found = {"alone": judged(own, stopped_each(stations, [first] * n, config.rounds), 0.0)}
@@ -247,8 +283,9 @@ def learned(config: Config, own: Sequence[Split], seed: int, step: float) -> dic
 def compare(config: Config, seed: int) -> Arrays:
     """Return every method's errors, as "METHOD", by station, and what it sends, "sent-METHOD"."""
     own = splits(config, seed)
-    tried = [learned(config, own, seed, step) for step in STEPS]
+    tried = [learned(config, own, seed, *both) for both in product(STEPS, DECAYS)]
     best = {name: min((one[name] for one in tried), key=lambda f: f.loss) for name in tried[0]}
+    best |= pooled(own, seed)
     return {
         "yesterday": np.array([one.yesterday for one in own]),
         **{name: one.errors for name, one in best.items()},

@@ -10,6 +10,9 @@ Direct solvers, given all clients' rows in one place or one client's:
 ==============  ==================================================================================
 method          what it is
 ==============  ==================================================================================
+``mean``        the mean of a client's training rows, or their more frequent class
+``last``        the last of its training rows, where they are in the order of a column
+``latest``      the last of its validation rows, likewise: later than what others are trained on
 ``alone``       local training: a ridge (or penalized logistic) regression per client
 ``pooled``      one such regression of all clients' rows
 ``shrunk``      a regression per client, shrunk to the pooled one
@@ -27,6 +30,8 @@ loss no longer falls):
 ``personal``    `PersonalizedFedAvg` with a private intercept
 ``ditto``       `Ditto`
 ``clustered``   `ClusteredFedAvg`, ``k="auto"``
+``ifca``        IFCA: three random models, each client trains the best for it
+``ifca-best``   the best of five such starts by the validation loss, at five times the cost
 ==============  ==================================================================================
 
 Every method has its best learning rate, or penalties, by the mean validation loss over clients.
@@ -54,7 +59,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.special import expit
+from scipy.special import expit, logit
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import Matrix
@@ -81,7 +86,9 @@ LOCAL_STEPS = 5
 #: Integers that a categorical feature has, and the share of missing values that has an indicator.
 CATEGORIES, MISSING = (3, 5), 0.05
 METHODS = words("patients")
-FEDERATED = ("fedavg", "personal", "ditto", "clustered")
+FEDERATED = ("fedavg", "personal", "ditto", "clustered", "ifca", "ifca-best")
+#: IFCA's models, and starts of which the best counts.
+MODELS, STARTS = 3, 5
 #: What every method is compared with.
 BASELINE = "fedavg-tuned"
 
@@ -267,7 +274,12 @@ def solve(
     return flat[:d], flat[d:].reshape(k, d) * free
 
 
-def direct(task: str, own: Sequence[Split], rounds: int) -> dict[str, Found]:
+def level(task: str, mean: float) -> float:
+    """Return the intercept of a model without features."""
+    return mean if task == "number" else float(logit(np.clip(mean, 0.01, 0.99)))
+
+
+def direct(task: str, own: Sequence[Split], rounds: int, *, ordered: bool) -> dict[str, Found]:
     """Return what the direct solvers come to, by method; the best is fine-tuned for ``rounds``."""
     parts, none = [one.train for one in own], (np.inf, np.inf)
 
@@ -294,7 +306,13 @@ def direct(task: str, own: Sequence[Split], rounds: int) -> dict[str, Found]:
     chosen = best([*random.values()])
     tuned = [fine_tuned(task, own, intercepts[chosen.how], step, rounds) for step in STEPS]
 
+    flat = np.zeros(parts[0].X.shape[1])
+    levels = {"mean": [level(task, one.y.mean()) for one in parts]}
+    if task == "number" and ordered:
+        levels["last"] = [one.y[-1] for one in parts]
+        levels["latest"] = [one.choose.y[-1] for one in own]
     return {
+        **{how: judged(task, own, [(flat, b) for b in at], how) for how, at in levels.items()},
         "alone": best([alone(p) for p in PENALTIES]),
         "pooled": one[least],
         "shrunk": best([alone(p, pooled[least]) for p in PENALTIES]),
@@ -316,7 +334,9 @@ def fine_tuned(
 # Federated -----------------------------------------------------------------------------------
 
 
-def federated(config: Config, own: Sequence[Split], method: str, step: float, tuned: int) -> Found:
+def federated(
+    config: Config, own: Sequence[Split], method: str, step: float, tuned: int, seed: int
+) -> Found:
     """Return what a strategy comes to, with its best other options.
 
     Parameters
@@ -331,6 +351,8 @@ def federated(config: Config, own: Sequence[Split], method: str, step: float, tu
         One of `STEPS`.
     tuned : int
         So many further fits at most, on each client's own model.
+    seed : int
+        What IFCA's starts are drawn by.
     """
     options: dict[str, Any] = {
         "fine_tune": tuned,
@@ -345,17 +367,25 @@ def federated(config: Config, own: Sequence[Split], method: str, step: float, tu
     if method == "ditto":
         tries = {f", proximal weight {pull:g}": partial(Ditto, pull, **options) for pull in PULLS}
 
+    if method.startswith("ifca"):
+        start = partial(ClusteredFedAvg, MODELS, start="given", **options)
+        draws = STARTS if method == "ifca-best" else 1
+        tries = {f", start {draw}": start for draw in range(draws)}
+
     length = rate(config.task, own, step)
 
     def make_client(context: Context) -> Client:
         return Client(own[int(context.node_config[PARTITION_ID])], config.task, length)
 
     app = client_app(make_client, private=["bias"] if method == "personal" else ())
-    zero = {"weight": np.zeros(own[0].train.X.shape[1]), "bias": np.zeros(())}
-    found = []
-    for more, make in tries.items():
+    d, found = own[0].train.X.shape[1], []
+    for draw, (more, make) in enumerate(tries.items()):
         strategy, grid = make(), InProcessGrid(app, len(own))
-        initial = ArrayRecord({name: Array(array) for name, array in zero.items()})
+        first = {"weight": np.zeros(d), "bias": np.zeros(())}
+        if method.startswith("ifca"):
+            drawn = spawn(seed, DATA, 1 + draw).standard_normal((MODELS, d)) / np.sqrt(d)
+            first = {"weight": drawn, "bias": np.zeros(MODELS)}
+        initial = ArrayRecord({name: Array(array) for name, array in first.items()})
         strategy.start(grid, initial, num_rounds=config.rounds, verbose="quiet")
         models = [strategy.result.model_of(i) for i in range(len(own))]
         pairs = [(one["weight"].numpy(), one["bias"].numpy()) for one in models]
@@ -392,7 +422,7 @@ def splits(config: Config, seed: int) -> tuple[list[Split], float]:
         a, b = int(TRAIN * n), int((TRAIN + VALIDATION) * n)
         if min(a, b - a, n - b) < 1:
             raise ValueError(f"data must have at least 4 rows of each client, got {n} of one.")
-        train = rng.permutation(rows[:a])[: config.n_train or a]
+        train = rows[np.sort(rng.permutation(a)[: config.n_train or a])]
         found.append([Rows(X[part], y[part]) for part in (train, rows[a:b], rows[b:])])
     encode = _encoder(np.vstack([own[0].X for own in found]))
     y = np.concatenate([own[0].y for own in found])
@@ -446,9 +476,11 @@ def _missing(j: int, X: Matrix) -> Matrix:
 def compare(config: Config, seed: int) -> Arrays:
     """Return every method's errors, as "METHOD", by client, and "how-METHOD"."""
     own, unit = splits(config, seed)
-    found = direct(config.task, own, config.rounds)
+    found = direct(config.task, own, config.rounds, ordered=config.order >= 0)
     for method, (more, tuned) in product(FEDERATED, {"": 0, "-tuned": config.rounds}.items()):
-        found[method + more] = best([federated(config, own, method, s, tuned) for s in STEPS])
+        found[method + more] = best(
+            [federated(config, own, method, step, tuned, seed) for step in STEPS]
+        )
     return {
         **{name: one.errors * unit for name, one in found.items()},
         **{f"how-{name}": np.array(one.how) for name, one in found.items()},
@@ -459,7 +491,8 @@ def run(config: Config, keep: Keep) -> Outcome:
     """Compare all methods with every seed."""
     parts = {f"seed-{seed}": partial(compare, config, seed) for seed in config.each_seed}
     kept, table = keep_all(keep, parts), _load(config.data)
-    errors = {name: np.array([one[name] for one in kept]) for name in METHODS}  # (seeds, clients)
+    names = [name for name in METHODS if name in kept[0]]
+    errors = {name: np.array([one[name] for one in kept]) for name in names}  # (seeds, clients)
     means = {name: values.mean(axis=1) for name, values in errors.items()}
     order = sorted(means, key=lambda name: float(means[name].mean()))
     sizes, shown = [len(y) for y in table.y], len(table.y) <= 12

@@ -41,7 +41,7 @@ def test_a_client_descends_and_does_not_change_its_input() -> None:
     rng = np.random.default_rng(1)
     first = random_network(own.train.X.shape[1], 4, 1, rng)
     kept = [array.copy() for array in first]
-    station = forecast.Station(own.train, own.choose, 0.05)
+    station = forecast.Station(own.train, own.choose, 0.05, 0.1)
     moved = station.fit(first, {})[0]
     assert forecast.squared(moved, own.train) < forecast.squared(first, own.train)
     assert all(np.array_equal(*pair) for pair in zip(first, kept, strict=True))

@@ -49,6 +49,7 @@ def test_rows_come_in_order_and_columns_become_features(tmp_path: Path) -> None:
     assert [len(one.train.y) for one in own] == [10, 10]
     for one in own:
         assert max(one.train.y.max(), one.choose.y.max()) < one.test.y.min()
+        assert (np.diff(one.train.y) > 0).all()  # so that the last one is the last in time
         assert one.train.X.shape[1] == 1 + 3 + 2  # a number, three categories, one with gaps
     train = np.vstack([one.train.X for one in own])
     np.testing.assert_allclose(train.mean(axis=0), 0, atol=1e-12)

@@ -36,6 +36,16 @@ def test_days_are_whole_scaled_and_in_one_part_only(tmp_path: Path) -> None:
         assert len(np.unique(firsts)) == len(firsts)
 
 
+def test_hidden_entries_are_filled_without_a_dictionary() -> None:
+    line = np.column_stack([np.arange(24.0), 5 - np.arange(24.0)]).reshape(1, -1)
+    holed = line.copy()
+    holed[0, [3, 10, 12, 21]] = np.nan
+    np.testing.assert_allclose(stations.interpolated(holed), line)
+    mean, covariance = np.array([1.0, 2.0]), np.array([[2.0, 0.5], [0.5, 1.0]])
+    filled = stations.conditional(np.array([[3.0, np.nan]]), mean, covariance)
+    np.testing.assert_allclose(filled, [[3.0, 2 + 0.25 * (3 - 1)]])
+
+
 @pytest.mark.parametrize("shape", [(3, 40), (3, 20, 2), (3, 240, 2)])
 def test_a_file_without_enough_hours_is_an_error(shape: tuple[int, ...], tmp_path: Path) -> None:
     path = save(tmp_path, X=np.ones(shape))
