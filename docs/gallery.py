@@ -61,6 +61,7 @@ ENTRIES, RESULTS = PAGES / "entries.toml", PAGES / "results.json"
 THUMBNAILS = PAGES / "thumbnails"
 RUNS = ROOT / "runs" / "gallery"
 STUDIES = "../../perdl_experiments/studies"  # from a page
+STUDIES_AT = ROOT / "perdl_experiments" / "studies"
 
 REPEATS, PROCESSES, KERNEL = 5, 2, "Haswell"
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
@@ -429,14 +430,11 @@ def _store(results: Mapping[str, Any]) -> None:
 def fingerprint(entry: Entry, run: str) -> str:
     """Return the SHA-256 of the study's code, without its comments, and of all options of a run.
 
-    The code is the study's module and the helpers of all studies that it takes something from.
+    The code is the study's module and those of other studies that it takes something from.
     """
-    code = find(entry.experiment).code
-    used = {getattr(one, "__module__", getattr(one, "__name__", "")) for one in vars(code).values()}
-    helpers = {str(one) for one in used if str(one).startswith("perdl_experiments.studies._")}
     parts = [repr(sorted(Job(entry, run, 0).config.items()))]
-    for name in sorted({code.__name__, *helpers} - {"perdl_experiments.studies._experiment"}):
-        tree = ast.parse(Path(str(sys.modules[name].__file__)).read_text())
+    for name in sorted(_modules(find(entry.experiment).code.__name__.rpartition(".")[2])):
+        tree = ast.parse((STUDIES_AT / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
                 node
@@ -444,6 +442,17 @@ def fingerprint(entry: Entry, run: str) -> str:
                 node.body = node.body[1:]
         parts.append(ast.unparse(tree))
     return sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _modules(name: str) -> set[str]:
+    """Return a study's module and those that it imports, at its head or later, but for options."""
+    found, left = set[str](), {name}
+    while left:
+        found.add(module := left.pop())
+        source = (STUDIES_AT / f"{module}.py").read_text()
+        left |= {*re.findall(r"perdl_experiments\.studies(?:\.| import )(\w+)", source)} - found
+        left -= {"_experiment"}
+    return found
 
 
 def _summary(jobs: Sequence[Job]) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def stopped(
         What else was chosen.
     """
     return _best(
-        _tried(measured(clients, own), f"{how}, {epoch} epochs", own)
+        _tried((measured(clients, own), own), f"{how}, {epoch} epochs")
         for epoch, own in enumerate(by_epoch(clients, models, epochs))
     )
 
@@ -396,18 +396,14 @@ def ensemble(clients: Sequence[Network], one: Sequence[Model], other: Sequence[M
         guessed = (weight * first + (1 - weight) * second).argmax(axis=1)
         return float(np.mean(guessed == client.y[rows]))
 
-    return _best(
-        _tried(
-            np.array(
-                [
-                    [right(weight, each, pair, rows) for rows in (each.choice, each.test)]
-                    for each, *pair in zip(clients, one, other, strict=True)
-                ]
-            ),
-            f"share {weight:g}",
-        )
-        for weight in (0.0, *SHARES, 1.0)
-    )
+    tried = []
+    for weight in (0.0, *SHARES, 1.0):
+        table = [
+            [right(weight, each, pair, rows) for rows in (each.choice, each.test)]
+            for each, *pair in zip(clients, one, other, strict=True)
+        ]
+        tried.append(_tried((np.array(table), ()), f"share {weight:g}"))
+    return _best(tried)
 
 
 def linear(own: Sequence[Split]) -> Found:
@@ -425,12 +421,12 @@ def linear(own: Sequence[Split]) -> Found:
         models = [LogisticRegression(C=1 / penalty, max_iter=2000).fit(*one.train) for one in own]
         pairs = list(zip(models, own, strict=True))
         table = np.array([[m.score(*one.choose), m.score(*one.test)] for m, one in pairs])
-        tried.append(_tried(table, f"penalty {penalty:g}"))
+        tried.append(_tried((table, ()), f"penalty {penalty:g}"))
     return _best(tried)
 
 
-def _tried(table: Matrix, how: str, models: Sequence[Model] = ()) -> Found:
-    chosen_by, accuracies = table.T
+def _tried(ended: tuple[Matrix, Sequence[Model]], how: str) -> Found:
+    (chosen_by, accuracies), models = ended[0].T, ended[1]
     return Found(float(chosen_by.mean()), accuracies, how, models)
 
 
@@ -457,49 +453,24 @@ def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
     step : float
         One of `STEPS`. What is best with it competes with the best of the others in `run`.
     """
-    own = splits(config, kind, seed)
-    made = make_clients(config, own, seed, step)
-    of_step = {s: with_step(made, s) for s in config.steps}
-    model, clients, rounds = first_model(config, own, seed), of_step[step], config.rounds
-    trained: dict[str, dict[str, tuple[Matrix, list[Model]]]] = {}
-    for method, tried in strategies(rounds).items():
-        if method in _chosen(config, kind) and method != "ifca":
-            trained[method] = {
-                more: federated(clients, model, method, one, rounds) for more, one in tried.items()
-            }
-    if "ifca" in _chosen(config, kind):
-        trained["ifca-best"] = {
-            f"start {draw}": federated(
-                clients,
-                _stacked(config, own, seed, draw * GROUPS),
-                "ifca",
-                strategies(rounds)["ifca"][""],
-                rounds,
-            )
-            for draw in range(STARTS)
-        }
-        trained["ifca"] = {"": trained["ifca-best"]["start 0"]}
-        trained["known"] = {"": _known(clients, model, rounds)}
-    if "apfl" in config.methods:
-        slow = {share: with_step(clients, step * share**2) for share in SHARES}
-        trained["apfl"] = {
-            f"share {share:g}": apfl(clients, slow[share], model, share, rounds) for share in SHARES
-        }
-    found = {"alone": stopped(clients, [model] * len(clients), rounds, f"{step:g}")}
+    own, rounds = splits(config, kind, seed), config.rounds
+    model, made = first_model(config, own, seed), make_clients(config, own, seed, step)
+    of_step = {one: with_step(made, one) for one in config.steps}
+    found = {"alone": stopped(made, [model] * len(made), rounds, f"{step:g}")}
     if config.network == "dense":
         found["linear"] = linear(own)
-    for method, ends in trained.items():
-        end = _best(
-            _tried(table, f"{step:g} {more}".strip(), models)
-            for more, (table, models) in ends.items()
-        )
+    ends = _ends(config, made, model)
+    if kind == "turned" and "ifca" in config.methods:
+        ends |= _groups(config, own, seed, made, model)
+    for method, tried in ends.items():
+        end = _best(tried)
         further = (
-            stopped(each, end.models, rounds, f"{end.how}, then {s:g}")
-            for s, each in of_step.items()
+            stopped(clients, end.models, rounds, f"{end.how}, then {other:g}")
+            for other, clients in of_step.items()
         )
         found |= {method: end, tuned(method): _best(further)}
     if "ensemble" in config.methods:
-        found["ensemble"] = ensemble(clients, found["alone"].models, found["fedavg"].models)
+        found["ensemble"] = ensemble(made, found["alone"].models, found["fedavg"].models)
     return {
         f"{method}/{field}": np.array(getattr(one, field))
         for method, one in found.items()
@@ -507,27 +478,47 @@ def compare(config: Config, kind: str, seed: int, step: float) -> Arrays:
     }
 
 
-def _chosen(config: Config, kind: str) -> set[str]:
-    """Return the federated methods that are compared for a kind."""
-    groups = {"ifca"} if kind == "turned" else set()
-    return {"fedavg", *config.methods} - {"apfl", "ensemble", "ifca"} | groups & {*config.methods}
+def _ends(config: Config, clients: Sequence[Network], model: Model) -> dict[str, list[Found]]:
+    """Return what the methods for all kinds end with, each with all that it is tuned over."""
+    rounds, step = config.rounds, clients[0].step
+    ends = {
+        method: [
+            _tried(federated(clients, model, method, one, rounds), f"{step:g} {more}".strip())
+            for more, one in tried.items()
+        ]
+        for method, tried in strategies(rounds).items()
+        if method in {"fedavg", *config.methods} - {"ifca"}
+    }
+    if "apfl" in config.methods:
+        ends["apfl"] = [
+            _tried(
+                apfl(clients, with_step(clients, step * share**2), model, share, rounds),
+                f"{step:g} share {share:g}",
+            )
+            for share in SHARES
+        ]
+    return ends
 
 
-def _stacked(config: Config, own: Sequence[Split], seed: int, draw: int) -> Model:
-    """Return a random network for every group, stacked."""
-    models = [first_model(config, own, seed, draw + j) for j in range(GROUPS)]
-    return [np.stack(arrays) for arrays in zip(*models, strict=True)]
-
-
-def _known(clients: Sequence[Network], model: Model, rounds: int) -> tuple[Matrix, list[Model]]:
-    """Return FedAvg within each group, in the order of the clients."""
+def _groups(
+    config: Config, own: Sequence[Split], seed: int, clients: Sequence[Network], model: Model
+) -> dict[str, list[Found]]:
+    """Return what the methods for groups end with: IFCA, and FedAvg where they are known."""
+    rounds, step = config.rounds, clients[0].step
+    starts = []
+    for start in range(STARTS):
+        drawn = [first_model(config, own, seed, start * GROUPS + j) for j in range(GROUPS)]
+        stacked = [np.stack(arrays) for arrays in zip(*drawn, strict=True)]
+        strategy = strategies(rounds)["ifca"][""]
+        ended = federated(clients, stacked, "ifca", strategy, rounds)
+        starts.append(_tried(ended, f"{step:g} start {start}"))
     table, models = np.empty((len(clients), 2)), [model] * len(clients)
     for j in range(GROUPS):
+        members = clients[j::GROUPS]
         strategy = strategies(rounds)["fedavg"][""]
-        table[j::GROUPS], models[j::GROUPS] = federated(
-            clients[j::GROUPS], model, "fedavg", strategy, rounds
-        )
-    return table, models
+        table[j::GROUPS], models[j::GROUPS] = federated(members, model, "fedavg", strategy, rounds)
+    known = _tried((table, models), f"{step:g}")
+    return {"ifca-best": starts, "ifca": starts[:1], "known": [known]}
 
 
 def run(config: Config, keep: Keep) -> Outcome:
@@ -582,8 +573,6 @@ def _said(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
 def _figures(medians: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
-    drawn = [
-        m for m in methods if m == "fedavg" or tuned(m) not in methods
-    ]  # fine-tuned, all others
+    drawn = [one for one in methods if one == "fedavg" or tuned(one) not in methods]
     rows, columns = [KINDS[kind] for kind in kinds], [METHODS[method] for method in drawn]
     return {"heat": pictures.heat_map(medians[:, [methods.index(m) for m in drawn]], rows, columns)}
