@@ -97,6 +97,9 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
         if is_stale(name, run):
             assert re.fullmatch("[0-9a-f]{64}", one["code"])
             print(f"stale: {name}, {run}")
+        if "commit" in one:  # older results don't say
+            assert re.fullmatch("[0-9a-f]{10}", one["commit"])
+            assert one["kernel"] == gallery.KERNEL
         assert one["versions"].keys() >= {"flwr", "numpy", "scipy"}
         configure(EXPERIMENTS[entry.experiment], seed=0, options=entry.runs[run])
         for spread in [one["seconds"], *one["metrics"].values()]:
