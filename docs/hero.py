@@ -3,8 +3,7 @@
     python docs/hero.py
 
 Each row shows what is learned, and our method beside the strongest rivals. The numbers are those of
-docs/gallery/results.json; the atoms are learned here, from scikit-learn's digits as sites of the
-experiment `cameras` see them. The words of README and the home page follow.
+docs/gallery/results.json. The words of README and the home page follow.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from perdl_experiments.plots import COLORS
 
 DOCS = Path(__file__).resolve().parent
@@ -31,13 +29,6 @@ DOCS = Path(__file__).resolve().parent
 SHOWN = "docs/images/hero-light.svg"
 #: Pixels: the whole, a row, and where the bars are. Text has at least 14 where it's shown as wide.
 WIDTH, ROW, LEFT, TEXT = 420, 152, 142, 14
-#: Images of a site in the common view and in its own, as in the experiment.
-USUAL, OWN = 60, 30
-CAMERAS = {
-    "rotated": lambda stack: np.rot90(stack, axes=(1, 2)),
-    "flipped": lambda stack: stack[:, ::-1],
-    "mirrored": lambda stack: stack[:, :, ::-1],
-}
 #: Text, less important text, our bars and the others'.
 LOOKS = {
     "light": ("#1a1a1a", "#5a5a5a", COLORS[0], "#b9c6d3"),
@@ -60,15 +51,15 @@ class Panel(NamedTuple):
 PANELS = (
     Panel(
         "Which part of a model is shared?",
-        "atoms",
-        "cameras",
-        "error on new images",
+        "intercepts",
+        "parkinsons",
+        "error, 42 patients",
         "lower",
-        4,
+        2,
         {
-            "PerMA": "error_perma",
-            "all shared, fine-tuned": "error_finetuned",
-            "local training": "error_alone",
+            "PersonalizedFedAvg": "error_personal-tuned",
+            "mixed model, pooled": "error_intercepts-tuned",
+            "FedAvg, fine-tuned": "error_fedavg-tuned",
         },
     ),
     Panel(
@@ -81,39 +72,23 @@ PANELS = (
         {
             "ClusteredFedAvg": "accuracy_auto",
             "IFCA, best of 5": "accuracy_best",
-            "FedAvg, fine-tuned": "accuracy_tuned",
+            "local SVMs": "accuracy_svm",
         },
     ),
     Panel(
         "No server, only neighbors?",
-        "ring",
-        "decentralized",
-        "worst node's accuracy",
-        "higher",
+        "network",
+        "forecast",
+        "error, 12 stations",
+        "lower",
         3,
         {
-            "DiffusionAveraging": "accuracy_worst_ring",
-            "FedAvg with a server": "accuracy_fedavg",
-            "gradient tracking": "tracking:accuracy_worst_ring",
+            "DiffusionAveraging": "error_exact",
+            "FedAvg with a server": "error_fedavg",
+            "random forest, pooled": "error_forest",
         },
     ),
 )
-
-
-def learned() -> tuple[Matrix, list[Matrix]]:
-    """Return the shared atoms of sites with a camera each, and each one's own, most used first."""
-    stack = load_digits().images / 16
-    stack = stack[np.random.default_rng(0).permutation(len(stack))]
-    parts = np.split(stack[: len(CAMERAS) * (USUAL + OWN)], len(CAMERAS))
-    sites = [
-        np.vstack([part[:USUAL], camera(part[USUAL:])]).reshape(USUAL + OWN, -1)
-        for part, camera in zip(parts, CAMERAS.values(), strict=True)
-    ]
-    model = PersonalizedDictionaryLearning(32, 20).fit(sites)
-    used = [np.abs(model.transform(X, i)).sum(axis=0) for i, X in enumerate(sites)]
-    shared = np.argsort(-sum(one[:20] for one in used))
-    own = [D[np.argsort(-one[20:])] for D, one in zip(model.local_atoms_, used, strict=True)]
-    return model.global_atoms_[shared], own
 
 
 def tile(pixels: Matrix, x: float, y: float, side: float, edge: str = "") -> str:
@@ -128,21 +103,16 @@ def tile(pixels: Matrix, x: float, y: float, side: float, edge: str = "") -> str
     return image + (f"<rect {place} fill='none' stroke='{edge}' stroke-width='2'/>" if edge else "")
 
 
-def scaled(atom: Matrix) -> Matrix:
-    """Return an atom as an image, its greatest entry white and zero in the middle gray."""
-    image: Matrix = 0.5 + 0.5 * (atom / atom[np.abs(atom).argmax()]).reshape(8, 8)
-    return image
-
-
-def atoms(color: str) -> Iterator[str]:
-    """Yield shared atoms in two rows, and below them private atoms of three sites."""
-    shared, own = learned()
-    for i in range(10):
-        yield tile(scaled(shared[i]), 24.5 * (i % 5), 24.5 * (i // 5), 22)
-    for i, D in enumerate(own):
-        for j in range(2):
-            yield tile(scaled(D[j]), 42 * i + 19 * j, 64, 17, COLORS[1])
-    yield text("shared, private", 0, 100, color)
+def intercepts(color: str) -> Iterator[str]:
+    """Yield clients' points about lines of one slope, each with an intercept of its own."""
+    rng = np.random.default_rng(0)
+    for i, hue in enumerate(("#2f8fd0", "#d9691a", "#2e9a4b")):
+        top = 16 + 24 * i
+        yield f"<path d='M4 {top + 24} L116 {top - 8}' stroke='{hue}' stroke-width='2.5'/>"
+        for x in 12 + 16 * np.arange(7):
+            y = top + 25 - 32 * x / 116 + rng.normal(0, 3.5)
+            yield f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.6' fill='{hue}'/>"
+    yield text("private intercepts", 0, 108, color)
 
 
 def groups(color: str) -> Iterator[str]:
@@ -154,13 +124,16 @@ def groups(color: str) -> Iterator[str]:
     yield text("groups it finds", 0, 96, color)
 
 
-def ring(color: str, n: int = 16) -> Iterator[str]:
+def network(color: str, n: int = 12) -> Iterator[str]:
     """Yield nodes and their links."""
     angles = 2 * np.pi * np.arange(n) / n
-    places = np.stack([60 + 44 * np.sin(angles), 50 - 44 * np.cos(angles)], axis=1)
-    yield "<circle cx='60' cy='50' r='44' fill='none' stroke='#8593a3' stroke-width='2'/>"
+    places = np.stack([60 + 44 * np.sin(angles), 48 - 42 * np.cos(angles)], axis=1)
+    links = [(i, (i + step) % n) for i in range(n) for step in (1, 2 + i % 2)[: 1 + i % 2]]
+    for (x, y), (u, v) in ((places[i], places[j]) for i, j in links):
+        at = f"x1='{x:.1f}' y1='{y:.1f}' x2='{u:.1f}' y2='{v:.1f}'"
+        yield f"<line {at} stroke='#8593a3' stroke-width='1.5'/>"
     yield from (f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5.5' fill='#2f8fd0'/>" for x, y in places)
-    yield text(f"{n} nodes", 60, 55, color, anchor="middle")
+    yield text("neighbors only", 0, 112, color)
 
 
 def text(
@@ -203,7 +176,7 @@ def measured(results: Mapping[str, Any], panel: Panel) -> dict[str, float]:
 def draw(results: Mapping[str, Any], theme: str) -> str:
     """Return the picture: a row per question."""
     look = LOOKS[theme]
-    drawings = {"atoms": atoms, "groups": groups, "ring": ring}
+    drawings = {"intercepts": intercepts, "groups": groups, "network": network}
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {ROW * len(PANELS)}' "
         f"width='{WIDTH}' height='{ROW * len(PANELS)}' font-size='{TEXT}' "
