@@ -65,14 +65,14 @@ PANELS = (
     Panel(
         "Which clients learn together?",
         "groups",
-        "rotated-digits",
-        "accuracy",
+        "cifar-rotated",
+        "accuracy, CIFAR-10",
         "higher",
         3,
         {
-            "ClusteredFedAvg": "accuracy_auto",
-            "IFCA, best of 5": "accuracy_best",
-            "local SVMs": "accuracy_svm",
+            "ClusteredFedAvg": "accuracy_turned_clustered-tuned",
+            "IFCA, best of 5": "accuracy_turned_ifca-best-tuned",
+            "FedAvg, fine-tuned": "accuracy_turned_tuned",
         },
     ),
     Panel(

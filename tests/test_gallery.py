@@ -78,7 +78,7 @@ def is_stale(name: str, run: str) -> bool:
 
 def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
     shown = [(entry.paper, one) for entry in ENTRIES.values() for one in entry.shows]
-    assert sorted(shown) == sorted((paper, one) for paper, them in PAPERS.items() for one in them)
+    assert sorted({*shown}) == sorted((paper, one) for paper, them in PAPERS.items() for one in them)
     assert gallery.papers().keys() == PAPERS.keys()
 
 
@@ -116,7 +116,8 @@ def test_pages_say_what_the_results_make_and_nothing_else() -> None:
     pages = gallery.listed()
     assert made.keys() == {"index.md", *(f"{page.name}.md" for page in pages)}
     assert sorted(name for page in pages for name in page.entries) == sorted(ENTRIES)
-    assert {name: n for name, text in made.items() if (n := len(text.split())) > 900} == {}
+    most = {name: 45 * len(pages) if name == "index.md" else 900 for name in made}
+    assert {name: n for name, text in made.items() if (n := len(text.split())) > most[name]} == {}
     for name, text in made.items():
         prose = re.sub("```.*?```|`.*?`", "", text, flags=re.DOTALL)
         assert {one[0] for one in AVOIDED.finditer(prose)} == set(), name
