@@ -71,7 +71,7 @@ PANELS = (
         3,
         {
             "ClusteredFedAvg": "accuracy_turned_clustered-tuned",
-            "IFCA, best of 5": "accuracy_turned_ifca-best-tuned",
+            "IFCA, best of 5": "accuracy_turned_ifca-best",
             "FedAvg, fine-tuned": "accuracy_turned_tuned",
         },
     ),
