@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,20 @@ from flwr.app import Array, ArrayRecord, Context
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
-from perdl_experiments.studies._network import NAMES
+from flwr_perdl.protocol.records import Scalar
+from perdl_experiments.studies._network import NAMES, Evaluated, Model
 from perdl_experiments.studies.personal import Client, Config, first_model, splits
 
 CLIENTS, ROUNDS, STEP = 20, 40, 0.3
+
+
+class Measured(Client):
+    """A client that evaluates the accuracy on the images to choose by, too."""
+
+    def evaluate(self, parameters: Model, config: Mapping[str, Scalar]) -> Evaluated:
+        """Return the loss to choose by, the number of images, and both accuracies."""
+        loss, n, metrics = super().evaluate(parameters, config)
+        return loss, n, {**metrics, "chosen-by": self.accuracy(parameters, self.choice)}
 
 
 def digits(kind: str, seed: int, dtype: Any = np.float64) -> tuple[ClientApp, ArrayRecord]:
@@ -25,6 +35,7 @@ def digits(kind: str, seed: int, dtype: Any = np.float64) -> tuple[ClientApp, Ar
         clients=CLIENTS,
         rounds=ROUNDS,
         seed=seed,
+        network="dense",
         images=40,
         hidden=32,
         kinds=(kind,),

@@ -120,7 +120,7 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
     def make_client(context: Any) -> personal.Client:
         return clients[int(context.node_config["partition-id"])]
 
-    start = ArrayRecord({n: Array(a) for n, a in zip(personal.NAMES, model, strict=True)})
+    start = ArrayRecord({n: Array(a) for n, a in zip(NAMES, model, strict=True)})
     diagnosis, n = Diagnosis(seed=seed), len(clients)
     with one_blas_thread():
         diagnosis.start(InProcessGrid(client_app(make_client), n), start, FEW, verbose="quiet")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from _digits import Measured
 
 from flwr_perdl.network import InMemoryNetwork, Schedule, Topology, diffusion_averaging
 from perdl_experiments.liars import NEIGHBORS, average_among_liars
@@ -40,7 +41,7 @@ GRAPHS: Mapping[str, Callable[[int], Network]] = {
 }
 
 
-class Trained(Client):
+class Trained(Measured):
     """A client whose ``fit`` takes several epochs."""
 
     epochs = 1

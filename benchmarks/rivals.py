@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _digits import Measured
 from _measure import CORES, RESULTS
 from joblib import Parallel, delayed
 from scipy import stats
@@ -107,8 +108,8 @@ def place(function: str) -> Path:
 
 def measured(clients: Clients, models: Iterable[_network.Model]) -> list[list[Any]]:
     """Return the clients' accuracies."""
-    found = [c.evaluate(model, {})[2] for c, model in zip(clients, models, strict=True)]
-    return [[one["chosen-by"], one["accuracy"]] for one in found]
+    found: list[list[Any]] = personal.measured(clients, [*models]).tolist()
+    return found
 
 
 def ours(name: str, clients: Clients, model: _network.Model, pull: float) -> tuple[float, Any]:
@@ -171,7 +172,7 @@ def here(kind: str, function: str, method: str, tried: Tried) -> list[Run]:
     found = []
     for seed, sgd, pull in (tried[0], *tried):  # the first compiles
         own, models = given(kind, seed)
-        clients = [personal.Client(one, seed, i, sgd["lr"]) for i, one in enumerate(own)]
+        clients = [Measured(one, seed, i, sgd["lr"]) for i, one in enumerate(own)]
         start = time.process_time()
         if function == "ours":
             sent, table = ours(method, clients, models[0], pull)
