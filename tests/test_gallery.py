@@ -78,7 +78,9 @@ def is_stale(name: str, run: str) -> bool:
 
 def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
     shown = [(entry.paper, one) for entry in ENTRIES.values() for one in entry.shows]
-    assert sorted({*shown}) == sorted((paper, one) for paper, them in PAPERS.items() for one in them)
+    assert sorted({*shown}) == sorted(
+        (paper, one) for paper, them in PAPERS.items() for one in them
+    )
     assert gallery.papers().keys() == PAPERS.keys()
 
 
