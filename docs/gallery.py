@@ -337,9 +337,7 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
     started, good = time.perf_counter(), True
     for name in {job.entry.name for job in jobs}:
         _collect([job for job in jobs if job.entry.name == name], results)
-    os.environ["OPENBLAS_CORETYPE"] = KERNEL  # of the processes that are started
-    os.environ["OMP_NUM_THREADS"] = "1"  # each: the others have the other cores
-    with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
+    with _processes() as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
         for number, ended in enumerate(as_completed(waiting), 1):
             job = waiting[ended]
@@ -354,6 +352,13 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
                 write_pages(results)
     write_pages(results)
     return good
+
+
+def _processes() -> ProcessPoolExecutor:
+    """Return processes for runs, with OpenBLAS's kernel `KERNEL` and a thread each."""
+    os.environ["OPENBLAS_CORETYPE"] = KERNEL  # read when a process starts: not by this one
+    os.environ["OMP_NUM_THREADS"] = "1"  # the others have the other cores
+    return ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet)
 
 
 def quiet() -> None:
@@ -413,7 +418,8 @@ def redraw(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None) 
         if not job.ready:
             print(f"{entry.name}: the stored pictures stay, as it needs DATA/{entry.data_of(run)}")
             continue
-        took = 0.0 if job.done() else job.work()
+        with _processes() as pool:
+            took = 0.0 if job.done() else pool.submit(Job.work, job).result()
         _keep_pictures(job)
         said = json.loads((job.folder / "results.json").read_text())
         results[entry.name][run] |= {"figures": said["figures"], "notes": said["notes"]}
