@@ -30,7 +30,7 @@ import sys
 import textwrap
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from hashlib import file_digest, sha256
@@ -56,7 +56,7 @@ from perdl_experiments.studies import configure, find
 from perdl_experiments.words import data_size, megabytes
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ROOT / "docs" / "gallery"
+README, PAGES = ROOT / "README.md", ROOT / "docs" / "gallery"
 ENTRIES, RESULTS = PAGES / "entries.toml", PAGES / "results.json"
 THUMBNAILS = PAGES / "thumbnails"
 RUNS = ROOT / "runs" / "gallery"
@@ -88,7 +88,8 @@ RULES = (
     "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. "
     f"A claim compares medians, which must differ by more than {SHARE:.0%}.",
     f"Numbers are medians over seeds, with the {LEVEL:.0%} bootstrap interval of the median; for "
-    "five seeds or fewer, with the range. Pictures are of the first run. Our methods are in bold.",
+    "five seeds or fewer, with the range. Where a page says so, clients are resampled, means "
+    "compared. Pictures are of the first run. Our methods are in bold.",
 )
 RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
@@ -132,6 +133,7 @@ class Question(NamedTuple):
     rivals: Mapping[str, str | float]
     margin: float = 0.0
     interval: Sequence[str] = ()
+    over: str = "seeds"
     says: str = ""
 
 
@@ -216,6 +218,20 @@ def listed() -> list[Page]:
     """Return the pages, in the order of the index."""
     found = tomllib.loads(ENTRIES.read_text())["pages"]
     return [Page(**page | {"entries": tuple(page["entries"])}) for page in found]
+
+
+class Row(NamedTuple):
+    """A row of README's table."""
+
+    task: str
+    entry: str
+    local: str
+    other: str
+    beside: str
+    ours: str
+    by: str
+    better: str
+    over: str = "seeds"
 
 
 def papers() -> dict[str, dict[str, str]]:
@@ -475,6 +491,7 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
         "versions": first["versions"],
         "seconds": spread("seconds", [one["seconds"] for one in found]),
         **{cost: first[cost] for cost in ("rounds", "floats_up", "floats_down")},
+        **_of_clients(jobs[0]),
         "metrics": {
             name: spread(name, [one[name] for one in metrics], by_seed.get(name))
             for name in metrics[0]
@@ -484,6 +501,17 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
         "notes": first["notes"],
         "figures": first["figures"],
     }
+
+
+def _of_clients(job: Job) -> dict[str, Any]:
+    """Return each client's mean over a run's seeds, of metrics that are compared over clients."""
+    asked = [one for one in job.entry.questions if one.over != "seeds"]
+    named = {str(metric) for one in asked for metric in (one.ours, *one.rivals.values())}
+    if not named:
+        return {}
+    with np.load(job.folder / "arrays.npz") as arrays:
+        means = {name: arrays[name].mean(axis=0) for name in sorted(named)}
+    return {"clients": {name: [_kept(one) for one in values] for name, values in means.items()}}
 
 
 def _data(path: Path | None) -> dict[str, Any]:
@@ -568,6 +596,11 @@ class Found:
         values = self.metrics(run or self.first)[metric].get("values", [])
         return [float("inf") if value is None else value for value in values]
 
+    def clients(self, reference: str | float) -> list[float]:
+        """Return a metric of the first run for each client."""
+        values: list[float] = self.runs[self.first]["clients"][str(reference)]
+        return values
+
     def interval(self, reference: str | float) -> tuple[float, float]:
         """Return the bootstrap interval of a metric's median."""
         values = self.values(str(reference))
@@ -584,16 +617,18 @@ class Found:
         return data_size(value) if FLOATS in reference else value
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the percentile interval of the median of resampled values.
+def bootstrap(
+    values: Sequence[Any], statistic: Callable[..., Any] = np.median
+) -> tuple[float, float]:
+    """Return the percentile interval of the median, or another statistic, of resampled values.
 
     The median of five draws is the smallest of five values in 5.8 % of the resamples, so that the
     interval of five values is their range.
     """
     drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
-    medians = np.median(np.asarray(values)[drawn], axis=1)
+    found = statistic(np.asarray(values)[drawn], axis=1)
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(medians, [tail, 1 - tail], method="inverted_cdf")
+    low, high = np.quantile(found, [tail, 1 - tail], method="inverted_cdf")
     return float(low), float(high)
 
 
@@ -635,6 +670,16 @@ def answer(question: Question, found: Found) -> Answer:
     if question.interval:
         low, high = (found.get(metric) for metric in question.interval)
         middle = found.get(question.ours)
+    elif question.over != "seeds":
+
+        def gain(pairs: Any, axis: int) -> Any:
+            """Return by how much the mean over clients is lower."""
+            means = pairs.mean(axis=axis)
+            return 1 - means[..., 0] / means[..., 1]
+
+        both = np.transpose([found.clients(one) for one in (question.ours, question.rivals[best])])
+        low, high = bootstrap(both.tolist(), gain)
+        middle = float(gain(both, 0))
     else:
         pairs = found.values(question.ours), found.values(str(question.rivals[best]))
         gains = [_gain(ours, theirs, lower=lower) for ours, theirs in zip(*pairs, strict=True)]
@@ -692,11 +737,32 @@ def write_pages(results: Mapping[str, Any]) -> None:
     known = {entry.name: entry for entry in entries()}
     for name, text in pages(results).items():
         (PAGES / name).write_text(text)
+    text = README.read_text()
+    README.write_text(re.sub(r"\| task \|.*?\n(?!\|)", readme(results), text, flags=re.DOTALL))
     for page in listed():
         entry = known[page.entries[0]]
         picture = _picture(entry, entry.pictures[0], ".png")
         if picture.is_file():
             _thumbnail(entry, picture)
+
+
+def readme(results: Mapping[str, Any]) -> str:
+    """Return README's table; the best number of a row is bold where its interval excludes 0."""
+    known, rows = {entry.name: entry for entry in entries()}, []
+    for row in tomllib.loads(ENTRIES.read_text())["readme"]:
+        one = Row(**row)
+        found = Found(known[one.entry], results)
+        asked = Question("", one.ours, one.better, {one.beside: one.other}, over=one.over)
+        answered = answer(asked, found)
+        local, other, ours = (number(found.get(name)) for name in (one.local, one.other, one.ours))
+        other, ours = (
+            f"**{shown}**" if answered.word == wins else shown
+            for shown, wins in ((other, NO), (ours, YES))
+        )
+        rows.append(
+            [one.task, local, f"{other} ({one.beside})", f"{ours} ({one.by})", answered.interval]
+        )
+    return markdown_table(["task", "local", "strongest other", "ours", "difference"], rows)
 
 
 def _thumbnail(entry: Entry, source: Path) -> None:

@@ -197,7 +197,7 @@ def words(results: Mapping[str, Any]) -> str:
     for panel in PANELS:
         values = measured(results, panel).items()
         found = ", ".join(f"{name} {rounded(value, panel)}" for name, value in values)
-        measure = f"{panel.measure.capitalize()} ({panel.better} is better)"
+        measure = f"{panel.measure[0].upper()}{panel.measure[1:]} ({panel.better} is better)"
         said.append(f"{panel.question} {measure}: {found}.")
     return " ".join(said)
 
