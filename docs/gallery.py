@@ -79,17 +79,17 @@ MEANING = {
     "paper has no number, each of its claims is true of our medians.",
     NOT_REPRODUCED: "Neither.",
     NOT_COMPARABLE: "The paper doesn't say enough to run the same experiment.",
-    YES: "A question of our own: the interval of the paired difference to the best of the methods "
-    "that it names is above 0.",
-    NO: "It's below 0: we lose.",
-    UNDECIDED: "It includes 0.",
+    YES: "A question of our own: the intervals of the paired differences to all methods that it "
+    "names exclude 0 (errors: in percent).",
+    NO: "Another is better: we lose.",
+    UNDECIDED: "An interval includes 0.",
 }
 RULES = (
     "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. "
     f"A claim compares medians, which must differ by more than {SHARE:.0%}.",
     f"Numbers are medians over seeds, with the {LEVEL:.0%} bootstrap interval of the median; for "
-    "five seeds or fewer, with the range. Where a page says so, clients are resampled, means "
-    "compared. Pictures are of the first run. Our methods are in bold.",
+    "five seeds or fewer, with the range. Where a page says so, clients are resampled. "
+    "Pictures are of the first run. In bold: what a page is about.",
 )
 RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
@@ -164,6 +164,7 @@ class Entry(NamedTuple):
     data: Sequence[str] = ()
     small: bool = False
     needs: str = ""
+    extras: str = "experiments"
     repeats: int = REPEATS
     figures: Sequence[Figure] = ()
     claims: Sequence[Claim] = ()
@@ -659,40 +660,44 @@ class Answer(NamedTuple):
 
 
 def answer(question: Question, found: Found) -> Answer:
-    """Return a question's answer: the paired difference to the best of its rivals.
+    """Return a question's answer: yes if the paired differences to all of its rivals say so.
 
-    Where a lower number is better, it is a share of the rival's.
+    It names the rival that decides. Where a lower number is better, a difference is a share of the
+    rival's.
     """
+    margin, lower = question.margin, question.better == "lower"
+    gains = {name: _gains(question, rival, found) for name, rival in question.rivals.items()}
+    rival = min(gains, key=lambda name: (gains[name][2] + margin >= 0, gains[name]))
+    low, middle, high = gains[rival]
+    word = YES if low + margin > 0 else NO if high + margin < 0 else UNDECIDED
+    if lower:  # as a change of the error
+        low, middle, high = -high, -middle, -low
+    scale = 100 if lower else 1
+    shown = [f"{scale * one:+.3g}" if one else "0" for one in (middle, low, high)]
+    unit = " %" if lower else ""
+    return Answer(word, f"{shown[0]}{unit}", f"{shown[1]} to {shown[2]}{unit}", rival)
+
+
+def _gains(question: Question, rival: str | float, found: Found) -> tuple[float, float, float]:
+    """Return by how much ours is better than a rival: low, middle and high."""
     lower = question.better == "lower"
-    best = min(
-        question.rivals, key=lambda name: (1 if lower else -1) * found.get(question.rivals[name])
-    )
     if question.interval:
         low, high = (found.get(metric) for metric in question.interval)
-        middle = found.get(question.ours)
-    elif question.over != "seeds":
+        return low, found.get(question.ours), high
+    if question.over != "seeds":
 
         def gain(pairs: Any, axis: int) -> Any:
             """Return by how much the mean over clients is lower."""
             means = pairs.mean(axis=axis)
             return 1 - means[..., 0] / means[..., 1]
 
-        both = np.transpose([found.clients(one) for one in (question.ours, question.rivals[best])])
+        both = np.transpose([found.clients(one) for one in (question.ours, rival)])
         low, high = bootstrap(both.tolist(), gain)
-        middle = float(gain(both, 0))
-    else:
-        pairs = found.values(question.ours), found.values(str(question.rivals[best]))
-        gains = [_gain(ours, theirs, lower=lower) for ours, theirs in zip(*pairs, strict=True)]
-        low, high = (min(gains), max(gains)) if len(gains) <= REPEATS else bootstrap(gains)
-        middle = float(np.median(gains))
-    margin = question.margin
-    word = YES if low + margin > 0 else NO if high + margin < 0 else UNDECIDED
-    if lower:  # as a change of the error
-        middle, low, high = -middle, -high, -low
-    scale = 100 if lower else 1
-    shown = [f"{scale * one:+.3g}" if one else "0" for one in (middle, low, high)]
-    unit = " %" if lower else ""
-    return Answer(word, f"{shown[0]}{unit}", f"{shown[1]} to {shown[2]}{unit}", best)
+        return low, float(gain(both, 0)), high
+    pairs = found.values(question.ours), found.values(str(rival))
+    gains = [_gain(ours, theirs, lower=lower) for ours, theirs in zip(*pairs, strict=True)]
+    low, high = (min(gains), max(gains)) if len(gains) <= REPEATS else bootstrap(gains)
+    return low, float(np.median(gains)), high
 
 
 def _gain(ours: float, theirs: float, *, lower: bool) -> float:
@@ -762,7 +767,7 @@ def readme(results: Mapping[str, Any]) -> str:
         rows.append(
             [one.task, local, f"{other} ({one.beside})", f"{ours} ({one.by})", answered.interval]
         )
-    return markdown_table(["task", "local", "strongest other", "ours", "difference"], rows)
+    return markdown_table(["task", "local", "strongest other", "flwr-perdl", "difference"], rows)
 
 
 def _thumbnail(entry: Entry, source: Path) -> None:
@@ -815,14 +820,13 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # by page\n```\n"
     runs = [one for _, of in every for one in of.runs.values()]
-    seconds = (one["seconds"] for one in runs)
-    minutes = sum(one["median"] * len(one["values"]) for one in seconds) / 60
-    made = {(one.get("commit", "before"), one.get("kernel", "of each processor")) for one in runs}
-    by = "; ".join(
-        f"commit `{commit}`, OpenBLAS kernel {kernel}" for commit, kernel in sorted(made)
+    commits, kernels = (
+        ", ".join(f"`{one}`" for one in sorted({run.get(key, "before") for run in runs}))
+        for key in ("commit", "kernel")
     )
-    yield f"All runs took {minutes:.0f} core minutes ({by}: `OPENBLAS_CORETYPE` sets it). Another "
-    yield "kernel may change the third digit where a choice is close. "
+    minutes = _minutes([one["seconds"] for one in runs])
+    yield f"All runs took {minutes}, at commit {commits} with OpenBLAS's kernel {kernels} "
+    yield "(`OPENBLAS_CORETYPE`); another kernel may change the third digit of close choices. "
     yield "[results.json](results.json) has every metric.\n"
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
@@ -847,14 +851,15 @@ def _page(page: Page, sections: Sequence[Section]) -> Iterator[str]:
             yield f"## {entry.title}\n"
         yield from _section(entry, found, captions)
     yield "## How to run\n"
-    yield f"```sh\n{_commands(page, [entry for entry, _ in sections])}\n```\n"
+    yield f"```sh\n{_commands(page, sections)}\n```\n"
     code = ", ".join(_once(_source(entry) for entry, _ in sections))
     yield f"Code: {code}. [How verdicts are computed]({RULES_AT}).\n"
     yield "## Limitations\n"
-    yield from (f"- {markdown_text(f.fill(one))}" for e, f in sections for one in e.limits)
+    yield from _once(f"- {markdown_text(f.fill(one))}" for e, f in sections for one in e.limits)
     runs = [one for _, found in sections for one in found.runs.values() if "data" in one]
-    for file, checksum in {one["data"]["file"]: one["data"]["sha256"] for one in runs}.items():
-        yield f"- `{file}`: SHA-256 `{checksum}`; `flwr-perdl fetch` says where to get it."
+    files = _once(f"`{one['data']['file']}` (SHA-256 `{one['data']['sha256']}`)" for one in runs)
+    if files:
+        yield f"- `flwr-perdl fetch` says where the data are: {', '.join(files)}."
     versions = (found.runs[found.first]["versions"] for _, found in sections)
     yield from _once(f"- {', '.join(f'{n} {v}' for n, v in one.items())}." for one in versions)
     yield ""
@@ -955,6 +960,12 @@ def _measured(metric: str, found: Found) -> str:
     return f"{number(scale * found.get(metric))}{span}"
 
 
+def _minutes(seconds: Sequence[Mapping[str, Any]]) -> str:
+    """Return how long runs took on one core, rounded up."""
+    total = sum(one["median"] * len(one["values"]) for one in seconds) / 60
+    return f"{np.ceil(total):.0f} core minutes"
+
+
 def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
     """Return a section's verdict; of a question of our own with its interval."""
     if entry.shows:
@@ -964,11 +975,16 @@ def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
     return f"{one.word.capitalize()} ({one.interval}{rival})"
 
 
-def _commands(page: Page, sections: Sequence[Entry]) -> str:
+def _commands(page: Page, sections: Sequence[Section]) -> str:
     """Return the commands of the page and of each of its runs."""
-    folder = " DATA=FOLDER" if any(entry.files for entry in sections) else ""
-    lines = [f"make gallery ARGS={page.name}{folder}   # all seeds; or one run:"]
-    for entry in sections:
+    folder = " DATA=FOLDER" if any(entry.files for entry, _ in sections) else ""
+    extras = ",".join(_once(one for entry, _ in sections for one in entry.extras.split(",")))
+    runs = [one["seconds"] for _, found in sections for one in found.runs.values()]
+    lines = [
+        f"pip install '.[{extras}]'",
+        f"make gallery ARGS={page.name}{folder}   # all seeds, {_minutes(runs)}; or one run:",
+    ]
+    for entry, _ in sections:
         for run, options in entry.runs.items():
             name = entry.data_of(run)
             given = [f"--data FOLDER/{name}"] if name else []
@@ -976,7 +992,7 @@ def _commands(page: Page, sections: Sequence[Entry]) -> str:
             command = " ".join(["flwr-perdl run", entry.experiment, *given])
             wrapped = textwrap.wrap(command, 96, break_on_hyphens=False, break_long_words=False)
             lines.append(" \\\n    ".join(wrapped).replace("\0", " "))
-    return "\n".join(_once([*lines, *(line for entry in sections for line in entry.data)]))
+    return "\n".join(_once([*lines, *(line for entry, _ in sections for line in entry.data)]))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -65,12 +65,6 @@ def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Any:
     return gallery.Found(ENTRIES[name], results)
 
 
-def stored(name: str, metric: str) -> list[float]:
-    """Return what each seed of an entry's first run has."""
-    values: list[float] = STORED[name][next(iter(ENTRIES[name].runs))]["metrics"][metric]["values"]
-    return values
-
-
 def is_stale(name: str, run: str) -> bool:
     """Whether a study has changed since a run, as far as the run says with which code it was."""
     now = gallery.fingerprint(ENTRIES[name], run)
@@ -186,27 +180,30 @@ def test_a_worse_number_changes_the_verdict(name: str) -> None:
         ("reproduced", "better than the paper", "not reproduced") if entry.shows else OWN
     )
 
-    def worse(metrics: dict[str, Any]) -> None:
-        for figure in entry.figures:
-            if figure.counts and figure.paper is not None and ":" not in figure.metric:
-                value = 10 * figure.paper if figure.better == "lower" else figure.paper / 10
-                metrics[figure.metric] = dict.fromkeys(("low", "median", "high"), value)
-        for left, right in (pair for claim in entry.claims for pair in claim.less):
-            if ":" not in f"{left}{right}":
-                values = {left: 1e9, right: 1.0} if isinstance(left, str) else {right: 0.0}
-                for metric, value in values.items():
-                    metrics[metric] = dict.fromkeys(("low", "median", "high"), value)
+    found = changed(name, lambda them: None)
 
-        if not entry.shows:
-            question = entry.questions[0]
-            value = 1e9 if question.better == "lower" else -1e9
-            for metric in [question.ours, *question.interval]:
-                metrics[metric] |= {"median": value, "values": [value] * len(stored(name, metric))}
+    def put(reference: str | float, value: float) -> None:
+        if not isinstance(reference, str):
+            return
+        run, _, metric = reference.rpartition(":")
+        count = len(found.metrics(run or found.first)[metric]["values"])
+        spread = dict.fromkeys(("low", "median", "high"), value)
+        found.metrics(run or found.first)[metric] = {**spread, "values": [value] * count}
 
-    found = changed(name, worse)
-    if not entry.shows and entry.questions[0].over != "seeds":
-        clients = found.runs[found.first]["clients"]
-        clients[entry.questions[0].ours] = [1e9] * len(clients[entry.questions[0].ours])
+    for figure in entry.figures:
+        if figure.counts and figure.paper is not None:
+            put(figure.metric, figure.paper * (10 if figure.better == "lower" else 0.1))
+    for left, right in (pair for claim in entry.claims for pair in claim.less):
+        put(left, 1e9)
+        put(right, 1.0 if isinstance(left, str) else 0.0)
+    if not entry.shows:
+        question = entry.questions[0]
+        value = 1e9 if question.better == "lower" else -1e9
+        for metric in [question.ours, *question.interval]:
+            put(metric, value)
+        if question.over != "seeds":
+            clients = found.runs[found.first]["clients"]
+            clients[question.ours] = [value] * len(clients[question.ours])
     assert gallery.verdict(entry, found) == ("not reproduced" if entry.shows else "no")
 
 
@@ -250,6 +247,11 @@ def test_a_question_is_answered_by_the_paired_difference_to_the_best_rival(
     answer = gallery.answer(question, found)
     assert (answer.word, answer.interval, answer.rival) == (word, interval, "a good one")
     assert gallery.answer(question._replace(margin=9.0), found).word == "yes"
+    if word == "yes":  # but not if another rival's median is worse and one of its seeds is better
+        last = [9.0, 9.0, 0.1] if better == "lower" else [0.0, 0.0, 9.0]
+        found.metrics(found.first)["worst"]["values"] = last
+        answer = gallery.answer(question, found)
+        assert (answer.word, answer.rival) == ("undecided", "a bad one")
 
 
 def test_over_clients_the_means_of_resampled_clients_are_compared() -> None:
