@@ -13,6 +13,7 @@ from matplotlib.patches import Rectangle
 
 from flwr_perdl.core.checks import Matrix
 from perdl_experiments.plots import (
+    _WRAP,
     COLORS,
     SMALL,
     WIDTH,
@@ -27,12 +28,13 @@ from perdl_experiments.plots import (
     share_legend,
 )
 
-#: Letters of all titles in a row of `side_by_side`.
-_LETTERS = 46
+#: Letters of all titles in a row of images, and of a bar's name before it wraps.
+_LETTERS, _NAME = 46, 28
+_MOST_COLUMNS = 5
 
 
 def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
-    """Draw images in [0, 1], a column per title.
+    """Draw images in [0, 1], a column per title; of many titles each has a row.
 
     Parameters
     ----------
@@ -40,15 +42,20 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
         Title -> images, gray or in color; values outside [0, 1] are clipped.
     """
     n_images, height, width = next(iter(columns.values())).shape[:3]
-    size = WIDTH / len(columns)
-    figure = _figure(WIDTH, n_images * (size * height / width + 0.1) + 0.5)
-    grid = figure.subplots(n_images, len(columns), squeeze=False)
-    for column, (title, images) in zip(grid.T, columns.items(), strict=True):
-        for row, (axes, image) in enumerate(zip(column, images, strict=True)):
+    rows = len(columns) > _MOST_COLUMNS
+    down, across = (len(columns), n_images) if rows else (n_images, len(columns))
+    side = WIDTH / (across + rows)  # a row's title is about as wide as an image
+    figure = _figure(WIDTH, down * (side * height / width + 0.1) + 0.5)
+    grid = figure.subplots(down, across, squeeze=False)
+    at: dict[str, Any] = {"rotation": 0, "ha": "right", "va": "center", "fontsize": SMALL}
+    for line, (title, images) in zip(grid if rows else grid.T, columns.items(), strict=True):
+        for axes, image in zip(line, images, strict=True):
             _show(axes, np.clip(image, 0, 1), "")
-            if not row:
-                named = fill(title, _LETTERS // len(columns))
-                axes.set_title(named, fontsize=SMALL, loc="left")
+        if rows:
+            line[0].set_ylabel(fill(title, _WRAP), **at)
+        else:
+            named = fill(title, _LETTERS // across)
+            line[0].set_title(named, fontsize=SMALL, loc="left")
     return figure
 
 
@@ -89,20 +96,26 @@ def bars(
     middle : callable
         Median or mean.
     """
-    sizes = [0.24 * len(values) + 0.35 for values in panels.values()]
+    named = {
+        name: fill(name, _NAME, break_on_hyphens=False)
+        for values in panels.values()
+        for name in values
+    }
+    row = 0.36 if any("\n" in name for name in named.values()) else 0.24
+    sizes = [row * len(values) + 0.35 for values in panels.values()]
     figure = _figure(WIDTH, sum(sizes))
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
     for axes, (title, values) in zip(grid, panels.items(), strict=True):
         ranges = np.array([[one.min(), middle(one), one.max()] for one in values.values()])
         least, most = ranges[:, 1].min(), ranges[:, 1].max()
         for at, (low, value, high) in enumerate(ranges):
-            axes.barh(at, value, 0.7, color=COLORS[0] if value == least else "#b9c6d3")
+            axes.barh(at, value, 0.17 / row, color=COLORS[0] if value == least else "#b9c6d3")
             axes.plot([low, high], [at, at], color="#5b6770", lw=1.2)
             axes.text(high + 0.02 * most, at, f"{value:#.3g}", va="center", fontsize=SMALL)
         axes.set_title(title, fontsize=SMALL, loc="left", weight="bold")
         axes.set(xlim=(0, 1.3 * most), xticks=[])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.set_yticks(range(len(values)), list(values), fontsize=SMALL)
+        axes.set_yticks(range(len(values)), [named[name] for name in values], fontsize=SMALL)
         axes.invert_yaxis()
     return figure
 
@@ -254,7 +267,8 @@ def maps(panels: Mapping[str, Matrix], tiles: int, n_rows: int = 1) -> Figure:
     grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for axes, (title, image) in zip(grid, panels.items(), strict=True):
         shown = axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-        axes.set_title(title, fontsize=SMALL, loc="left")
+        named = fill(title, (_LETTERS - 8) // n_columns)
+        axes.set_title(named, fontsize=SMALL, loc="left")
         axes.set(xticks=[], yticks=[])
         for size, line in ((image.shape[0], axes.axhline), (image.shape[1], axes.axvline)):
             for part in np.array_split(np.arange(size), tiles)[1:]:
