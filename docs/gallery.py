@@ -771,12 +771,13 @@ def readme(results: Mapping[str, Any]) -> str:
 
 
 def _thumbnail(entry: Entry, source: Path) -> None:
-    """Write the small picture of an entry, whole, in the middle of white, if it has a card."""
+    """Write a card's picture: the entry's, of a tall one the top, in the middle of white."""
     for page in listed():
         if page.entries[0] == entry.name:
             with Image.open(source) as picture:
-                whole = ImageOps.pad(picture.convert("RGB"), THUMBNAIL, color="white")
-                whole.quantize(64).save(THUMBNAILS / f"{page.name}.png", optimize=True)
+                top = picture.crop((0, 0, picture.width, min(picture.size))).convert("RGB")
+                shown = ImageOps.pad(top, THUMBNAIL, color="white")
+                shown.quantize(64).save(THUMBNAILS / f"{page.name}.png", optimize=True)
 
 
 def pages(results: Mapping[str, Any]) -> dict[str, str]:
