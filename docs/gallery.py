@@ -822,7 +822,7 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "make gallery ARGS=synthetic   # by page\n```\n"
     runs = [one for _, of in every for one in of.runs.values()]
     commits, kernels = (
-        ", ".join(f"`{one}`" for one in sorted({run.get(key, "before") for run in runs}))
+        ", ".join(f"`{one}`" for one in sorted({run[key] for run in runs}))
         for key in ("commit", "kernel")
     )
     minutes = _minutes([one["seconds"] for one in runs])

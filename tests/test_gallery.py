@@ -65,12 +65,6 @@ def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Any:
     return gallery.Found(ENTRIES[name], results)
 
 
-def is_stale(name: str, run: str) -> bool:
-    """Whether a study has changed since a run, as far as the run says with which code it was."""
-    now = gallery.fingerprint(ENTRIES[name], run)
-    return bool(STORED[name][run].get("code", now) != now)
-
-
 def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
     shown = [(entry.paper, one) for entry in ENTRIES.values() for one in entry.shows]
     assert sorted(shown) == sorted((paper, one) for paper, them in PAPERS.items() for one in them)
@@ -87,14 +81,8 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
         measured = one.get("data", {"file": "", "sha256": "0" * 64})
         assert measured["file"] == entry.data_of(run)
         assert re.fullmatch("[0-9a-f]{64}", measured["sha256"])
-        # Studies have changed since some were run: those are listed (pytest -rP), until all are
-        # run again. Older results do not say with which code.
-        if is_stale(name, run):
-            assert re.fullmatch("[0-9a-f]{64}", one["code"])
-            print(f"stale: {name}, {run}")
-        if "commit" in one:  # older results don't say
-            assert re.fullmatch("[0-9a-f]{10}", one["commit"])
-            assert one["kernel"] == gallery.KERNEL
+        assert one["code"] == gallery.fingerprint(entry, run), f"make gallery ARGS={name}"
+        assert one["kernel"] == gallery.KERNEL
         assert one["versions"].keys() >= {"flwr", "numpy", "scipy"}
         configure(EXPERIMENTS[entry.experiment], seed=0, options=entry.runs[run])
         for spread in [one["seconds"], *one["metrics"].values()]:
@@ -103,6 +91,11 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
                 for key in ("low", "median", "high")
             )
             assert low <= median <= high
+
+
+def test_all_results_are_of_one_commit() -> None:
+    (commit,) = {one["commit"] for stored in STORED.values() for one in stored.values()}
+    assert re.fullmatch("[0-9a-f]{10}", commit)
 
 
 def test_pages_say_what_the_results_make_and_nothing_else() -> None:
@@ -357,8 +350,6 @@ def shown(entry: Any) -> set[str]:
 def test_figures_have_not_drifted(name: str) -> None:
     entry = ENTRIES[name]
     run, options = next(iter(entry.runs.items()))
-    if is_stale(name, run):
-        pytest.skip("the stored run is stale: it is run again with the whole gallery")
     stored = STORED[name][run]["metrics"]
     found = run_experiment(entry.experiment, seed=entry.seeds(run)[0], options=options)["metrics"]
     assert found.keys() == {metric for metric in stored if "[" not in metric}
