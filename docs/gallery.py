@@ -687,9 +687,9 @@ def _gains(question: Question, rival: str | float, found: Found) -> tuple[float,
     if question.over != "seeds":
 
         def gain(pairs: Any, axis: int) -> Any:
-            """Return by how much the mean over clients is lower."""
-            means = pairs.mean(axis=axis)
-            return 1 - means[..., 0] / means[..., 1]
+            """Return by how much our mean over clients is better."""
+            ours, theirs = np.moveaxis(pairs.mean(axis=axis), -1, 0)
+            return 1 - ours / theirs if lower else ours - theirs
 
         both = np.transpose([found.clients(one) for one in (question.ours, rival)])
         low, high = bootstrap(both.tolist(), gain)
@@ -742,8 +742,8 @@ def write_pages(results: Mapping[str, Any]) -> None:
     known = {entry.name: entry for entry in entries()}
     for name, text in pages(results).items():
         (PAGES / name).write_text(text)
-    text = README.read_text()
-    README.write_text(re.sub(r"\| task \|.*?\n(?!\|)", readme(results), text, flags=re.DOTALL))
+    before, _, after = re.split(r"(\| task \|.*?\n)(?!\|)", README.read_text(), flags=re.DOTALL)
+    README.write_text(before + readme(results) + after)
     for page in listed():
         entry = known[page.entries[0]]
         picture = _picture(entry, entry.pictures[0], ".png")
@@ -962,9 +962,9 @@ def _measured(metric: str, found: Found) -> str:
 
 
 def _minutes(seconds: Sequence[Mapping[str, Any]]) -> str:
-    """Return how long runs took on one core, rounded up."""
+    """Return how long runs took, one after the other."""
     total = sum(one["median"] * len(one["values"]) for one in seconds) / 60
-    return f"{np.ceil(total):.0f} core minutes"
+    return f"{np.ceil(total):.0f} minutes"
 
 
 def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
