@@ -729,7 +729,9 @@ def judgement(entry: Entry, found: Found) -> Iterator[str]:
         yield f"- **{word.capitalize()}** ({claim.source}): {said}"
     for question in entry.questions:
         one = answer(question, found)
-        said = f"{one.difference} against {one.rival} (interval {one.interval})."
+        lead = f"lead over {one.rival} {one.difference}"
+        said = lead if question.interval else f"{one.difference} against {one.rival}"
+        said += f" (interval {one.interval})."
         said = f"{said} {found.fill(question.says)}".strip()
         yield f"- {question.asks} **{one.word.capitalize()}**: {markdown_text(said)}"
 
@@ -767,7 +769,7 @@ def readme(results: Mapping[str, Any]) -> str:
         rows.append(
             [one.task, local, f"{other} ({one.beside})", f"{ours} ({one.by})", answered.interval]
         )
-    return markdown_table(["task", "local", "strongest other", "flwr-perdl", "difference"], rows)
+    return markdown_table(["task", "local", "compared with", "flwr-perdl", "difference"], rows)
 
 
 def _thumbnail(entry: Entry, source: Path) -> None:
@@ -797,16 +799,13 @@ Section = tuple[Entry, "Found"]
 
 def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     every = [section for sections in found.values() for section in sections]
-    verdicts = [verdict(*section) for section in every]
+    verdicts = [verdict(*section) for section in every if section[0].shows]
     counts = {one: verdicts.count(one) for one in MEANING if one in verdicts}
-    papers_, own = (
-        ", ".join(
-            f"{n} {one}" for one, n in counts.items() if (one in (YES, NO, UNDECIDED)) == mine
-        )
-        for mine in (False, True)
-    )
+    papers_ = ", ".join(f"{n} {one}" for one, n in counts.items())
+    words = [answer(one, of).word for entry, of in every for one in entry.questions]
+    own = ", ".join(f"{words.count(one)} {one}" for one in (YES, NO, UNDECIDED))
     yield "# Gallery\n"
-    yield f"**Experiments of the papers: {papers_}. Our own questions: {own}.**\n"
+    yield f"**Experiments of the papers: {papers_}. Our own {len(words)} questions: {own}.**\n"
     question = ""
     for page, sections in found.items():
         if page.question != question:

@@ -103,7 +103,8 @@ class DictionaryClient(LearnerClient):
     """A client of `PerMA`: it learns a dictionary whose *global* atoms all clients share.
 
     What leaves it: in the ``"start"`` round the atoms of its whole dictionary; afterwards, per
-    global atom, the updated atom or a row of the update's statistics. Each of these is a sum over
+    global atom (while ``n_global="auto"`` chooses: per atom), the updated atom or a row of the
+    update's statistics. Each of these is a sum over
     samples, sent only if at least ``min_support`` samples have a term in it and none of them more
     than two thirds of the terms' squares (`flwr_perdl.privacy.may_send`). Samples, codes (sparse
     coefficients) and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on

@@ -35,8 +35,9 @@ What each party receives:
 
 - *The server*, in round one: every client's dictionary, without withheld atoms. Later: per client
   and global atom, the updated atom, or (statistics) the row of C_g' (X - C_l D_l), a sum over the
-  samples that use the atom; for learners that are not orthogonal also the row of C_g' C_g. In
-  every round: numbers of samples and atoms, mean errors ("auto": a few on held-out samples), and
+  samples that use the atom; for learners that are not orthogonal also the row of C_g' C_g. While
+  "auto" chooses, in up to eight rounds, this for each number tried, thus of all atoms. In every
+  round: numbers of samples and atoms, mean errors ("auto": a few on held-out samples), and
   whether the client had lost its state.
   Never samples, codes, or, after round one, local atoms.
   With ``secure=True`` it receives the updates of later rounds only as a sum over clients. With
