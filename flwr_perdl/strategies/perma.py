@@ -39,7 +39,7 @@ What each party receives:
   "auto" chooses, in up to eight rounds, this for each number tried, thus of all atoms. In every
   round: numbers of samples and atoms, mean errors ("auto": a few on held-out samples), and
   whether the client had lost its state.
-  Never samples, codes, or, after round one, local atoms.
+  Never samples, codes, or, once the number is chosen, local atoms.
   With ``secure=True`` it receives the updates of later rounds only as a sum over clients. With
   ``privacy`` there is no round one, and the sums have noise: with ``trust="distributed"`` it sees
   no others, with "central" it adds the noise to everything that it sends. It receives nothing else.
