@@ -13,12 +13,12 @@ from matplotlib.patches import Rectangle
 
 from flwr_perdl.core.checks import Matrix
 from perdl_experiments.plots import (
-    _WRAP,
     COLORS,
     SMALL,
     WIDTH,
     _draw,
     _figure,
+    _name_row,
     _plain,
     _scaled,
     _sheet,
@@ -30,6 +30,7 @@ from perdl_experiments.plots import (
 
 #: Letters of all titles in a row of images, and of a bar's name before it wraps.
 _LETTERS, _NAME = 46, 28
+#: Images of more titles than this have a row each: their titles would not fit side by side.
 _MOST_COLUMNS = 5
 
 
@@ -47,12 +48,11 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
     side = WIDTH / (across + rows)  # a row's title is about as wide as an image
     figure = _figure(WIDTH, down * (side * height / width + 0.1) + 0.5)
     grid = figure.subplots(down, across, squeeze=False)
-    at: dict[str, Any] = {"rotation": 0, "ha": "right", "va": "center", "fontsize": SMALL}
     for line, (title, images) in zip(grid if rows else grid.T, columns.items(), strict=True):
         for axes, image in zip(line, images, strict=True):
             _show(axes, np.clip(image, 0, 1), "")
         if rows:
-            line[0].set_ylabel(fill(title, _WRAP), **at)
+            _name_row(line[0], title)
         else:
             named = fill(title, _LETTERS // across)
             line[0].set_title(named, fontsize=SMALL, loc="left")

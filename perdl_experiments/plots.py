@@ -217,9 +217,14 @@ def images(rows: Mapping[str, Matrix], shape: tuple[int, int]) -> Figure:
     grid = figure.subplots(len(rows), 1, squeeze=False)
     for axes, (title, values) in zip(grid[:, 0], rows.items(), strict=True):
         _show(axes, _sheet(np.clip(values, 0, 1), shape, count), "")
-        at = {"rotation": 0, "ha": "right", "va": "center", "labelpad": 8}
-        axes.set_ylabel(fill(title, _WRAP), parse_math=False, **at)
+        _name_row(axes, title)
     return figure
+
+
+def _name_row(axes: Axes, title: str) -> None:
+    """Write a row's title on the left of its first image."""
+    at: dict[str, Any] = {"rotation": 0, "ha": "right", "va": "center", "labelpad": 8}
+    axes.set_ylabel(fill(title, _WRAP), parse_math=False, **at)
 
 
 class Panel(NamedTuple):

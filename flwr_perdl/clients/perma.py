@@ -104,14 +104,14 @@ class DictionaryClient(LearnerClient):
 
     What leaves it: in the ``"start"`` round the atoms of its whole dictionary; afterwards, per
     global atom (while ``n_global="auto"`` chooses: per atom), the updated atom or a row of the
-    update's statistics. Each of these is a sum over
-    samples, sent only if at least ``min_support`` samples have a term in it and none of them more
-    than two thirds of the terms' squares (`flwr_perdl.privacy.may_send`). Samples, codes (sparse
-    coefficients) and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on
-    this client's disk. Differences of several replies, and combinations of rows, can reveal single
-    samples (docs/security.md), so ``max_requests`` limits the number of replies. Under a guarantee
-    for records (`flwr_perdl.privacy.Noise`) each sample is coded with the global atoms only, and
-    adds at most ``clip`` to the statistics; then nothing is withheld, and no metrics are sent.
+    update's statistics. Each of these is a sum over samples, sent only if at least ``min_support``
+    samples have a term in it and none of them more than two thirds of the terms' squares
+    (`flwr_perdl.privacy.may_send`). Samples, codes (sparse coefficients) and local atoms stay: the
+    latter in ``context.state`` and, with ``state_dir``, on this client's disk. Differences of
+    several replies, and combinations of rows, can reveal single samples (docs/security.md), so
+    ``max_requests`` limits the number of replies. Under a guarantee for records
+    (`flwr_perdl.privacy.Noise`) each sample is coded with the global atoms only, and adds at most
+    ``clip`` to the statistics; then nothing is withheld, and no metrics are sent.
 
     Parameters
     ----------

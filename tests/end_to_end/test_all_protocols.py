@@ -37,8 +37,7 @@ def learn(grid: Any = None) -> dict[str, np.ndarray]:
         neighbors = name.partition(",")[0] in ("relay", "averaging")
         options = {"topology": Topology.complete(2)} if neighbors else {}
         here = case.grid(n=2) if grid is None else grid
-        rounds = case.cut + 1 + (name in ("fedmd", "relay"))  # which have no result before
-        for i, array in enumerate(case.run(here, rounds, case=name, **options)):
+        for i, array in enumerate(case.run(here, case.cut + 2, case=name, **options)):
             found[f"{name} {i}"] = array
     return found
 
