@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl import __version__
 from flwr_perdl.core import files
-from flwr_perdl.core.checks import check_kind
+from flwr_perdl.core.checks import as_array, brief_repr, check_kind
 from flwr_perdl.core.extras import load_extra
 from flwr_perdl.protocol.checkpoint import part
 from flwr_perdl.protocol.compat import log
@@ -115,6 +115,8 @@ def load(path: str | Path) -> dict[str, NDArray[Any]]:
         return _members(path, "path")
     library = _library()
     try:
+        if not path.is_file():
+            raise ValueError("it is no regular file")
         return dict(library.load_file(path))
     except Exception as error:
         raise ValueError(
@@ -198,8 +200,12 @@ def _same(one: ArrayRecord, other: ArrayRecord) -> bool:
 
 def _write(path: Path, named: Mapping[str, Any]) -> None:
     """Write arrays to a file: afterwards it holds all of them, or what it held."""
-    plain = {name: one.numpy() if isinstance(one, Array) else one for name, one in named.items()}
-    arrays = {name: np.asarray(array, order="C") for name, array in plain.items()}
+    arrays = {}
+    for name, one in named.items():
+        array = as_array("source", one.numpy() if isinstance(one, Array) else one)
+        if array.dtype.hasobject or not isinstance(name, str):
+            raise ValueError(f"source must have arrays by name, got {name!r}: {brief_repr(one)}.")
+        arrays[name] = np.asarray(array, order="C")
     if path.suffix == ".npz":
         with files.replacing(path) as stream, ZipFile(stream, "w") as archive:
             for name, array in arrays.items():
@@ -223,14 +229,10 @@ def _write(path: Path, named: Mapping[str, Any]) -> None:
 def _members(path: Path, argument: str) -> dict[str, NDArray[Any]]:
     """Return the arrays of an .npz file; of a checkpoint, its model's."""
     try:
-        with np.load(path) as archive:
-            if not isinstance(archive, Mapping):
-                raise ValueError("it is one array")
-            if "meta" not in archive or "checksum" not in archive:
-                return dict(archive)
+        named = files.members(path, compressed=True)
     except Exception as error:
         raise ValueError(f"{argument} must be an .npz file, got {str(path)!r}: {error}.") from error
-    return part(files.load(path).arrays, "model")
+    return part(files.load(path).arrays, "model") if {"meta", "checksum"} <= {*named} else named
 
 
 def _library() -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from flwr_perdl.core.checks import check_count
+
 __all__ = ["DATA", "FAILURES", "SERVER", "spawn"]
 
 #: "Partitions" whose draws are not a client's: the protocol's at the server, the choice of the
@@ -43,4 +45,6 @@ def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Gene
     >>> spawn(0, partition=3).integers(10) == spawn(0, partition=3).integers(10)
     np.True_
     """
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(partition, round_)))
+    seed = check_count("seed", seed)
+    key = check_count("partition", partition), check_count("round_", round_)
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
+from flwr_perdl.core.checks import brief_repr
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import Diagnosed, Diagnosis, TooFewReplies
 
@@ -70,7 +71,7 @@ def diagnose_app(
     sys.path.insert(0, str(folder.resolve()))
     try:
         client = _named("clientapp", app["components"]["clientapp"])
-        start = _record(_named("initial", initial))
+        start = _record(initial)
     finally:
         sys.path.pop(0)
     if not isinstance(client, ClientApp):
@@ -99,14 +100,22 @@ def _named(what: str, name: str) -> Any:
         raise ValueError(f"{what} must be 'module:name', got {name!r}: {error}.") from None
 
 
-def _record(given: Any) -> ArrayRecord:
+def _record(initial: str) -> ArrayRecord:
     """Return the initial arrays."""
-    if callable(given) and not hasattr(given, "state_dict"):
-        given = given()
-    if isinstance(given, type):
-        given = given()
-    given = given.state_dict() if hasattr(given, "state_dict") else given
-    return given if isinstance(given, ArrayRecord) else ArrayRecord(given)
+    given = _named("initial", initial)
+    try:
+        if callable(given) and not hasattr(given, "state_dict"):
+            given = given()
+        if isinstance(given, type):
+            given = given()
+        given = given.state_dict() if hasattr(given, "state_dict") else given
+        return given if isinstance(given, ArrayRecord) else ArrayRecord(given)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            "initial must name an ArrayRecord, a model with state_dict(), a list of arrays, or a "
+            "function without arguments that returns one, got "
+            f"{initial!r}, {brief_repr(given)}: {error}."
+        ) from error
 
 
 def _config(given: Sequence[str]) -> ConfigRecord:

@@ -504,7 +504,7 @@ def _read_run(path: Path) -> dict[str, Any] | None:
     """Return what a run's run.json says; None where there is none, or it is something else's."""
     try:
         said = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     ours = isinstance(said, dict) and {"experiment", "rounds", "seed"} <= set(said)
     return said if ours else None

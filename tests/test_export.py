@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -60,6 +61,21 @@ def test_a_foreign_file_is_a_sentence(safetensors: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"^source"):
         save(path, 3)
     assert not (tmp_path / "y.safetensors").exists()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_nobody_waits_at_a_pipe(suffix: str, tmp_path: Path) -> None:
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors.numpy")
+    path = tmp_path / f"pipe{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"^path"):
+        load(path)
+
+
+def test_a_compressed_file_is_read(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "x.npz", **ARRAYS)
+    assert as_lists(load(tmp_path / "x.npz")) == as_lists(ARRAYS)
 
 
 KINDS = {

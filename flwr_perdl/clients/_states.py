@@ -54,9 +54,10 @@ class NodeStates:
         """Return contexts of their own for all nodes of the file, with these states; or none."""
         if not self._path.exists():
             return []
-        n_nodes = len(files.load(self._path).meta.get("nodes", ()))
+        nodes = files.load(self._path).meta.get("nodes")
         contexts = [
-            Context(0, 0, {PARTITION_ID: node}, RecordDict(), {}) for node in range(n_nodes)
+            Context(0, 0, {PARTITION_ID: node}, RecordDict(), {})
+            for node in range(len(nodes) if isinstance(nodes, list) else 0)
         ]
         self.restore(contexts)
         return contexts
@@ -77,21 +78,26 @@ class NodeStates:
 
         def check(about: Mapping[str, Any]) -> None:
             self._refuse_links()
-            n_nodes = len(about["nodes"] or ())
+            nodes = about["nodes"]
+            n_nodes = len(nodes) if isinstance(nodes, list) else 0
             if n_nodes != len(contexts):
                 raise ValueError(f"{self._path} must be of {len(contexts)} nodes, got {n_nodes}.")
 
         saved = read(self._path, ["nodes"], check)
         if saved is None:
             return
-        whole, at = saved.arrays[_BYTES].tobytes(), 0
-        for context, node in zip(contexts, saved.meta["nodes"], strict=True):
-            for name, described in node.items():
-                arrays = {}
-                for key_, dtype, shape, stype, size in described:
-                    arrays[key_] = Array(dtype, tuple(shape), stype, whole[at : at + size])
-                    at += size
-                context.state[name] = ArrayRecord(arrays)
+        at = 0
+        try:
+            whole = saved.arrays[_BYTES].tobytes()
+            for context, node in zip(contexts, saved.meta["nodes"], strict=True):
+                for name, described in node.items():
+                    arrays = {}
+                    for key_, dtype, shape, stype, size in described:
+                        arrays[key_] = Array(dtype, tuple(shape), stype, whole[at : at + size])
+                        at += size
+                    context.state[name] = ArrayRecord(arrays)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self._path} must say what its arrays are, got {error}.") from error
 
 
 def _described(context: Context, parts: list[bytes]) -> dict[str, list[list[Any]]]:

@@ -146,13 +146,21 @@ def _of_folder(folder: Path) -> PrivateState | None:
     newest = max(written, key=lambda path: path.stat().st_mtime_ns)
     files.refuse_link(newest.parent)
     files.refuse_link(newest)
-    about = files.load(newest).meta
-    store = StateStore(folder, str(about["client"]), str(about["algorithm"]))
+    client, algorithm, run = _about(newest)
     empty = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
-    return PrivateState(empty, str(about["run"]), store)
+    return PrivateState(empty, run, StateStore(folder, client, algorithm))
 
 
 def _name(folder: Path) -> str:
     """Return the name of the client that a folder is of."""
     written = sorted(folder.glob("run-*/*.npz"))
-    return str(files.load(written[0]).meta["client"]) if written else folder.name
+    return _about(written[0])[0] if written else folder.name
+
+
+def _about(path: Path) -> list[str]:
+    """Return the client, the algorithm and the run that a file of private state is of."""
+    meta = files.load(path).meta
+    said = [meta.get(name) for name in ("client", "algorithm", "run")]
+    if not all(isinstance(one, str) for one in said):
+        raise ValueError(f"{path} must name its client, algorithm and run, got {said}.")
+    return [str(one) for one in said]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from flwr_perdl.core.checks import check_kind
 from flwr_perdl.estimators._base import data_frame
 from flwr_perdl.strategies import RoundReport
 
@@ -33,7 +34,8 @@ def to_frame(history: Iterable[RoundReport]) -> Any:
     1
     """
     rows: list[dict[str, Any]] = []
-    for report in history:
+    for report in check_kind("history", history, Iterable, "an iterable of RoundReport"):
+        check_kind("history", report, RoundReport, "an iterable of RoundReport")
         about = {"round": report.round, "step": report.step}
         sent = {"floats_up": report.floats_up, "floats_down": report.floats_down}
         for client in sorted({*report.metrics, *report.anomalies}):

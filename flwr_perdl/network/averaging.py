@@ -69,6 +69,7 @@ from flwr_perdl.core.checks import (
     check_kind,
     check_real,
     check_robust,
+    plain,
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_float
 from flwr_perdl.core.repr import short_repr
@@ -148,10 +149,11 @@ class Averaged(NamedTuple):
 
     def model_of(self, client: int | str, state_dir: Any = None) -> Any:
         """Return a node's own model, on Flower as `flwr_perdl.strategies.Learned.model_of`."""
-        models: Mapping[Any, Any] = self.models
-        if self.own is not None and client not in models:
-            return self.own.model_of(client, state_dir)
-        return models[client]
+        if type(plain(client)) is int and client in self.models:
+            return self.models[int(client)]
+        if self.own is None:
+            raise ValueError(f"client must be one of {[*self.models]}, got {client!r}.")
+        return self.own.model_of(client, state_dir)
 
     @property
     def groups(self) -> list[list[int]]:

@@ -285,7 +285,7 @@ def read_pinned(path: str | Path) -> dict[int, bytes]:
     """
     try:
         pinned = {int(k): bytes.fromhex(v) for k, v in json.loads(Path(path).read_text()).items()}
-    except (AttributeError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{PINNED_KEYS} must be JSON of nodes and keys, got {error}.") from error
     for node, key in pinned.items():
         if len(key) != _KEY or key == _NONE:

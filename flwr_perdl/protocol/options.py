@@ -137,6 +137,7 @@ class ServerSettings:
         >>> ServerSettings.of({"num_clients": 10}).num_clients
         10
         """
+        check_kind("given", given, Mapping, "a mapping of ServerOptions")
         refuse_unknown("ServerOptions", given, ServerOptions.__annotations__)
         direct = dict(given)
         server = check_kind("server", direct.pop("server", cls()), cls, "a ServerSettings")

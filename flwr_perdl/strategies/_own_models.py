@@ -32,7 +32,7 @@ from flwr_perdl.clients.own_models import (
 from flwr_perdl.clients.personalized import Part, check_patterns
 from flwr_perdl.clients.transport import HALF
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import (
@@ -101,9 +101,10 @@ class Own:
 
     def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model, see `Learned.model_of`."""
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         known: dict[int | str, int] = {name: p for p, name in self.names.items()}
         known |= {p: p for p in self.names}
-        if client not in known or self.find is None:
+        if type(plain(client)) not in (int, str) or client not in known or self.find is None:
             raise ValueError(
                 f"client must be one of the run, by its partition or name, got {client!r}."
             )

@@ -26,6 +26,7 @@ from flwr_perdl.clients.base import (
     run_folder,
 )
 from flwr_perdl.core import files
+from flwr_perdl.export import load
 from flwr_perdl.privacy.sealed import Keys, Rejected
 from flwr_perdl.protocol.events import EventLog, read_events
 from flwr_perdl.protocol.records import decode
@@ -207,6 +208,8 @@ def test_a_small_file_takes_little_memory(
     try:
         found = kept(tmp_path)
         PerMA(1, checkpoint_dir=checkpoints, server=RESUME).open([np.ones((1, 2))])
+        with pytest.raises(ValueError, match=r"^path"):
+            load(path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

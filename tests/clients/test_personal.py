@@ -8,6 +8,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms, local_atoms
+from flwr_perdl.core import files
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.strategies import PerMA
 from tests.grids import grid_of
@@ -63,6 +64,23 @@ def test_where_there_are_none_is_said(tmp_path: Path) -> None:
     wrong: Any = 3
     with pytest.raises(TypeError, match=r"^source"):
         local_atoms(wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "about"),
+    [
+        ("client-3/run-1/round-000001.npz", {}),
+        ("client-3/run-1/round-000001.npz", {"client": 3, "algorithm": "perma", "run": "r"}),
+        ("nodes/nodes.npz", {"nodes": 5}),
+        ("nodes/nodes.npz", {"nodes": [{"perdl.private.r": [["1/x", "float64", 3]]}]}),
+    ],
+)
+def test_a_prepared_folder_is_refused_by_its_file(
+    tmp_path: Path, file: str, about: dict[str, Any]
+) -> None:
+    files.save(tmp_path / file, {"local_atoms": np.eye(2), "bytes": np.zeros(9, np.uint8)}, about)
+    with pytest.raises(ValueError, match=Path(file).name):
+        kept_local_atoms(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["", "ab" * 32])

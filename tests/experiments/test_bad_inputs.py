@@ -97,8 +97,9 @@ def test_a_bad_option_is_refused_in_a_sentence_and_changes_nothing(
     assert files(place) == before
 
 
-FOREIGN = ["run.json", "results.json", "report.html", "arrays.npz", "events.jsonl"]
-KINDS = [*FOREIGN, "checkpoints", "state", "kept", "next", "error.png", "a file", "under a file"]
+FOREIGN = ["run.json", "run.json, deep", "results.json", "report.html", "arrays.npz"]
+KINDS = [*FOREIGN, "events.jsonl", "checkpoints", "state", "kept", "next", "error.png"]
+KINDS += ["a file", "under a file"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +111,8 @@ def test_a_folder_that_is_no_runs_stays_as_it_is(tmp_path: Path, kind: str, how:
         out = out / "er" if kind == "under a file" else out
     else:
         out.mkdir()
-        (out / kind).write_text("[1]")
+        name, _, deep = kind.partition(", ")
+        (out / name).write_text("[" * 10**5 if deep else "[1]")
     before = files(tmp_path)
     assert_refused(invoke("run", "digits", "--out", out, *TINY, *how))
     assert files(tmp_path) == before

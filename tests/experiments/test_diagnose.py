@@ -111,6 +111,14 @@ def test_a_config_key_that_the_app_reads_and_nobody_sends_is_named(tmp_path: Pat
     assert "--train-config 'lr=" in result.output
 
 
+@pytest.mark.parametrize("initial", ["os:getcwd", "os:mkdir", "math:pi", "sys:argv"])
+def test_what_has_no_arrays_is_refused(tmp_path: Path, initial: str) -> None:
+    result = diagnose(tmp_path, "--initial", initial)
+    assert result.exit_code == 2, result.exception
+    assert "initial must" in result.output
+    assert initial in result.output
+
+
 def test_a_train_config_that_is_not_toml_is_named(tmp_path: Path) -> None:
     result = diagnose(tmp_path, "--train-config", "lr=fast")
     assert result.exit_code == 2

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord
 
 from flwr_perdl.clients import PrivateState, RegressionClient
 from flwr_perdl.dictionary import CodeSums, GradientLearner, refine_local, warm_start
+from flwr_perdl.estimators import to_frame
+from flwr_perdl.export import save
 from flwr_perdl.network import (
     Averaging,
     CombinationMatrix,
@@ -20,8 +23,11 @@ from flwr_perdl.network import (
     Schedule,
     Topology,
 )
+from flwr_perdl.network.averaging import Averaged
+from flwr_perdl.random import spawn
 from flwr_perdl.regression import TwoPhase
-from flwr_perdl.strategies import FedX, FlowerNetwork, await_nodes
+from flwr_perdl.strategies import FedX, FlowerNetwork, Learned, ServerSettings, await_nodes
+from flwr_perdl.strategies._own_models import Own
 from tests.fuzz import calls
 from tests.grids import context_of
 
@@ -39,6 +45,8 @@ def test_malformed_calls_are_right_or_name_the_argument() -> None:
 
 
 HUGE, RAGGED = 10**30, [[1.0], [1.0, 2.0]]
+LEARNED = Learned(ArrayRecord(), Own({1: "a"}, lambda *_: ArrayRecord()))
+AVERAGED = Averaged({0: []}, {}, 0.0, 0, 0.0, 0.0, {}, np.ones(1, bool), {})
 ATOMS, RNG, LEARNER = np.eye(3, 4), np.random.default_rng(0), GradientLearner(3)
 REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
@@ -79,6 +87,20 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "objective": ("objective", lambda: ModelDiffusion("x")),
     "nonnegative": ("nonnegative", lambda: DataDiffusion(3, nonnegative="x")),
     "values": ("values", lambda: Averaging("x")),
+    "to_frame": ("history", lambda: to_frame(5)),
+    "to_frame, a report": ("history", lambda: to_frame([{}])),
+    "settings": ("given", lambda: ServerSettings.of(5)),
+    "seed": ("seed", lambda: spawn(None)),
+    "partition": ("partition", lambda: spawn(0, "a")),
+    "round": ("round_", lambda: spawn(0, 0, -1)),
+    "own model": ("client", lambda: LEARNED.model_of([])),
+    "own model, True": ("client", lambda: LEARNED.model_of(True)),
+    "own model, where": ("state_dir", lambda: LEARNED.model_of(1, 5)),
+    "a node's model": ("client", lambda: AVERAGED.model_of([])),
+    "a node's model, none": ("client", lambda: AVERAGED.model_of(5)),
+    "saved, none": ("source", lambda: save("x.npz", {"a": None})),
+    "saved, ragged": ("source", lambda: save("x.npz", {"a": RAGGED})),
+    "saved, no name": ("source", lambda: save("x.npz", {1: ATOMS})),
 }
 
 
