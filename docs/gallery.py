@@ -1,7 +1,8 @@
 """Make the papers' figures and tables of results again, and judge them: ``make gallery``.
 
 ``python docs/gallery.py [NAME…]`` does all entries of ``gallery/entries.toml``, or those named;
-``--small`` the quick ones; ``--pages`` only makes the pages again. Every run of an entry is
+``--small`` the quick ones; ``--pages`` only makes the pages again; ``--check`` runs one seed of
+each and says which stored numbers have moved (``make gallery-check``). Every run of an entry is
 repeated with five seeds or as many as the entry says (where an experiment runs many seeds, with as
 many batches of them) in its own folder under ``runs/gallery``; what the same code has finished is
 not run again, what was interrupted goes on. Runs use OpenBLAS's kernel `KERNEL` and one thread
@@ -64,6 +65,7 @@ STUDIES = "../../perdl_experiments/studies"  # from a page
 STUDIES_AT = ROOT / "perdl_experiments" / "studies"
 
 REPEATS, PROCESSES, KERNEL = 5, 2, "Haswell"
+MOVED, TINY = 1e-6, 1e-12  # of its size, and rounding of a zero: what a stored number may move
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BETTER, REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE = (
     "better than the paper",
@@ -285,7 +287,7 @@ class Job(NamedTuple):
         begun = self.folder / "run.json"
         if not (self.folder / "results.json").is_file() or not begun.is_file():
             return False
-        if self.made_by().get("code") != fingerprint(self.entry, self.run):
+        if self.made_by().get("code") != fingerprint(self.entry):
             return False
         return _without_folder(json.loads(begun.read_text())) == _without_folder(self.config)
 
@@ -297,10 +299,10 @@ class Job(NamedTuple):
 
     def work(self) -> float:
         """Run it, or go on with it; return the seconds."""
-        code = fingerprint(self.entry, self.run)
+        code, commit, made_by = fingerprint(self.entry), _commit(), self.made_by()
         begun = self.folder / "run.json"
         found = json.loads(begun.read_text()) if begun.is_file() else {}
-        same = self.made_by().get("code", code) == code
+        same = (made_by.get("code", code), made_by.get("commit", commit)) == (code, commit)
         same &= _without_folder(found) == _without_folder(self.config)
         started = time.perf_counter()
         run_experiment(
@@ -312,9 +314,42 @@ class Job(NamedTuple):
             overwrite=not same,
         )
         kernel = os.environ.get("OPENBLAS_CORETYPE", "the processor's own")
-        made_by = {"code": code, "commit": _commit(), "kernel": kernel}
+        made_by = {"code": code, "commit": commit, "kernel": kernel}
         (self.folder / "made_by.json").write_text(json.dumps(made_by))
         return time.perf_counter() - started
+
+    def moved(self, results: Mapping[str, Any]) -> list[str]:
+        """Run its seed; return which stored metrics differ by more than `MOVED`.
+
+        Of one run of many seeds, which keeps each seed's values, the first seed is run.
+        """
+        stored = results.get(self.entry.name, {}).get(self.run, {})
+        if stored.get("options") != self.entry.runs[self.run] or self.seed not in stored["seeds"]:
+            return ["not stored with these options"]
+        n_seeds = len(stored["seeds"])
+        every = configure(find(self.entry.experiment), options=self.options).seeds
+        many = n_seeds == 1 < every and any(
+            len(one["values"]) == every for one in stored["metrics"].values()
+        )
+        options = {**self.options, **({"seeds": 1} if many else {})}
+        ran = run_experiment(self.entry.experiment, seed=self.seed, options=options)
+        found = ran["metrics"] | _points(self.entry, ran["curves"])
+        return [
+            f"{name} {one['values'][0]} is {found.get(name)}"
+            for name, one in stored["metrics"].items()
+            if len(one["values"]) == (every if many else n_seeds)
+            and "seconds" not in name
+            and not (name in found and _same(name, found[name], one["values"][0]))
+        ]
+
+
+def _same(name: str, found: float, stored: float | None) -> bool:
+    """Return whether a number within `MOVED` of the one found is stored as that."""
+    kept = spread(name, [found])["values"][0]
+    if stored is None or kept is None:
+        return stored is kept
+    low, high = sorted(float(f"{found * (1 + way):.{_KEPT}g}") for way in (-MOVED, MOVED))
+    return low <= stored <= high or abs(found - stored) < TINY
 
 
 def _commit() -> str:
@@ -348,7 +383,11 @@ def runnable(chosen: Sequence[Entry], data: Path | None) -> list[Job]:
 def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None = None) -> bool:
     """Run what is missing, longest first; write results and pages as entries end."""
     jobs = runnable(chosen, data)
-    missing = [job for job in jobs if not job.done()]
+    now, missing = _commit(), list[Job]()
+    for entry in {job.entry.name: job.entry for job in jobs}.values():
+        its = [job for job in jobs if job.entry is entry]
+        if not _complete(its):
+            missing += [job for job in its if not job.done() or job.made_by()["commit"] != now]
     missing.sort(key=lambda job: -_seconds(results, job))
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
     started, good = time.perf_counter(), True
@@ -371,6 +410,41 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
     return good
 
 
+def check(
+    chosen: Sequence[Entry],
+    results: dict[str, Any],
+    data: Path | None = None,
+    *,
+    restamp: bool = False,
+) -> bool:
+    """Run one seed of every run; print which entries are stale; return whether none is.
+
+    With ``restamp`` an entry of which nothing has moved gets the hash of the study as it stands.
+    """
+    jobs = [job for job in runnable(chosen, data) if job.seed == job.entry.seeds(job.run)[0]]
+    jobs.sort(key=lambda job: -_seconds(results, job))
+    started, stale = time.perf_counter(), set[str]()
+    with _processes() as pool:
+        waiting = {pool.submit(Job.moved, job, results): job for job in jobs}
+        for n, ended in enumerate(as_completed(waiting), 1):
+            job, error = waiting[ended], ended.exception()
+            moved = ended.result() if error is None else [f"failed: {error}"]
+            stale |= {job.entry.name} if moved else set()
+            said = ", ".join(moved[:3]) + f" and {len(moved) - 3} more" * (len(moved) > 3)
+            passed = f"[{n}/{len(jobs)}, {(time.perf_counter() - started) / 60:.1f} min]"
+            print(f"{passed} {job.entry.name}, {job.run}: {said or 'as stored'}", flush=True)
+    for entry in chosen:
+        runs = {job.run for job in jobs if job.entry.name == entry.name}
+        if entry.name in stale:
+            print(f"{entry.name} is stale: make gallery ARGS={entry.name}")
+        elif restamp and runs == entry.runs.keys():
+            for one in results[entry.name].values():
+                one["code"] = fingerprint(entry)
+    if restamp:
+        _store(results)
+    return not stale
+
+
 def _processes() -> ProcessPoolExecutor:
     """Return processes for runs, with OpenBLAS's kernel `KERNEL` and a thread each."""
     os.environ["OPENBLAS_CORETYPE"] = KERNEL  # read when a process starts: not by this one
@@ -389,9 +463,14 @@ def _seconds(results: Mapping[str, Any], job: Job) -> float:
     return float(before["seconds"]["median"]) if before else float("inf")
 
 
+def _complete(jobs: Sequence[Job]) -> bool:
+    """Return whether all of an entry's runs have ended, and are of one commit."""
+    return all(job.done() for job in jobs) and len({job.made_by()["commit"] for job in jobs}) == 1
+
+
 def _collect(jobs: Sequence[Job], results: dict[str, Any]) -> None:
     """Bring an entry's runs, once all have ended, into the results file and the pictures."""
-    if not all(job.done() for job in jobs):
+    if not _complete(jobs):
         return
     entry, stored = jobs[0].entry, results.get(jobs[0].entry.name, {})
     made = {run: _summary([j for j in jobs if j.run == run]) for run in {j.run for j in jobs}}
@@ -450,32 +529,16 @@ def _store(results: Mapping[str, Any]) -> None:
     RESULTS.write_text(json.dumps(ordered, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def fingerprint(entry: Entry, run: str) -> str:
-    """Return the SHA-256 of the study's code, without its comments, and of all options of a run.
-
-    The code is the study's module and those of other studies that it takes something from.
-    """
-    parts = [repr(sorted(Job(entry, run, 0).config.items()))]
-    for name in sorted(_modules(find(entry.experiment).code.__name__.rpartition(".")[2])):
-        tree = ast.parse((STUDIES_AT / f"{name}.py").read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-                node
-            ):
-                node.body = node.body[1:]
-        parts.append(ast.unparse(tree))
-    return sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _modules(name: str) -> set[str]:
-    """Return a study's module and those that it imports, at its head or later, but for options."""
-    found, left = set[str](), {name}
-    while left:
-        found.add(module := left.pop())
-        source = (STUDIES_AT / f"{module}.py").read_text()
-        left |= {*re.findall(r"perdl_experiments\.studies(?:\.| import )(\w+)", source)} - found
-        left -= {"_experiment"}
-    return found
+def fingerprint(entry: Entry) -> str:
+    """Return the SHA-256 of the study's own file, without its comments and docstrings."""
+    name = find(entry.experiment).code.__name__.rpartition(".")[2]
+    tree = ast.parse((STUDIES_AT / f"{name}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:]
+    return sha256(ast.unparse(tree).encode()).hexdigest()
 
 
 def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
@@ -820,14 +883,11 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # by page\n```\n"
     runs = [one for _, of in every for one in of.runs.values()]
-    commits, kernels = (
-        ", ".join(f"`{one}`" for one in sorted({run[key] for run in runs}))
-        for key in ("commit", "kernel")
-    )
+    kernels = ", ".join(f"`{one}`" for one in sorted({run["kernel"] for run in runs}))
     minutes = _minutes([one["seconds"] for one in runs])
-    yield f"All runs took {minutes}, at commit {commits} with OpenBLAS's kernel {kernels} "
+    yield f"All runs took {minutes} with OpenBLAS's kernel {kernels} "
     yield "(`OPENBLAS_CORETYPE`); another kernel may change the third digit of close choices. "
-    yield "[results.json](results.json) has every metric.\n"
+    yield "[results.json](results.json) has every metric and each commit.\n"
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
     yield "".join(f"- {rule}\n" for rule in RULES)
@@ -1002,6 +1062,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--small", action="store_true", help="only the quick ones")
     parser.add_argument("--pages", action="store_true", help="only make the pages again")
     parser.add_argument("--pictures", action="store_true", help="only draw the pictures again")
+    parser.add_argument("--check", action="store_true", help="run one seed: which are stale?")
+    parser.add_argument("--restamp", action="store_true", help="check; unmoved ones fit the code")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="with the papers' data")
     given = parser.parse_args(arguments)
     known = {entry.name: entry for entry in entries()}
@@ -1017,6 +1079,8 @@ def main(arguments: Sequence[str]) -> int:
     names = [name for named in given.names for name in of_page.get(named, [named])]
     chosen = [known[name] for name in dict.fromkeys(names or known)]
     chosen = [entry for entry in chosen if entry.small or not given.small]
+    if given.check or given.restamp:
+        return 0 if check(chosen, results, given.data, restamp=given.restamp) else 1
     if given.pictures:
         redraw([entry for entry in chosen if not entry.drawn], results, given.data)
     good = given.pages or given.pictures or run_all(chosen, results, given.data)

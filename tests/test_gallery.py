@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,8 @@ def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
 @each
 def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
     entry, stored = ENTRIES[name], STORED[name]
+    (commit,) = {one["commit"] for one in stored.values()}
+    assert re.fullmatch("[0-9a-f]{10}", commit)
     assert {run: one["options"] for run, one in stored.items()} == entry.runs
     for run, one in stored.items():
         assert one["seeds"] == entry.seeds(run)
@@ -81,7 +84,7 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
         measured = one.get("data", {"file": "", "sha256": "0" * 64})
         assert measured["file"] == entry.data_of(run)
         assert re.fullmatch("[0-9a-f]{64}", measured["sha256"])
-        assert one["code"] == gallery.fingerprint(entry, run), f"make gallery ARGS={name}"
+        assert one["code"] == gallery.fingerprint(entry), f"make gallery-check ARGS={name}"
         assert one["kernel"] == gallery.KERNEL
         assert one["versions"].keys() >= {"flwr", "numpy", "scipy"}
         configure(EXPERIMENTS[entry.experiment], seed=0, options=entry.runs[run])
@@ -91,11 +94,6 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
                 for key in ("low", "median", "high")
             )
             assert low <= median <= high
-
-
-def test_all_results_are_of_one_commit() -> None:
-    (commit,) = {one["commit"] for stored in STORED.values() for one in stored.values()}
-    assert re.fullmatch("[0-9a-f]{10}", commit)
 
 
 def test_pages_say_what_the_results_make_and_nothing_else() -> None:
@@ -325,6 +323,70 @@ def test_an_entry_runs_on_the_papers_data_where_they_are(
     assert job._replace(data=moved).done()
     np.savez(moved / entry.needs, X=digits.images[:199], y=digits.target[:199])
     assert not job._replace(data=moved).done()
+
+
+class Here(Executor):
+    """Runs what it gets at once, in this process."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """An entry whose runs take a moment, and its results."""
+    monkeypatch.setattr(gallery, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(gallery, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(gallery, "_processes", Here)
+    monkeypatch.setattr(gallery, "write_pages", lambda results: None)
+    small = {"clients": 2, "rounds": 1, "n_atoms": 2, "n_global": 1, "samples_per_client": 9}
+    runs = {"defaults": small, "more": small | {"rounds": 2}}
+    entry = ENTRIES["digits"]._replace(runs=runs, repeats=2, figures=[], claims=[], drawn={"a": 1})
+    results: dict[str, Any] = {}
+    assert gallery.run_all([entry], results)
+    return entry, results
+
+
+def test_an_entry_is_stale_once_a_number_has_moved(
+    quick: tuple[Any, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry, results = quick
+    code = gallery.fingerprint(entry)
+    for run in results["digits"].values():
+        run["code"] = "of a study before its imports changed"
+    assert gallery.check([entry], results)
+    assert {run["code"] for run in results["digits"].values()} != {code}
+    assert gallery.check([entry], results, restamp=True)
+    assert {run["code"] for run in results["digits"].values()} == {code}
+    assert json.loads(gallery.RESULTS.read_text()) == results
+
+    run = results["digits"]["more"]
+    for value in run["metrics"].values():
+        value["values"][0] = value["values"][0] and value["values"][0] * (1 + 2e-5)
+    run["code"] = "another"
+    capsys.readouterr()
+    assert not gallery.check([entry], results, restamp=True)
+    assert run["code"] == "another"
+    said = capsys.readouterr().out
+    assert "digits, defaults: as stored" in said
+    assert "digits is stale" in said
+
+
+def test_all_runs_of_an_entry_are_of_one_commit(
+    quick: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, results = quick
+    monkeypatch.setattr(gallery, "_commit", lambda: "later")
+    assert gallery.run_all([entry], results)  # all finished before: nothing runs again
+    assert {run["commit"] for run in results["digits"].values()} != {"later"}
+    (entry.folder("more", 1) / "results.json").unlink()
+    assert gallery.run_all([entry], results)
+    assert {run["commit"] for run in results["digits"].values()} == {"later"}
+    assert (
+        json.loads((entry.folder("defaults", 0) / "made_by.json").read_text())["commit"] == "later"
+    )
 
 
 def drifted(found: dict[str, float], stored: dict[str, Any]) -> dict[str, tuple[float, ...]]:
