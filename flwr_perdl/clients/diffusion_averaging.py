@@ -54,9 +54,7 @@ def averaging_config(
     """
     options = {name: value for name, value in vars(learner).items() if name != "config"}
     compression = learner.compression
-    if compression is None:
-        del options["consensus_step"]
-    else:
+    if compression is not None:
         check_kind("compression", compression, COMPRESSIONS, "a TopK or RandomQuantization")
         options["compression"] = COMPRESSIONS.index(type(compression)), vars(compression)
     arrays = [[name, array.shape, array.dtype.str] for name, array in start.items()]

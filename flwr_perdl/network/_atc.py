@@ -1,8 +1,7 @@
-"""Diffusion and consensus: every agent takes a gradient step and averages with its neighbors.
+"""Diffusion: every agent takes a gradient step and averages with its neighbors.
 
-:class:`ATC` is the paper's (Section III-C), with Table III's step, and so are the consensus
-strategies and the penalty for V_f of :class:`PenalizedConsensus`, which it names without equations.
-:class:`ExactDiffusion` is not in it: see `flwr_perdl.network.inference`.
+:class:`ATC` is the paper's (Section III-C), with Table III's step; :class:`ExactDiffusion` is not
+in it: see `flwr_perdl.network.inference`.
 """
 
 from __future__ import annotations
@@ -153,70 +152,6 @@ class ExactDiffusion(ATC):
             nu = self.objective.project(full)
             excess = full - nu  # NIDS: kept, so that the fixed point meets (28)'s conditions
         after = state._replace(nu=nu, excess=excess)
-        if not is_check_round(inbox.round):
-            return after
-        residual = self._residual(norms(nu - state.nu), norms(state.sent - mean), nu)
-        return after._replace(residual=residual)
-
-
-@dataclass(frozen=True, eq=False)
-class PenalizedConsensus(ATC):
-    r"""A consensus strategy, with a penalty for leaving V_f in the place of the projection (37b).
-
-    The paper names both (III-C, before (29) and (37)). Neighbors receive the iterate itself:
-
-        w_{k,i} = sum_l a_lk w_{l,i-1} - mu grad J_k(w_{k,i-1}) - mu penalty (w - Pi(w))_{k,i-1}
-
-    with weights ``(I + A) / 2``, and nu is ``Pi(w)``, the projection on V_f. It ends O(mu) and
-    O(1 / penalty) away from the optimum: with symmetric weights where
-
-        sum_k J_k(w_k) + penalty / 2 ||w_k - Pi(w_k)||^2 + sum_kl a_lk ||w_k - w_l||^2 / (8 mu)
-
-    is least: a step is also the inverse of a penalty for disagreement. Over 12 agents of a random
-    graph the relative error is 0.63 with the default step, 0.18 with a quarter of it (`ATC`: 0.16).
-
-    Parameters
-    ----------
-    step : float, optional
-        mu; by default 0.9 of the inverse of what bounds the curvature of cost and penalty.
-    penalty : float, optional
-        Weight of half the squared distance from V_f; by default ``n_atoms / delta``, the largest
-        curvature of h* at any agent. It has no effect where V_f is all of the space.
-    """
-
-    penalty: float | None = None
-
-    @cached_property
-    def strength(self) -> float:
-        """The penalty; 0 where there is nothing to leave."""
-        most = (self.n_atoms or 1) / self.objective.modulus
-        c = most if self.penalty is None else check_real("penalty", self.penalty, 0, LARGE)
-        return c if np.isfinite(self.objective.bound) else 0.0
-
-    @cached_property
-    def mu(self) -> float:
-        """The step."""
-        mu = super().mu
-        return mu if self.step is not None else mu / (1 + mu * self.strength)
-
-    def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
-        """Return the state before the first round: the iterate starts from 0, too."""
-        state = super().begin(nodes, atoms, X)
-        return state._replace(memory=state.nu)
-
-    def adapt(self, state: DualState, round_: int) -> DualState:
-        """Find the step of the iterate, which is sent as it is."""
-        w = state.sent
-        step = self._descended(state._replace(nu=w)) - w
-        step -= self.mu * self.strength * (w - self.objective.project(w))
-        return state._replace(memory=step)
-
-    def combine(self, state: DualState, inbox: Inbox) -> DualState:
-        """Average half-way with the neighbors, take the step, and read nu off."""
-        mean = inbox.mean()
-        sent = (state.sent + mean) / 2 + state.memory
-        nu = self.objective.project(sent)
-        after = state._replace(sent=sent, nu=nu)
         if not is_check_round(inbox.round):
             return after
         residual = self._residual(norms(nu - state.nu), norms(state.sent - mean), nu)

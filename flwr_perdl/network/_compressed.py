@@ -4,7 +4,7 @@ A node sends the compressed difference of what it would send, ``v_k``, from its 
 ``c_k``, which all its neighbors add up alike; so what one message leaves out is in the next ones.
 Of its neighbors' copies it keeps the weighted sum ``s_k`` only, which is all that it needs as long
 as the network stays the same and no message is lost. ``Q`` is the compression, ``gamma`` the
-consensus step.
+consensus step, `consensus_step`.
 
 =========================================  ======================================================
 literature                                 here
@@ -44,6 +44,7 @@ from flwr_perdl.core.models import cleared
 from flwr_perdl.core.npy import pack, unpack
 from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, fixed_of, state_type
 from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.network.compression import consensus_step
 from flwr_perdl.random import spawn
 
 
@@ -94,7 +95,7 @@ class CompressedProgram(AveragingProgram):
         copies += sent[inbox.own]
         sums += replace(inbox, rows=(sent,)).mean(ordered=True)
         state = super().combine(state._replace(copies=copies, sums=sums), inbox)
-        state.reports[:, 0] /= self.options.consensus_step
+        state.reports[:, 0] /= consensus_step(self.options.compression)
         return state
 
     def _means(self, state: Any, inbox: Inbox) -> Iterator[Array]:
@@ -112,7 +113,7 @@ class CompressedProgram(AveragingProgram):
     def _moved(self, state: Any, part: int) -> list[Array]:
         """Return the arrays of a part, moved towards the mean by the public copies."""
         apart = state.sums[:, part] - state.copies[:, part]
-        rows = self._parts(state)[:, part] + self.options.consensus_step * apart
+        rows = self._parts(state)[:, part] + consensus_step(self.options.compression) * apart
         arrays = [arrays_of(state, "model")[i] for i in self._of(state).corrected]
         ends = np.cumsum([array[0].size for array in arrays])[:-1]
         parts = zip(np.split(rows, ends, axis=1), arrays, strict=True)

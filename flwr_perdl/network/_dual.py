@@ -47,7 +47,7 @@ class DualState(NamedTuple):
     atoms : ndarray of shape (m, n_atoms, n_features)
         Each agent's atoms; agents with fewer have zeros at the end.
     linear : ndarray of m agents' rows
-        The linear part of what an agent minimizes: ``theta_k x``. In the ADMMs it includes what the
+        The linear part of what an agent minimizes: ``theta_k x``. In ADMM it includes what the
         neighbors have sent, and is divided by the curvature: the minimum of the quadratic part.
     memory, excess : ndarrays of m agents' rows
         Further memory of a method, and what projections on V_f have removed.

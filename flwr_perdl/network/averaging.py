@@ -196,7 +196,6 @@ def diffusion_averaging(
     callback: Callable[[int, dict[str, Array]], Any] | None = None,
     method: str | None = None,
     compression: Compression | None = None,
-    consensus_step: float | None = None,
     evaluate_every: int = 1,
     metrics: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
@@ -270,10 +269,6 @@ def diffusion_averaging(
         with all but "push_sum". "gradient_tracking" (and "exact_diffusion") converge to the same
         point as without; "atc" and "cta" are more biased, as they average less per round.
         ``initial`` is the first public copy and must be the same at all nodes. None: whole models.
-    consensus_step : float, optional
-        How far a node moves to the mean of the public copies, above 0, at most 1; by default ``2 c
-        / (1 + c)``, where c is the compression's ``contraction``. A larger one converges faster or
-        diverges.
     evaluate_every : int, default 1
         Rounds between two calls of ``evaluate``; 0: never. The curves have NaN in the other rounds,
         also in the last one unless it is a multiple.
@@ -339,7 +334,6 @@ def diffusion_averaging(
     options = AveragingOptions(
         method=method,
         compression=compression,
-        consensus_step=consensus_step,
         evaluate_every=evaluate_every,
         metrics=metrics,
         config=config,
@@ -368,7 +362,6 @@ class AveragingOptions:
 
     method: str | None = None
     compression: Compression | None = None
-    consensus_step: float | None = None
     evaluate_every: int = 1
     metrics: Sequence[str] = ()
     config: Mapping[str, Any] | None = None
@@ -392,11 +385,7 @@ class AveragingOptions:
         if self.method is not None:
             check_choice("method", self.method, METHODS)
         if compression is not None:
-            self.consensus_step = check_compression(self.method, compression, self.consensus_step)
-        elif self.consensus_step is not None:
-            raise ValueError(
-                f"consensus_step must be None without compression, got {self.consensus_step!r}."
-            )
+            check_compression(self.method, compression)
         self._check_groups()
         check_count("evaluate_every", self.evaluate_every)
         check_kind("metrics", self.metrics, Sequence, "a sequence of names")

@@ -177,17 +177,22 @@ def _each(scales: Array, n: int) -> Array:
 Compression = TopK | RandomQuantization
 
 
-def check_compression(method: str | None, compression: Compression, step: float | None) -> float:
-    """Return the consensus step, checked with the compression.
+def consensus_step(compression: Compression) -> float:
+    """Return the consensus step ``2 delta / (1 + delta)``, delta the contraction.
 
-    The step is ``2 delta / (1 + delta)`` by default, delta the contraction: one for all networks,
-    as a node knows its neighbors only. The papers' bounds are smaller by orders of magnitude; this
-    was measured: gradient tracking, 16 nodes, quadratics of 600 parameters (top-k, 3,000 rounds)
-    and softmax regression on digits (four bits besides, 300 rounds). Shares from 0.01 to 0.1 and
-    four bits converge on the ring, the exponential and the complete graph. At twice this step
-    shares of 0.05 and 0.1 diverge on the exponential graph, at 1.4 times it 0.05 does on the
-    complete one.
+    It is one for all networks, as a node knows its neighbors only. The papers' bounds are smaller
+    by orders of magnitude; this was measured: gradient tracking, 16 nodes, quadratics of 600
+    parameters (top-k, 3,000 rounds) and softmax regression on digits (four bits besides, 300
+    rounds). Shares from 0.01 to 0.1 and four bits converge on the ring, the exponential and the
+    complete graph. At twice this step shares of 0.05 and 0.1 diverge on the exponential graph, at
+    1.4 times it 0.05 does on the complete one.
     """
+    delta = compression.contraction
+    return 2 * delta / (1 + delta)
+
+
+def check_compression(method: str | None, compression: Compression) -> None:
+    """Raise a TypeError or ValueError unless the compression suits the method."""
     check_kind("compression", compression, (TopK, RandomQuantization), "TopK or RandomQuantization")
     if method == "exact_diffusion" and not compression.unbiased:
         raise ValueError(
@@ -196,7 +201,3 @@ def check_compression(method: str | None, compression: Compression, step: float 
         )
     if method == "push_sum":
         raise ValueError(f"compression must be None with method 'push_sum', got {compression!r}.")
-    if step is None:
-        delta = compression.contraction
-        return 2 * delta / (1 + delta)
-    return check_real("consensus_step", step, 0, 1, open_low=True)

@@ -16,8 +16,6 @@ paper                                       here
 ``theta_k x``                               ``state.linear`` at the start
 ``W_k``                                     ``state.atoms``, (m, n_atoms, n_features)
 ATC diffusion (31), projected (37)          :class:`ATC`
-consensus strategy, penalty for V_f         :class:`PenalizedConsensus`
-Jacobian ADMM (39)                          :class:`JacobianADMM`
 (42)                                        ``objective.code(S)``
 ``J_k(nu_k; xi)`` (29), (60)                :func:`local_costs`
 =========================================== ===================================================
@@ -60,8 +58,8 @@ from flwr_perdl.core.checks import (
     check_real,
 )
 from flwr_perdl.core.threads import in_threads, one_blas_thread
-from flwr_perdl.network._admm import ADMM, ConsensusADMM, JacobianADMM
-from flwr_perdl.network._atc import ATC, ExactDiffusion, PenalizedConsensus, contraction_bound
+from flwr_perdl.network._admm import ConsensusADMM
+from flwr_perdl.network._atc import ATC, ExactDiffusion, contraction_bound
 from flwr_perdl.network._dual import (
     MOST_ROUNDS,
     DualInference,
@@ -86,8 +84,6 @@ __all__ = [
     "ExactDiffusion",
     "ExactDual",
     "Inference",
-    "JacobianADMM",
-    "PenalizedConsensus",
     "exact_dual",
     "infer",
     "local_costs",
@@ -251,8 +247,6 @@ METHODS: dict[str, type[DualInference]] = {
     "admm": ConsensusADMM,
     "atc": ATC,
     "exact_diffusion": ExactDiffusion,
-    "jacobian_admm": JacobianADMM,
-    "consensus": PenalizedConsensus,
 }
 
 
@@ -309,11 +303,11 @@ def infer(
         The agents' atoms, of norm at most 1.
     network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
         Which agents are neighbors: connected, undirected, with doubly stochastic weights
-        (``"exact_diffusion"``: symmetric ones; the ADMMs use none). A topology has Metropolis
-        weights; the first two run in memory, without faults. With an ADMM, which keeps a multiplier
+        (``"exact_diffusion"``: symmetric ones; ADMM uses none). A topology has Metropolis
+        weights; the first two run in memory, without faults. With ADMM, which keeps a multiplier
         per link, a changing network may have no links that its ``topology`` lacks.
-    method : {"admm", "atc", "exact_diffusion", "jacobian_admm", "consensus"}, default "admm"
-        `ConsensusADMM`, `ATC`, `ExactDiffusion`, `JacobianADMM` or `PenalizedConsensus`.
+    method : {"admm", "atc", "exact_diffusion"}, default "admm"
+        `ConsensusADMM`, `ATC` or `ExactDiffusion`.
     n_rounds : int, optional
         Largest number of communication rounds. By default `DualInference.rounds` of the tolerance,
         in memory, where the residuals end the run, four times that; never more than 100,000.
@@ -400,7 +394,7 @@ def _compresses(compress: bool | None, program: DualInference, in_memory: bool) 
     compress = check_flag("compress", compress)
     if compress and not (in_memory and (exact or isinstance(program, ATC))):
         raise ValueError(
-            "compress must be False on a network, or with an ADMM and a bounded V_f, got True: "
+            "compress must be False on a network, or with ADMM and a bounded V_f, got True: "
             "the span of sample and atoms is known in memory only, and ADMM leaves it at bounds."
         )
     return compress
@@ -468,6 +462,6 @@ def check_carrier(network: Any, program: DualInference) -> None:
             _check_sums(matrix, type(program))
         # A multiplier belongs to a link: without the link at both ends their sum would not stay 0.
         more = sparse.coo_array(matrix.topology.adjacency > program.topology.adjacency)
-        if isinstance(program, ADMM) and more.nnz:
+        if isinstance(program, ConsensusADMM) and more.nnz:
             k, j = (int(nodes[0]) for nodes in more.coords)
             raise ValueError(f"network must have no links that its topology lacks, got {k} - {j}.")

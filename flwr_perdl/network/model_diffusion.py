@@ -121,7 +121,7 @@ class ModelDiffusion:
         Samples whose duals travel together.
     method : str, default "admm"
         How the duals are found: a method of `infer`; or ``"exact"``: in one place by `exact_dual`,
-        the limit of all others but ATC and consensus, in memory only.
+        the limit of the others but ATC, in memory only.
     n_iterations : int, optional
         Communication rounds per batch; by default as many as the method needs for a relative error
         of ``tolerance``, or of 1e-2 (40 dB), on the given topology, and at most 100,000.

@@ -56,7 +56,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         See `flwr_perdl.network.diffusion_averaging`; by default chosen by the network.
     robust, n_liars
         Against malicious (Byzantine) neighbors, as there.
-    compression, consensus_step
+    compression
         For smaller messages, as there.
     groups, local_rounds
         With ``groups="auto"`` nodes find out by themselves which neighbors are in their group
@@ -143,7 +143,6 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         robust: bool | str = False,
         n_liars: int = 1,
         compression: TopK | RandomQuantization | None = None,
-        consensus_step: float | None = None,
         groups: str | None = None,
         local_rounds: int = 5,
         evaluate_every: int = 1,
@@ -171,7 +170,6 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             robust=robust,
             n_liars=n_liars,
             compression=compression,
-            consensus_step=consensus_step,
             groups=groups,
             local_rounds=local_rounds,
             evaluate_every=evaluate_every,

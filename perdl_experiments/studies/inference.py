@@ -44,11 +44,11 @@ from flwr_perdl.network.inference import (
     DualInference,
     DualState,
     ExactDiffusion,
-    JacobianADMM,
     exact_dual,
 )
 from flwr_perdl.network.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.random import DATA, spawn
+from perdl_experiments.jacobian_admm import JacobianADMM
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record

@@ -107,7 +107,6 @@ PROGRAMS: dict[str, Maker] = {
     "admm-huber": inference("admm", HuberNMF(0.1, 0.2, 0.3)),
     "atc-huber": inference("atc", HuberNMF(0.1, 0.2, 0.3)),
     "exact_diffusion": inference("exact_diffusion", SparseSVD(0.1, 0.2)),
-    "jacobian_admm": inference("jacobian_admm", SparseSVD(0.1, 0.2)),
     "data-mod": data_diffusion(),
     "data-gradient": data_diffusion(update="gradient", replacement=None),
     "model": model_diffusion(SparseSVD(0.1, 0.2)),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
+from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments.studies import inference, novel_documents
 from tests.studies import Kept, Ran, config_of, run_study, save
 
@@ -28,6 +29,23 @@ def test_the_stable_names_and_the_order_of_the_methods(loss: str) -> None:
         for what in ("y", "nu"):
             assert len(found.curves[f"snr_{name}_{what}"]) == 400
     assert found.outcome.figures["inference"].axes
+
+
+def test_jacobian_admm_is_the_papers_recursion_with_one_sign() -> None:
+    case = inference.draw("squared", 6, 12, 0.5, np.random.default_rng(0))
+    program = case.program(inference.METHODS["jacobian_admm"], penalty=0.3, step=0.4)
+    B, W, o = case.topology.adjacency.toarray(), case.atoms[:, 0], inference.OBJECTIVES["squared"]
+    c = 0.3 / B.sum(axis=1).mean()
+    a = 1 / 6 + 2 * c * B.sum(axis=1)
+    multiplier, nu = np.zeros((6, 6, 12)), np.zeros((6, 12))
+    for _ in range(6):
+        b = case.X / 6 + multiplier.sum(axis=1) + 2 * c * B @ nu
+        s = (W * b).sum(axis=1) / a
+        y = (s - np.clip(s, -o.gamma, o.gamma)) / (o.delta + 1 / a)
+        nu = (b - y[:, None] * W) / a[:, None]
+        multiplier -= 0.4 * c * B[..., None] * (nu[:, None] - nu)
+    found = InMemoryNetwork(case.topology).run(program, 6).observed["nu"]
+    np.testing.assert_allclose(found[:, 0], nu, atol=1e-12)
 
 
 def test_the_papers_figure_of_a_fully_connected_network() -> None:

@@ -9,7 +9,7 @@ import pytest
 from flwr_perdl.network import Biclustering, HuberNMF, NonnegativeMF, Objective, SparseSVD
 
 #: The methods of dual inference, and of model averaging.
-INFERENCE = ("admm", "atc", "exact_diffusion", "jacobian_admm", "consensus")
+INFERENCE = ("admm", "atc", "exact_diffusion")
 AVERAGING = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
 
 

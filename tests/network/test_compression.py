@@ -126,9 +126,10 @@ def test_corrected_methods_end_at_the_minimum(method: str, compression: Any) -> 
 def test_the_others_end_where_they_do_with_weights_moved_by_the_step(
     method: str, compression: Any
 ) -> None:
-    moved = 0.6 * np.eye(N) + 0.4 * metropolis_weights(RING).matrix.toarray()
+    step = 2 * compression.contraction / (1 + compression.contraction)
+    moved = (1 - step) * np.eye(N) + step * metropolis_weights(RING).matrix.toarray()
     expected = learn(150, CombinationMatrix(moved, RING), method=method)
-    learned = learn(150, method=method, compression=compression, consensus_step=0.4)
+    learned = learn(150, method=method, compression=compression)
     np.testing.assert_allclose(models_of(learned), models_of(expected), atol=1e-6)
 
 
@@ -246,8 +247,6 @@ def test_public_copies_need_one_network_without_faults(network: Any) -> None:
         ({"robust": "clip", "compression": TopK(0.1)}, "robust"),
         ({"method": "atc", "compression": "top-k"}, "compression"),
         ({"method": "atc", "compression": TopK}, "compression"),
-        ({"consensus_step": 0.5}, "consensus_step"),
-        ({"method": "atc", "compression": TopK(0.1), "consensus_step": 0.0}, "consensus_step"),
     ],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], name: str) -> None:

@@ -46,7 +46,7 @@ def test_the_default_inference_is_exact_although_nodes_sleep(objective: Objectiv
 def test_every_inference_survives_dropping_links(method: str) -> None:
     found, errors = inferred(OBJECTIVES[1], method, Faults(drop=0.2, seed=3))
     assert np.isfinite(found.nu).all()
-    assert errors.max() < (0.8 if method == "consensus" else 0.3)  # 0.63 is its bias without faults
+    assert errors.max() < 0.3
     if method == "admm":
         assert errors.max() < 1e-5
         assert found.converged

@@ -6,14 +6,12 @@ from typing import Any
 import cvxpy as cp
 import numpy as np
 import pytest
-from scipy import optimize
 
 from flwr_perdl.network import CombinationMatrix, InMemoryNetwork, Topology, metropolis_weights
 from flwr_perdl.network.combine import LONG
 from flwr_perdl.network.inference import (
     ATC,
     ConsensusADMM,
-    JacobianADMM,
     exact_dual,
     infer,
 )
@@ -112,7 +110,6 @@ def test_a_tolerance_bounds_the_error_of_the_exact_dual(objective: Objective, n_
         ("admm", 3),
         ("exact_diffusion", 1),
         ("exact_diffusion", 3),
-        ("jacobian_admm", 1),
     ],
 )
 def test_bias_free_methods_agree_with_cvxpy(
@@ -236,9 +233,8 @@ def test_codes_may_be_bounded_with_the_diffusions(seed: int, n_features: int) ->
     np.testing.assert_allclose(
         atc.nu[:, 0], by_hand(objective, X[0], D, A, 0.1, 40), rtol=0, atol=1e-12
     )
-    for method in ("admm", "jacobian_admm"):
-        with pytest.raises(ValueError, match=r"^objective"):
-            infer(objective, X, D, topology, method=method)
+    with pytest.raises(ValueError, match=r"^objective"):
+        infer(objective, X, D, topology)
     with pytest.raises(ValueError, match=r"^objective"):
         exact_dual(objective, X, D)
 
@@ -273,22 +269,6 @@ def test_consensus_admm_is_the_recursion_of_multipliers_and_beliefs(r: float, n:
     np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
 
 
-def test_jacobian_admm_is_the_papers_recursion_with_one_sign() -> None:
-    objective = SparseSVD(0.2, 0.5)
-    jacobian = program(JacobianADMM, objective, penalty=0.3, step=0.4)
-    assert isinstance(jacobian, JacobianADMM)
-    B, N, x = jacobian.topology.adjacency.toarray(), 6, jacobian.X[0]
-    c = 0.3 / B.sum(axis=1).mean()
-    multiplier, nu = np.zeros((N, N, 12)), np.zeros((N, 12))
-    for _ in range(6):
-        last = nu.copy()
-        for k, W in enumerate(jacobian.dictionaries):
-            b = x / N + multiplier[k].sum(axis=0) + 2 * c * B[k] @ last
-            nu[k] = quadratic_minimum(W, b, 1 / N + 2 * c * B[k].sum(), objective)
-        multiplier -= 0.4 * c * B[..., None] * (nu[:, None] - nu)
-    np.testing.assert_allclose(estimates(jacobian, 6)[:, 0], nu, atol=1e-7)
-
-
 @every_method
 def test_whoever_is_informed_the_answer_is_the_same(method: str) -> None:
     objective = HuberNMF(0.2, 0.5, 0.3)
@@ -299,7 +279,7 @@ def test_whoever_is_informed_the_answer_is_the_same(method: str) -> None:
         infer(objective, X, D, topology, informed=informed, **tight).nu
         for informed in (None, [5], [2, 3])
     ]
-    bias = {"atc": 0.6, "consensus": 3.0}.get(method, 1e-7)  # these end where their bias says
+    bias = 0.6 if method == "atc" else 1e-7  # it ends where its bias says
     for one in answers[1:]:
         np.testing.assert_allclose(one, answers[0], atol=bias)
 
@@ -359,42 +339,6 @@ def test_a_network_gives_the_same_bits(
     assert {a.dtype for a in (memory.nu, memory.residual, *memory.codes)} == {np.dtype(dtype)}
 
 
-def test_penalized_consensus_ends_at_its_fixed_point() -> None:
-    """The least of the costs plus both penalties, by SciPy; the optimum as the penalties grow."""
-    objective, topology, step, penalty = HuberNMF(0.1, 0.5, 2.0), Topology.star(3), 0.05, 2.0
-    X, D = problem(objective, n_agents=3, n_features=5, n_samples=1)
-    X[0, 0] = 9.0  # an outlier: the dual meets its bound
-    A = metropolis_weights(topology).matrix.toarray()
-
-    def cost(flat: np.ndarray) -> float:
-        w = flat.reshape(3, 5)
-        beyond = w - np.clip(w, -1, 1)
-        smooth = (w**2).sum() / 3 - (w @ X[0]).sum() / 3 + penalty / 2 * (beyond**2).sum()
-        smooth += sum(float(objective.regulariser_conjugate(w[k] @ D[k].T)) for k in range(3))
-        apart = np.square(w[:, None] - w[None]).sum(axis=2)
-        return float(smooth + (A * apart).sum() / (8 * step))
-
-    w = optimize.minimize(cost, np.zeros(15), method="BFGS", options={"gtol": 1e-9}).x.reshape(3, 5)
-    assert w.max() > 1.05
-    far, near = (
-        infer(
-            objective,
-            X,
-            D,
-            network,
-            method="consensus",
-            step=step / k,
-            penalty=k * penalty,
-            n_rounds=400 * k,
-            tolerance=0,
-        ).nu
-        for k, network in ((1, InMemoryNetwork(topology)), (20, topology))
-    )
-    np.testing.assert_allclose(far[:, 0], np.clip(w, -1, 1), atol=1e-5)
-    exact = exact_dual(objective, X, D).nu
-    assert np.abs(near - exact).max() < np.abs(far - exact).max() / 10
-
-
 @each
 def test_the_residual_bounds_the_error(objective: Objective) -> None:
     """What an agent knows by itself says how far it is from the answer."""
@@ -418,7 +362,7 @@ def test_atc_says_that_it_has_not_converged() -> None:
     assert found.rounds == 5000
 
 
-@pytest.mark.parametrize("method", ["admm", "exact_diffusion", "jacobian_admm"])
+@pytest.mark.parametrize("method", ["admm", "exact_diffusion"])
 def test_over_a_long_path_convergence_is_not_said_too_early(method: str) -> None:
     rng = np.random.default_rng(0)
     D = rng.standard_normal((20, 1, 5))
@@ -441,14 +385,14 @@ def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str
     far = {}
     for graph, links in ((complete, ring), (ring, complete)):
         network = InMemoryNetwork(graph, metropolis_weights(links))
-        if links is complete and "admm" in method:
+        if links is complete and method == "admm":
             with pytest.raises(ValueError, match=r"^network"):
                 infer(objective, X, D, network, method=method)
             continue
-        n_rounds = 1000 if "admm" in method else 2000
+        n_rounds = 1000 if method == "admm" else 2000
         nu = infer(objective, X, D, network, method=method, n_rounds=n_rounds).nu
         far[links] = np.abs(nu - exact).max()
-    assert max(far.values()) < (1.0 if method in ("atc", "consensus") else 1e-6)
+    assert max(far.values()) < (1.0 if method == "atc" else 1e-6)
     with pytest.raises(ValueError, match=r"^dictionaries"):
         infer(objective, X, D, InMemoryNetwork(Topology.complete(9)), method=method)
 
@@ -522,19 +466,19 @@ def test_the_default_reaches_40_db_within_200_rounds(loss: str, impulses: float,
 
 
 @pytest.mark.parametrize(
-    ("topology", "gap", "top"),
+    ("topology", "gap"),
     [
-        (Topology.ring(601), 1 - np.cos(2 * np.pi / 601), 1 + np.cos(np.pi / 601)),
-        (Topology.ring(2000), 1 - np.cos(2 * np.pi / 2000), 2),
-        (Topology.grid(1, 2000), 1 - np.cos(np.pi / 1999), 2),
-        (Topology.complete(601), 601 / 600, 601 / 600),
-        (Topology.star(700), 1, 2),
+        (Topology.ring(601), 1 - np.cos(2 * np.pi / 601)),
+        (Topology.ring(2000), 1 - np.cos(2 * np.pi / 2000)),
+        (Topology.grid(1, 2000), 1 - np.cos(np.pi / 1999)),
+        (Topology.complete(601), 601 / 600),
+        (Topology.star(700), 1),
     ],
 )
-def test_the_spectrum_of_many_nodes_is_exact(topology: Topology, gap: float, top: float) -> None:
+def test_the_gap_of_many_nodes_is_exact(topology: Topology, gap: float) -> None:
     X, atoms = np.zeros((1, 4)), {0: np.zeros((1, 4))}
     admm = ConsensusADMM(SparseSVD(0.1, 0.5), topology, atoms, X)
-    np.testing.assert_allclose(admm.spectrum, (gap, top), rtol=1e-6)
+    np.testing.assert_allclose(admm.gap, gap, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_node_whose_messages_are_sealed_shows_no_model(sealed: bool) -> None:
     [
         {"method": "atc", "robust": "clip"},
         {"method": "atc", "robust": "trimmed"},
-        {"method": "gradient_tracking", "compression": TopK(0.7), "consensus_step": 0.4},
+        {"method": "gradient_tracking", "compression": TopK(0.7)},
         {"method": "exact_diffusion", "compression": RandomQuantization(5, seed=3)},
     ],
 )
