@@ -39,8 +39,7 @@ def save(path: str | Path, source: Any, *, state_dir: str | Path | None = None) 
     - ``client-3``: the own model of client 3, for every client that has one and whose model this
       process can read; a warning counts the others. Clients without a model of their own have the
       shared one, or that of their cluster;
-    - ``README.md``, a model card: the run, which file is whose, and the results of
-      ``strategy.compare``.
+    - ``README.md``, a model card: the run, and which file is whose.
 
     The files are .safetensors where that library is installed, else .npz. They replace those of an
     earlier result. A client's own model may reveal its data: protect it as you protect the data.
@@ -167,21 +166,13 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
     for old in folder.iterdir():
         if _MADE.fullmatch(old.name) and old.name not in dict(made):
             old.unlink()
-    measured = [
-        (result.own.names.get(client, client), model, metric, f"{value:.6g}")
-        for client, by_model in result.own.table.items()
-        for model, metrics in by_model.items()
-        for metric, value in metrics.items()
-    ]
     parts = [
         f"{_TITLE}\n{result.own.run}. Written by flwr-perdl {__version__}.\n",
         _table(("file", "what it is"), made),
         _table(("client", "name", "its own model"), whose),
-        "What each client's evaluation measured, on the client's own data:\n",
-        _table(("client", "model", "metric", "value"), measured),
     ]
     with files.replacing(card) as stream:
-        stream.write("\n".join(parts if measured else parts[:3]).encode())
+        stream.write("\n".join(parts).encode())
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -206,32 +206,25 @@ def mishaps(history: Sequence[RoundReport], names: Mapping[int, str] | None = No
         The clients' names by partition; one that is not there is called by its number.
     """
     left_out: dict[str, list[tuple[int, str]]] = {}
-    anew: dict[int, list[int]] = {}
-    seen: set[int] = set()
+    lost: dict[int, list[int]] = {}
     for report in history:
         for label, reason in report.dropped.items():
             left_out.setdefault(label, []).append((report.round, reason))
         if report.step == EVALUATE:
             continue
         for partition, metrics in report.metrics.items():
-            if metrics.get(NEW_STATE) and report.round > 1:
-                anew.setdefault(partition, []).append(report.round if partition in seen else 0)
-        seen |= set(report.metrics)
+            if metrics.get(NEW_STATE):
+                lost.setdefault(partition, []).append(report.round)
     notes = []
     for label, times in left_out.items():
         (round_, reason), often = times[0], len(times)
         what = reason.rstrip(".")
         times_ = plural(often, "time")
         notes.append(f"Left out {label} {times_}, first in round {round_}: {what}.")
-    for partition, rounds in anew.items():
+    for partition, rounds in lost.items():
         who = (names or {}).get(partition, partition)
-        for round_ in rounds:
-            notes.append(
-                f"Client {who} had lost its private state in round {round_} and made its "
-                "local atoms anew."
-                if round_
-                else f"Client {who} joined late and aligned its atoms with the global ones."
-            )
+        lose = f"Client {who} had lost its private state in round"
+        notes += [f"{lose} {round_} and made its local atoms anew." for round_ in rounds]
     return notes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -26,9 +26,12 @@ from flwr_perdl.clients.dispatch import (
 from flwr_perdl.clients.local import (
     Local,
     NoEvaluateError,
+    StateLostError,
     StepResult,
     encoded,
     evaluation_of,
+    has_evaluation,
+    state_apart,
     within,
 )
 from flwr_perdl.clients.personalized import KeepPrivate, Part, aside, asked_to_keep, check_mods
@@ -39,15 +42,17 @@ from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
 from flwr_perdl.protocol.compat import SECAGG, has_handler, is_legacy, like, mods_of
 from flwr_perdl.protocol.records import (
+    APART,
     ARRAYS,
     CONFIG,
     DEFAULT,
     LEFT_OUT,
-    NO_EVALUATE,
     PARTITION_ID,
     PINNED_KEYS,
     PRIVATE,
     PROMISE,
+    RUN,
+    UNABLE_TO_EVALUATE,
     UNCOUNTED,
     Scalar,
     config_of,
@@ -223,13 +228,20 @@ class AnsweringApp(ClientApp):
         self._steps = steps
 
     @property
-    def keeps_private(self) -> bool:
-        """Whether arrays stay at the client whatever a server asks."""
-        return (self._keep or self.own_keep) is not None
+    def kept_part(self) -> Part | None:
+        """Which arrays stay at the client whatever a server asks."""
+        keep = self._keep or self.own_keep
+        return None if keep is None else keep.part
+
+    def made(self, context: Context) -> Any:
+        """Return the client that answers this message, None where handlers do."""
+        return None
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
         kind, action = route_of(message)
+        config = config_of(message)
+        apart = state_apart(context, str(config.get(RUN))) if APART in config else nullcontext()
         try:
             if action != DEFAULT:  # nothing here knows what an app's own actions send
                 if self._privacy or self._keep or _pins_keys(context):
@@ -242,9 +254,10 @@ class AnsweringApp(ClientApp):
                 # Flower's mods, too, see no training in "train.default".
                 if message.metadata.message_type != kind:
                     message = like(message, message.content, kind)
-                answered = self._guarded(kind, message, context)
-        except NoEvaluateError as error:  # the server is to tell it from a failure
-            answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
+                with apart:
+                    answered = self._guarded(kind, message, context)
+        except (NoEvaluateError, StateLostError) as error:  # the server is to tell them from others
+            answered = Message(Error(error.code, str(error)), reply_to=message)
         except KeyError as error:
             if error.args == (SECAGG,) and SECAGG not in message.content:
                 raise ValueError(OTHER_MOD) from error
@@ -267,7 +280,7 @@ class AnsweringApp(ClientApp):
             )
         call = self._answer
         if asked is not None and asked.client is None:
-            call = partial(self._take, asked)
+            call = partial(self.take_step, asked)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
         summed = self._privacy or secure or PROMISE in config_of(message)
         if (transport := _transport_of(message)) is not None:
@@ -286,7 +299,7 @@ class AnsweringApp(ClientApp):
             return answer_for_sum(message, context, call, self._min_clients, self._own(context))
         return call(message, context)
 
-    def _take(self, asked: Step, message: Message, context: Context) -> Message:
+    def take_step(self, asked: Step, message: Message, context: Context) -> Message:
         """Take a step that works with any app."""
         record = message.content.array_records[ARRAYS]
         config, received = scalars(config_of(message)), [*record.values()]
@@ -332,12 +345,17 @@ class AnsweringApp(ClientApp):
             reply = keep(message, context, self._handle, mods)
         if transport is not None and transport.changes and not reply.has_error():
             transport.shorten(reply, begun, message, context)
-        keep = keep or self.own_keep
-        if kind == MessageType.QUERY and keep is not None and not reply.has_error():
-            who = reply.content.get(CONFIG)
-            if isinstance(who, ConfigRecord):
-                who[PRIVATE] = str(keep.part)
+        who = reply.content.get(CONFIG) if kind == MessageType.QUERY else None
+        if isinstance(who, ConfigRecord):
+            if (part := self.kept_part) is not None:
+                who[PRIVATE] = str(part)
+            if self._privacy is None and not self._evaluates(context):
+                who[UNABLE_TO_EVALUATE] = True
         return reply
+
+    def _evaluates(self, context: Context) -> bool:
+        """Whether the handlers define an evaluation."""
+        return True
 
     def _aside(self, message: Message, context: Context) -> Message:
         """Answer by the handlers alone, which have the whole model: no array of it leaves."""
@@ -396,12 +414,14 @@ class OtherApp(AnsweringApp):
         if asks_who and (self._privacy or not has_handler(self._app, "query.default")):
             who = ConfigRecord({**self._who(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
-        measures = route == (MessageType.EVALUATE, DEFAULT)
-        if measures and not has_handler(self._app, "evaluate.default", unknown=True):
+        if route == (MessageType.EVALUATE, DEFAULT) and not self._evaluates(context):
             raise NoEvaluateError
         if route[1] == DEFAULT and route[0] != MessageType.QUERY:
             reject_other_client(find_step(config_of(message), route[0], self._steps), self._app)
         return self._app(message, context)
+
+    def _evaluates(self, context: Context) -> bool:
+        return has_handler(self._app, "evaluate.default", unknown=True)
 
 
 class NumPyClientApp(AnsweringApp):
@@ -439,9 +459,10 @@ class NumPyClientApp(AnsweringApp):
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
-    def _take(self, asked: Step, message: Message, context: Context) -> Message:
+    def take_step(self, asked: Step, message: Message, context: Context) -> Message:
+        """Take a step that works with any app."""
         with self.answering_by(self.made(context)):  # many models, one client: it reads data once
-            return super()._take(asked, message, context)
+            return super().take_step(asked, message, context)
 
     def made(self, context: Context) -> Any:
         """Return the client that answers this message."""
@@ -449,6 +470,9 @@ class NumPyClientApp(AnsweringApp):
         if client is not None:
             return client
         return _numpy_client(self._make_client(context), needs_fit=not self._steps)
+
+    def _evaluates(self, context: Context) -> bool:
+        return has_evaluation(self.made(context))
 
     def _train(self, message: Message, context: Context) -> Message:
         return self._by_client(MessageType.TRAIN, message, context)

@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import Array
 
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Evaluated, Local, StepRequest, StepResult
+from flwr_perdl.clients.local import Local, Measured, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.records import EVALUATE, Scalar, with_loss
 
@@ -55,8 +55,9 @@ def train_alone(local: Local, request: StepRequest) -> StepResult:
 @step(CLUSTERED, MEASURE)
 def measure(local: Local, request: StepRequest) -> StepResult:
     """Send the losses of all models."""
-    losses, measured = _evaluations(local, _models(request))
-    return StepResult([_finite(losses)], measured[0][1])
+    measured = _evaluations(local, _models(request))
+    losses = np.array([one.cost for one in measured])
+    return StepResult([_finite(losses)], measured[0].num_examples)
 
 
 @step(CLUSTERED, CHOOSE)
@@ -64,10 +65,10 @@ def choose(local: Local, request: StepRequest) -> StepResult:
     """Train the model with the least loss (equation 8), and send it; a single one has none."""
     models, chosen, choice = _models(request), 0, dict[str, Scalar]()
     if len(models) > 1:
-        losses, _ = _evaluations(local, models)
-        chosen = int(losses.argmin())
-        choice = {CLUSTER_LOSS: float(losses[chosen])}
-        choice |= {ALL_ALIKE: 1} if losses.min() == losses.max() else {}
+        costs = [one.cost for one in _evaluations(local, models)]
+        chosen = costs.index(min(costs))
+        choice = {CLUSTER_LOSS: costs[chosen]}
+        choice |= {ALL_ALIKE: 1} if len({*costs}) == 1 else {}
     number, names, arrays = models[chosen]
     trained = local.fit(arrays, names)
     metrics = {**trained.metrics, CLUSTER: number, **choice}
@@ -83,14 +84,15 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
 
     A single model is evaluated without a loss, too.
     """
-    models, chosen = _models(request), 0
+    models = _models(request)
     if len(models) == 1:
-        measured = [local.evaluate(models[0].arrays, models[0].names)]
-    else:
-        losses, measured = _evaluations(local, models)
-        chosen = int(losses.argmin())
-    loss, n, metrics = measured[chosen]
-    return StepResult([], n, with_loss(loss, {**metrics, CLUSTER: models[chosen].number}))
+        loss, n, metrics = local.evaluate(models[0].arrays, models[0].names)
+        return StepResult([], n, {**with_loss(loss, metrics), CLUSTER: models[0].number})
+    measured = _evaluations(local, models)
+    chosen = min(range(len(models)), key=lambda j: measured[j].cost)
+    best = measured[chosen]
+    best.keep_records(local.context)  # this evaluation is the report
+    return StepResult([], best.num_examples, {**best.metrics, CLUSTER: models[chosen].number})
 
 
 class Model(NamedTuple):
@@ -114,18 +116,11 @@ def _models(request: StepRequest) -> list[Model]:
     return [Model(int(number), [*own], [*own.values()]) for number, own in found.items()]
 
 
-def _evaluations(local: Local, models: Sequence[Model]) -> tuple[Matrix, list[Evaluated]]:
-    """Return each model's loss, infinity where it is NaN, and the client's evaluation of each."""
-    measured = [local.evaluate(model.arrays, model.names) for model in models]
-    losses = np.array([loss for loss, _, _ in measured])
-    losses[np.isnan(losses)] = np.inf
-    if not np.isfinite(losses).any():
-        others = ", ".join(sorted(measured[0][2])) or "none"
-        raise ValueError(
-            "evaluate must return a finite loss of at least one model (a ClientApp: as the metric "
-            f'"loss" or "eval_loss"), got no finite loss; other metrics: {others}.'
-        )
-    return losses, measured
+def _evaluations(local: Local, models: Sequence[Model]) -> list[Measured]:
+    """Return what the client measures of each model, one of which has a finite loss."""
+    measured = [local.select(model.arrays, model.names) for model in models]
+    local.check_cost(measured)
+    return measured
 
 
 def _finite(losses: Matrix) -> Matrix:

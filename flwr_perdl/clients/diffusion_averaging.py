@@ -19,18 +19,32 @@ from flwr.app import Context
 from flwr_perdl.clients import own_models
 from flwr_perdl.clients.base import INNER, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Evaluated, Local, NoEvaluateError, StepRequest, StepResult
+from flwr_perdl.clients.local import (
+    Evaluated,
+    Local,
+    NoEvaluateError,
+    StateLostError,
+    StepRequest,
+    StepResult,
+)
 from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, DiffusionClient, Kept
-from flwr_perdl.clients.own_models import ADAPT, COMPARE
+from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.clients.personalized import kept_private
 from flwr_perdl.core.checks import Matrix, check_kind
-from flwr_perdl.network._compressed import CompressedProgram
-from flwr_perdl.network._groups import GroupsProgram
 from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.network.averaging_program import AveragingProgram, state_type
+from flwr_perdl.network.averaging_program import state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
-from flwr_perdl.protocol.records import LEFT_OUT, RUN, SEALED, SEED, Scalar, encode
+from flwr_perdl.protocol.records import (
+    LEFT_OUT,
+    PURPOSE,
+    RUN,
+    SEALED,
+    SEED,
+    SELECT,
+    Scalar,
+    encode,
+)
 
 AVERAGING = "diffusion_averaging"
 #: Says as JSON: the learner's options, how late a message may be, and name, shape and dtype of
@@ -104,29 +118,21 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     return node.exchange(request, local.kept)
 
 
-@step(AVERAGING, ADAPT, seals=True, whole=True)
-def adapt(local: Local, request: StepRequest) -> StepResult:
-    """Train the node's own model further."""
-    return own_models.adapt(local, request, kept_model)
-
-
-@step(AVERAGING, COMPARE, seals=True, whole=True)
-def compare(local: Local, request: StepRequest) -> StepResult:
-    """Compare the node's own model with the initial one."""
-    return own_models.compare(local, request, kept_model)
+@step(AVERAGING, TUNE, whole=True)
+def tune(local: Local, request: StepRequest) -> StepResult:
+    """Fine-tune the node's own model."""
+    return own_models.tune(local, request, kept_model)
 
 
 def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:
     """Return a node's own model, None before its first exchange."""
+    kept = PrivateState(context, run, private_store(context, AVERAGING)).newest()
     private = kept_private(context, run + INNER)
+    if kept is None:
+        return None
     shared = [name for name in names if name not in private]
-    for program in (AveragingProgram, CompressedProgram, GroupsProgram):
-        store = private_store(context, f"diffusion, {program.__name__}")
-        kept = PrivateState(context, run, store).newest()
-        if kept is not None:
-            own = {n: encode(kept[f"{STATE}model_{i}"]) for i, n in enumerate(shared)}
-            return {name: private[name] if name in private else own[name] for name in names}
-    return None
+    own = {n: encode(kept[f"{STATE}model_{i}"]) for i, n in enumerate(shared)}
+    return {name: private[name] if name in private else own[name] for name in names}
 
 
 class _App:
@@ -145,8 +151,12 @@ class _App:
 
     def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
         """Evaluate; an app that does not has nothing to evaluate on."""
+        asked: dict[str, Any] = {**self._inner, **config}
         try:
-            return self._local.evaluate(parameters, self._names, **{**self._inner, **config})
+            if config.get(PURPOSE) == SELECT:
+                measured = self._local.select(parameters, self._names, **asked)
+                return measured.cost, measured.num_examples, measured.metrics
+            return self._local.evaluate(parameters, self._names, **asked)
         except NoEvaluateError:
             return nan, 0, {}
 
@@ -163,10 +173,7 @@ class _Node(DiffusionClient):
 
     def _kept(self, arrays: Mapping[str, Any] | None) -> Any:
         if arrays is None and not self.has_start:
-            raise ValueError(
-                "arrays must end with the initial model, got none: this node has no model; without "
-                "a state-dir in its node config a restart loses it."
-            )
+            raise StateLostError("this node's model")
         if arrays is None:
             return super()._kept(arrays)
         fields = [name.removeprefix(STATE) for name in arrays if name.startswith(STATE)]

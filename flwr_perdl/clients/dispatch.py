@@ -422,6 +422,22 @@ class ProtocolClient(Member):
         metrics = dict(result.metrics)
         return float(metrics.pop("loss", nan)), result.num_examples, metrics
 
+    def adapted(self, request: StepRequest, n_fits: int) -> Mapping[str, Matrix]:
+        """Return the client's own model, by `adapt`, from a finished run's; a subclass's to say.
+
+        Parameters
+        ----------
+        request : StepRequest
+            Its arrays are the model.
+        n_fits : int
+            How often the client trains at most.
+
+        Returns
+        -------
+        mapping of str to ndarray
+        """
+        raise ValueError(f"app must be one whose clients adapt models, got {type(self).__name__}.")
+
     def _take(
         self, kind: str, parameters: list[Matrix], config: Mapping[str, Scalar]
     ) -> StepResult:

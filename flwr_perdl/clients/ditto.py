@@ -15,7 +15,7 @@ from flwr_perdl.clients import own_models
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult, unsaid
-from flwr_perdl.clients.own_models import ADAPT, COMPARE
+from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
 from flwr_perdl.core.npy import as_file
@@ -43,21 +43,16 @@ def train(local: Local, request: StepRequest) -> StepResult:
 @step(DITTO, EVALUATE, kind=EVALUATE)
 def evaluate(local: Local, request: StepRequest) -> StepResult:
     """Evaluate the client's own model."""
-    own = _own(local.kept.after(request.round), request.arrays)
-    loss, n, metrics = local.evaluate(own)
-    return StepResult([], n, with_loss(loss, metrics))
+    kept = local.kept.after(request.round)
+    loss, n, metrics = local.evaluate(_own(kept, request.arrays))
+    lost = {NEW_STATE: 1} if kept is None else {}
+    return StepResult([], n, {**with_loss(loss, metrics), **lost})
 
 
-@step(DITTO, ADAPT, whole=True)
-def adapt(local: Local, request: StepRequest) -> StepResult:
-    """Train the client's own model further."""
-    return own_models.adapt(local, request, kept_model)
-
-
-@step(DITTO, COMPARE, whole=True)
-def compare(local: Local, request: StepRequest) -> StepResult:
-    """Compare the client's own model with the global one."""
-    return own_models.compare(local, request, kept_model)
+@step(DITTO, TUNE, whole=True)
+def tune(local: Local, request: StepRequest) -> StepResult:
+    """Fine-tune the client's own model."""
+    return own_models.tune(local, request, kept_model)
 
 
 def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:

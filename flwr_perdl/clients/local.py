@@ -6,10 +6,10 @@ Any client, and any ClientApp, is two functions to it: training and evaluation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from math import nan
+from math import inf, isfinite, isnan, nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,15 +34,22 @@ from flwr_perdl.protocol.records import (
     ALTERNATE,
     ARRAYS,
     CONFIG,
+    HIGHER_IS_BETTER,
     LEFT_OUT,
     LOSSES,
     MEASURING,
+    METRIC,
     METRICS,
+    NO_EVALUATE,
     NUM_EXAMPLES,
     PARTITION_ID,
+    PURPOSE,
+    REPORT,
     ROUND,
     RUN,
     SEED,
+    SELECT,
+    STATE_LOST,
     Scalar,
     encode,
     error_of,
@@ -51,6 +58,7 @@ from flwr_perdl.protocol.records import (
     route_of,
     scalars,
     view,
+    with_loss,
 )
 from flwr_perdl.random import spawn
 
@@ -59,6 +67,9 @@ Evaluated = tuple[float, int, dict[str, Scalar]]
 
 #: How the library's records in ``context.state`` are called, and the keys of a config.
 _OURS = "perdl."
+#: What precedes the app's own records of a kind of training, and of a run whose records are apart
+#: from those before; the record that says which run.
+_TRAININGS, _APART, _APART_RUN = f"{_OURS}app.", f"{_OURS}apart/", f"{_OURS}apart-run"
 #: Which of these keys an app's handlers receive: the run, its seed, and what `keep_private` reads.
 _FOR_HANDLERS = (RUN, SEED, LEFT_OUT, ALTERNATE)
 
@@ -66,10 +77,24 @@ _FOR_HANDLERS = (RUN, SEED, LEFT_OUT, ALTERNATE)
 class NoEvaluateError(NotImplementedError):
     """A client that defines no evaluation is asked for one."""
 
+    code = NO_EVALUATE
+
     def __init__(self) -> None:
         super().__init__(
             "the client must define evaluate, for evaluations and to choose among several models, "
             "got none."
+        )
+
+
+class StateLostError(ValueError):
+    """A client has lost what it kept of the run, and the request does not bring it again."""
+
+    code = STATE_LOST
+
+    def __init__(self, lost: str) -> None:
+        super().__init__(
+            f"state-dir must be in the client's node config for its state to survive a restart, "
+            f"got a request that needs {lost}, which is lost."
         )
 
 
@@ -97,6 +122,31 @@ class Trained(NamedTuple):
     def arrays(self) -> list[Matrix]:
         """The trained model's arrays; not to be changed."""
         return [view(array) for array in self.sent]
+
+
+class Measured(NamedTuple):
+    """What the user's evaluation returns of one of several models.
+
+    Attributes
+    ----------
+    cost : float
+        By what models are chosen, less is better: infinite where it is not known.
+    num_examples : int
+        Number of examples.
+    metrics : dict
+        The user's metrics, the loss as ``"loss"``.
+    records : dict
+        What the app then had in ``context.state``.
+    """
+
+    cost: float
+    num_examples: int
+    metrics: dict[str, Scalar]
+    records: dict[str, Any]
+
+    def keep_records(self, context: Context) -> None:
+        """Leave the app what it had after this evaluation."""
+        replace_records(context, self.records)
 
 
 class StepRequest(NamedTuple):
@@ -305,6 +355,57 @@ class Local:
         loss = next((float(numbers[name]) for name in LOSSES if name in numbers), nan)
         return loss, n, numbers
 
+    def select(self, arrays: Sequence[Any], names: Sequence[str] = (), **config: Any) -> Measured:
+        """Evaluate one of several models, of which one is to be chosen, by the user's evaluation.
+
+        The app's records in ``context.state`` are afterwards as they were: it is asked about models
+        that the client may never have.
+
+        Parameters
+        ----------
+        arrays : sequence of ndarray or flwr.app.Array
+            The model.
+        names : sequence of str, optional
+            Its arrays' names, by default those of the request.
+        **config
+            Added to the request's config.
+
+        Returns
+        -------
+        Measured
+            The cost, by the metric that the strategy chooses by.
+        """
+        before = copy_records(self.context)
+        loss, n, metrics = self.evaluate(arrays, names, **{**config, PURPOSE: SELECT})
+        records = copy_records(self.context)
+        replace_records(self.context, before)
+        value = loss if self._metric in LOSSES else float(metrics.get(self._metric, nan))
+        cost = -value if self._request.config.get(HIGHER_IS_BETTER) else value
+        return Measured(inf if isnan(cost) else cost, n, with_loss(loss, metrics), records)
+
+    def check_cost(self, measured: Iterable[Measured]) -> None:
+        """Raise a ValueError unless one of these models has a finite cost.
+
+        Parameters
+        ----------
+        measured : iterable of Measured
+            Of all models among which the client chooses.
+        """
+        measured = [*measured]
+        if any(isfinite(one.cost) for one in measured):
+            return
+        others = ", ".join(sorted(measured[0].metrics)) or "none"
+        also = ' (a ClientApp: as the metric "loss" or "eval_loss")' * (self._metric in LOSSES)
+        raise ValueError(
+            f"evaluate must return a finite {self._metric} of at least one model{also}, got none; "
+            f"other metrics: {others}."
+        )
+
+    @property
+    def _metric(self) -> str:
+        """By which metric the client chooses."""
+        return str(self._request.config.get(METRIC, LOSSES[0]))
+
     @cached_property
     def _configs(self) -> dict[str, dict[str, Scalar]]:
         """What the user's training and evaluation receive of the request's config."""
@@ -323,7 +424,8 @@ class Local:
         """Return what the app's handler replies."""
         if self._call is None or self._message is None:
             raise TypeError("step must be without client= to train and evaluate by the app.")
-        told = {**self._configs[kind], **config}
+        purpose = {PURPOSE: REPORT} if kind == MessageType.EVALUATE else {}
+        told = {**self._configs[kind], **purpose, **config}
         keeps = self.keeps is not None or LEFT_OUT in told
         if keeps and ROUND not in config and route_of(self._message)[0] == MessageType.TRAIN:
             told[AGAIN] = self._trained
@@ -345,31 +447,65 @@ def numbers_of(content: RecordDict) -> tuple[dict[str, Scalar], int]:
     return numbers, int(numbers[NUM_EXAMPLES])
 
 
+def copy_records(context: Context) -> dict[str, Any]:
+    """Return copies of what the app keeps in ``context.state``: all that is not the library's."""
+    return {name: context.state[name].copy() for name in context.state if _is_app(name)}
+
+
+def replace_records(context: Context, records: Mapping[str, Any]) -> None:
+    """Give the app other records in ``context.state``."""
+    _pop(context.state, _is_app)
+    context.state.update(records)
+
+
 @contextmanager
 def state_of(context: Context, training: str) -> Iterator[None]:
     """Let the app find in ``context.state`` what it kept in this kind of training, and no more.
 
-    An optimizer's state is of the model that it trained. All records that are not the library's are
-    the app's.
+    An optimizer's state is of the model that it trained.
     """
-    prefix = f"{_OURS}app.{training}/"
+    with _swapped(context.state, f"{_TRAININGS}{training}/", _is_app):
+        yield
 
-    def taken(state: RecordDict, own: Callable[[str], bool]) -> dict[str, Any]:
-        return {name: state.pop(name) for name in [*state] if own(name)}
 
-    def is_app(name: str) -> bool:
-        return not name.startswith(_OURS)
+@contextmanager
+def state_apart(context: Context, run: str) -> Iterator[None]:
+    """Have what the app keeps in ``context.state`` be of this run, which begins with copies.
 
-    others = taken(context.state, is_app)
-    for name, record in taken(context.state, lambda name: name.startswith(prefix)).items():
-        context.state[name.removeprefix(prefix)] = record
+    Strategies that are tried one after the other begin alike: the records of the last one go.
+    """
+    state = context.state
+    if state.get(_APART_RUN) != ConfigRecord({RUN: run}):
+        _pop(state, lambda name: name.startswith(_APART))
+        copies = {_APART + name: state[name].copy() for name in state if _is_apps_anywhere(name)}
+        state.update({**copies, _APART_RUN: ConfigRecord({RUN: run})})
+    with _swapped(state, _APART, _is_apps_anywhere):
+        yield
+
+
+@contextmanager
+def _swapped(state: RecordDict, prefix: str, meant: Callable[[str], bool]) -> Iterator[None]:
+    """Have the records with a prefix, without it, in place of those that are meant."""
+    others = _pop(state, meant)
+    kept = _pop(state, lambda name: name.startswith(prefix))
+    state.update({name.removeprefix(prefix): record for name, record in kept.items()})
     try:
         yield
     finally:
-        for name, record in taken(context.state, is_app).items():
-            context.state[prefix + name] = record
-        for name, record in others.items():
-            context.state[name] = record
+        kept = _pop(state, meant)
+        state.update({prefix + name: record for name, record in kept.items()} | others)
+
+
+def _pop(state: RecordDict, meant: Callable[[str], bool]) -> dict[str, Any]:
+    return {name: state.pop(name) for name in [*state] if meant(name)}
+
+
+def _is_app(name: str) -> bool:
+    return not name.startswith(_OURS)
+
+
+def _is_apps_anywhere(name: str) -> bool:
+    return _is_app(name) or name.startswith(_TRAININGS)
 
 
 @contextmanager
@@ -406,10 +542,15 @@ def encoded(array: Any) -> Array:
     return array if isinstance(array, Array) else encode(array)
 
 
+def has_evaluation(client: Any) -> bool:
+    """Whether a client defines ``evaluate``."""
+    evaluate = getattr(client, "evaluate", None)
+    return evaluate is not None and getattr(evaluate, "__func__", None) is not NumPyClient.evaluate
+
+
 def evaluation_of(client: Any) -> Callable[[list[Matrix], dict[str, Scalar]], Evaluated]:
     """Return the client's ``evaluate``, or raise a NotImplementedError if it has none."""
-    evaluate = getattr(client, "evaluate", None)
-    if evaluate is None or getattr(evaluate, "__func__", None) is NumPyClient.evaluate:
+    if not has_evaluation(client):
         raise NoEvaluateError
-    found: Callable[[list[Matrix], dict[str, Scalar]], Evaluated] = evaluate
+    found: Callable[[list[Matrix], dict[str, Scalar]], Evaluated] = client.evaluate
     return found

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.clients import own_models
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_kind, check_real
@@ -173,6 +172,11 @@ class RegressionClient(ProtocolClient):
         centers = check_array("centers", centers, min_rows=1, columns=self.X.shape[1])
         return int(self.loss.values(self.X, self.y, centers).argmin())
 
+    def adapted(self, request: StepRequest, n_fits: int) -> dict[str, Matrix]:
+        """Return the coefficients of the client's cluster."""
+        (centers,) = request.arrays
+        return {COEFFICIENTS: centers[self.cluster(centers)]}
+
     def predict(self, centers: Matrix, X: Matrix) -> Matrix:
         """Return the predictions of this client's cluster model.
 
@@ -240,27 +244,6 @@ def answer_step(local: Local, request: StepRequest) -> StepResult:
     """
     client: RegressionClient = local.client
     return client.answer(request)
-
-
-@step(MIXED_REGRESSION, own_models.ADAPT, client=RegressionClient, whole=True)
-def adapt(local: Local, request: StepRequest) -> StepResult:
-    """Find the client's cluster."""
-    client: RegressionClient = local.client
-    found = client.measure(request)
-    own = request.arrays[0][client.cluster(request.arrays[0])]
-    state = own_models.own_state(local.context, request.run)
-    state.save(request.round, {COEFFICIENTS: own})
-    _, result = own_models.keep_best(request, own, lambda own: found, lambda own: own)
-    return result._replace(metrics={**result.metrics, **found.metrics})
-
-
-@step(MIXED_REGRESSION, own_models.COMPARE, client=RegressionClient, whole=True)
-def compare(local: Local, request: StepRequest) -> StepResult:
-    """Measure the model of the client's cluster, that of the largest cluster, and the first one."""
-    client: RegressionClient = local.client
-    own, *others = (client.measure(request._replace(arrays=[one])) for one in request.arrays)
-    names = (own_models.SHARED, own_models.INITIAL)
-    return own_models.side_by_side(own, dict(zip(names, others, strict=True)))
 
 
 @step(MIXED_REGRESSION, EVALUATE, kind=EVALUATE, client=RegressionClient)

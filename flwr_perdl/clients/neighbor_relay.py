@@ -162,8 +162,8 @@ class DiffusionClient(ProtocolClient):
         message; at the end, what the node shows, packed into one array. Its metrics are
         ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
         sent), ``"rejected-K": 1`` for every neighbor K whose message, or card, was left out,
-        ``"anew": 1`` if the node found no state after round one, and began from its start, and
-        what the program reports about the round before, as far as it is finite.
+        ``"state-lost": 1`` if the node found no state after round one, and began from its start,
+        and what the program reports about the round before, as far as it is finite.
         """
         step_, config = request.step, request.config
         round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)

@@ -1,10 +1,11 @@
-"""What a client does with a finished run's model: choose, fine-tune and compare.
+"""What a client does with a finished run's model: fine-tune it, and keep the best.
 
-The client's *own model* is, of the models that came, the one with the least loss, with the arrays
+The client's *own model* is, of the models that came, the one with the lowest loss, with the arrays
 that the client keeps private in their place; in a protocol whose clients have whole models of their
-own it is that one; and after `adapt` what that has kept.
+own it is that one. A client that has trained in the run and has lost what it kept says so, and no
+other model takes its place.
 
-These steps see the whole model, by handlers around which no `keep_private` stands. So nothing but
+The step sees the whole model, by handlers around which no `keep_private` stands. So nothing but
 numbers leaves the client: the dispatcher refuses arrays.
 """
 
@@ -12,102 +13,73 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from math import inf, isnan
-from typing import TypeVar
 
 from flwr.app import Array, Context
 
 from flwr_perdl.clients.base import OWN, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult
+from flwr_perdl.clients.local import Local, StateLostError, StepRequest, StepResult
 from flwr_perdl.clients.personalized import TRAIN_NAMES, kept_private
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
-from flwr_perdl.protocol.records import LOSSES, Scalar, encode, view, with_loss
+from flwr_perdl.protocol.records import Scalar, encode, view
 
-OWN_MODELS, ADAPT, COMPARE = "own_models", "adapt", "compare"
-#: How often a client trains at most, and whether its private arrays alone.
-N_FITS, FROZEN = "perdl.n-fits", "perdl.frozen"
-#: What precedes the names of arrays in a request to compare: those of the run's initial model, and
-#: the number of a cluster for all others; and metrics of these models in a reply.
-INITIAL, SHARED = "initial", "shared"
+OWN_MODELS, TUNE = "own_models", "tune"
+#: How often a client trains at most; whether it has trained in the run, and so has a model of its
+#: own where the protocol gives it one.
+N_FITS, TRAINED = "perdl.n-fits", "perdl.trained"
+#: What precedes the names of the run's initial arrays; of all others, the number of a cluster.
+INITIAL = "initial"
 #: Maximum number of times that a client trains for one request.
 MOST_FITS = 1000
-#: Metrics of a reply: the losses before and after, how many trainings are kept, and the cluster.
-BEFORE, AFTER, KEPT_FITS, CLUSTER = "loss-before", "loss-after", "fits-kept", "cluster"
+#: Metrics of a reply: how many trainings are kept, and the cluster; and what follows the names of
+#: those that the client's evaluation had before the first training.
+KEPT_FITS, CLUSTER, BEFORE = "fits-kept", "cluster", "-before"
 
 Model = dict[str, Array]
-#: What is trained: a model, or a client's own part of one.
-Trained = TypeVar("Trained")
 #: ``(context, run, names) -> model``: the whole model that a client has of a protocol, or None.
 Find = Callable[[Context, str, Sequence[str]], Model | None]
 
 
-@step(OWN_MODELS, ADAPT, whole=True)
-def adapt(local: Local, request: StepRequest, find: Find | None = None) -> StepResult:
+@step(OWN_MODELS, TUNE, whole=True)
+def tune(local: Local, request: StepRequest, find: Find | None = None) -> StepResult:
     """Train the client's own model up to so many times, and keep the best by its ``evaluate``."""
-    model, numbers = own_model(local, request, request.round - 1, find)
-    names, told = [*model], dict[str, Scalar]()
-    if request.config.get(FROZEN):
-        names = [] if local.keeps is None else local.keeps.part.private(names)
-        told[TRAIN_NAMES] = json.dumps(names)
-
-    def train(model: Model) -> Model:
-        trained = local.fit([*model.values()], [*model], state="own", **told)
-        moved = dict(zip(model, trained.sent, strict=True))
-        return {**model, **{name: moved[name] for name in names}}
-
-    best, result = keep_best(request, model, partial(_measured, local), train)
+    model, numbers = _own_model(local, request, find)
+    best, result = keep_best(local, model, request.config.get(N_FITS))
     state = own_state(local.context, request.run)
     state.save(request.round, {name: view(array) for name, array in best.items()})
-    return result._replace(metrics={**numbers, **result.metrics})
-
-
-@step(OWN_MODELS, COMPARE, whole=True)
-def compare(local: Local, request: StepRequest, find: Find | None = None) -> StepResult:
-    """Evaluate the client's own model, the shared one that it began with, and the initial one."""
-    own, numbers = own_model(local, request, request.round, find)
-    models = request.models
-    initial = models.pop(INITIAL, None)
-    shared = models.get(str(numbers.get(CLUSTER, *[*models][:1])))
-    others = {name: one for name, one in ((SHARED, shared), (INITIAL, initial)) if one is not None}
-    measured = {name: _measured(local, {**own, **one}) for name, one in others.items()}
-    result = side_by_side(_measured(local, own), measured)
     return result._replace(metrics={**result.metrics, **numbers})
 
 
 def keep_best(
-    request: StepRequest,
-    model: Trained,
-    measure: Callable[[Trained], StepResult],
-    train: Callable[[Trained], Trained],
-) -> tuple[Trained, StepResult]:
-    """Return the best of a model that is trained as often as asked for, and what is said of it."""
-    n_fits = check_count(N_FITS, request.config.get(N_FITS), 0, MOST_FITS)
-    result = measure(model)
-    best, kept, before = model, 0, _loss_of(result)
-    least = before
+    local: Local, model: Model, n_fits: object, trained: Sequence[str] | None = None
+) -> tuple[Model, StepResult]:
+    """Return the best of a model that is trained so often, and what is measured of it.
+
+    ``trained`` are the names of the only arrays that are trained; by default all are. The app's
+    records in ``context.state`` go on from one training to the next; those of the best stay.
+    """
+    n_fits = check_count(N_FITS, n_fits, 0, MOST_FITS)
+    names = [*model] if trained is None else trained
+    told = {} if trained is None else {TRAIN_NAMES: json.dumps(names)}
+    first = best = local.select([*model.values()], [*model])
+    chosen, kept, model = model, 0, dict(model)
     for fit in range(1, 1 + n_fits):
-        model = train(model)
-        loss = _loss_of(measure(model))
-        if loss < least:
-            best, kept, least = model, fit, loss
-    losses = {name: loss for name, loss in ((BEFORE, before), (AFTER, least)) if loss < inf}
-    return best, StepResult([], result.num_examples, {**losses, KEPT_FITS: kept})
-
-
-def side_by_side(own: StepResult, others: Mapping[str, StepResult]) -> StepResult:
-    """Return what was measured of a client's own model, and, under their names, of others."""
-    numbers = {**own.metrics}
-    for name, one in others.items():
-        each = {metric: value for metric, value in one.metrics.items() if metric != CLUSTER}
-        numbers |= {f"{name}/{metric}": value for metric, value in each.items()}
-    return StepResult([], own.num_examples, {n: v for n, v in numbers.items() if v == v})  # no NaN
+        moved = local.fit([*model.values()], [*model], **told)
+        model |= {
+            name: array for name, array in zip(model, moved.sent, strict=True) if name in names
+        }
+        measured = local.select([*model.values()], [*model])
+        if measured.cost < best.cost:
+            chosen, kept, best = dict(model), fit, measured
+    local.check_cost([best])
+    best.keep_records(local.context)
+    before: dict[str, Scalar] = {f"{name}{BEFORE}": value for name, value in first.metrics.items()}
+    return chosen, StepResult([], best.num_examples, {**before, **best.metrics, KEPT_FITS: kept})
 
 
 def own_state(context: Context, run: str) -> PrivateState:
-    """Return where `adapt` keeps the client's own model."""
+    """Return where `tune` keeps the client's own model."""
     return PrivateState(context, run + OWN, private_store(context, OWN_MODELS))
 
 
@@ -128,30 +100,24 @@ def kept_model(
     return {**model, **private} if private else None
 
 
-def own_model(
-    local: Local, request: StepRequest, round_: int, find: Find | None
+def choose_model(local: Local, models: Mapping[str, Model]) -> tuple[Model, dict[str, Scalar]]:
+    """Return the model with the lowest loss, and the number of its cluster if there are several."""
+    if len(models) == 1:
+        return next(iter(models.values())), {}
+    measured = {name: local.select([*own.values()], [*own]) for name, own in models.items()}
+    local.check_cost(measured.values())
+    chosen = min(measured, key=lambda name: measured[name].cost)
+    return models[chosen], {CLUSTER: int(chosen)}
+
+
+def _own_model(
+    local: Local, request: StepRequest, find: Find | None
 ) -> tuple[Model, dict[str, Scalar]]:
-    """Return the client's own model after a round, and the number of its cluster if it chose."""
-    models, numbers = request.models, dict[str, Scalar]()
-    initial = models.pop(INITIAL, {})
+    """Return the client's own model before a round, and the number of its cluster if it chose."""
     private = {} if local.keeps is None else kept_private(local.context, request.run)
-    whole = {which: {**model, **private} for which, model in models.items()} or {"": initial}
-    chosen = next(iter(whole))
-    if len(whole) > 1:
-        losses = {which: _loss_of(_measured(local, model)) for which, model in whole.items()}
-        chosen = min(losses, key=losses.__getitem__)
-        numbers = {CLUSTER: int(chosen)}
-    own = kept_model(local.context, request.run, whole[chosen], round_, find)
-    return whole[chosen] if own is None else own, numbers
-
-
-def _measured(local: Local, model: Model) -> StepResult:
-    """Return what the user's evaluation says of a model."""
-    loss, n, metrics = local.evaluate([*model.values()], [*model])
-    return StepResult([], n, with_loss(loss, metrics))
-
-
-def _loss_of(measured: StepResult) -> float:
-    """Return a loss, infinite where there is none."""
-    loss = next((float(measured.metrics[n]) for n in LOSSES if n in measured.metrics), inf)
-    return inf if isnan(loss) else loss
+    models = {name: {**model, **private} for name, model in request.models.items()}
+    model, numbers = choose_model(local, models)
+    own = kept_model(local.context, request.run, model, request.round - 1, find)
+    if own is None and request.config.get(TRAINED) and (find or local.keeps):
+        raise StateLostError("this client's own model")
+    return model if own is None else own, numbers

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from logging import WARNING
+from math import inf
 from typing import ClassVar, Unpack
 
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import own_models
 from flwr_perdl.clients.base import PrivateArrays
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
@@ -73,7 +73,7 @@ from flwr_perdl.dictionary.learners import CodeSums
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import EVALUATE, MAX_WEIGHT, MEASURING, Scalar
+from flwr_perdl.protocol.records import EVALUATE, MAX_WEIGHT, Scalar
 from flwr_perdl.random import spawn
 
 PERMA = "perma"
@@ -250,6 +250,17 @@ class DictionaryClient(LearnerClient):
             return result
         return result._replace(metrics={**result.metrics, BOUND: bound})
 
+    def adapted(self, request: StepRequest, n_fits: int) -> dict[str, Matrix]:
+        """Return the global atoms, and the best local ones learned beside them, which stay."""
+        G = self.global_atoms(request)
+        tried = [self.own_atoms(G, request, None)[0]]
+        for _ in range(n_fits):
+            D = np.vstack([G, tried[-1]])
+            tried.append(refine_local(self.X, D, len(G), self.learner, n_iter=1)[len(G) :])
+        measured = [self.measure(request, {LOCAL_ATOMS: L}).metrics for L in tried]
+        losses = [float(metrics.get("loss", inf)) for metrics in measured]
+        return {GLOBAL_ATOMS: G, LOCAL_ATOMS: tried[losses.index(min(losses))]}
+
     def _updated(
         self, request: StepRequest, X: Matrix, G: Matrix, L: Matrix
     ) -> tuple[Matrix, float, Matrix]:
@@ -377,48 +388,6 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
     """Measure the dictionary on the client's samples."""
     client: LearnerClient = local.client
     return client.measure(request, local.kept.after(request.round))
-
-
-@step(PERMA, own_models.ADAPT, client=LearnerClient, whole=True)
-def adapt(local: Local, request: StepRequest) -> StepResult:
-    """Learn local atoms from the client's samples alone, beside global ones that stay."""
-    client: LearnerClient = local.client
-    request = _for_evaluation(request)
-    G, learner = client.global_atoms(request), client.learner
-
-    def train(L: Matrix) -> Matrix:
-        return refine_local(client.X, np.vstack([G, L]), len(G), learner, n_iter=1)[len(G) :]
-
-    def measure(L: Matrix) -> StepResult:
-        return client.measure(request, {LOCAL_ATOMS: L})
-
-    start, _ = client.own_atoms(G, request, None)
-    L, result = own_models.keep_best(request, start, measure, train)
-    state = own_models.own_state(local.context, request.run)
-    state.save(request.round, {GLOBAL_ATOMS: G, LOCAL_ATOMS: L})
-    return result._replace(keep={LOCAL_ATOMS: L})
-
-
-@step(PERMA, own_models.COMPARE, client=LearnerClient, whole=True)
-def compare(local: Local, request: StepRequest) -> StepResult:
-    """Measure the client's dictionary, the global atoms alone, and its first dictionary."""
-    client: LearnerClient = local.client
-    request = _for_evaluation(request)
-    G = client.global_atoms(request)
-    first = align_to_global(client.first_dictionary(request), G)
-    alone = request._replace(arrays=[first.global_atoms])
-    others = {
-        own_models.SHARED: client.measure(request, {LOCAL_ATOMS: G[:0]}),
-        own_models.INITIAL: client.measure(alone, {LOCAL_ATOMS: first.local_atoms}),
-    }
-    kept = local.kept.after(request.round)
-    return own_models.side_by_side(client.measure(request, kept), others)
-
-
-def _for_evaluation(request: StepRequest) -> StepRequest:
-    """Return a request with what evaluations are told."""
-    config = {name.removeprefix(MEASURING): value for name, value in request.config.items()}
-    return request._replace(config=config)
 
 
 def held_out_errors(metrics: Mapping[str, Scalar]) -> dict[int, float]:

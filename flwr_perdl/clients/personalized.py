@@ -38,7 +38,7 @@ from flwr.app import (
 )
 
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, StateStore, private_store
-from flwr_perdl.clients.local import sendable, state_of, unsaid, within
+from flwr_perdl.clients.local import StateLostError, sendable, state_of, unsaid, within
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_trained, fixed_entries
@@ -348,10 +348,7 @@ class KeepPrivate:
             )
         lost = [name for name in left_out if name not in given and f"{_ARRAY}{name}" not in own]
         if lost:
-            raise ValueError(
-                f"arrays must have initial values of {_list(lost)}: this client has none of its "
-                "own; without a state-dir in its node config a restart loses them."
-            )
+            raise StateLostError(f"this client's {_list(lost)}")
         names = list(given) if kept is None else _read_names(kept[_NAMES])
         # Where the server leaves out all arrays, the client trains alone.
         private = names if left_out and left_out == names else self.part.private(names)

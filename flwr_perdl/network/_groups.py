@@ -35,6 +35,7 @@ from flwr_perdl.core.models import cleared, is_float, settled
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.network.averaging_program import (
     ROUND,
+    SELECTS,
     AveragingProgram,
     arrays_of,
     fixed_of,
@@ -124,7 +125,7 @@ class GroupsProgram(AveragingProgram):
     def _loss(self, state: Any, i: int, model: list[Array], round_: int) -> float:
         """Return the loss of a model at a node."""
         node = int(state.nodes[i])
-        config = {ROUND: round_, **(self.options.config or {})}
+        config = {ROUND: round_, **(self.options.config or {}), **SELECTS}
         loss, n_examples, _ = self._client(node).evaluate(model, config)
         if not n_examples:
             raise ValueError(

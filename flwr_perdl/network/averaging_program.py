@@ -38,6 +38,8 @@ Clients = Callable[[int], Any]
 FIXED = "exact_diffusion"
 #: The round's name in the config of ``fit`` and ``evaluate``, as Flower's own strategies call it.
 ROUND = "server-round"
+#: In the config of ``evaluate``: that a model is evaluated in order to choose, and may not stay.
+SELECTS = {"perdl.purpose": "select"}
 #: The report that every method makes: how far a node's model was from its neighborhood's mean.
 DISTANCE = "neighbor-distance"
 #: What else a node reports of itself: the size of the messages that it has received in the round.

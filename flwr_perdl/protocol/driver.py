@@ -31,6 +31,8 @@ from flwr_perdl.protocol.records import (
     NO_EVALUATE,
     NUM_EXAMPLES,
     PROTOCOL,
+    PURPOSE,
+    REPORT,
     ROUND,
     RUN,
     SEED,
@@ -101,6 +103,7 @@ class HasProtocol(typing.Protocol):
     labels: typing.ClassVar[tuple[str, ...]]
     privacy: Promised | None
     _sums: Callable[[Summed], Channel] | None
+    _told: Mapping[str, Scalar]
 
     @property
     def options(self) -> ServerSettings:
@@ -348,7 +351,7 @@ class ProtocolRun:
             self._cap(good, request.max_weight)
         self._log_lost(bad)
         self._check_enough(good, bad)
-        self._warn_of_lost_state(good)
+        self._note_lost_state(good)
         floats_up = {p: _n_values(reply.arrays) for p, reply in good.items()}
         # One thread: sums in another order would give other bits on a machine with more cores.
         with one_blas_thread():
@@ -424,16 +427,21 @@ class ProtocolRun:
             )
         good.note(CAPPED, {p: 1 - bound / reply.num_examples for p, reply in above.items()})
 
-    def _warn_of_lost_state(self, good: Mapping[int, Reply]) -> None:
-        """Warn of clients that took part before and have lost their private state since."""
-        if (
-            NEW_STATE not in self._strategy.flags
-        ):  # of anybody's clients it is a metric of their own
+    @property
+    def trained(self) -> set[int]:
+        """Who has trained in this run."""
+        past = (report for report in self.record.history if report.step != EVALUATE)
+        return {partition for report in past for partition in report.metrics}
+
+    def _note_lost_state(self, good: Mapping[int, Reply]) -> None:
+        """Warn of clients that have lost their private state; newcomers have none to lose."""
+        if NEW_STATE not in self._strategy.flags:  # of anybody's clients it is a metric of theirs
             return
-        anew = {partition for partition, reply in good.items() if reply.metrics.get(NEW_STATE)}
-        past = self.record.history if anew else ()
-        before = {p for report in past if report.step != EVALUATE for p in report.metrics}
-        if lost := sorted(anew & before):
+        new = {partition for partition, reply in good.items() if reply.metrics.get(NEW_STATE)}
+        lost = sorted(new & self.trained) if new else []
+        for partition in new.difference(lost):
+            good[partition].metrics[NEW_STATE] = 0.0
+        if lost:
             log(
                 WARNING,
                 "The private state of %s was lost and reinitialized, so results differ from those "
@@ -461,7 +469,7 @@ class ProtocolRun:
         steps = (report.step for report in reversed(self.record.history) if report.step != EVALUATE)
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
-        config = {**config, **after}
+        config = {**config, **after, PURPOSE: REPORT}
         arrays = dict.fromkeys(chosen, self.record.model)
         return self._begin_exchange(round_, EVALUATE, arrays, config)
 
@@ -478,7 +486,7 @@ class ProtocolRun:
         check, model = self._strategy.check_evaluation, self.record.model
         good, bad = _check_each(lambda reply: check(reply, model), replies)
         bad = {**lost, **bad}
-        self._warn_of_lost_state(good)
+        self._note_lost_state(good)
         self._log_lost(bad)
         report = self._report(good, bad, {})
         self._count_losses(report)
@@ -554,7 +562,8 @@ class ProtocolRun:
         common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: token}
         if protocol or self._strategy.protocol_name:
             common[PROTOCOL] = protocol or self._strategy.protocol_name
-        plain_config = {name: plain(value) for name, value in {**config, **common}.items()}
+        whole = {**self._strategy._told, **config, **common}
+        plain_config = {name: plain(value) for name, value in whole.items()}
         self._plan = Plan(round_, step, arrays, plain_config, time.monotonic())
         self._note_event("ask", round=round_, step=step, asked=len(arrays))
         return self._plan

@@ -6,7 +6,7 @@ name                where it stands
 ``PARTITION_ID``    key of a node's config
 ``ROUND``, ``RUN``  keys of a request's config: the round, and the token of the strategy's run
 ``SEED``, ``STEP``  keys of a request's config: the seed, and which step is asked for
-``NUM_EXAMPLES``,   keys of a reply's metrics: weight, and whether the private state was made anew
+``NUM_EXAMPLES``,   keys of a reply's metrics: weight, and whether the private state was lost
 ``NEW_STATE``
 ``EVALUATE``        the step of a report that is an evaluation
 ``Scalar``          type of a value in a config or in metrics
@@ -89,6 +89,13 @@ LEFT_OUT = "perdl.left-out"
 ALTERNATE = "perdl.alternate"
 #: In a request that a step makes to the app's handlers: whether these have trained in this step.
 AGAIN = "perdl.again"
+#: In the config that an app's evaluation and mods around it receive: whether a step chooses among
+#: models by it, or the server asks for a report.
+PURPOSE, SELECT, REPORT = "perdl.purpose", "select", "report"
+#: By which metric clients choose, if not by the loss, and whether more of it is better; whether
+#: what the app keeps in ``context.state`` is of this run alone (`Diagnosis`: one after the other).
+METRIC, HIGHER_IS_BETTER = "perdl.metric", "perdl.higher-is-better"
+APART = "perdl.apart"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
 #: The communication round; Flower's own strategies use this name.
@@ -116,16 +123,21 @@ NAME = "name"
 #: Names, or patterns, of the arrays that it keeps private; nothing where it keeps none.
 PRIVATE = "perdl.keeps-private"
 UNCOUNTED = "perdl.uncounted-runs"
-#: The metric of a client that found no private state of the run and had to make it anew.
-NEW_STATE = "anew"
+#: The metric of a client that found no private state of the run and began with a new one; reports
+#: have 1 only for clients that took part in the run before. It is a kind of anomaly, too.
+NEW_STATE = "state-lost"
 
 #: What apps call the loss of an evaluation, the first of these that is there.
 LOSSES = ("loss", "eval_loss")
 #: What an evaluation is called: as a step in reports, and as a kind of request at a client.
 EVALUATE = "evaluate"
 
+#: What a client says of itself: that it defines no evaluation.
+UNABLE_TO_EVALUATE = "perdl.no-evaluate"
 #: The code of the error with which a client answers an evaluation that it does not define.
 NO_EVALUATE = 4501
+#: The code of the error of a client that lacks the state that a request needs.
+STATE_LOST = 4502
 
 #: The record of a client's state that says which requests of this run of Flower it has answered.
 ANSWERED = "perdl.answered"

@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_kind
+from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_flag, check_kind
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, brief
 from flwr_perdl.protocol.request import State
 
-#: Words in the names of metrics of which less is better, and of those of which more is.
+#: Words in the names of metrics of which less is better, and what such words end with; words in the
+#: names of those of which more is.
 _LOWER = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "entropy", "perplexity", "ppl"}
+_LOWER_ENDINGS = ("loss", "error")
 _HIGHER = {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "r2", "iou", "dice"}
 _HIGHER |= {"sensitivity", "specificity", "psnr", "ssim", "bleu"}
 
@@ -215,7 +217,21 @@ def lower_is_better(name: str) -> bool | None:
     """Return whether less of a metric is better, by the words of its name; None: nobody knows."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
+    lower |= any(word.endswith(_LOWER_ENDINGS) for word in words)
     return None if lower == higher else lower
+
+
+def is_higher_better(metric: str, given: bool | None) -> bool:
+    """Return whether more of a metric is better: as given, or by the words of its name."""
+    if given is not None:
+        return check_flag("higher_is_better", given)
+    lower = lower_is_better(metric)
+    if lower is None:
+        raise ValueError(
+            "higher_is_better must be given for a metric whose name does not say it, got "
+            f"metric={metric!r}."
+        )
+    return not lower
 
 
 def in_words(

@@ -58,6 +58,8 @@ from flwr_perdl.core.models import (
 )
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
+    NEW_STATE,
+    STATE_LOST,
     Limits,
     Replies,
     Reply,
@@ -112,7 +114,7 @@ class Lost(NamedTuple):
     Attributes
     ----------
     kind : str
-        ``FAILED``, ``REFUSED`` or ``LEFT_OUT``.
+        ``FAILED``, ``REFUSED``, ``LEFT_OUT`` or ``NEW_STATE``.
     reason : str
         A sentence.
     code : int or None, default None
@@ -139,7 +141,8 @@ def read_replies(
         if who not in answers:
             lost[who] = Lost(FAILED, "no reply in time")
         elif (why := error_of(answers[who])) is not None:
-            lost[who] = Lost(FAILED, why, answers[who].error.code)
+            code = answers[who].error.code
+            lost[who] = Lost(NEW_STATE if code == STATE_LOST else FAILED, why, code)
         else:
             try:
                 good[who] = read(answers[who])

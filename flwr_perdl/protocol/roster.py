@@ -21,6 +21,7 @@ from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
     PRIVATE,
+    UNABLE_TO_EVALUATE,
     UNCOUNTED,
     brief,
     named_partition,
@@ -98,6 +99,8 @@ class Roster:
         self.names: dict[int, str] = {}
         #: The patterns of arrays that clients say they keep private.
         self.private: dict[int, str] = {}
+        #: Partitions whose clients say that they define no evaluation.
+        self.unable_to_evaluate: set[int] = set()
         #: Why nodes take no part that do not say who they are.
         self.strangers: dict[int, str] = {}
         #: Why nodes that are there now, and were asked, do not say who they are.
@@ -183,7 +186,9 @@ class Roster:
         self.private.pop(partition, None)
         if patterns := properties.get(PRIVATE):
             self.private[partition] = printable(str(patterns), _LONGEST_NAME)
-        (self.uncounted.add if properties.get(UNCOUNTED) else self.uncounted.discard)(partition)
+        said = ((UNCOUNTED, self.uncounted), (UNABLE_TO_EVALUATE, self.unable_to_evaluate))
+        for key, partitions in said:
+            (partitions.add if properties.get(key) else partitions.discard)(partition)
         name = properties.get(NAME)
         own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
         self._names[node] = own or str(partition)

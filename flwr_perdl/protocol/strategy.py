@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from logging import INFO, WARNING
+from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
@@ -33,6 +34,7 @@ from flwr_perdl.protocol.records import (
     NEW_STATE,
     Limits,
     Reply,
+    Scalar,
     read_reply,
     scalars,
     to_arrays,
@@ -116,6 +118,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
     _default_rounds: ClassVar[int | None] = 3
+    #: What every request's config says besides.
+    _told: Mapping[str, Scalar] = MappingProxyType({})
     #: What the lines of a run call it, if not by its class.
     _title: str = ""
 
@@ -285,7 +289,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 evaluate_fn,
                 should_stop,
             )
-            self._after_rounds(grid)
+            self._after_rounds(grid, result)
         done, least = run.record.done, self._least_rounds()
         if not run.record.model and done < least:
             log(
@@ -297,8 +301,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         result.arrays = self._presented()
         return result
 
-    def _after_rounds(self, grid: Grid) -> None:
-        """Take the steps that come after the last round."""
+    def _after_rounds(self, grid: Grid, result: Result) -> None:
+        """Take the steps that come after the last round, and add what they measure."""
 
     def _check_rounds(self, num_rounds: int | None, initial: ArrayRecord) -> int:
         """Return the number of rounds; a ValueError if there would be no result after them."""
@@ -542,7 +546,20 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the node ids of the clients that may be asked, by partition."""
-        return self._running().roster.find(grid, self._timeout)
+        nodes = self._running().roster.find(grid, self._timeout)
+        unfit = {who: why for who in nodes if (why := self._unfit(who)) is not None}
+        if not unfit:
+            return nodes
+        others = f" ({len(unfit)} of {len(nodes)} clients in all)" if len(unfit) > 1 else ""
+        sentence = f"{next(iter(unfit.values()))}{others}."
+        if len(nodes) - len(unfit) < self._options.min_clients:
+            raise ValueError(sentence)
+        log(WARNING, "Left out of this round: %s", sentence)
+        return {who: node for who, node in nodes.items() if who not in unfit}
+
+    def _unfit(self, partition: int) -> str | None:
+        """Return why a client can take no part, by what it says of itself; None: it can."""
+        return None
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""

@@ -183,9 +183,12 @@ class ModelStrategy(TrainsModels):
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
         fine_tune: int = 0,
+        metric: str = "loss",
+        higher_is_better: bool | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         own: dict[str, Any] = {"private": private, "share": share, "fine_tune": fine_tune}
+        own |= {"metric": metric, "higher_is_better": higher_is_better}
         super().__init__(transport=transport, **own, **options)
         self._is_private: list[bool] = []
         #: Who has a private part, who is asked in this round, and to whom none is sent: not a part

@@ -1,4 +1,4 @@
-"""After the training: each client's own model, new clients, and the gain of each.
+"""After the training: each client's own model, fine-tuned on request.
 
 The clients' half is `flwr_perdl.clients.own_models`. No array leaves a client here.
 """
@@ -11,36 +11,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.own_models import (
-    ADAPT,
-    CLUSTER,
-    COMPARE,
-    FROZEN,
     INITIAL,
     MOST_FITS,
     N_FITS,
     OWN_MODELS,
-    SHARED,
+    TRAINED,
+    TUNE,
     Find,
     kept_model,
 )
 from flwr_perdl.clients.personalized import Part, check_patterns
 from flwr_perdl.clients.transport import HALF
-from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
 from flwr_perdl.protocol.driver import ProtocolRun
-from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
+    HIGHER_IS_BETTER,
     LEFT_OUT,
+    LOSSES,
+    METRIC,
     NAME,
-    NUM_EXAMPLES,
     PARTITION_ID,
     Reply,
     for_evaluations,
@@ -49,15 +56,10 @@ from flwr_perdl.protocol.records import (
     scalars,
     to_record,
 )
-from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.report import is_higher_better
 from flwr_perdl.protocol.request import read_replies
-from flwr_perdl.protocol.roster import LocalGrid, Roster
+from flwr_perdl.protocol.roster import LocalGrid
 from flwr_perdl.protocol.strategy import ProtocolStrategy
-
-#: By client and model ("own", "shared", "initial"), the metrics of the client's evaluation.
-Table = dict[int, dict[str, dict[str, float]]]
-OWN_MODEL = "own"
-
 
 #: Why a client's own model is not returned.
 AT_HAND = (
@@ -89,15 +91,14 @@ class Own:
 
     names: Mapping[int, str] = field(default_factory=dict)
     find: Callable[[int, str | Path | None], ArrayRecord] | None = None
-    table: Table = field(default_factory=dict)
     run: str = ""
 
     @classmethod
-    def of(cls, strategy: ProtocolStrategy, find: Any, table: Table | None = None) -> Own:
+    def of(cls, strategy: ProtocolStrategy, find: Any) -> Own:
         """Return where the own models of a run's clients are found."""
         rounds = strategy._shown_rounds(strategy._running().record.done)
         run = f"{type(strategy).__name__}, rounds: {rounds}"
-        return cls(dict(strategy.client_names), find, dict(table or {}), run)
+        return cls(dict(strategy.client_names), find, run)
 
     def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model, see `Learned.model_of`."""
@@ -126,17 +127,12 @@ class Learned:
     --------
     >>> from flwr.app import ArrayRecord
     >>> from flwr_perdl.strategies import Learned
-    >>> Learned(ArrayRecord()).table
-    {}
+    >>> list(Learned(ArrayRecord()).shared)
+    []
     """
 
     shared: ArrayRecord
     own: Own = field(default_factory=Own)
-
-    @property
-    def table(self) -> Table:
-        """What `compare` measured, by client and model: "own", "shared" and "initial"."""
-        return self.own.table
 
     def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
         """Return a client's own model, with the names of the initial arrays.
@@ -160,15 +156,6 @@ class Learned:
         """
         return self.own.model_of(client, state_dir)
 
-    def _repr_html_(self) -> str:
-        """Return the table, for a notebook."""
-        rows = (
-            ({"client": self.own.names.get(p, str(p)), "model": model}, metrics)
-            for p, models in self.table.items()
-            for model, metrics in models.items()
-        )
-        return html.titled(f"{len(self.own.names)} clients", html.metrics_table(rows))
-
 
 class EndsWithModels(ProtocolStrategy):
     """A strategy whose clients end with a model of their own."""
@@ -176,22 +163,40 @@ class EndsWithModels(ProtocolStrategy):
     #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
     fine_tune = 0
+    #: Whether clients choose among models, by their evaluation.
+    _chooses = False
     _part: Part | None = None
     _initial: Sequence[Matrix]
     _contexts: Mapping[int, Context]
-    _table: Table
-    _ended = False
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
-        self._initial, self._table, self._contexts, self._ended = initial, {}, {}, False
+        self._initial, self._contexts = initial, {}
         return super().open(initial, names)
 
-    def _after_rounds(self, grid: Grid) -> None:
-        """Have the clients train their own models further, once."""
-        self._ended, self._contexts = True, contexts_on(grid)
-        if self.fine_tune and all(report.step != ADAPT for report in self.history):
-            self._after(grid, self._present(grid), ADAPT, {N_FITS: self.fine_tune})
+    def _after_rounds(self, grid: Grid, result: Result) -> None:
+        """Have the clients fine-tune their own models, once."""
+        self._contexts = contexts_on(grid)
+        if self.fine_tune and all(report.step != TUNE for report in self.history):
+            self._tune(grid)
+        self._add_tuned(result)
+
+    def _add_tuned(self, result: Result, round_: int | None = None) -> None:
+        """Add what the clients measured of their own models to Flower's result."""
+        for report in self.history:
+            if report.step == TUNE:
+                metrics = MetricRecord(dict(report.aggregate))
+                result.evaluate_metrics_clientapp[round_ or report.round] = metrics
+
+    def _unfit(self, partition: int) -> str | None:
+        """Return why a client can take no part: it cannot choose a model."""
+        roster = self._running().roster
+        if self._chooses and partition in roster.unable_to_evaluate:
+            return (
+                "clients must define evaluate, by which they choose among models, got none of "
+                f"{roster.label(partition)}"
+            )
+        return super()._unfit(partition)
 
     @property
     def find_own(self) -> Find | None:
@@ -204,15 +209,6 @@ class EndsWithModels(ProtocolStrategy):
         model = self._running().record.model
         return [model[at : at + len(names)] for at in range(0, len(model), len(names))]
 
-    def models_for(self, step: str) -> dict[str, Sequence[Matrix]]:
-        """Return the models that clients receive with a step after the run, by name."""
-        models: dict[str, Sequence[Matrix]] = {
-            str(j): model for j, model in enumerate(self.shared_models())
-        }
-        if self._initial and (step == COMPARE or not models):  # a resumed run may have none
-            models[INITIAL] = self._initial
-        return models
-
     def private_names(self) -> list[str]:
         """Return the names of the arrays that stay at the clients."""
         return [] if self._part is None else self._part.private(self._array_names())
@@ -224,114 +220,37 @@ class EndsWithModels(ProtocolStrategy):
     @property
     def own(self) -> Own:
         """Where the clients' own models are."""
-        return Own() if self._run is None else Own.of(self, self._find, self._table)
+        return Own() if self._run is None else Own.of(self, self._find)
 
-    def onboard(self, grid: Grid, *, fits: int = 20) -> dict[int, dict[str, float]]:
-        """Give clients that were not in the run their own models.
-
-        A new client takes the shared model; of several the one with the lowest loss. If it has a
-        private part, such as local atoms in `PerMA`, it trains this up to ``fits`` times with the
-        shared part frozen; with ``fine_tune``, and where clients have whole models of their own, it
-        trains the whole model. It keeps the best by the loss of its ``evaluate``, and uses it in
-        later evaluations and in `Learned.model_of`. In `FedX` it finds its cluster.
-
-        Parameters
-        ----------
-        grid : Grid
-            The connection to the clients; those of the run are not asked.
-        fits : int, default 20
-            Largest number of trainings per client.
-
-        Returns
-        -------
-        dict of int to dict of str to float
-            By new client: the losses before and after, and the number of trainings of the model it
-            kept.
-
-        Raises
-        ------
-        ValueError
-            If there is no new client, or the run had ``privacy``: this has no noise.
-        RuntimeError
-            If the run is not over.
-        """
-        check_count("fits", fits, 0, MOST_FITS)
-        nodes, old = self._present_on(grid), self._running().record.names
-        new = {p: node for p, node in nodes.items() if p not in old}
-        if not new:
-            raise ValueError(f"grid must have clients that were not in the run, got {len(nodes)}.")
-        if not self.shared_models():
-            raise ValueError(
-                "strategy must have a model to begin with, got none: the server of "
-                "DiffusionAveraging has one with shows_models=True alone."
-            )
-        private, whole = self.private_names(), self.fine_tune or self.after_protocol != OWN_MODELS
-        config = {N_FITS: fits if private or whole else 0, FROZEN: bool(private and not whole)}
-        return self._after(grid, new, ADAPT, config).metrics
-
-    def compare(self, grid: Grid) -> Table:
-        """Have every client evaluate its own model, the shared one and the initial one.
-
-        Parameters
-        ----------
-        grid : Grid
-            The connection to the clients.
-
-        Returns
-        -------
-        dict
-            By client (partition) and model ("own", "shared", "initial"), the metrics of the
-            client's ``evaluate``; also `Learned.table`. "shared" is in `PerMA` the global atoms
-            only, and in `FedX` the model of the largest cluster; "initial" is in `PerMA` the
-            client's first dictionary, and in `FedX` without initial arrays zero.
-
-        Raises
-        ------
-        ValueError
-            If the run had ``privacy``: this has no noise.
-        RuntimeError
-            If the run is not over.
-        """
-        report = self._after(grid, self._present_on(grid), COMPARE, {})
-        for partition, metrics in report.metrics.items():
-            models: dict[str, dict[str, float]] = {OWN_MODEL: {}}
-            for name, value in metrics.items():
-                which, _, metric = name.rpartition("/")
-                if name not in (NUM_EXAMPLES, CLUSTER):
-                    key = which if which in (SHARED, INITIAL) else OWN_MODEL
-                    models.setdefault(key, {})[metric if key != OWN_MODEL else name] = value
-            self._table[partition] = models
-        return dict(self._table)
-
-    def _present_on(self, grid: Grid) -> dict[int, int]:
-        """Return the nodes of all clients on a grid, which need not be the run's, by partition."""
-        if not self._ended:
-            raise RuntimeError("a strategy must have run to its end before, got one that has not.")
-        check_kind("grid", grid, Grid, "a Grid")
-        if self.privacy is not None:
-            raise ValueError(
-                f"privacy must be None for what comes after the run, which has no noise, got "
-                f"{self.privacy!r}."
-            )
-        self._contexts = {**self._contexts, **contexts_on(grid)}
-        run = self._running()
-        run.roster = Roster(ServerSettings.of({"min_clients": 1}))
-        return run.roster.find(grid, self._timeout)
-
-    def _after(
-        self, grid: Grid, nodes: Mapping[int, int], step: str, config: Mapping[str, Any]
-    ) -> RoundReport:
-        """Ask clients to take a step with the models that the run has come to."""
-        run, names, models = self._running(), self._array_names(), self.models_for(step)
+    def _tune(self, grid: Grid) -> None:
+        """Ask all clients to fine-tune their own models."""
+        run, names, private = self._running(), self._array_names(), self.private_names()
+        models: dict[str, Sequence[Matrix]]
+        models = {str(j): model for j, model in enumerate(self.shared_models())}
+        models = models or {INITIAL: self._initial}
         flat = [array for model in models.values() for array in model]
-        private = self.private_names()
-        told = {**config, **({LEFT_OUT: json.dumps(private)} if private else {})}
-        plan = run.plan_after(step, dict.fromkeys(nodes, flat), told, self.after_protocol)
-        keys = [f"{which}/{name}" for which in models for name in names]
+        nodes = self._present(grid)
+        left_out = {LEFT_OUT: json.dumps(private)} if private else {}
+        plan = run.plan_after(
+            TUNE,
+            dict.fromkeys(nodes, flat),
+            {N_FITS: self.fine_tune, **left_out},
+            self.after_protocol,
+        )
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
-        config = ConfigRecord({**(self._train_config or {}), **evaluations, **plan.config})
-        content = RecordDict({ARRAYS: to_record(flat, keys), CONFIG: config})
-        sent = [(p, Message(content, node, MessageType.TRAIN)) for p, node in nodes.items()]
+        config = {**(self._train_config or {}), **evaluations, **plan.config}
+        record = to_record(flat, [f"{which}/{name}" for which in models for name in names])
+        # Who has trained must have a model of its own: it may have lost it, a newcomer may not.
+        contents = {
+            trained: RecordDict(
+                {ARRAYS: record, CONFIG: ConfigRecord({**config, TRAINED: trained})}
+            )
+            for trained in (False, True)
+        }
+        trained = run.trained
+        sent = [
+            (p, Message(contents[p in trained], n, MessageType.TRAIN)) for p, n in nodes.items()
+        ]
         replies = grid.send_and_receive([message for _, message in sent], timeout=self._timeout)
         limits = run.limits._replace(expect=(), max_values=0)  # numbers come, and no arrays
 
@@ -341,9 +260,7 @@ class EndsWithModels(ProtocolStrategy):
             return reply
 
         good, lost = read_replies(sent, replies, read)
-        report = run.conclude_after(dict(sorted(good.items())), lost)
-        self._tell(report)
-        return report
+        self._tell(run.conclude_after(dict(sorted(good.items())), lost))
 
     def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model."""
@@ -377,12 +294,19 @@ class TrainsModels(EndsWithModels):
         share: str | Sequence[str] = (),
         transport: str | None = None,
         fine_tune: int = 0,
+        metric: str = LOSSES[0],
+        higher_is_better: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
+        self.metric = check_kind("metric", metric, str, "a name")
+        self.higher_is_better = is_higher_better(metric, higher_is_better)
+        if metric not in LOSSES or self.higher_is_better:
+            self._told = {METRIC: metric, HIGHER_IS_BETTER: self.higher_is_better}
         self._part = Part.of("private", private, share)
         self.private = check_patterns("private", private)
         self.share = check_patterns("share", share)
         wires = (HALF.name,)
         self.transport = None if transport is None else check_choice("transport", transport, wires)
         self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
+        self._chooses = bool(fine_tune)

@@ -90,7 +90,7 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
-from flwr_perdl.strategies._own_models import Own, Table
+from flwr_perdl.strategies._own_models import Own
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
@@ -137,11 +137,6 @@ class Clusters(NamedTuple):
     def shared(self) -> list[ArrayRecord]:
         """The models of which a new client takes one."""
         return self.models
-
-    @property
-    def table(self) -> Table:
-        """As `Learned.table`."""
-        return self.own.table
 
     def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
         """Return a client's own model, as `Learned.model_of`: that of its cluster.
@@ -222,7 +217,12 @@ class ClusteredFedAvg(ModelStrategy):
         rounds. Not with ``robust``.
     fine_tune : int, default 0
         After the last round each client fine-tunes its model for up to this many trainings, and
-        keeps the one with the lowest ``evaluate`` loss, also for later evaluations.
+        keeps the best by its ``evaluate``.
+    metric : str, default "loss"
+        The metric of ``evaluate`` by which clients choose among models; "loss" also matches
+        "eval_loss".
+    higher_is_better : bool, optional
+        Whether a larger ``metric`` is better; by default inferred from its name.
     privacy : Noise, optional
         As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then have the same weight.
     **options
@@ -273,7 +273,6 @@ class ClusteredFedAvg(ModelStrategy):
         Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
     )
-    flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
     protocol_name = CLUSTERED
 
@@ -292,6 +291,8 @@ class ClusteredFedAvg(ModelStrategy):
         transport: str | None = None,
         compression: TopK | None = None,
         fine_tune: int = 0,
+        metric: str = "loss",
+        higher_is_better: bool | None = None,
         max_clusters: int = 8,
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
@@ -304,11 +305,14 @@ class ClusteredFedAvg(ModelStrategy):
             transport=transport,
             compression=compression,
             fine_tune=fine_tune,
+            metric=metric,
+            higher_is_better=higher_is_better,
             private=private,
             share=share,
             **options,
         )
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
+        self._chooses |= k != 1
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         check_support(self, locals())
         self.start_from = check_choice("start", start, STARTS)

@@ -45,12 +45,12 @@ from scipy.special import stdtrit
 from flwr_perdl.clients.personalized import check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import TRIM
-from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl.core.checks import Matrix, check_count, check_kind
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import EVALUATE, LOSSES, to_arrays
-from flwr_perdl.protocol.report import RoundReport, lower_is_better
+from flwr_perdl.protocol.records import APART, EVALUATE, LOSSES, to_arrays
+from flwr_perdl.protocol.report import RoundReport, is_higher_better
 from flwr_perdl.protocol.request import Protocol, State, TooFewReplies
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
@@ -228,9 +228,7 @@ class Diagnosis(ShownAsCalled):
     ) -> None:
         self.private = None if private is None else check_patterns("private", private)
         self.metric = str(check_kind("metric", metric, str, "a name"))
-        if higher_is_better is None:
-            higher_is_better = _is_better_higher(self.metric)
-        self.higher_is_better = check_flag("higher_is_better", higher_is_better)
+        self.higher_is_better = is_higher_better(self.metric, higher_is_better)
         self._server: dict[str, Any] = {**options}
         complete = ServerSettings.of(options)
         rules = (("checkpoint_dir", None), ("fraction_train", 1.0), ("fraction_evaluate", 1.0))
@@ -306,6 +304,7 @@ class Diagnosis(ShownAsCalled):
         for name, (strategy, rounds) in candidates.items():
             log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
             strategy._title = f"Diagnosis, {name}"
+            strategy._told = {**strategy._told, APART: True}
             first, start = name == "fedavg", models[0] if name == "fine-tuned" else initial_arrays
             configs = timeout, train_config, evaluate_config
             stop = keep if first else None
@@ -458,17 +457,6 @@ class _FineTunedPart(PersonalizedFedAvg):
         while True:
             replies = yield request._replace(combine=None)
             self.trained_by(replies)
-
-
-def _is_better_higher(metric: str) -> bool:
-    """Whether more of a metric is better, by the words in its name."""
-    lower = lower_is_better(metric)
-    if lower is None:
-        raise ValueError(
-            "higher_is_better must be given for a metric whose name does not say it, got "
-            f"metric={metric!r}."
-        )
-    return not lower
 
 
 def _halves(groups: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:

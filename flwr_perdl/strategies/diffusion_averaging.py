@@ -72,7 +72,12 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         `PersonalizedFedAvg`.
     fine_tune : int, default 0
         After the last round each node fine-tunes its model for up to this many trainings, and keeps
-        the one with the lowest ``evaluate`` loss.
+        the best by its ``evaluate``.
+    metric : str, default "loss"
+        The metric of ``evaluate`` by which nodes choose among models, for ``groups`` and
+        ``fine_tune``; "loss" also matches "eval_loss".
+    higher_is_better : bool, optional
+        Whether a larger ``metric`` is better; by default inferred from its name.
     transport : {"float16"}, optional
         Send floats to neighbors in half precision, whose rounding stays in the models; not with
         ``compression``. By default every array keeps its dtype.
@@ -155,6 +160,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
         fine_tune: int = 0,
+        metric: str = "loss",
+        higher_is_better: bool | None = None,
         transport: str | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
@@ -164,6 +171,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         network: dict[str, Any] = {"weights": used, "faults": faults, "staleness": staleness}
         own: dict[str, Any] = {"private": private, "share": share, "fine_tune": fine_tune}
         own |= {"transport": transport, "sealed": sealed}
+        own |= {"metric": metric, "higher_is_better": higher_is_better}
         super().__init__(topology, 0, **network, **own, **options)
         self._averaging = AveragingOptions(
             method=method,
@@ -176,6 +184,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             metrics=metrics,
             max_magnitude=self.options.max_magnitude,
         ).suited_to(self, 0)
+        self._chooses |= groups is not None
         self.shows_models = check_flag("shows_models", shows_models)
         check_support(self, locals())
         self._names: list[str] = []
@@ -280,6 +289,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             mean = to_record(self._shown, self._names)
             self._learned = learned._replace(models=records, shared=mean if models else ())
         found = self._reported(self.n_rounds)
+        self._add_tuned(found, self.n_rounds + 1)
         if models:
             found.arrays = mean
         elif not self.shows_models and verbose not in (0, "quiet"):
@@ -309,7 +319,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
 
     def settings(self) -> dict[str, Any]:
         """Return what makes two runs the same run."""
-        names = ("shows_models", "private", "share", "fine_tune", "transport")
+        after = ("fine_tune", "metric", "higher_is_better")
+        names = ("shows_models", "private", "share", "transport", *after)
         own = {name: vars(self)[name] for name in names}
         return {**super().settings(), **vars(self._averaging), **own}
 

@@ -29,16 +29,12 @@ What each party receives:
 
 from __future__ import annotations
 
-from logging import WARNING
 from typing import ClassVar, Unpack
-
-from flwr.serverapp import Grid
 
 from flwr_perdl.clients.ditto import DITTO, PULL, kept_model
 from flwr_perdl.clients.own_models import Find
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.network.compression import TopK
-from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import NEW_STATE
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
@@ -80,7 +76,12 @@ class Ditto(ModelStrategy):
         rounds. Not with ``robust``.
     fine_tune : int, default 0
         After the last round each client fine-tunes its model for up to this many trainings, and
-        keeps the one with the lowest ``evaluate`` loss, also for later evaluations.
+        keeps the best by its ``evaluate``.
+    metric : str, default "loss"
+        The metric of ``evaluate`` by which clients choose among models; "loss" also matches
+        "eval_loss".
+    higher_is_better : bool, optional
+        Whether a larger ``metric`` is better; by default inferred from its name.
     **options
         See `ServerOptions`.
 
@@ -137,6 +138,8 @@ class Ditto(ModelStrategy):
         transport: str | None = None,
         compression: TopK | None = None,
         fine_tune: int = 0,
+        metric: str = "loss",
+        higher_is_better: bool | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
@@ -145,6 +148,8 @@ class Ditto(ModelStrategy):
             transport=transport,
             compression=compression,
             fine_tune=fine_tune,
+            metric=metric,
+            higher_is_better=higher_is_better,
             **options,
         )
         self.pull = check_real("pull", pull, 0, 1)
@@ -176,19 +181,13 @@ class Ditto(ModelStrategy):
             memory = unpack_model(state, MEMORY)
             state = pack_model(*self.take_step(model, replies.combined, memory))
 
-    def _present(self, grid: Grid) -> dict[int, int]:
-        """Return the present clients; who keeps a part private has no place for a whole model."""
-        nodes, roster = super()._present(grid), self._running().roster
-        keeping = [who for who in nodes if who in roster.private]
-        if not keeping:
-            return nodes
-        who = keeping[0]
-        sentence = (
+    def _unfit(self, partition: int) -> str | None:
+        """Return why a client can take no part: who keeps a part has no place for a whole model."""
+        roster = self._running().roster
+        if partition not in roster.private:
+            return super()._unfit(partition)
+        return (
             f"clients of Ditto must keep nothing private, since {self.unsupported['private']}, got "
-            f"{roster.label(who)}, which keeps {roster.private[who]} ({len(keeping)} of "
-            f"{len(nodes)} clients in all): remove keep_private, or private= of client_app."
+            f"{roster.label(partition)}, which keeps {roster.private[partition]}: remove "
+            "keep_private, or private= of client_app"
         )
-        if len(nodes) - len(keeping) < self._options.min_clients:
-            raise ValueError(sentence)
-        log(WARNING, "Left out of this round: %s", sentence)
-        return {who: node for who, node in nodes.items() if who not in keeping}

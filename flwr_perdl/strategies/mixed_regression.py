@@ -17,12 +17,12 @@ What each party receives:
   from the second product on, the basis that the sums over all clients span. With ``n_iterations``
   above 1, every anchor's last estimate, without names and perturbed by ``perturbation``; without
   ``n_anchors`` every client with enough points is an anchor.
-- *Evaluations*, and `compare` and `onboard` after the run: the cluster and mean losses.
+- *Evaluations*: the cluster and mean losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from logging import WARNING
@@ -39,7 +39,6 @@ from flwr_perdl.clients.mixed_regression import (
     OPTION,
     RegressionClient,
 )
-from flwr_perdl.clients.own_models import COMPARE, INITIAL, SHARED
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.privacy import Noise
@@ -104,16 +103,6 @@ class _MixedRegression(EndsWithModels):
     def result(self) -> Learned:
         """The coefficients of every cluster; a client's are those of its cluster."""
         return Learned(to_record(self._running().record.model, [COEFFICIENTS]), self.own)
-
-    def models_for(self, step: str) -> dict[str, Sequence[Matrix]]:
-        """Return the models, to compare with that of the largest cluster, and the initial ones."""
-        (models,) = self._running().record.model
-        if step != COMPARE:
-            return {"0": [models]}
-        said = [*self._clusters().values()]
-        largest = max(range(len(models)), key=said.count)
-        initial = self._initial or [np.zeros_like(models[:1])]
-        return {"0": [models], SHARED: [models[largest : largest + 1]], INITIAL: initial}
 
     def _clusters(self) -> dict[int, int]:
         """Return each client's cluster, as it said last in an evaluation."""

@@ -44,12 +44,12 @@ What each party receives:
   ``privacy`` there is no round one, and the sums have noise: with ``trust="distributed"`` it sees
   no others, with "central" it adds the noise to everything that it sends. It receives nothing else.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
-- *Evaluations*, and `compare` and `onboard` after the run, return mean errors only.
+- *Evaluations* return mean errors only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from logging import WARNING
 from pathlib import Path
@@ -297,10 +297,6 @@ class PerMA(EndsWithModels):
     @property
     def _atoms(self) -> list[Matrix]:
         return self._running().record.model[:1]
-
-    def models_for(self, step: str) -> dict[str, Sequence[Matrix]]:
-        """Return the global atoms alone: clients have first dictionaries of their own."""
-        return {"0": self._atoms}
 
     def _array_names(self) -> list[str]:
         return [GLOBAL_ATOMS]

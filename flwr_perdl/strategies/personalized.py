@@ -82,7 +82,12 @@ class PersonalizedFedAvg(ModelStrategy):
         rounds. Not with ``robust``.
     fine_tune : int, default 0
         After the last round each client fine-tunes its model for up to this many trainings, and
-        keeps the one with the lowest ``evaluate`` loss, also for later evaluations.
+        keeps the best by its ``evaluate``.
+    metric : str, default "loss"
+        The metric of ``evaluate`` by which clients choose among models; "loss" also matches
+        "eval_loss".
+    higher_is_better : bool, optional
+        Whether a larger ``metric`` is better; by default inferred from its name.
     **options
         See `ServerOptions`.
 
@@ -146,6 +151,8 @@ class PersonalizedFedAvg(ModelStrategy):
         transport: str | None = None,
         compression: TopK | None = None,
         fine_tune: int = 0,
+        metric: str = "loss",
+        higher_is_better: bool | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
@@ -154,6 +161,8 @@ class PersonalizedFedAvg(ModelStrategy):
             transport=transport,
             compression=compression,
             fine_tune=fine_tune,
+            metric=metric,
+            higher_is_better=higher_is_better,
             private=private,
             share=share,
             **options,

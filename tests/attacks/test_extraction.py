@@ -286,7 +286,10 @@ def test_nothing_is_measured_of_fewer_than_min_support_samples() -> None:
     def pair(context: Context) -> RegressionClient:
         return RegressionClient(X[:2], LABELS[:2], context)
 
-    for make, names in ((few, {"anew"}), (one, {"anew", "mse_global_more", "mse_full_more"})):
+    for make, names in (
+        (few, {"state-lost"}),
+        (one, {"state-lost", "mse_global_more", "mse_full_more"}),
+    ):
         metrics = evaluated(make, np.eye(2, D))
         assert set(metrics) == {"num-examples", *names}
     assert set(evaluated(pair, np.eye(2, D), protocol="mixed_regression")) == {"num-examples"}

@@ -198,7 +198,7 @@ def test_a_size_that_a_request_announces_takes_no_memory() -> None:
     (reply,) = grid.send_and_receive([Message(content, node, MessageType.TRAIN)])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert "arrays" in reply.error.reason
+    assert "state-dir" in reply.error.reason
     assert peak < 10**7
 
 

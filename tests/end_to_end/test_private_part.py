@@ -105,7 +105,7 @@ def serve(grid, on_round=None, both=True):
         "models": found,
         "largest": max(largest),
         "trained": [m["trained"] for m in strategy.history[-1].metrics.values()],
-        "anew": [report.aggregate["anew"] for report in history],
+        "state-lost": [report.aggregate["state-lost"] for report in history],
         "floats": [[report.floats_down, report.floats_up] for report in history],
     }
 
@@ -133,7 +133,7 @@ def check(found: dict[str, Any]) -> None:
     assert all(model == MODEL for model in found["models"].values())
     assert found["largest"] < 10
     assert found["trained"] == [3, 3]
-    assert found["anew"] == [2, 0, 0]
+    assert found["state-lost"] == [0, 0, 0]
 
 
 def check_ring(found: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from flwr_perdl.strategies import (
     PerMA,
     PersonalizedFedAvg,
     ServerSettings,
+    client_report,
 )
 
 #: Slopes of the two groups of clients; each has an intercept of its own.
@@ -51,7 +52,8 @@ class Linear:
     def evaluate(self, parameters: Any, config: Any) -> Any:
         """Return the mean squared error."""
         slope, intercept = parameters
-        return float(np.mean((self.X @ slope + intercept - self.y) ** 2)), len(self.y), {}
+        loss = float(np.mean((self.X @ slope + intercept - self.y) ** 2))
+        return loss, len(self.y), {"error": loss**0.5}
 
 
 def start() -> ArrayRecord:
@@ -150,6 +152,7 @@ class RecordingGrid(InProcessGrid):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.sent: list[set[str]] = []
+        self.result: Any = None
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         """Push messages, and return the replies."""
@@ -165,7 +168,8 @@ def run(name: str, n_rounds: int = 8, app: Any = None, **options: Any) -> tuple[
     kind = kind_of(name)
     grid = RecordingGrid(app or client_app(kind.client), N_CLIENTS)
     strategy = {**STRATEGIES, **OWN}[name](**options)
-    strategy.start(grid, kind.start(), num_rounds=40 if name == "fedx" else n_rounds)
+    rounds = 40 if name == "fedx" else n_rounds
+    grid.result = strategy.start(grid, kind.start(), num_rounds=rounds)
     return strategy, grid
 
 
@@ -182,33 +186,118 @@ def loss_of(client: int, model: ArrayRecord, name: str = "") -> float:
 
 @ALL_NAMES
 def test_each_clients_model_is_at_hand_in_process(name: str) -> None:
-    strategy, grid = run(name)
-    table = strategy.compare(grid)
+    strategy, _ = run(name)
+    evaluated = [report for report in strategy.history if report.step == "evaluate"]
     for client in range(N_CLIENTS):
         model = strategy.result.model_of(client)
-        losses = {which: metrics["loss"] for which, metrics in table[client].items()}
-        assert loss_of(client, model, name) == pytest.approx(losses["own"], rel=1e-5, abs=1e-12)
-        if name in KINDS:
-            assert losses["own"] <= min(losses["shared"], losses["initial"])
-        else:
+        if evaluated and name in [*STRATEGIES, "fedx"]:
+            loss = evaluated[-1].metrics[client]["loss"]
+            assert loss_of(client, model, name) == pytest.approx(loss, rel=1e-5, abs=1e-12)
+        if name in STRATEGIES:
             assert list(model) == ["slope", "intercept"]
-            assert losses["initial"] == pytest.approx(loss_of(client, start()))
-    assert strategy.result.own.table == table
-    assert grid.sent[-1] == set()  # numbers alone
 
 
 @NAMES
 def test_fine_tuning_keeps_the_best_and_sends_numbers_alone(name: str) -> None:
     plain, _ = run(name)
     tuned, grid = run(name, fine_tune=5)
-    assert tuned.history[-1].step == "adapt"
+    report = tuned.history[-1]
+    assert report.step == "tune"
     assert grid.sent[-1] == set()
-    for client, metrics in tuned.history[-1].metrics.items():
+    for client, metrics in report.metrics.items():
         before, after = (loss_of(client, one.result.model_of(client)) for one in (plain, tuned))
         assert metrics["loss-before"] == pytest.approx(before)
-        assert metrics["loss-after"] == pytest.approx(after)
+        assert metrics["loss"] == pytest.approx(after)
+        assert metrics["error-before"] == pytest.approx(before**0.5)
+        assert metrics["error"] == pytest.approx(after**0.5)
         assert after <= before
-    assert tuned.history[-1].aggregate["fits-kept"] > 0
+    assert report.aggregate["fits-kept"] > 0
+    last = [*grid.result.evaluate_metrics_clientapp.values()][-1]
+    assert dict(last) == report.aggregate
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_metric_that_chooses_is_the_users(name: str) -> None:
+    """The loss says the opposite here."""
+
+    class Misled(Linear):
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            loss, n, _ = super().evaluate(parameters, config)
+            return -loss, n, {"score": -loss, "eval_logloss": loss}
+
+    plain, _ = run(name)
+    for options in ({"metric": "score", "higher_is_better": True}, {"metric": "eval_logloss"}):
+        tuned, _ = run(name, app=client_app(Misled), fine_tune=5, **options)
+        for client in range(N_CLIENTS):
+            before, after = (loss_of(client, one.result.model_of(client)) for one in (plain, tuned))
+            assert after <= before
+        assert tuned.history[-1].aggregate["fits-kept"] > 0
+    with pytest.raises(ValueError, match="higher_is_better"):
+        STRATEGIES[name](metric="score of mine")
+
+
+@pytest.mark.parametrize("name", ["clustered", "averaging, groups", "personalized", "ditto"])
+def test_who_defines_no_evaluate_is_refused_before_the_first_round(name: str) -> None:
+    class Trains:
+        def __init__(self, context: Context) -> None:
+            self.fit = Linear(context).fit
+
+    options = {} if name in ("clustered", "averaging, groups") else {"fine_tune": 1}
+    strategy = STRATEGIES[name](**options)
+    with pytest.raises(ValueError, match="evaluate"):
+        strategy.start(InProcessGrid(client_app(Trains), N_CLIENTS), start(), num_rounds=8)
+    assert not strategy.history
+
+
+KEPT = ["clustered, private", "personalized", "ditto", "averaging", "averaging, private"]
+KEPT += ["averaging, groups", "averaging, sealed", *KINDS]
+
+
+class Restarting(InProcessGrid):
+    """A grid whose clients, or some of them, lose ``context.state`` after every exchange."""
+
+    which: Any = slice(None)
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        """Push messages, and return the replies."""
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for context in [*self.contexts.values()][self.which]:
+            context.state.clear()
+        return replies
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_clients_keep_on_disk_outlives_their_processes(name: str, tmp_path: Path) -> None:
+    kind, options = kind_of(name), {} if name in KINDS else {"fine_tune": 2}
+    found = []
+    for grid_type in (InProcessGrid, Restarting):
+        folder = str(tmp_path / grid_type.__name__)
+        where = {"state-dir": folder}
+        app = client_app(kind.client)
+        grid = grid_type(app, N_CLIENTS, node_config=lambda _, where=where: where)
+        strategy = {**STRATEGIES, **OWN}[name](**options)
+        strategy.start(grid, kind.start(), num_rounds=40 if name == "fedx" else 4)
+        models = [strategy.result.model_of(i, folder) for i in range(N_CLIENTS)]
+        assert not any(report.dropped for report in strategy.history)
+        found.append(([as_lists(one) for one in models], strategy.history[-1].metrics))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", [one for one in KEPT if one != "fedx"])
+def test_a_lost_state_is_in_the_report(name: str) -> None:
+    kind, options = kind_of(name), {} if name in KINDS else {"fine_tune": 2}
+    grid = Restarting(client_app(kind.client), N_CLIENTS)
+    grid.which = slice(1)
+    strategy = {**STRATEGIES, **OWN}[name](**options)
+    strategy.start(grid, kind.start(), num_rounds=4)
+    lost = client_report(strategy.history)[0].get("state-lost", 0)
+    own = [report.metrics.get(0, {}) for report in strategy.history]
+    lost += sum(metrics.get("state-lost", 0) for metrics in own)
+    assert lost >= 2
+    if name in STRATEGIES:
+        assert set(strategy.history[-1].metrics) == set(range(1, N_CLIENTS))
+        with pytest.raises(ValueError, match="client"):
+            strategy.result.model_of(0)
 
 
 JOINED = ["clustered", "clustered, private", "personalized", "ditto", *KINDS]
@@ -217,35 +306,22 @@ JOINED = ["clustered", "clustered, private", "personalized", "ditto", *KINDS]
 @pytest.mark.parametrize("name", JOINED)
 def test_a_new_client_is_as_well_off_as_those_that_took_part(name: str) -> None:
     strategy, _ = run(name, 20)
-    app = client_app(kind_of(name).client)
-    new = RecordingGrid(app, 2, node_config=lambda i: {"partition-id": N_CLIENTS + i})
-    found = strategy.onboard(new, fits=40)
-    assert sorted(found) == [N_CLIENTS, N_CLIENTS + 1]
-    for client in found:
-        own = loss_of(client, strategy.result.model_of(client), name)
-        assert own == pytest.approx(found[client]["loss-after"], rel=1e-5, abs=1e-12)
-        assert own <= found[client]["loss-before"] + 1e-12
-        if "private" in name:
-            assert found[client]["cluster"] == strategy.result.members[client % 2]
-            assert own < 1e-3
-        if name in KINDS:
-            old = [loss_of(p, strategy.result.model_of(p), name) for p in range(N_CLIENTS)]
-            assert own <= 1.1 * max(old) + 1e-12
-            alone = adapt(app, strategy.result, context_of(client), fits=40)
-            assert as_lists(alone) == as_lists(strategy.result.model_of(client))
-    assert not any(new.sent)
-    assert strategy.compare(new)[N_CLIENTS]["own"]["loss"] == found[N_CLIENTS]["loss-after"]
-    with pytest.raises(ValueError, match="grid"):
-        strategy.onboard(new)
+    part = PRIVATE if name in ("clustered, private", "personalized") else ()
+    app = client_app(kind_of(name).client, private=part)
+    for client in (N_CLIENTS, N_CLIENTS + 1):
+        context = context_of(client)
+        own = adapt(app, strategy.result, context, fits=40)
+        old = [loss_of(p, strategy.result.model_of(p), name) for p in range(N_CLIENTS)]
+        assert loss_of(client, own, name) <= 1.1 * max(old) + 1e-3
+        assert not context.state
+        if name == "clustered, private":
+            cluster = strategy.result.models[strategy.result.members[client % 2]]
+            np.testing.assert_array_equal(own["slope"].numpy(), cluster["slope"].numpy())
 
 
-def test_a_new_client_without_a_server() -> None:
+def test_what_adapt_is_given() -> None:
     strategy, _ = run("clustered, private", 20)
-    context = context_of(N_CLIENTS)
-    app = client_app(Linear, private=PRIVATE)
-    own = adapt(app, strategy.result, context, fits=40)
-    assert loss_of(N_CLIENTS, own) < 1e-3
-    np.testing.assert_array_equal(own["slope"].numpy(), strategy.result.models[0]["slope"].numpy())
+    context, app = context_of(N_CLIENTS), client_app(Linear, private=PRIVATE)
     for_training: list[Any] = []
 
     class Reads(Linear):
@@ -263,8 +339,6 @@ def test_a_new_client_without_a_server() -> None:
 
 def test_a_node_begins_with_the_mean_of_the_models_that_others_show() -> None:
     strategy, _ = run("averaging", shows_models=True)
-    new = InProcessGrid(client_app(Linear), 1, node_config=lambda i: {"partition-id": 9})
-    assert strategy.onboard(new, fits=5)[9]["fits-kept"] > 0
     shared = strategy.result.shared
     models = [one["slope"].numpy() for one in strategy.result.models.values()]
     np.testing.assert_allclose(shared["slope"].numpy(), np.mean(models, axis=0))
@@ -273,8 +347,6 @@ def test_a_node_begins_with_the_mean_of_the_models_that_others_show() -> None:
     hidden, _ = run("averaging")
     with pytest.raises(ValueError, match="result"):
         adapt(client_app(Linear), hidden.result, context_of(9))
-    with pytest.raises(ValueError, match="shows_models"):
-        hidden.onboard(new)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -298,7 +370,7 @@ def test_a_resumed_run_is_fine_tuned_once(tmp_path: Path) -> None:
     first, grid = run("personalized", 2, **options)
     again = STRATEGIES["personalized"](**options, server=ServerSettings(resume=True))
     again.start(grid, start(), num_rounds=2)
-    assert [report.step for report in again.history].count("adapt") == 1
+    assert [report.step for report in again.history].count("tune") == 1
     assert again.history[-1].metrics == first.history[-1].metrics
     other = PersonalizedFedAvg(["slope"], **options, server=ServerSettings(resume=True))
     with pytest.raises(ValueError, match="private"):
@@ -314,16 +386,12 @@ def test_a_run_goes_on_without_its_initial_arrays(name: str, tmp_path: Path) -> 
     for client in range(N_CLIENTS):
         one, other = (run.result.model_of(client) for run in (whole, again))
         assert as_lists(one) == as_lists(other)
-    assert [*again.compare(grid)[0]] == ["own", "shared"]
 
 
 @ALL_NAMES
 def test_what_is_wrong_is_named(name: str) -> None:
-    fresh = {**STRATEGIES, **OWN}[name]()
     with pytest.raises((TypeError, ValueError), match="fine_tune"):
         {**STRATEGIES, **OWN}[name](fine_tune=-1)
-    with pytest.raises(RuntimeError):
-        fresh.compare(InProcessGrid(client_app(Linear), N_CLIENTS))
     strategy, _ = run(name, 2)
     with pytest.raises(ValueError, match="client"):
         strategy.result.model_of(77)
@@ -339,46 +407,14 @@ def test_a_result_of_another_strategy_is_rejected(name: str) -> None:
         adapt(app, run(other, 3)[0].result, context)  # the same client can go on
 
 
-def test_a_client_that_names_no_cluster_of_the_run_is_left_out() -> None:
-    strategy, _ = run("fedx")
-
-    class Liar(RegressionClient):
-        def measure(self, request: Any) -> Any:
-            return super().measure(request)._replace(metrics={"loss": 0.0, "cluster": 99})
-
-    def make_client(context: Context) -> RegressionClient:
-        client = regression_client(context)
-        return client if client.partition % 2 else Liar(client.X, client.y, context)
-
-    new = InProcessGrid(
-        client_app(make_client), 2, node_config=lambda i: {"partition-id": N_CLIENTS + i}
-    )
-    assert [*strategy.onboard(new)] == [N_CLIENTS + 1]
-    assert [*strategy.history[-1].dropped] == [f"client {N_CLIENTS}"]
-
-
-def test_after_a_run_with_a_guarantee_nothing_is_asked_that_has_no_noise() -> None:
+def test_fine_tuning_has_no_noise() -> None:
     options: dict[str, Any] = {"privacy": Noise(epsilon=1.0, level="client"), "min_clients": 3}
     with pytest.raises(ValueError, match="fine_tune"):
         ClusteredFedAvg(1, fine_tune=1, **options)
-    strategy = ClusteredFedAvg(1, **options)
-    grid = RecordingGrid(client_app(Linear), N_CLIENTS)
-    strategy.start(grid, start(), num_rounds=2)
-    n_exchanges = len(grid.sent)
-    for step in (strategy.compare, strategy.onboard):
-        with pytest.raises(ValueError, match="privacy"):
-            step(grid)
-    assert len(grid.sent) == n_exchanges
 
 
 def test_clusters_that_have_not_been_learned_are_none() -> None:
     assert ClusteredFedAvg(2).result.models == []
-
-
-def test_a_client_in_secure_sums_alone_takes_no_step_after_the_run() -> None:
-    strategy, _ = run("ditto", 2)
-    grid = InProcessGrid(client_app(Linear, secure=True), 2)
-    assert strategy.compare(grid) == {}
 
 
 # Dictionaries and regressions --------------------------------------------------------------------

@@ -5,40 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients.app import AnsweringApp
-from flwr_perdl.clients.mixed_regression import COEFFICIENTS, MIXED_REGRESSION
-from flwr_perdl.clients.own_models import (
-    ADAPT,
-    FROZEN,
-    MOST_FITS,
-    N_FITS,
-    OWN_MODELS,
-    own_state,
-)
-from flwr_perdl.clients.perma import GLOBAL_ATOMS, PERMA
+from flwr_perdl.clients.dispatch import ProtocolClient, Step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
+from flwr_perdl.clients.own_models import MOST_FITS, OWN_MODELS, choose_model, keep_best
 from flwr_perdl.core.checks import check_count, check_kind, check_list
 from flwr_perdl.protocol.compat import become_server, stamp
 from flwr_perdl.protocol.records import (
-    ANSWERED,
     ARRAYS,
     CONFIG,
-    PROTOCOL,
     ROUND,
     RUN,
     SEED,
-    STEP,
-    error_of,
     named,
     to_record,
 )
-
-#: Whose steps adapt a model of one array, by its name; those of others train by the user's app.
-_PROTOCOLS = {(GLOBAL_ATOMS,): PERMA, (COEFFICIENTS,): MIXED_REGRESSION}
-#: What the run is called in the client's state.
-_RUN = "adapted"
 
 
 def adapt(
@@ -103,7 +87,7 @@ def adapt(
     check_kind("context", context, Context, "a Context")
     check_count("fits", fits, 0, MOST_FITS)
     check_count("seed", seed)
-    config = check_kind("train_config", train_config or {}, Mapping, "a mapping")
+    config = check_kind("train_config", train_config, (Mapping, type(None)), "a mapping or None")
     shared = getattr(result, "shared", result)
     models = [shared] if isinstance(shared, ArrayRecord) else list(check_list("result", shared))
     for model in models:
@@ -111,25 +95,33 @@ def adapt(
     if not models:
         raise ValueError("result must have a model, got none.")
     arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
-    round_ = own_state(context, _RUN).last_round + 1
-    protocol = _PROTOCOLS.get((*models[0],), OWN_MODELS)
-    told = {**config, PROTOCOL: protocol, STEP: ADAPT, ROUND: round_, SEED: seed, RUN: _RUN}
-    told |= {N_FITS: fits, FROZEN: answering.keeps_private}
-    content = RecordDict({ARRAYS: named([*arrays.values()], [*arrays]), CONFIG: ConfigRecord(told)})
+    record = named([*arrays.values()], [*arrays])
+    told = ConfigRecord({**(config or {}), ROUND: 1, SEED: seed, RUN: "adapted"})
     become_server(context.run_id)  # a message is made by a server's process alone
+    content = RecordDict({ARRAYS: record, CONFIG: told})
     message = Message(content, context.node_id, MessageType.TRAIN)
-    stamp(message, context.run_id, f"adapt-{round_}")
-    answered = context.state.pop(ANSWERED, None)  # it counts what servers ask, and none does here
-    failed = f"result must have a model that the client can train, got {[*models[0]]}"
+    stamp(message, context.run_id, "adapt")
+    found: dict[str, Array] = {}
+
+    def adapt_model(local: Local, request: StepRequest) -> StepResult:
+        client = answering.made(context)
+        if isinstance(client, ProtocolClient):
+            own = client.adapted(request._replace(arrays=request.arrays[: len(models[0])]), fits)
+            found.update(to_record([*own.values()], [*own]))
+            return StepResult([], 1)
+        model, _ = choose_model(local, request.models)
+        part = answering.kept_part
+        best, tuned = keep_best(
+            local, model, fits, None if part is None else part.private([*model])
+        )
+        found.update(best)
+        return tuned
+
+    own_step = Step(OWN_MODELS, "adapt", MessageType.TRAIN, adapt_model, None, False, True)
     try:
-        reply = app(message, context)
+        answering.take_step(own_step, message, context)
     except Exception as error:
-        raise ValueError(f"{failed}: {error}") from error
-    finally:
-        context.state.pop(ANSWERED, None)
-        if answered is not None:
-            context.state[ANSWERED] = answered
-    if (why := error_of(reply)) is not None:
-        raise ValueError(f"{failed}: {why}.")
-    own = own_state(context, _RUN).newest() or {}
-    return to_record([*own.values()], [*own])
+        raise ValueError(
+            f"result must have a model that the client can train, got {[*models[0]]}: {error}"
+        ) from error
+    return named([*found.values()], [*found])
