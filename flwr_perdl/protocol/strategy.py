@@ -53,7 +53,7 @@ from flwr_perdl.protocol.request import (
 )
 from flwr_perdl.protocol.roster import LocalGrid, within
 
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+EvaluateFn = Callable[..., MetricRecord | None]
 StopFn = Callable[[int, Result], bool]
 
 
@@ -245,7 +245,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             Added to the config that clients receive. A subclass that overrides `configure_train`
             may change it from round to round.
         evaluate_fn : callable, optional
-            ``(server_round, arrays) -> MetricRecord or None``: evaluation at the server.
+            ``(server_round, arrays) -> MetricRecord or None``: evaluation at the server. With a
+            third argument, without a default or called ``cluster``, it is told the number of the
+            cluster whose model it gets; None where there are no clusters.
         should_stop : callable, optional
             ``(server_round, result) -> bool``, called after each round with the result so far. The
             run ends when it returns true. A resumed run first calls it for the finished rounds,
@@ -321,9 +323,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         record = self._running().record
         return to_record(record.model, record.array_names)
 
-    def _evaluated(self, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-        """Return what ``evaluate_fn`` gets, by what is added to its metrics' names."""
-        return {"": arrays}
+    def _evaluated(self, arrays: ArrayRecord) -> dict[int | None, ArrayRecord]:
+        """Return what ``evaluate_fn`` gets, by cluster."""
+        return {None: arrays}
 
     def _run_rounds(
         self,
@@ -425,9 +427,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             return MetricRecord(run.record.server_metrics[round_])
         if not len(arrays) or round_ < resumed:  # the model at hand is a later one
             return None
-        found: dict[str, Any] = {}
-        for ending, model in self._evaluated(arrays).items():
-            metrics: Mapping[str, Any] = evaluate_fn(round_, model) or {}
+        found, models = dict[str, Any](), self._evaluated(arrays)
+        for cluster, model in models.items():
+            metrics = evaluate_model(evaluate_fn, round_, model, cluster) or {}
+            ending = f"/cluster-{cluster}" if len(models) > 1 else ""
             found |= {f"{name}{ending}": value for name, value in metrics.items()}
         if found:
             run.measured(round_, found)
@@ -587,6 +590,22 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             message = Message(contents[id(record)], nodes[partition], message_type)
             self._sent.append((partition, message))
         return [message for _, message in self._sent]
+
+
+def evaluate_model(
+    evaluate_fn: EvaluateFn, round_: int, model: ArrayRecord, cluster: int | None
+) -> MetricRecord | None:
+    """Return what ``evaluate_fn`` measures; it is told the cluster if it takes a third argument."""
+    try:
+        third = [*signature(evaluate_fn).parameters.values()][2:3]
+    except (TypeError, ValueError):  # of a function that is not Python's
+        third = []
+    takes = any(
+        one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        and (one.default is one.empty or one.name == "cluster")
+        for one in third
+    )
+    return evaluate_fn(round_, model, *([cluster] if takes else []))
 
 
 def _check_start(

@@ -237,8 +237,8 @@ class ClusteredFedAvg(ModelStrategy):
     Notes
     -----
     Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` is the model of the
-    largest cluster. ``evaluate_fn`` is called once per cluster; with several clusters its metrics
-    get a suffix, as in ``"accuracy/cluster-0"``.
+    largest cluster. ``evaluate_fn`` is called once per cluster, with its number as third argument
+    if it takes one; of several clusters the metrics get a suffix: ``"accuracy/cluster-0"``.
 
     Clients count by their number of samples, at most ten times the round's median
     (`Request.max_weight`).
@@ -402,12 +402,12 @@ class ClusteredFedAvg(ModelStrategy):
         own = list(self._found()[0].values())
         return self._model(max(range(self._n_models), key=own.count))
 
-    def _evaluated(self, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+    def _evaluated(self, arrays: ArrayRecord) -> dict[int | None, ArrayRecord]:
         """Return each cluster's model."""
         models = self.result.models
-        if len(models) > 1:
-            return {f"/{CLUSTER}-{j}": model for j, model in enumerate(models)}
-        return {"": models[0] if self.start_from == "given" else arrays}
+        if len(models) == 1 and self.start_from != "given":
+            models = [arrays]
+        return dict(enumerate(models))
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""

@@ -161,7 +161,7 @@ def test_should_stop_ends_a_run_as_its_last_round_would(tmp_path: Path) -> None:
             grid,
             ArrayRecord([np.arange(3.0, dtype=np.float32).reshape(1, 3)]),
             n_rounds,
-            evaluate_fn=lambda _, arrays: MetricRecord({"sum": measure(arrays)}),
+            evaluate_fn=lambda _, arrays, f=measure: MetricRecord({"sum": f(arrays)}),
             should_stop=stop,
         )
 

@@ -79,7 +79,8 @@ def test_evaluate_fn_gets_the_shared_part_with_the_initial_private_one_and_the_l
     monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
     seen: list[dict[str, Any]] = []
 
-    def evaluate(_: int, arrays: ArrayRecord) -> None:
+    def evaluate(_: int, arrays: ArrayRecord, cluster: int | None = 3) -> None:
+        assert cluster is None  # there are none
         seen.append({name: array.numpy() for name, array in arrays.items()})
 
     initial = model()
