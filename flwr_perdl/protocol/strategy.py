@@ -429,9 +429,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             return None
         found, models = dict[str, Any](), self._evaluated(arrays)
         for cluster, model in models.items():
-            metrics = evaluate_model(evaluate_fn, round_, model, cluster) or {}
+            said = evaluate_model(evaluate_fn, round_, model, cluster)
             ending = f"/cluster-{cluster}" if len(models) > 1 else ""
-            found |= {f"{name}{ending}": value for name, value in metrics.items()}
+            found |= {f"{name}{ending}": value for name, value in (said or {}).items()}
         if found:
             run.measured(round_, found)
         return MetricRecord(found) if found else None
