@@ -312,8 +312,13 @@ class ModelStrategy(TrainsModels):
         means: Sequence[Matrix],
         memory: Sequence[Matrix],
         names: Sequence[str] | None = None,
+        *,
+        idle: bool = False,
     ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and the optimizer's memory; ``names`` are by default all."""
+        """Return the next model and the optimizer's memory; ``names`` are by default all.
+
+        ``idle``: nobody has trained the model, so that it and the memory stay as they are.
+        """
         optimizer = self.optimizer
         if optimizer is None:
             return list(means), []
@@ -326,6 +331,9 @@ class ModelStrategy(TrainsModels):
             before = optimizer.begin(own)
             if memory:
                 before = list(memory[len(kept) : len(kept) + len(before)])
+            if idle:
+                kept += map(as_file, before)
+                continue
             moved, after = optimizer.step(own, change(means[i], model[i], fixed), before)
             found[i] = as_file(settled(moved, model[i], fixed))
             kept += [as_file(array) for array in after]

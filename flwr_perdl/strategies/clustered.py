@@ -197,8 +197,8 @@ class ClusteredFedAvg(ModelStrategy):
         Sent in the config as ``"proximal-mu"``, as Flower's FedProx does, and under its older name
         ``"proximal_mu"``; the client's ``fit`` adds the term.
     optimizer : Momentum, Adam or Yogi, optional
-        Server optimizer, applied to each cluster's mean change. By default plain averaging. The
-        model of a cluster that nobody trained in a round does not change.
+        Server optimizer, applied to each cluster's mean change. By default plain averaging. A
+        cluster that nobody trained in a round keeps its model and the optimizer's memory.
     robust : bool or str, default False
         Aggregation rule against malicious (Byzantine) clients: True is "filtered", False "mean";
         for other rules see `flwr_perdl.core.aggregate`. With any but "mean", the start ignores
@@ -525,16 +525,15 @@ class ClusteredFedAvg(ModelStrategy):
                 "cluster: evaluate must return the loss of the model that it receives.",
                 k,
             )
-        # Models that nobody trained stay where they were: the optimizer's memory moves them, too.
         trained, memory = {chosen[p][0] for p in replies}, unpack_model(state, MEMORY)
         size, names = len(memory) // k, self.shared(self._array_names())
         steps = [
-            self.take_step(old, new, memory[j * size : (j + 1) * size], names)
+            self.take_step(
+                old, new, memory[j * size : (j + 1) * size], names, idle=j not in trained
+            )
             for j, (old, new) in enumerate(zip(starts, replies.combined, strict=True))
         ]
-        moved = [
-            self.whole(models[j], steps[j][0]) if j in trained else models[j] for j in range(k)
-        ]
+        moved = [self.whole(old, new) for old, (new, _) in zip(models, steps, strict=True)]
         return _state(moved, round_ + 1, chosen, _flat(kept for _, kept in steps))
 
     def _report_few(self, k: int, replies: Replies, *, first: bool) -> None:

@@ -128,17 +128,22 @@ def test_a_round_by_hand() -> None:
     assert clusters.models[1]["0"].numpy() == [11.0]
 
 
-def test_an_optimizer_moves_the_clusters_that_are_trained() -> None:
-    app = given(
-        Given({0.0: 0.0, 10.0: 5.0, 1.0: 0.0, 11.0: 5.0}, 1),
-        Given({0.0: 5.0, 10.0: 0.0, 1.0: 0.0, 11.0: 5.0}, 1),  # in round 2 in the other cluster
-    )
+def test_an_optimizer_moves_the_clusters_that_are_trained_and_remembers_for_the_others() -> None:
+    class Away(Given):
+        """Is in the second cluster, but for rounds 2 to 4."""
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            second = bool(self.losses) and config["server-round"] in (1, 5)
+            return float(second != (parameters[0][0] >= 10)), 1, {}
+
     strategy = ClusteredFedAvg(
         2, start="given", proximal_mu=1.0, optimizer=Momentum(beta=0.5), fraction_evaluate=0.0
     )
     models = ArrayRecord([np.array([[0.0], [10.0]])])
-    strategy.start(InProcessGrid(app, 2), models, num_rounds=2)
-    np.testing.assert_array_equal(stacks(strategy)[0], [[0 + 1 + 1.5], [11.0]])
+    grid = InProcessGrid(given(Away({}, 1), Away({10.0: 0.0}, 1)), 2)
+    strategy.start(grid, models, num_rounds=5)
+    moved = 1 + 1.5 + 1.75 + 1.875 + 1.9375
+    np.testing.assert_array_equal(stacks(strategy)[0], [[moved], [10 + 1 + 0 + 0 + 0 + 1.5]])
 
 
 @pytest.mark.parametrize("k", [3, "auto"])
