@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
+from scipy.spatial.distance import cdist
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.regression import model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, client_report
 from tests.grids import partition_of
@@ -19,17 +19,22 @@ from tests.grids import partition_of
 COMMON, D, SIZE = 1.0, 10, 5
 
 
-def attacked(seed: int, k: int, reverse: bool, **options: Any) -> tuple[float, set[int]]:
-    """Return the largest error of k models, the last of each five clients lying; who is named."""
+def attacked(
+    seed: int, groups: int, liars: int, *, k: Any = None, apart: int = 0, **options: Any
+) -> tuple[float, set[int]]:
+    """Return the largest error of the groups' models, and who is named.
+
+    Of each five clients so many lie at the end, and ``apart`` more have a model of their own.
+    """
     rng = np.random.default_rng(seed)
-    truth = COMMON * rng.standard_normal(D) + rng.standard_normal((k, D))
+    truth = COMMON * rng.standard_normal(D) + rng.standard_normal((groups + 1, D))
 
     class Kind(NumPyClient):
         def __init__(self, i: int) -> None:
             own = np.random.default_rng([seed, i])
             self.X = own.standard_normal((80, D))
-            self.y = self.X @ truth[i // SIZE] + 0.3 * own.standard_normal(80)
-            self.sign = -1 if reverse and i % SIZE == SIZE - 1 else 1
+            self.y = self.X @ truth[min(i // SIZE, groups)] + 0.3 * own.standard_normal(80)
+            self.sign = -1 if i % SIZE >= SIZE - liars else 1
 
         def fit(self, parameters: Any, config: Any) -> Any:
             w = parameters[0].copy()
@@ -40,12 +45,13 @@ def attacked(seed: int, k: int, reverse: bool, **options: Any) -> tuple[float, s
         def evaluate(self, parameters: Any, config: Any) -> Any:
             return float(np.mean((self.X[40:] @ parameters[0] - self.y[40:]) ** 2)), 40, {}
 
-    strategy = ClusteredFedAvg(k, fraction_evaluate=0.0, **options)
-    grid = InProcessGrid(client_app(lambda context: Kind(partition_of(context))), SIZE * k)
+    strategy = ClusteredFedAvg(k or groups, fraction_evaluate=0.0, **options)
+    n = SIZE * groups + apart
+    grid = InProcessGrid(client_app(lambda context: Kind(partition_of(context))), n)
     strategy.start(grid, ArrayRecord([np.zeros(D)]), num_rounds=6)
     models = np.stack([model["0"].numpy() for model in strategy.result.models])
     named = {p for p, own in client_report(strategy.history).items() if len(own) > 1}
-    return model_error(models, truth), named
+    return float(cdist(truth[:groups], models).min(axis=1).max()), named
 
 
 @pytest.mark.parametrize("start", ["one-shot", "anchors"])
@@ -54,14 +60,29 @@ def test_reversed_steps_of_one_client_in_each_cluster_get_no_model(
     k: int, seeds: range, start: str
 ) -> None:
     for seed in seeds:
-        error, named = attacked(seed, k, True, robust=True, start=start)
+        error, named = attacked(seed, k, 1, robust=True, start=start)
         assert error < 0.3
         assert {SIZE * j + SIZE - 1 for j in range(k)} <= named
 
 
 def test_without_robust_they_take_a_cluster() -> None:
-    assert attacked(2, 2, True)[0] > 3  # the control
-    assert attacked(2, 2, False)[0] < 0.15
+    assert attacked(2, 2, 1)[0] > 1.5  # the control
+    assert attacked(2, 2, 0)[0] < 0.15
+
+
+@pytest.mark.parametrize("k", [2, "auto"])
+def test_two_of_five_are_more_than_it_withstands_with_k_unknown_too(k: Any) -> None:
+    assert min(attacked(seed, 2, 2, k=k, robust=True)[0] for seed in range(2, 6)) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("k", "apart", "withstood"), [("auto", 8, True), (2, 4, True), (2, 6, False)]
+)
+def test_a_cluster_of_their_own_takes_a_model_only_where_k_is_given_and_they_are_enough(
+    k: Any, apart: int, withstood: bool
+) -> None:
+    errors = [attacked(seed, 2, 0, k=k, apart=apart, robust=True)[0] for seed in range(2, 6)]
+    assert max(errors) < 0.1 if withstood else min(errors) > 1
 
 
 def test_a_small_group_of_honest_clients_keeps_its_model_and_is_reported() -> None:
