@@ -273,7 +273,7 @@ import sys, flwr.app, flwr.client, flwr.server, flwr.serverapp, flwr.clientapp, 
 flower = set(sys.modules)
 import flwr_perdl.clients
 assert "scipy.stats" not in sys.modules, "a client's process would start later"
-from flwr_perdl import clients, dictionary, estimators, network, regression, strategies
+from flwr_perdl import clients, dictionary, network, regression, strategies
 from flwr_perdl.simulations import InProcessGrid
 loaded = {{name.partition(".")[0] for name in set(sys.modules) - flower}}
 assert not loaded & {HEAVY | {"numba", "perdl_experiments", "rich", "typer"}}, loaded

@@ -1,13 +1,9 @@
-"""What a notebook shows of results, histories, dictionaries and topologies: small HTML and SVG."""
+"""What a notebook shows of results, histories and topologies: small HTML and SVG."""
 
 from __future__ import annotations
 
-import struct
-import zlib
-from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from math import ceil, isqrt
 from typing import Any
 
 import numpy as np
@@ -17,10 +13,8 @@ from scipy.sparse.csgraph import shortest_path
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.repr import short
 
-#: What is shown at most: rows of a table, atoms of a dictionary, nodes of a graph.
-MOST_ROWS, MOST_ATOMS, MOST_NODES = 30, 48, 150
-#: Atoms side by side, and their least width in pixels.
-_COLUMNS, _ATOM = 16, 36
+#: What is shown at most: rows of a table, nodes of a graph.
+MOST_ROWS, MOST_NODES = 30, 150
 #: Steps that place a graph's nodes, and the side of its drawing.
 _STEPS, _SIDE = 60, 260
 
@@ -58,61 +52,6 @@ def metrics_table(rows: Iterable[tuple[Mapping[str, object], Mapping[str, float]
     listed = [{**about, **metrics} for about, metrics in rows]
     columns = list(dict.fromkeys(name for row in listed for name in row))
     return table(columns, [[row.get(name, "") for name in columns] for row in listed])
-
-
-def atoms(groups: Mapping[str, Matrix], shape: tuple[int, int] | None = None) -> str:
-    """Return dictionaries as small pictures; empty if they are no images.
-
-    Parameters
-    ----------
-    groups : mapping of str to ndarray of shape (n_atoms, n_features)
-        Title -> atoms, each drawn to its own scale with zero in the middle gray.
-    shape : tuple of int, optional
-        Height and width of an image; by default a square, where ``n_features`` is one, from 3 x 3.
-    """
-    n_features = next(iter(groups.values())).shape[1]
-    side = isqrt(n_features)
-    height, width = shape or (side, side)
-    if height * width != n_features or n_features < 9:
-        return ""
-    zoom, parts = max(1, _ATOM // width), []
-    for title, D in groups.items():
-        more = f", {len(D) - MOST_ATOMS} more" if len(D) > MOST_ATOMS else ""
-        parts.append(f"<p>{escape(f'{title} ({len(D)} atoms)')}</p>")
-        if len(D):
-            sheet = _sheet(D[:MOST_ATOMS], height, width)
-            parts.append(
-                f"<img alt='{escape(title)}' width='{zoom * sheet.shape[1]}' "
-                f"style='image-rendering:pixelated;max-width:100%' "
-                f"src='data:image/png;base64,{b64encode(_png(sheet)).decode()}'>{more}"
-            )
-    return "".join(parts)
-
-
-def _sheet(D: Matrix, height: int, width: int) -> NDArray[np.uint8]:
-    """Return atoms side by side as pixels of gray and opacity, with clear lines between them."""
-    columns = min(_COLUMNS, len(D))
-    D = np.nan_to_num(D)
-    peaks = np.take_along_axis(D, np.abs(D).argmax(axis=1, keepdims=True), axis=1)
-    gray = 127.5 + 127.5 * D / np.where(peaks == 0, 1, peaks)
-    tiles = np.zeros((ceil(len(D) / columns) * columns, height + 1, width + 1, 2), np.uint8)
-    tiles[: len(D), :height, :width, 0] = gray.reshape(-1, height, width).round()
-    tiles[: len(D), :height, :width, 1] = 255
-    grid = tiles.reshape(-1, columns, *tiles.shape[1:]).swapaxes(1, 2)
-    return grid.reshape(grid.shape[0] * (height + 1), columns * (width + 1), 2)
-
-
-def _png(pixels: NDArray[np.uint8]) -> bytes:
-    """Return pixels of gray and opacity as a PNG file."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        length, checksum = struct.pack(">I", len(data)), struct.pack(">I", zlib.crc32(kind + data))
-        return length + kind + data + checksum
-
-    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, 4, 0, 0, 0)
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
-    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def graph(weights: Any, caption: str) -> str:

@@ -12,7 +12,13 @@ their neighbors               (diffusion over data)
 ============================  =====================================================================
 """
 
-from flwr_perdl.estimators._base import NotFittedError
+from flwr_perdl.core.extras import load_extra
+
+if not hasattr(load_extra("sklearn.utils.validation", __name__, "estimators"), "validate_data"):
+    raise ImportError(
+        f"scikit-learn must be 1.6 or newer for {__name__}: pip install -U scikit-learn."
+    )
+
 from flwr_perdl.estimators.dictionary import PersonalizedDictionaryLearning
 from flwr_perdl.estimators.history import to_frame
 from flwr_perdl.estimators.network import NetworkDictionaryLearning
@@ -21,7 +27,6 @@ from flwr_perdl.estimators.regression import MixedRegression
 __all__ = [
     "MixedRegression",
     "NetworkDictionaryLearning",
-    "NotFittedError",
     "PersonalizedDictionaryLearning",
     "to_frame",
 ]

@@ -1,25 +1,24 @@
-"""scikit-learn's conventions, without scikit-learn: parameters, fitted attributes, input.
+"""What all estimators share: a seed, sites and their tables, the run of a strategy.
 
-scikit-learn's own functions (``clone``, ``check_is_fitted``, ``get_tags``) work on these
-estimators. What only they call finds scikit-learn among the loaded modules.
+Parameters, tags, metadata routing and containers are scikit-learn's.
 """
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from typing import Any, Self
 
 import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+from sklearn import utils
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.core import html
 from flwr_perdl.core.checks import (
-    FLOATS,
     Matrix,
     brief_repr,
     check_array,
@@ -28,7 +27,6 @@ from flwr_perdl.core.checks import (
     check_function,
     check_list,
 )
-from flwr_perdl.core.extras import load_extra
 from flwr_perdl.dictionary import reconstruct
 from flwr_perdl.protocol.compat import NumPyClient
 from flwr_perdl.simulations import InProcessGrid
@@ -38,24 +36,7 @@ from flwr_perdl.strategies import ProtocolStrategy
 MakeGrid = Callable[[ClientApp, int], InProcessGrid]
 
 
-class NotFittedError(ValueError, AttributeError):
-    """The estimator is not fitted yet.
-
-    Like scikit-learn's error of this name it is a ValueError and an AttributeError, and where
-    scikit-learn is loaded, it is that error too.
-
-    Examples
-    --------
-    >>> from flwr_perdl.estimators import NotFittedError, PersonalizedDictionaryLearning
-    >>> try:
-    ...     PersonalizedDictionaryLearning(4).transform([[1.0, 2.0]])
-    ... except NotFittedError as error:
-    ...     print(error)
-    PersonalizedDictionaryLearning must be fitted first: call fit.
-    """
-
-
-class Estimator:
+class Estimator(BaseEstimator):
     """What all estimators share; a subclass is a dataclass whose fields are its parameters.
 
     Attributes
@@ -68,83 +49,14 @@ class Estimator:
 
     seed: int
     random_state: int | None
-    #: "transformer" or "regressor": for scikit-learn.
-    _estimator_type = "transformer"
-    #: Whether NaN is a missing entry: for scikit-learn.
+    #: Whether NaN is a missing entry.
     _allow_nan = False
-    #: Methods, each with an argument that scikit-learn's metadata routing passes on to it.
-    _metadata: Sequence[tuple[str, str]] = ()
-
-    @classmethod
-    def _parameters(cls) -> dict[str, Any]:
-        """Return the parameters' names, in order, and their defaults."""
-        own = list(signature(cls.__init__).parameters.values())[1:]
-        return {parameter.name: parameter.default for parameter in own}
-
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the parameters by name.
-
-        Parameters
-        ----------
-        deep : bool, default True
-            For scikit-learn: no parameter is an estimator itself.
-
-        Returns
-        -------
-        dict of str to object
-        """
-        return {name: getattr(self, name) for name in self._parameters()}
-
-    def set_params(self, **params: Any) -> Self:
-        """Set parameters by name; none is set if one is unknown.
-
-        Parameters
-        ----------
-        **params
-            New values.
-
-        Returns
-        -------
-        self
-        """
-        known = self._parameters()
-        if unknown := params.keys() - known:
-            raise ValueError(
-                f"params must be of {', '.join(known)} for {type(self).__name__}, got "
-                f"{sorted(unknown)}."
-            )
-        for name, value in params.items():
-            setattr(self, name, value)
-        return self
-
-    def __repr__(self) -> str:
-        """Return the call that makes the estimator, without defaults."""
-        known, words = self._parameters(), []
-        for name, value in self.get_params().items():
-            default = known[name]
-            if type(value) is not type(default) or repr(value) != repr(default):
-                words.append(f"{name}={brief_repr(value)}")
-        return f"{type(self).__name__}({', '.join(words)})"
 
     def __sklearn_tags__(self) -> Any:
-        """Return scikit-learn's tags of the estimator; only scikit-learn calls this."""
-        utils: Any = sys.modules["sklearn.utils"]
-        regressor = self._estimator_type == "regressor"
-        return utils.Tags(
-            estimator_type=self._estimator_type,
-            target_tags=utils.TargetTags(required=regressor),
-            transformer_tags=None if regressor else utils.TransformerTags(["float64", "float32"]),
-            regressor_tags=utils.RegressorTags() if regressor else None,
-            input_tags=utils.InputTags(allow_nan=self._allow_nan),
-        )
-
-    def get_metadata_routing(self) -> Any:
-        """Return what scikit-learn passes on to which method; only scikit-learn calls this."""
-        routing: Any = sys.modules["sklearn.utils.metadata_routing"]
-        request = routing.MetadataRequest(owner=type(self).__name__)
-        for method, argument in self._metadata:
-            getattr(request, method).add_request(param=argument, alias=True)
-        return request
+        """Return scikit-learn's tags of the estimator."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = self._allow_nan
+        return tags
 
     def _one_seed(self) -> int:
         """Return ``random_state`` where it is given, else ``seed``."""
@@ -158,55 +70,34 @@ class Estimator:
         """Return whether ``fit`` has been called; scikit-learn's ``check_is_fitted`` asks."""
         return hasattr(self, "n_features_in_")
 
-    def _check_fitted(self) -> None:
-        """Raise a NotFittedError, which is also scikit-learn's, before ``fit``."""
-        if self.__sklearn_is_fitted__():
-            return
-        theirs = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", None)
-        kind: type[NotFittedError] = NotFittedError
-        if theirs is not None:
-            kind = type("NotFittedError", (NotFittedError, theirs), {})
-        raise kind(f"{type(self).__name__} must be fitted first: call fit.")
-
     def _read_sites(self, X: Any, *, min_columns: int = 1) -> list[Matrix]:
         """Return the sites' tables of a call of ``fit``."""
         tables = tables_of(X)
-        check_names(tables, missing=self._allow_nan)
+        check_columns(tables)
         sites: list[Matrix] = []
         for i, table in tables.items():
-            name, columns, nan = f"X[{i}]", sites[0].shape[1] if sites else None, self._allow_nan
-            site = as_matrix(name, table, min_rows=1, min_columns=min_columns, missing=nan)
-            sites.append(check_array(name, site, columns=columns, missing=nan))
+            rules: dict[str, Any] = {
+                "min_columns": min_columns,
+                "columns": sites[0].shape[1] if sites else None,
+                "missing": self._allow_nan,
+            }
+            sites.append(as_matrix(f"X[{i}]", table, min_rows=1, **rules))
         kind = np.result_type(*sites)
         return [site.astype(kind, copy=False) for site in sites]
 
-    def _fitted(self, n_features: int, table: Any) -> Self:
+    def _fitted(self, table: Any) -> Self:
         """Set what scikit-learn's estimators say of their columns, when all else has been learned.
 
-        ``table`` is what ``fit`` was given, or the first of it: a data frame has names.
+        ``table`` is what ``fit`` was given, or the first of it.
         """
-        names = feature_names(table)
-        self.n_features_in_ = n_features
-        vars(self).pop("feature_names_in_", None)
-        if names is not None:
-            self.feature_names_in_ = np.array(names, dtype=object)
+        validate_data(self, table, skip_check_array=True)
         return self
 
     def _read_rows(self, X: Any) -> Matrix:
         """Return the rows of a call after ``fit``, with the columns that ``fit`` saw."""
-        self._check_fitted()
-        names, known = feature_names(X), getattr(self, "feature_names_in_", None)
-        if names is not None and known is not None and names != list(known):
-            raise ValueError(
-                "X must have the columns of fit in the same order, but it "
-                f"{difference(names, list(known))}."
-            )
+        check_is_fitted(self)
         rows = as_matrix("X", X, missing=self._allow_nan)
-        if rows.shape[1] != self.n_features_in_:
-            raise ValueError(
-                f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting "
-                f"{self.n_features_in_} features as input."
-            )
+        validate_data(self, X, reset=False, skip_check_array=True)
         return rows
 
 
@@ -253,13 +144,22 @@ class SiteTransformer(Estimator):
         """Return the codes of samples with a site's dictionary."""
 
     @abstractmethod
-    def _pictured(self) -> dict[str, Matrix]:
-        """Return what `fit` has learned, by name."""
+    def atoms(self, site: Any = None, /) -> Matrix:
+        """Return a site's dictionary."""
 
-    def _repr_html_(self) -> str:
-        """Return the call, and below it the atoms as pictures where they are images."""
-        found = self._pictured() if self.__sklearn_is_fitted__() else {}
-        return html.titled(repr(self), html.atoms(found) if found else "")
+    @abstractmethod
+    def _code(self, rows: Matrix, D: Matrix) -> Matrix:
+        """Return the codes of samples with a dictionary, of the same dtype."""
+
+    @abstractmethod
+    def _names(self, who: Any) -> NDArray[Any]:
+        """Return the names of a site's atoms."""
+
+    def __sklearn_tags__(self) -> Any:
+        """Return scikit-learn's tags of the estimator."""
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags = utils.TransformerTags(preserves_dtype=["float64", "float32"])
+        return tags
 
     def set_output(self, *, transform: str | None = None) -> Self:
         """Choose the output of ``transform``.
@@ -276,21 +176,33 @@ class SiteTransformer(Estimator):
         self
         """
         if transform is not None:
-            chosen = check_choice("transform", transform, ("default", "pandas", "polars"))
-            self._sklearn_output_config = {"transform": chosen}  # scikit-learn's clone copies it
+            self._sklearn_output_config = {"transform": transform}  # scikit-learn's clone copies it
         return self
 
-    def _framed(self, codes: Matrix, X: Any, names: Sequence[str]) -> Any:
-        """Return codes, the rows of ``X``, in the form that `set_output` has chosen."""
-        theirs: Any = sys.modules.get("sklearn")
-        default = "default" if theirs is None else theirs.get_config()["transform_output"]
-        own: dict[str, str] = getattr(self, "_sklearn_output_config", {})
-        chosen = own.get("transform", default)
-        if chosen == "polars":
-            return load_extra("polars", "data frames").DataFrame(codes, schema=list(names))
-        if chosen == "default":
-            return codes
-        return data_frame(codes, columns=list(names), index=getattr(X, "index", None))
+    def _coded(self, X: Any, who: Any) -> tuple[Matrix, Matrix, Matrix]:
+        """Return the rows of one table, their codes, and the atoms."""
+        rows, D = self._read_rows(X), self.atoms(who)
+        return rows, self._code(rows.astype(D.dtype, copy=False), D), D
+
+    def _transform(self, X: Any, who: Any) -> Any:
+        """Return the codes of one table, in the form that `set_output` has chosen."""
+        framed = _Codes(self._coded(X, who)[1], self._names(who))
+        framed._sklearn_output_config = getattr(self, "_sklearn_output_config", {})
+        return framed.transform(X)
+
+    def _rebuilt(self, codes: Any, who: Any) -> Matrix:
+        """Return the samples of one table of codes."""
+        D = self.atoms(who)
+        read = as_matrix("codes", codes, min_columns=0, columns=len(D))
+        return reconstruct(read.astype(D.dtype, copy=False), D)
+
+    def _explained(self, X: Any, who: Any) -> float:
+        """Return the share of the observed energy of ``X`` that is explained; 1 of zeros."""
+        energy = missed = 0.0
+        for rows, codes, D in (self._coded(*pair) for pair in self._pairs(X, who)):
+            energy += float(np.nansum(rows**2))
+            missed += float(np.nansum((rows - reconstruct(codes, D)) ** 2))
+        return 1 - missed / energy if energy else 1.0
 
     def fit_transform(self, X: Any, y: Any = None) -> Any:
         """Fit the sites' tables, and return the codes of each with its site's dictionary.
@@ -309,12 +221,13 @@ class SiteTransformer(Estimator):
         """
         return self.fit(X).transform(X, range(len(X)))
 
-    def _fitted_sites(self, n_features: int, X: Any) -> Self:
+    def _fitted_sites(self, X: Any) -> Self:
         """Set the sites' names, where ``X`` is a mapping, and what `_fitted` sets."""
-        vars(self).pop("site_names_", None)
         if isinstance(X, Mapping):
             self.site_names_ = list(X)
-        return self._fitted(n_features, next(iter(tables_of(X).values())))
+        elif hasattr(self, "site_names_"):
+            del self.site_names_
+        return self._fitted(next(iter(tables_of(X).values())))
 
     def _place(self, who: Any, n_sites: int) -> int:
         """Return a site's place in ``fit``, of its number or name."""
@@ -345,9 +258,19 @@ class SiteTransformer(Estimator):
         return found if has_sites(X) else found[0]
 
 
-def data_frame(rows: Any, **how: Any) -> Any:
-    """Return a pandas DataFrame, or raise an ImportError that says what to install."""
-    return load_extra("pandas", "data frames").DataFrame(rows, **how)
+class _Codes(TransformerMixin, BaseEstimator):
+    """The codes of one table, of which scikit-learn makes what is asked for."""
+
+    def __init__(self, codes: Matrix, names: NDArray[Any]) -> None:
+        self.codes, self.names = codes, names
+
+    def transform(self, X: Any) -> Any:
+        """Return the codes; scikit-learn wraps this method."""
+        return self.codes
+
+    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
+        """Return the columns' names."""
+        return self.names
 
 
 def has_sites(X: Any) -> bool:
@@ -374,18 +297,6 @@ def tables_of(X: Any) -> dict[str, Any]:
     return {repr(key): table for key, table in (X.items() if named else enumerate(X))}
 
 
-def explained(X: Matrix, approximation: Matrix) -> float:
-    """Return the share of the observed energy of ``X`` that is explained; 1 of zeros."""
-    energy = float(np.nansum(X**2))
-    return 1 - float(np.nansum((X - approximation) ** 2)) / energy if energy else 1.0
-
-
-def rebuilt(codes: Any, D: Matrix) -> Matrix:
-    """Return the samples of these codes, which are checked; ``D`` are the atoms."""
-    read = check_array("codes", as_matrix("codes", codes, min_columns=0), columns=len(D))
-    return reconstruct(read.astype(D.dtype, copy=False), D)
-
-
 def feature_names(table: Any) -> list[str] | None:
     """Return the names of a data frame's columns; None of anything else, or if not all are text."""
     columns = getattr(table, "columns", None)
@@ -393,29 +304,14 @@ def feature_names(table: Any) -> list[str] | None:
     return names if names and all(isinstance(name, str) for name in names) else None
 
 
-def check_names(tables: Mapping[str, Any], *, missing: bool) -> None:
-    """Raise a ValueError that says which table lacks which column, if their names differ."""
-    first, *others = ((key, feature_names(table)) for key, table in tables.items())
-    for other in others:
-        if other[1] == first[1]:
-            continue
-        lacking = other[1] and first[1] and set(first[1]) < set(other[1])  # the first may lack one
-        (one, names), (key, known) = (first, other) if lacking else (other, first)
-        more = names and known and not set(known) <= set(names) and missing
-        raise ValueError(
-            f"X[{one}] must have the columns of X[{key}] in the same order, but it "
-            f"{difference(names, known)}{'; keep that column, filled with NaN' if more else ''}."
-        )
-
-
-def difference(names: list[str] | None, known: list[str] | None) -> str:
-    """Return in what the columns of a table differ from those that it must have."""
-    if names is None or known is None:
-        return "has no column names" if names is None else "has column names, unlike the other"
-    lacks, more = ([n for n in a if n not in b] for a, b in ((known, names), (names, known)))
-    parts = [f"lacks {lacks[0]!r}"] if lacks else []
-    parts += [f"has {more[0]!r}"] if more else []
-    return " and ".join(parts) or "has the same columns in another order"
+def check_columns(tables: Mapping[str, Any]) -> None:
+    """Raise a ValueError that says which data frames have other columns."""
+    (first, known), *others = ((key, feature_names(table)) for key, table in tables.items())
+    for key, names in others:
+        if names != known:
+            odd = sorted({*(names or ())} ^ {*(known or ())})
+            how = f"only one has {odd[0]!r} (it may be all NaN)" if odd else "the order differs"
+            raise ValueError(f"X[{key}] must have the columns of X[{first}], in order: {how}.")
 
 
 def as_matrix(
@@ -425,34 +321,22 @@ def as_matrix(
     min_rows: int = 0,
     min_columns: int = 1,
     ndim: int = 2,
-    missing: bool = False,
+    **rules: Any,
 ) -> Matrix:
     """Return a table as a float array: numbers of other kinds become float64.
 
-    A table is an array, a list of rows, or a data frame. The sentences of its errors are those that
-    scikit-learn's own checks look for.
+    A table is an array, a list of rows, or a data frame. ``rules`` are those of our `check_array`.
     """
-    if hasattr(table, "tocsr"):
-        raise ValueError(f"{name} must be dense, got a sparse {type(table).__name__}.")
-    array = np.asarray(table)
-    if array.dtype.kind == "c":
-        raise ValueError(f"Complex data not supported: {name} must be real, got {array.dtype}.")
-    if array.dtype not in FLOATS:
-        try:
-            if array.dtype == object and hasattr(table, "to_numpy"):  # pandas' NA is no float
-                array = table.to_numpy(dtype=float, na_value=np.nan)
-            array = array.astype(float)
-        except ValueError as error:
-            raise ValueError(f"{name} must be numbers, got others: {error}.") from error
-    if array.ndim != ndim:
-        raise ValueError(
-            f"Reshape your data: {name} must have {ndim} dimension(s), got shape {array.shape}."
+    try:
+        array = utils.check_array(
+            table,
+            dtype=[np.float64, np.float32],
+            ensure_all_finite=False,
+            ensure_2d=ndim == 2,
+            ensure_min_samples=min_rows,
+            ensure_min_features=min_columns,
+            input_name=name,
         )
-    if ndim == 2:
-        for axis, found, least in ((0, "sample", min_rows), (1, "feature", min_columns)):
-            if array.shape[axis] < least:
-                raise ValueError(
-                    f"{name} must have rows and columns, got {array.shape[axis]} {found}(s) "
-                    f"(shape={array.shape}) while a minimum of {least} is required."
-                )
-    return check_array(name, array, ndim=ndim, squares=True, missing=missing)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a table of numbers: {error}") from error
+    return check_array(name, array, ndim=ndim, squares=True, **rules)

@@ -13,12 +13,13 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from math import nan
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 from zipfile import BadZipFile
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
+from sklearn.utils.validation import check_is_fitted
 
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms
 from flwr_perdl.clients.dictionary import N_NONZERO, Start, data_warnings
@@ -48,8 +49,6 @@ from flwr_perdl.estimators._base import (
     Federated,
     MakeGrid,
     SiteTransformer,
-    explained,
-    rebuilt,
     tables_of,
 )
 from flwr_perdl.protocol.records import PARTITION_ID
@@ -61,8 +60,6 @@ from flwr_perdl.strategies.perma import NAMED
 #: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
 #: ones are missed.
 LASSO_START: Start = partial(warm_start, n_iter=30, boost=4, decay=0.9)
-#: Sites whose own atoms a notebook shows.
-MOST_SITES = 8
 
 #: Rounds of a call of ``partial_fit``, and samples of a site that it keeps: sums over codes of the
 #: first atoms would hold later ones back.
@@ -168,7 +165,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     """
 
     _allow_nan = True
-    _metadata = (("score", "client"),)
+    __metadata_request__score: ClassVar = {"client": True}
 
     n_atoms: int
     n_global: int | Literal["auto", "agree"] = "auto"
@@ -236,7 +233,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             for X, C, D in zip(sites, codes, self._dictionaries(), strict=True)
         ]
         self.client_: int | None = None
-        return self._fitted_sites(sites[0].shape[1], X)
+        return self._fitted_sites(X)
 
     def partial_fit(self, X: Any, y: Any = None) -> Self:
         """Learn from new samples, a batch of each site, in addition to earlier ones.
@@ -403,7 +400,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         names = sorted(kept, key=lambda name: (int(name) if name.isdecimal() else 0, name))
         if client is not None and str(client) not in kept:
             raise ValueError(f"client must be of {', '.join(names)}, got {client!r}.")
-        given = {name: config[name] for name in cls._parameters() if name in config}
+        given = {name: config[name] for name in cls._get_param_names() if name in config}
         known = {"orthogonal": OrthogonalLearner, "lasso": None}
         learner = given.pop("learner", None)
         if learner in known:
@@ -415,7 +412,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         model.global_atoms_, model.local_atoms_ = global_atoms, [kept[name] for name in names]
         model.client_ = None if client is None else names.index(str(client))
         model._known = [_Known(None, [], []) for _ in names]
-        return model._fitted(global_atoms.shape[1], None)
+        return model._fitted(global_atoms)
 
     def add_site(self, X: Any) -> int:
         """Learn the local atoms of a new site; the global atoms don't change.
@@ -443,7 +440,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         >>> number, model.transform(sites[3], client=number).shape
         (3, (50, 5))
         """
-        self._check_fitted()
+        check_is_fitted(self)
         G, learner, number = self.global_atoms_, self._learner(), len(self.local_atoms_)
         rows = self._read_rows(X).astype(G.dtype, copy=False)
         if not len(rows):
@@ -479,7 +476,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         >>> len(model.local_atoms_)
         3
         """
-        self._check_fitted()
+        check_is_fitted(self)
         i = self._place(client, len(self.local_atoms_))
         if names := getattr(self, "site_names_", []):
             self.site_names_ = [*names[:i], *names[i + 1 :]]
@@ -506,16 +503,15 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         """
         return self._each(self._transform, X, client)
 
-    def _transform(self, X: Any, client: Any) -> Any:
-        """Return the codes of one table."""
-        rows, D = self._read_rows(X), self.atoms(client)
-        rows = rows.astype(D.dtype, copy=False)
+    def _code(self, rows: Matrix, D: Matrix) -> Matrix:
         if self.n_nonzero is None:
-            codes = self._learner().code(rows, D)
-        else:
-            codes = sparse_code(rows, D, n_nonzero=min(self.n_nonzero, len(D)))
-        names = PersonalizedDictionaryLearning.get_feature_names_out(self, client=client)
-        return self._framed(codes, X, names.tolist())
+            return self._learner().code(rows, D)
+        return sparse_code(rows, D, n_nonzero=min(self.n_nonzero, len(D)))
+
+    def _names(self, who: Any) -> NDArray[Any]:
+        r, n_atoms = len(self.global_atoms_), len(self.atoms(who))
+        names = [f"global{i}" for i in range(r)] + [f"local{i}" for i in range(n_atoms - r)]
+        return np.array(names, dtype=object)
 
     def get_feature_names_out(
         self, input_features: Any = None, *, client: int | str | None = None
@@ -533,9 +529,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         -------
         ndarray of str
         """
-        n_atoms, r = len(self.atoms(client)), len(self.global_atoms_)
-        names = [f"global{i}" for i in range(r)] + [f"local{i}" for i in range(n_atoms - r)]
-        return np.array(names, dtype=object)
+        return self._names(client)
 
     def inverse_transform(self, codes: Any, client: Any = None) -> Any:
         """Return the samples that have these codes.
@@ -551,7 +545,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         -------
         ndarray or DataFrame of shape (n_samples, n_features), or a list or mapping of them
         """
-        return self._each(lambda C, site: rebuilt(C, self.atoms(site)), codes, client)
+        return self._each(self._rebuilt, codes, client)
 
     def reconstruct(self, X: Any, client: Any = None) -> Any:
         """Return the samples' reconstructions: ``inverse_transform(transform(X))``.
@@ -614,9 +608,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         >>> search.best_params_
         {'n_global': 2}
         """
-        pairs = [(self._read_rows(table), site) for table, site in self._pairs(X, client)]
-        approximations = [self.reconstruct(rows, site) for rows, site in pairs]
-        return explained(np.vstack([rows for rows, _ in pairs]), np.vstack(approximations))
+        return self._explained(X, client)
 
     def atoms(self, client: int | str | None = None) -> Matrix:
         """Return a site's whole dictionary: the global atoms, then its local ones.
@@ -631,7 +623,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         -------
         ndarray of shape (n_global + n_local, n_features)
         """
-        self._check_fitted()
+        check_is_fitted(self)
         client = self.client_ if client is None else client
         if client is None:
             return self.global_atoms_
@@ -674,10 +666,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
             warnings.warn(f"{where[0]}{more}: {what}.", UserWarning, stacklevel=3)
         return codes
-
-    def _pictured(self) -> dict[str, Matrix]:
-        own = enumerate(self.local_atoms_[:MOST_SITES])
-        return {"shared": self.global_atoms_, **{f"site {i}'s own": D for i, D in own}}
 
     def _learner(self) -> Learner:
         """Return what a site learns with."""

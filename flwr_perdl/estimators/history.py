@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flwr_perdl.core.checks import check_kind
-from flwr_perdl.estimators._base import data_frame
+from flwr_perdl.core.extras import load_extra
 from flwr_perdl.strategies import RoundReport
 
 
@@ -41,4 +41,4 @@ def to_frame(history: Iterable[RoundReport]) -> Any:
         for client in sorted({*report.metrics, *report.anomalies}):
             measured = {**report.metrics.get(client, {}), **report.anomalies.get(client, {})}
             rows.append({**about, "client": client, **measured, **sent})
-    return data_frame(rows)
+    return load_extra("pandas", "data frames").DataFrame(rows)

@@ -7,14 +7,15 @@ Chainais and Richard, "A diffusion strategy for distributed dictionary learning"
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.utils.validation import check_is_fitted
 
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.estimators._base import SiteTransformer, explained, rebuilt
+from flwr_perdl.estimators._base import SiteTransformer
 from flwr_perdl.network import CombinationMatrix, DataDiffusion, Topology
 
 
@@ -91,7 +92,7 @@ class NetworkDictionaryLearning(SiteTransformer):
     """
 
     _whose = "node"
-    _metadata = (("score", "node"),)
+    __metadata_request__score: ClassVar = {"node": True}
 
     topology: Topology | CombinationMatrix
     n_atoms: int = 10
@@ -130,10 +131,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         apart = np.linalg.norm(self.node_components_ - self.components_, axis=2)
         self.disagreement_ = apart.max(axis=1)
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
-        return self._fitted_sites(tables[0].shape[1], X)
-
-    def _pictured(self) -> dict[str, Matrix]:
-        return {"the nodes' mean": self.components_}
+        return self._fitted_sites(X)
 
     def transform(self, X: Any, node: Any = None) -> Any:
         """Return the codes of samples.
@@ -154,11 +152,11 @@ class NetworkDictionaryLearning(SiteTransformer):
         """
         return self._each(self._transform, X, node)
 
-    def _transform(self, X: Any, node: Any) -> Any:
-        """Return the codes of one table."""
-        rows, D = self._read_rows(X), self._dictionary(node)
-        codes = self._learner().code(rows.astype(D.dtype, copy=False), D)
-        return self._framed(codes, X, self.get_feature_names_out().tolist())
+    def _code(self, rows: Matrix, D: Matrix) -> Matrix:
+        return self._learner().code(rows, D)
+
+    def _names(self, who: Any) -> NDArray[Any]:
+        return np.array([f"atom{i}" for i in range(len(self.atoms(who)))], dtype=object)
 
     def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
         """Return the atoms' names: "atom0", "atom1", ….
@@ -172,8 +170,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         -------
         ndarray of str
         """
-        self._check_fitted()
-        return np.array([f"atom{i}" for i in range(len(self.components_))], dtype=object)
+        return self._names(None)
 
     def inverse_transform(self, codes: Any, node: Any = None) -> Any:
         """Return the samples that have these codes.
@@ -189,7 +186,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         -------
         ndarray of shape (n_samples, n_features)
         """
-        return self._each(lambda C, one: rebuilt(C, self._dictionary(one)), codes, node)
+        return self._each(self._rebuilt, codes, node)
 
     def score(self, X: Any, y: Any = None, *, node: Any = None) -> float:
         """Return the share of energy explained, at most 1.
@@ -207,13 +204,21 @@ class NetworkDictionaryLearning(SiteTransformer):
         -------
         float
         """
-        pairs = [(self._read_rows(table), one) for table, one in self._pairs(X, node)]
-        made = [self.inverse_transform(self.transform(rows, one), one) for rows, one in pairs]
-        return explained(np.vstack([rows for rows, _ in pairs]), np.vstack(made))
+        return self._explained(X, node)
 
-    def _dictionary(self, node: int | str | None) -> Matrix:
-        """Return a node's dictionary, or that of all."""
-        self._check_fitted()
+    def atoms(self, node: int | str | None = None) -> Matrix:
+        """Return a node's dictionary, or ``components_``.
+
+        Parameters
+        ----------
+        node : int or str, optional
+            The node.
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+        """
+        check_is_fitted(self)
         if node is None:
             return self.components_
         nodes: Matrix = self.node_components_

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
+from sklearn.base import RegressorMixin
+from sklearn.metrics import r2_score
 
 from flwr_perdl.clients import RegressionClient
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, is_auto
@@ -26,7 +28,7 @@ _CONSTANT = 1e-7
 
 
 @dataclass(eq=False, repr=False)
-class MixedRegression(Federated):
+class MixedRegression(RegressorMixin, Federated):
     """Find k linear models, and which group of points follows which of them.
 
     The assignment is unknown; a single model serves no group well, and a group has too few points
@@ -103,11 +105,9 @@ class MixedRegression(Federated):
     array([3.])
     """
 
-    _estimator_type = "regressor"
-    _metadata = (
-        *(("fit", "groups"), ("predict", "groups"), ("score", "groups")),
-        *(("predict", "y_own"), ("score", "y_own")),
-    )
+    __metadata_request__fit: ClassVar = {"groups": True}
+    __metadata_request__predict: ClassVar = {"groups": True, "y_own": True}
+    __metadata_request__score: ClassVar = {"groups": True, "y_own": True}
 
     k: int | Literal["auto"] = "auto"
     _: KW_ONLY
@@ -174,7 +174,7 @@ class MixedRegression(Federated):
         self.labels_ = np.array(
             [self._nearest(inputs[which == i], responses[which == i]) for i in range(len(names))]
         )
-        return self._fitted(inputs.shape[1], X)
+        return self._fitted(X)
 
     def assign(self, X: Any, y: Any, groups: Any = None) -> NDArray[np.intp]:
         """Return the model of each point's group: the one that fits the group's points best.
@@ -286,10 +286,7 @@ class MixedRegression(Federated):
         {'k': 2}
         """
         predictions = self.predict(X, groups, y_own)
-        truth = as_column("y", y, len(predictions))
-        spread = float(np.sum((truth - truth.mean()) ** 2))
-        missed = float(np.sum((truth - predictions) ** 2))
-        return 1 - missed / spread if spread else float(not missed)
+        return float(r2_score(as_column("y", y, len(predictions)), predictions))
 
     def _nearest(self, X: Matrix, y: Matrix) -> int:
         """Return the model that fits points best, the first of equals."""

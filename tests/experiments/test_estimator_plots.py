@@ -41,9 +41,9 @@ def test_sites_have_their_names_where_these_are_known() -> None:
     model = PersonalizedDictionaryLearning(4, 2, rounds=2).fit(frames)
     frames = {name: frames[name] for name in "ENS"}  # names say whose a table is, not places
     shares = sharing(model.set_output(transform="pandas"), frames)
-    by_place = sharing(model.set_output(transform="default"), list(X))
+    by_place = sharing(model.set_output(transform="default"), [frames[i] for i in "NSE"])
     np.testing.assert_allclose(shares, by_place[[2, 0, 1]])
-    for tables, names in ((frames, list("ENS")), (list(X), list("NSE"))):
+    for tables, names in ((frames, list("ENS")), ([frames[i] for i in "NSE"], list("NSE"))):
         axes = plot_sharing(model, tables, axes=Figure().add_subplot())
         assert [label.get_text() for label in axes.get_yticklabels()] == names
 
