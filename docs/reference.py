@@ -48,7 +48,7 @@ PACKAGES = {
 #: The order of pages: strategies as in the table of methods, all other names by the alphabet.
 ORDER = (
     *("Diagnosis", "PerMA", "PersonalizedFedAvg", "Ditto", "ClusteredFedAvg", "FedX", "FedMD"),
-    *("OneShotClustering", "DiffusionAveraging", "NeighborRelay", "FlowerNetwork"),
+    *("OneShotClustering", "DiffusionAveraging", "NeighborRelay"),
 )
 
 #: What a class's page starts with, below its constructor.

@@ -34,13 +34,12 @@ from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import (
     Averaging,
     CombinationMatrix,
+    InMemoryNetwork,
     Objective,
     Topology,
     local_costs,
     metropolis_weights,
 )
-from flwr_perdl.network.combine import shown
-from flwr_perdl.network.exchange import run_program
 
 #: To what part of its start the error falls.
 _ACCURACY = 1e-6
@@ -85,8 +84,8 @@ def novelty_scores(
     costs = local_costs(objective, X, nu, dictionaries)
     n_agents, weights = len(costs), metropolis_weights(topology)
     program = Averaging(-n_agents * costs, step)
-    run = run_program(program, weights, averaging_rounds(weights, step))
-    (values,) = shown(run.observed, "estimate")
+    network = InMemoryNetwork(weights.topology, weights)
+    values = network.run(program, averaging_rounds(weights, step)).observed["estimate"]
     loss = objective.loss(X)
     if score == "raw":
         return values

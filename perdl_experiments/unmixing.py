@@ -35,10 +35,11 @@ from scipy.optimize import linear_sum_assignment
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
-from flwr_perdl.network.combine import Inbox, shown
+from flwr_perdl.network.combine import Inbox
 from flwr_perdl.network.data_diffusion import DataDiffusion, Diffused
 from flwr_perdl.network.exchange import run_program
-from flwr_perdl.network.topology import Topology, metropolis_weights, rounds_to_all
+from flwr_perdl.network.schedule import rounds_to_all
+from flwr_perdl.network.topology import Topology, metropolis_weights
 from flwr_perdl.random import spawn
 
 #: A candidate is the mean of at most so many pixels, those most similar to the one that VCA finds.
@@ -285,7 +286,7 @@ def unmix(
     ----------
     data : sequence of ndarray of shape (n_pixels, n_bands)
         Every node's pixels.
-    network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+    network : Topology, CombinationMatrix or InMemoryNetwork
         Who hears whom, see `DataDiffusion.fit`.
     n_endmembers : int
         Materials.
@@ -331,7 +332,7 @@ def unmix(
             f'"pooled", got {most} at most.'
         )
     run = run_program(program, network, rounds_to_all(network))
-    (chosen,) = shown(run.observed, "spectra")
+    chosen = run.observed["spectra"]
     ended = learner.fit(data, network, n_rounds, start=chosen, seed=seed)
     return ended._replace(
         rounds=run.rounds + ended.rounds, floats_sent=run.floats_sent + ended.floats_sent
@@ -383,11 +384,6 @@ class SharedCandidates:
     ) -> None:
         self.data, self.seed = data, seed
         self.n_nodes, self.n_endmembers = n_nodes, n_endmembers
-
-    def hosted(self, nodes: NDArray[np.intp]) -> SharedCandidates:
-        """Return the program with the data of ``nodes`` only."""
-        own = {int(node): self.data[int(node)] for node in nodes}
-        return SharedCandidates(own, self.n_nodes, self.n_endmembers, self.seed)
 
     def start(self, nodes: NDArray[np.intp]) -> CandidateState:
         """Return the state in which every node knows its own candidates."""

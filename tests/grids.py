@@ -11,8 +11,10 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
+from flwr_perdl.network import Run
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import NeighborRelay
 
 
 def partition_of(context: Context) -> int:
@@ -61,6 +63,13 @@ def failing(
         return fault if trains and (rounds is None or round_ in rounds) else None
 
     return faults
+
+
+def relayed(grid: Any, topology: Any, n_rounds: int, **options: Any) -> Run:
+    """Return what so many rounds of the nodes' program come to."""
+    relay = NeighborRelay(topology, n_rounds, **options)
+    relay.start(grid)
+    return relay.outcome
 
 
 class Tapped(InProcessGrid):

@@ -370,9 +370,9 @@ class ProtocolClient(Member):
         self.context = context
         self.store = private_store(context, algorithm or type(self).__name__, state_dir)
         self.limits: tuple[int, int] | None = None
-        if max_runs is not None and max_requests is not None:
-            runs = check_count("max_runs", max_runs, 1)
-            self.limits = runs, check_count("max_requests", max_requests, 1)
+        if max_runs is not None or max_requests is not None:
+            runs, requests = (LARGEST_INT if m is None else m for m in (max_runs, max_requests))
+            self.limits = check_count("max_runs", runs, 1), check_count("max_requests", requests, 1)
 
     def fit(
         self, parameters: list[Matrix], config: dict[str, Scalar]

@@ -113,11 +113,12 @@ class DiffusionClient(ProtocolClient):
     >>> from flwr_perdl.clients import DiffusionClient, client_app
     >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.simulations import InProcessGrid
-    >>> from flwr_perdl.strategies import FlowerNetwork
+    >>> from flwr_perdl.strategies import NeighborRelay
     >>> values = {node: np.array([float(node)]) for node in range(4)}
     >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
-    >>> run = FlowerNetwork(InProcessGrid(app, 4), Topology.ring(4)).run(None, 30)
-    >>> run.rounds, run.floats_sent
+    >>> relay = NeighborRelay(Topology.ring(4), n_rounds=30)
+    >>> result = relay.start(InProcessGrid(app, 4))
+    >>> relay.outcome.rounds, relay.outcome.floats_sent
     (30, 240.0)
     """
 

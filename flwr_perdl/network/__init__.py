@@ -1,7 +1,7 @@
 """Learning without a server: topologies, learners, and networks of nodes.
 
-A learner gives the same numbers in memory, on Ray actors and, by
-`flwr_perdl.strategies.FlowerNetwork`, on a Flower federation.
+A `Program` gives the same numbers in memory (`InMemoryNetwork`) and on a Flower federation
+(`flwr_perdl.strategies.NeighborRelay`).
 """
 
 from flwr_perdl.network.averaging import diffusion_averaging
@@ -18,7 +18,6 @@ from flwr_perdl.network.objectives import (
     Objective,
     SparseSVD,
 )
-from flwr_perdl.network.ray import RayNetwork
 from flwr_perdl.network.schedule import Faults, Schedule
 from flwr_perdl.network.topology import (
     CombinationMatrix,
@@ -43,7 +42,6 @@ __all__ = [
     "Objective",
     "Program",
     "RandomQuantization",
-    "RayNetwork",
     "Run",
     "Schedule",
     "SparseSVD",

@@ -100,8 +100,7 @@ class Averaged(NamedTuple):
     Attributes
     ----------
     models : dict of int to list of ndarray
-        Every node's model, without those of lost Ray actors. Empty on Flower, where models stay at
-        the nodes.
+        Every node's model. Empty on Flower, where models stay at the nodes.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round, NaN where nothing: ``"neighbor-distance"``, the
         Euclidean distance between what a node sent and the mean of what it received (compressed:
@@ -238,8 +237,8 @@ def diffusion_averaging(
     ----------
     clients : callable
         ``node -> client``, called for every round as in Flower: a client keeps nothing between two
-        calls. On Ray it is pickled: read the data in it. ``client.to_client()`` works too.
-    network : Topology, CombinationMatrix, Schedule, or a network of `flwr_perdl.network`
+        calls. ``client.to_client()`` works too.
+    network : Topology, CombinationMatrix, Schedule or InMemoryNetwork
         Which nodes are neighbors: connected, with doubly stochastic weights, or column-stochastic
         ones for "push_sum". A topology has Metropolis weights, or `push_weights` if it is directed.
         The first three run in this process and without faults.
@@ -464,8 +463,6 @@ class AveragingOptions:
         schedule = schedule_of(network)
         if self.groups is not None:
             return self._grouped(schedule, n_rounds)
-        if schedule is None:
-            return replace(self, method=self.method or FIXED)
         schedule.check_connected(n_rounds)
         last = schedule.window if schedule.repeats else max(n_rounds, schedule.window)
         rounds = map(schedule.matrix, range(1, last + 1))
@@ -505,10 +502,8 @@ class AveragingOptions:
             )
         return replace(self, method=method)
 
-    def _grouped(self, schedule: Schedule | None, n_rounds: int) -> AveragingOptions:
+    def _grouped(self, schedule: Schedule, n_rounds: int) -> AveragingOptions:
         """Return these options for the nodes of a network, which need not be connected."""
-        if schedule is None:
-            raise ValueError("network must have a plan of its links with groups.")
         if 0 < n_rounds <= self.local_rounds:
             raise ValueError(
                 f"local_rounds must be less than the number of rounds, {n_rounds}, got "

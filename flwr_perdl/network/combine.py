@@ -506,17 +506,6 @@ class Run(NamedTuple):
         return html.record(self)
 
 
-def shown(observed: Mapping[str, Array], *names: str) -> list[Array]:
-    """Return what the nodes have shown under these names; on a federation they choose what."""
-    missing = [name for name in names if name not in observed]
-    if missing:
-        raise ValueError(
-            f"network must be of nodes that show what they observe, got no {missing[0]!r} "
-            '(a DiffusionClient with shows="nothing" keeps it).'
-        )
-    return [observed[name] for name in names]
-
-
 def reported(
     program: Program[State], state: State, taking_part: NDArray[np.bool_] | None = None
 ) -> dict[str, Array]:

@@ -69,10 +69,10 @@ from flwr_perdl.network._replacement import (
     unit_rows,
     value_of,
 )
-from flwr_perdl.network.combine import Inbox, shown
+from flwr_perdl.network.combine import Inbox
 from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.objectives import check_positive
-from flwr_perdl.network.topology import matrices_of, rounds_to_all
+from flwr_perdl.network.schedule import rounds_to_all, schedule_of
 from flwr_perdl.random import spawn
 
 #: A node's data: all of it, or a function of the round that returns a batch.
@@ -271,7 +271,7 @@ class DataDiffusion:
         data : sequence of ndarray of shape (n_samples, n_features), or of callables
             Every node's data, of any number of samples; or a function of the round (from 1) that
             returns a new batch, the same for every call with that round.
-        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+        network : Topology, CombinationMatrix or InMemoryNetwork
             Which nodes are neighbors: connected, or without any link, for local training. A
             topology has Metropolis weights in memory, without faults.
         n_rounds : int, default 100
@@ -292,7 +292,7 @@ class DataDiffusion:
         """
         check_count("n_rounds", n_rounds)
         network = resolve_weights(network)
-        for matrix in matrices_of(network):
+        for matrix in schedule_of(network).matrices:
             if not matrix.row_stochastic:
                 raise ValueError(f"network must have row-stochastic weights, got {matrix}.")
         agreement, n_nodes = rounds_to_all(network), network.topology.n_nodes
@@ -300,9 +300,10 @@ class DataDiffusion:
             raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
         program = self.program(dict(enumerate(data)), agreement=agreement, start=start, seed=seed)
         run = run_program(program, network, n_rounds, callback)
-        dictionaries, error = shown(run.observed, "dictionaries", "error")
+        dictionaries = run.observed["dictionaries"]
         apart = self._disagreement(dictionaries)
-        return Diffused(dictionaries, error, apart, run.rounds, run.floats_sent)
+        costs = run.rounds, run.floats_sent
+        return Diffused(dictionaries, run.observed["error"], apart, *costs)
 
     def program(
         self, data: Mapping[int, Data], *, agreement: int, start: Start = "common", seed: int = 0
@@ -391,11 +392,6 @@ class DictionaryProgram:
         self.every = max(_EVERY, self.agreement)
         self.first = start
         self.seed = check_count("seed", seed)
-
-    def hosted(self, nodes: NDArray[np.intp]) -> DictionaryProgram:
-        """Return the program with the data of ``nodes`` only."""
-        own = {int(node): self.data[int(node)] for node in nodes}
-        return DictionaryProgram(self.learner, own, self.agreement, self.first, self.seed)
 
     def start(self, nodes: NDArray[np.intp]) -> DictionaryState:
         """Return the state before the first round."""

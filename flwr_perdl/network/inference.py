@@ -70,10 +70,10 @@ from flwr_perdl.network._dual import (
 )
 from flwr_perdl.network._minimize import costs, descend, minimize
 from flwr_perdl.network._span import Found, in_span
-from flwr_perdl.network.combine import run_round, shown
-from flwr_perdl.network.exchange import resolve_weights, run_program
+from flwr_perdl.network.combine import run_round
+from flwr_perdl.network.exchange import InMemoryNetwork, resolve_weights, run_program
 from flwr_perdl.network.objectives import Objective, check_closed_forms, check_objective
-from flwr_perdl.network.topology import CombinationMatrix, Topology, matrices_of
+from flwr_perdl.network.topology import CombinationMatrix, Topology
 
 __all__ = [
     "ATC",
@@ -301,7 +301,7 @@ def infer(
         Samples.
     dictionaries : sequence of ndarray of shape (n_atoms_k, n_features)
         The agents' atoms, of norm at most 1.
-    network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+    network : Topology, CombinationMatrix or InMemoryNetwork
         Which agents are neighbors: connected, undirected, with doubly stochastic weights
         (``"exact_diffusion"``: symmetric ones; ADMM uses none). A topology has Metropolis
         weights; the first two run in memory, without faults. With ADMM, which keeps a multiplier
@@ -372,11 +372,11 @@ def infer(
         check_carrier(network, program)
         run = run_program(program, network, n_rounds)
         rounds, seen = run.rounds, run.observed
-    codes, nu, residual = shown(seen, "codes", "nu", "residual")
+    residual = seen["residual"]
     return Inference(
         # Agents with fewer atoms than others were filled up with zeros, see `DualState`.
-        codes=tuple(C[:, : len(D)] for C, D in zip(codes, atoms, strict=True)),
-        nu=nu,
+        codes=tuple(C[:, : len(D)] for C, D in zip(seen["codes"], atoms, strict=True)),
+        nu=seen["nu"],
         rounds=rounds,
         residual=residual,
         converged=bool((residual <= tolerance).all()),
@@ -455,9 +455,9 @@ def _check_sums(weights: CombinationMatrix, kind: type[DualInference]) -> None:
         )
 
 
-def check_carrier(network: Any, program: DualInference) -> None:
+def check_carrier(network: InMemoryNetwork, program: DualInference) -> None:
     """Raise a ValueError if the program cannot find the duals on this network of messages."""
-    for matrix in matrices_of(network):
+    for matrix in network.plan.schedule.matrices:
         if isinstance(program, ATC):
             _check_sums(matrix, type(program))
         # A multiplier belongs to a link: without the link at both ends their sum would not stay 0.

@@ -6,10 +6,10 @@ which weights. The arrays of a node's reply are its message, none if it is aslee
 not finite; where messages are *sealed* (`flwr_perdl.privacy.sealed`) its card, and then a message
 for each receiver, in the order of `Delivery.cards`, of size 0 where a card was rejected.
 
-In memory and on Ray a `Mailbox` keeps the messages of the last rounds, of all nodes in stacks; a
-server has a `MessageStore` of single messages that it need not be able to read. Which of them
-arrive, `LinkPlan.sources` and `Links.first` say for both, and `shared_weights` says what a node
-does without the others.
+In memory a `Mailbox` keeps the messages of the last rounds, of all nodes in stacks; a server has a
+`MessageStore` of single messages that it need not be able to read. Which of them arrive,
+`LinkPlan.sources` and `Links.first` say for both, and `shared_weights` says what a node does
+without the others.
 """
 
 from __future__ import annotations
@@ -193,20 +193,14 @@ def _restored(array: Array, own: Array) -> Array:
 
 
 class Mailbox:
-    """Messages of the last rounds, and the inboxes of the nodes that are hosted here.
+    """Messages of the last rounds in memory, and the inbox of all nodes."""
 
-    ``senders`` are the ids, ascending, of the nodes whose messages `inbox` gets in every round: at
-    least the hosted nodes and all whom they ever hear.
-    """
-
-    def __init__(self, plan: LinkPlan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
+    def __init__(self, plan: LinkPlan) -> None:
         self.plan = plan
-        self.nodes = nodes
-        self.senders = senders
+        self.nodes = np.arange(plan.n_nodes)
         #: In which round whose message was left out, and by whom (see `tally`).
         self.left_out: set[tuple[int, int, int]] = set()
         self._traffic: Csr = sparse.csr_array((plan.n_nodes, plan.n_nodes))
-        self._own = np.searchsorted(senders, nodes)
         self._last: deque[tuple[tuple[Array, ...], NDArray[np.bool_]]] = deque(
             maxlen=plan.oldest + 1
         )  # messages, and which of them can be heard
@@ -219,47 +213,45 @@ class Mailbox:
         self,
         round_: int,
         arrays: tuple[Array, ...],
-        own: tuple[Array, ...] | None = None,
-        arrived: NDArray[np.bool_] | None = None,
+        own: tuple[Array, ...] | None,
+        sent: NDArray[np.bool_],
     ) -> Inbox:
-        """Return what the hosted nodes hear in a round.
+        """Return what the nodes hear in a round.
 
         Parameters
         ----------
         round_ : int
             The round, from 1.
-        arrays : tuple of ndarray of shape (s, ...)
+        arrays : tuple of ndarray of shape (n_nodes, ...)
             The messages of the round as they arrived, by sender.
-        own : tuple of ndarray of shape (m, ...), optional
-            The hosted nodes' own messages, if they differ from what arrived.
-        arrived : ndarray of shape (s,), optional
-            Whose message arrived, everybody's by default; the rows of the others are ignored.
+        own : tuple of ndarray of shape (n_nodes, ...), or None
+            The nodes' own messages, if they differ from what arrived.
+        sent : ndarray of shape (n_nodes,)
+            Who sends a message; the rows of the others are ignored.
         """
         finite = finite_rows(arrays)
-        sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
         if self.plan.faults.any:  # a node that is asleep sends nothing
-            sent = sent & self.plan.awake(round_)[self.senders]
+            sent = sent & self.plan.awake(round_)
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
-            broken = self.senders[~finite & sent].tolist()
+            broken = np.flatnonzero(~finite & sent).tolist()
             self.left_out |= {(round_, node, node) for node in broken}
         received = finite & sent
         # As many rounds are held as a message can be old; the newest stands first, at late = 0.
         self._last.appendleft((arrays, received))
-        senders, stacked = self.senders, arrays
+        senders, stacked, where = self.nodes, arrays, self.nodes
         if len(self._last) > 1:
             senders = np.tile(senders, len(self._last))
             stacked = tuple(
                 np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
             )
-        where, sound = self._own, finite[self._own]
         if own is not None:  # a node uses its own message as it was sent
-            sound = finite_rows(own)
+            finite = finite_rows(own)
             # Its own message has columns of its own, behind those of the others.
-            where = len(senders) + np.arange(len(self.nodes))
+            where = len(senders) + self.nodes
             senders = np.concatenate([senders, self.nodes])
             stacked = tuple(
-                np.concatenate([array, cleared(mine, ~sound)])
+                np.concatenate([array, cleared(mine, ~finite)])
                 for array, mine in zip(stacked, own, strict=True)
             )
         # Without faults the routes of a round are those of any other with its matrix: kept.
@@ -268,7 +260,7 @@ class Mailbox:
         self._turn = schedule.turn(round_) if simple else None
         route = None if self._turn is None else self._routes.get(self._turn)
         if route is None:
-            route = self._route(round_, len(senders), where, sound)
+            route = self._route(round_, len(senders), where, finite)
             if self._turn is not None:
                 self._routes[self._turn] = route
         return Inbox(round_, self.nodes, senders, stacked, *route, where)
@@ -286,24 +278,21 @@ class Mailbox:
         self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
     ) -> tuple[Csr, Csr]:
         """Return the round's weights and links over the stacked messages."""
-        n, m, s = self.plan.n_nodes, len(self.nodes), len(self.senders)
-        links = self.plan.sources(round_)
-        receiver, sender = np.full(n, -1), np.full(n, -1)
-        receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
+        n, links = self.plan.n_nodes, self.plan.sources(round_)
         received = np.stack([received for _, received in self._last])
         # A delayed message can be from before the first round: it was never sent.
-        there = (receiver[links.receivers] >= 0) & (links.late < len(received))
-        there[there] = received[links.late[there], sender[links.senders[there]]]
+        there = links.late < len(received)
+        there[there] = received[links.late[there], links.senders[there]]
         links = links.first(there)
-        places = receiver[links.receivers], links.late * s + sender[links.senders]
-        totals = self.plan.totals(round_)[self.nodes]
-        return shared_weights(links.weights, places, (m, n_columns), own, sound, totals)
+        places = links.receivers, links.late * n + links.senders
+        totals = self.plan.totals(round_)
+        return shared_weights(links.weights, places, (n, n_columns), own, sound, totals)
 
     @property
     def traffic(self) -> Csr:
-        """Floats that hosted node k has heard from node j so far, shape (n_nodes, n_nodes)."""
+        """Floats that node k has heard from node j so far, shape (n_nodes, n_nodes)."""
         on_all_links = (
-            self._carried(self._routes[turn][1], self.senders, floats)
+            self._carried(self._routes[turn][1], self.nodes, floats)
             for turn, floats in self._floats.items()
         )
         return sum(on_all_links, self._traffic)
@@ -311,7 +300,7 @@ class Mailbox:
     def _carried(self, links: Csr, senders: NDArray[np.intp], floats: float) -> Csr:
         """Return the floats that the links of an inbox have carried, (n_nodes, n_nodes)."""
         rows, columns = sparse.coo_array(links).coords
-        entries = np.full(len(rows), floats), (self.nodes[rows], senders[columns])
+        entries = np.full(len(rows), floats), (rows, senders[columns])
         return sparse.csr_array(entries, shape=self._traffic.shape)
 
 

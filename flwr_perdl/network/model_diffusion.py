@@ -53,7 +53,7 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.network._minimize import correlate
-from flwr_perdl.network.combine import Array, Inbox, shown, step_back
+from flwr_perdl.network.combine import Array, Inbox, step_back
 from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.inference import (
     METHODS,
@@ -233,7 +233,7 @@ class ModelDiffusion:
         ----------
         X : ndarray of shape (n_samples, n_features)
             Samples.
-        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+        network : Topology, CombinationMatrix or InMemoryNetwork
             See `partial_fit`.
         n_rounds : int, optional
             See `partial_fit`.
@@ -257,10 +257,9 @@ class ModelDiffusion:
             The model to continue from; not modified.
         X : ndarray of shape (n_samples, n_features)
             The next samples, of the model's dtype.
-        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+        network : Topology, CombinationMatrix or InMemoryNetwork
             Which agents are neighbors: connected, undirected. A topology has Metropolis
-            weights, in memory and without faults. On a network the agents run `Learning`; of nodes
-            with programs of their own the dictionaries are needed (``show``).
+            weights, without faults. On an InMemoryNetwork the agents run `Learning`.
         n_rounds : int, optional
             Communication rounds at most; by default as many as the samples take. A batch is learned
             only if its `n_iterations` fit.
@@ -301,14 +300,13 @@ class ModelDiffusion:
         check_carrier(network, program.inference)
         most = program.n_rounds if n_rounds is None else min(n_rounds, program.n_rounds)
         run = run_program(program, network, most)
-        W, residual = shown(run.observed, "dictionary", "residual")
         n_batches = run.rounds // program.n_iterations
         return Model(
-            W,
+            run.observed["dictionary"],
             model.n_samples + min(len(X), n_batches * self.batch_size),
             model.n_updates + n_batches,
             model.rounds + run.rounds,
-            float(residual.max(initial=0)) if n_batches else 0.0,
+            float(run.observed["residual"].max(initial=0)) if n_batches else 0.0,
         )
 
     def infer(self, model: Model, X: Matrix, network: Any) -> Inference:
@@ -319,7 +317,7 @@ class ModelDiffusion:
         model : Model
         X : ndarray of shape (n_samples, n_features)
             Samples.
-        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+        network : Topology, CombinationMatrix or InMemoryNetwork
             See `partial_fit`.
 
         Returns

@@ -315,11 +315,31 @@ class Schedule:
         return f"Schedule.{self.name}" if self.name else f"Schedule({self.n_nodes} nodes)"
 
 
-def schedule_of(network: Any) -> Schedule | None:
-    """Return weights, or a network, as a schedule; None if it is not known."""
-    found = getattr(getattr(network, "plan", None), "schedule", network)
-    found = Schedule.of(found) if isinstance(found, CombinationMatrix) else found
-    return found if isinstance(found, Schedule) else None
+def schedule_of(network: Any) -> Schedule:
+    """Return weights, a schedule, or the plan of a network, as a schedule."""
+    if isinstance(network, CombinationMatrix):
+        return Schedule.of(network)
+    found: Schedule = network if isinstance(network, Schedule) else network.plan.schedule
+    return found
+
+
+def rounds_to_all(network: Any) -> int:
+    """Return the rounds that a value of any node takes to reach every other node.
+
+    If links change from round to round, the links of all rounds count together. Without any link
+    nodes only train locally: a baseline, which takes no rounds. A network in several parts that do
+    not hear each other is rejected.
+    """
+    schedule = schedule_of(network)
+    if not schedule.topology.n_edges:
+        return 0
+    weights = sum(matrix.matrix for matrix in schedule.matrices)
+    count, _ = connected_components(weights, connection="strong")
+    if count > 1:
+        raise ValueError(
+            f"network must be connected, got {network.topology!r} in {count} separate parts."
+        )
+    return schedule.window * schedule.topology.diameter
 
 
 def node_rounds(name: str, value: Any, most: int | None = None) -> dict[int, int]:
@@ -575,13 +595,6 @@ class LinkPlan:
         rounds = range(round_, round_ + self.faults.max_delay + 1)
         several = {self.schedule.turn(at): self.schedule.matrix(at).topology for at in rounds}
         return sum(topology.adjacency for topology in several.values())
-
-    def senders_to(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return whom these nodes may ever hear, themselves included, ascending."""
-        if not self.schedule.repeats:
-            return np.arange(self.n_nodes)
-        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.schedule.matrices]
-        return np.unique(np.concatenate([nodes, *senders])).astype(np.intp)
 
 
 def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:

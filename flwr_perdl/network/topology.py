@@ -762,32 +762,3 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
 
 def _with_themselves(topology: Topology) -> Csr:
     return topology.adjacency + sparse.eye_array(topology.n_nodes)
-
-
-def matrices_of(network: Any) -> tuple[CombinationMatrix, ...]:
-    """Return a network's weights in the rounds of its first window; none if unknown."""
-    if isinstance(network, CombinationMatrix):
-        return (network,)
-    plan = getattr(network, "plan", network)
-    return tuple(getattr(getattr(plan, "schedule", plan), "matrices", ()))
-
-
-def rounds_to_all(network: Any) -> int:
-    """Return the rounds that a value of any node takes to reach every other node.
-
-    If links change from round to round, the links of all rounds count together. Without any link
-    nodes only train locally: a baseline, which takes no rounds. A network in several parts that do
-    not hear each other is rejected.
-    """
-    matrices = matrices_of(network)
-    topologies = [matrix.topology for matrix in matrices] or [network.topology]
-    links = sum(topology.adjacency for topology in topologies)
-    if not links.nnz:
-        return 0
-    weights = sum(matrix.matrix for matrix in matrices) if matrices else links
-    count, _ = connected_components(weights, connection="strong")
-    if count > 1:
-        raise ValueError(
-            f"network must be connected, got {network.topology!r} in {count} separate parts."
-        )
-    return len(topologies) * Topology(links).diameter

@@ -14,7 +14,7 @@ from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
 from flwr_perdl.strategies.diffusion_averaging import DiffusionAveraging
 from flwr_perdl.strategies.ditto import Ditto
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
-from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
+from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
 from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
@@ -29,7 +29,6 @@ __all__ = [
     "Ditto",
     "FedMD",
     "FedX",
-    "FlowerNetwork",
     "Learned",
     "Momentum",
     "NeighborRelay",

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from keyword import iskeyword
 from logging import WARNING
@@ -85,7 +85,7 @@ from flwr_perdl.protocol.records import (
     brief,
     check_names,
 )
-from flwr_perdl.protocol.report import RoundReport, list_observers
+from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
@@ -147,7 +147,7 @@ class NeighborRelay(ProtocolStrategy):
     >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
     >>> grid = InProcessGrid(app, 4)
     >>> relay = NeighborRelay(Topology.ring(4), n_rounds=30)
-    >>> result = relay.start(grid, num_rounds=31)
+    >>> result = relay.start(grid)
     >>> relay.outcome.rounds, relay.outcome.alive.tolist()
     (30, [True, True, True, True])
     """
@@ -381,140 +381,6 @@ class NeighborRelay(ProtocolStrategy):
                     held.left_out.add((round_, node, node))
                     said = "Round %d (%s): left out the message of node %d: %s"
                     log(WARNING, said, round_ + self.sealed, EXCHANGE, node, flaw)
-
-
-class FlowerNetwork:
-    """Nodes of a Flower federation that send messages to their neighbors only.
-
-    The counterpart of `flwr_perdl.network.InMemoryNetwork` on SuperNodes: every node runs a
-    `flwr_perdl.clients.DiffusionClient` with the program and its own data.
-
-    Parameters
-    ----------
-    grid : Grid
-        Flower's grid: the argument of the ServerApp's main function, or an
-        `flwr_perdl.simulations.InProcessGrid`.
-    topology, weights, faults, staleness
-        As in `NeighborRelay`.
-    sealed : bool, default False
-        Whether messages are encrypted end to end.
-    timeout : float, default 3600.0
-        Seconds to wait for the replies of a round.
-    **options
-        See `ServerOptions`: ``checkpoint_dir``, ``seed``, ``server``, …
-
-    Raises
-    ------
-    ValueError
-        As `NeighborRelay`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.clients import DiffusionClient, client_app
-    >>> from flwr_perdl.network import Averaging, Topology
-    >>> from flwr_perdl.simulations import InProcessGrid
-    >>> from flwr_perdl.strategies import FlowerNetwork
-    >>> values = {node: np.array([float(node)]) for node in range(4)}
-    >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
-    >>> run = FlowerNetwork(InProcessGrid(app, 4), Topology.ring(4)).run(None, 30)
-    >>> {name: value.ravel().round(3) for name, value in run.observed.items()}
-    {'estimate': array([1.5, 1.5, 1.5, 1.5])}
-    """
-
-    def __init__(
-        self,
-        grid: Grid,
-        topology: Topology | Schedule,
-        weights: Weights = None,
-        faults: Faults | None = None,
-        *,
-        staleness: int = 0,
-        sealed: bool = False,
-        timeout: float = 3600.0,
-        **options: Unpack[ServerOptions],
-    ) -> None:
-        check_kind("grid", grid, Grid, "a Grid")
-        check_real("timeout", timeout, 0)
-        self.topology = topology
-        self._grid, self._timeout, self._options = grid, timeout, options
-        self._relay = partial(
-            NeighborRelay,
-            topology,
-            weights=weights,
-            faults=faults,
-            staleness=staleness,
-            sealed=sealed,
-        )
-        unused = self._relay(0, **options)  # refuses bad arguments at once
-        self.plan = unused.plan
-        #: What happened in every exchange of the last run: who was left out, and why.
-        self.history: list[RoundReport] = unused.history
-
-    def run(
-        self,
-        program: Any,
-        n_rounds: int,
-        *,
-        state: None = None,
-        callback: Callable[[int, Any], Any] | None = None,
-        stop: None = None,
-        on_report: Callable[[int, dict[str, Matrix]], Any] | None = None,
-    ) -> Run:
-        """Run the nodes' algorithm for some rounds.
-
-        Parameters
-        ----------
-        program : object
-            Ignored, and may be None: the nodes run their own.
-        n_rounds : int
-            Rounds, at least 0.
-        state, stop : None
-            Nodes keep their states. To continue a run, use ``checkpoint_dir`` and ``resume``.
-        callback : callable, optional
-            Called after every round with the round and None for the state.
-        on_report : callable, optional
-            Called after every round with the round and the nodes' reports, as in
-            `InMemoryNetwork.run`. The log has the means, and `NeighborRelay.history` all of it.
-
-        Returns
-        -------
-        Run
-            See `NeighborRelay.outcome`.
-
-        Raises
-        ------
-        ValueError
-            If ``state`` or ``stop`` is given.
-        TooFewReplies
-            If fewer than ``min_clients`` nodes reply in a round.
-        """
-        for name, given in (("state", state), ("stop", stop)):
-            if given is not None:
-                raise ValueError(f"{name} must be None on Flower, where nodes keep their states.")
-        options = self._options.copy()
-        failed: list[Exception] = []
-
-        def tell(report: RoundReport) -> None:
-            over = relay.round_of(report)
-            try:
-                if over > 0 and callback is not None:
-                    callback(over, None)
-                if over > 0 and on_report is not None:
-                    on_report(over, relay.reports_of(report))
-            except Exception as error:  # of the caller, whom it ends, as on other networks
-                failed.append(error)
-
-        options["on_round"] = [*list_observers(options.get("on_round")), tell]
-        relay = self._relay(n_rounds, **options)
-        relay._title = type(self).__name__
-        try:
-            relay.start(self._grid, timeout=self._timeout, should_stop=lambda *_: bool(failed))
-        finally:
-            self.history = relay.history
-        if failed:
-            raise failed[0]
-        return relay.outcome
 
 
 def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, round_: int) -> str:

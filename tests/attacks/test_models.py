@@ -23,12 +23,11 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     Ditto,
-    FlowerNetwork,
     PersonalizedFedAvg,
     ServerSettings,
 )
 from flwr_perdl.strategies import DiffusionAveraging as Decentralized
-from tests.grids import grid_of, partition_of
+from tests.grids import grid_of, partition_of, relayed
 
 NAMES = ("body", "head")
 
@@ -174,7 +173,7 @@ def shown_with(own: Mapping[str, Any] = {}, **metrics: int) -> Any:
         lambda context: DiffusionClient(Averaging(values), context, shows="state"),
         train_mods=[lying],
     )
-    return FlowerNetwork(InProcessGrid(app, 4), Topology.ring(4)).run(None, 3)
+    return relayed(InProcessGrid(app, 4), Topology.ring(4), 3)
 
 
 @pytest.mark.parametrize(

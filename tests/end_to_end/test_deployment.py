@@ -118,7 +118,7 @@ from flwr.serverapp import ServerApp
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.network import Topology
 from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.strategies import FlowerNetwork
+from flwr_perdl.strategies import NeighborRelay
 
 options = AveragingOptions(method="exact_diffusion", evaluate_every=2)
 pair = Topology.complete(2)
@@ -148,12 +148,13 @@ server = ServerApp()
 
 @server.main()
 def main(grid, context):
-    def tell(round_, row):
-        log(20, "Round %d, distances %s", round_, row["neighbor-distance"].tolist())
+    def tell(report):
+        distances = [report.metrics[node].get("neighbor-distance") for node in range(2)]
+        log(20, "Exchange %d, distances %s", report.round, distances)
 
-    network = FlowerNetwork(grid, pair, sealed=True)
-    learned = network.run(None, 2, on_report=tell)
-    np.savez(context.run_config["out"], **learned.curves)
+    relay = NeighborRelay(pair, 2, sealed=True, on_round=tell)
+    relay.start(grid)
+    np.savez(context.run_config["out"], **relay.outcome.curves)
 """
 
 
@@ -169,7 +170,8 @@ def test_supernodes_average_their_models_by_sealed_messages_and_report_every_rou
     with Deployment(tmp_path / "deployment", 2, app=SEALED_AVERAGING) as deployment:
         said = deployment.run({"out": str(out)}, timeout=400)
     assert [
-        f"Round {t}, distances {here['neighbor-distance'][t - 1].tolist()}" in said for t in (1, 2)
+        f"Exchange {t + 2}, distances {here['neighbor-distance'][t - 1].tolist()}" in said
+        for t in (1, 2)
     ] == [True] * 2
     with np.load(out) as deployed:
         assert {*deployed} == {*here}

@@ -18,8 +18,8 @@ from flwr_perdl.core.npy import pack, unpack, unpack_arrays
 from flwr_perdl.network import Inbox, InMemoryNetwork, Topology, metropolis_weights
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from flwr_perdl.random import spawn
-from flwr_perdl.strategies import FlowerNetwork, NeighborRelay
-from tests.grids import Tapped, grid_of
+from flwr_perdl.strategies import NeighborRelay
+from tests.grids import Tapped, grid_of, relayed
 
 Array = NDArray[Any]
 ROUNDS = 4
@@ -158,7 +158,7 @@ TOPOLOGY = Topology.from_edges(5, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_data_and_what_is_not_sent_stay_at_home(sealed: bool) -> None:
     tap = federation(5)()
-    FlowerNetwork(tap, TOPOLOGY, sealed=sealed).run(None, ROUNDS)
+    relayed(tap, TOPOLOGY, ROUNDS, sealed=sealed)
     written = Written(TOPOLOGY, private_data(5))
     seen = tap.everything()
     assert occurrences(written.data, seen) == 0
@@ -175,7 +175,7 @@ def test_data_and_what_is_not_sent_stay_at_home(sealed: bool) -> None:
 
 def test_open_the_server_sees_the_messages_and_nothing_else() -> None:
     tap = federation(5)()
-    FlowerNetwork(tap, TOPOLOGY).run(None, ROUNDS)
+    relayed(tap, TOPOLOGY, ROUNDS)
     written = Written(TOPOLOGY, private_data(5))
     for (round_, node), content in tap.replied.items():
         if 1 <= round_ <= ROUNDS:
@@ -194,7 +194,7 @@ def test_open_the_server_sees_the_messages_and_nothing_else() -> None:
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) -> None:
     tap = federation(5)()
-    FlowerNetwork(tap, TOPOLOGY, sealed=sealed).run(None, ROUNDS)
+    relayed(tap, TOPOLOGY, ROUNDS, sealed=sealed)
     written = Written(TOPOLOGY, private_data(5))
     W = metropolis_weights(TOPOLOGY).matrix.toarray()
     for (server_round, node), content in tap.requests.items():
@@ -237,7 +237,7 @@ def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) 
 
 def test_sealed_the_server_holds_ciphertext_and_public_keys_only() -> None:
     tap = federation(5, shows="nothing")()
-    FlowerNetwork(tap, TOPOLOGY, sealed=True).run(None, ROUNDS)
+    relayed(tap, TOPOLOGY, ROUNDS, sealed=True)
     cards = {node: unpack(tap.arrays(tap.replied[1, node])[0]) for node in range(5)}
     assert all(len(card) == 64 for card in cards.values())
     strangers = [Keys(node, "run") for node in range(5)]
@@ -333,7 +333,7 @@ def test_with_pinned_keys_it_reads_nothing_and_is_found_out(tmp_path: Path) -> N
 
 def test_pinned_and_undisturbed_the_numbers_are_those_in_memory(tmp_path: Path) -> None:
     tap = federation(5, keyed(tmp_path, 5))()
-    run = FlowerNetwork(tap, TOPOLOGY, sealed=True).run(None, ROUNDS)
+    run = relayed(tap, TOPOLOGY, ROUNDS, sealed=True)
     written = Written(TOPOLOGY, private_data(5))
     np.testing.assert_allclose(run.observed["size"], written.run.observed["size"], atol=1e-14)
     assert run.dropped_messages == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from flwr_perdl.network import InMemoryNetwork, RayNetwork, Topology
 from flwr_perdl.strategies import RoundReport
 from perdl_experiments.engine import federate
 from perdl_experiments.studies import configure, find, images
@@ -47,22 +44,6 @@ def where(global_atoms, local_atoms):
         "reads": images.load_task.cache_info().misses,
     }
 """
-
-_spec = importlib.util.spec_from_file_location(
-    "programs", Path(__file__).parents[1] / "network" / "programs.py"
-)
-programs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(programs)
-
-
-class Located(programs.Consensus):
-    """Every node also observes on which node of the cluster it is."""
-
-    def observe(self, state: Any) -> dict[str, NDArray[Any]]:
-        import ray
-
-        here = int(ray.get_runtime_context().get_node_id()[:8], 16)
-        return {"value": state.value, "here": np.full(len(state.nodes), here)}
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +90,3 @@ def test_60_clients_learn_the_same_bits_on_three_nodes_of_which_one_dies(
     seen = [m for r in there.history if r.step == "evaluate" for m in r.metrics.values()]
     assert len({m["process"] for m in seen}) == len({m["node"] for m in seen}) == 3
     assert {m["reads"] for m in seen} == {1}
-
-
-def test_neighbours_on_three_nodes_agree_as_in_memory(cluster: Any) -> None:
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
-    topology = Topology.small_world(200, 6, 0.2, seed=0)
-    values = np.random.default_rng(1).standard_normal((200, 3))
-    run = RayNetwork(topology, agents_per_actor=50).run(Located(values), 12)
-    here = InMemoryNetwork(topology).run(programs.Consensus(values), 12)
-    np.testing.assert_array_equal(run.state.value, here.state.value)
-    assert run.floats_sent == here.floats_sent
-    assert len(set(run.observed["here"].tolist())) > 1

@@ -1,4 +1,4 @@
-"""The library's own algorithms give the same numbers in memory, on Ray actors and on Flower."""
+"""The library's own algorithms give the same numbers in memory and on Flower."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.network import (
     Faults,
     InMemoryNetwork,
-    RayNetwork,
     Run,
     Topology,
 )
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.data_diffusion import DataDiffusion
-from flwr_perdl.network.inference import METHODS, exact_dual, infer
+from flwr_perdl.network.inference import METHODS
 from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import HuberNMF, SparseSVD
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FlowerNetwork
 from tests.engines import on_ray
+from tests.grids import relayed
 from tests.network.programs import assert_same
 
 N, FEATURES = 20, 6
@@ -113,8 +112,6 @@ PROGRAMS: dict[str, Maker] = {
     "model-huber": model_diffusion(HuberNMF(0.1, 0.2, 0.3)),
 }
 BOTH = ["admm", "data-mod", "model"]  # inference and both learners
-#: One of each kind, with several arrays in a message where there are such.
-ON_RAY = ["averaging-tracking", "admm-huber", "data-mod", "model"]
 ROUNDS = 18
 
 
@@ -136,30 +133,8 @@ def test_flower_in_process(name: str) -> None:
     name, _, without = name.partition(" ")
     make, faults = PROGRAMS[name], None if without else FAULTS
     grid = InProcessGrid(client_app(client_of(make, SMALL)), SMALL.n_nodes)
-    run = FlowerNetwork(grid, SMALL, faults=faults, sealed=faults is not None).run(None, ROUNDS)
+    run = relayed(grid, SMALL, ROUNDS, faults=faults, sealed=faults is not None)
     assert_same(run, here(make, SMALL, faults), rtol=1e-12)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Any:
-    import sys
-
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
-    yield ray
-    ray.shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.parametrize("name", ON_RAY)
-def test_ray_actors(cluster: Any, name: str) -> None:
-    make = PROGRAMS[name]
-    program = make(TOPOLOGY, list(range(N)))
-    run = RayNetwork(TOPOLOGY, faults=FAULTS, agents_per_actor=7).run(program, ROUNDS)
-    assert_same(run, here(make, TOPOLOGY, FAULTS), rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -174,24 +149,7 @@ def test_flowers_simulation_with_twenty_nodes(name: str) -> None:
     make = PROGRAMS[name]
 
     def serve(grid: Grid) -> Any:
-        return FlowerNetwork(grid, TOPOLOGY, sealed=name == "admm").run(None, ROUNDS)
+        return relayed(grid, TOPOLOGY, ROUNDS, sealed=name == "admm")
 
     run = on_ray(client_app(client_of(make, TOPOLOGY)), serve, N)
     assert_same(run, here(make, TOPOLOGY, None), rtol=1e-12)
-
-
-def test_fit_and_infer_take_a_network_of_flower() -> None:
-    """The server says what it knows, which is shapes: samples and dictionaries are the nodes'."""
-    grid = InProcessGrid(client_app(client_of(PROGRAMS["data-mod"], SMALL)), SMALL.n_nodes)
-    none = [np.zeros((0, FEATURES))] * SMALL.n_nodes
-    learned = DataDiffusion(8).fit(none, FlowerNetwork(grid, SMALL), ROUNDS)
-    wanted = here(PROGRAMS["data-mod"], SMALL, None).observed["dictionaries"]
-    np.testing.assert_allclose(learned.dictionaries, wanted, rtol=0, atol=1e-12)
-
-    grid = InProcessGrid(client_app(client_of(PROGRAMS["admm"], SMALL)), SMALL.n_nodes)
-    blank, blanks = np.zeros((5, FEATURES)), [np.zeros((2, FEATURES))] * SMALL.n_nodes
-    network = FlowerNetwork(grid, SMALL)
-    found = infer(SparseSVD(0.1, 0.2), blank, blanks, network, n_rounds=200)
-    exact = exact_dual(SparseSVD(0.1, 0.2), stream(), [atoms(k) for k in range(SMALL.n_nodes)])
-    np.testing.assert_allclose(found.nu, np.tile(exact.nu, (SMALL.n_nodes, 1, 1)), atol=1e-6)
-    np.testing.assert_allclose(np.stack(found.codes), np.stack(exact.codes), atol=1e-6)

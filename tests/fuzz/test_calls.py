@@ -26,7 +26,7 @@ from flwr_perdl.network import (
 from flwr_perdl.network.averaging import Averaged
 from flwr_perdl.random import spawn
 from flwr_perdl.regression import TwoPhase
-from flwr_perdl.strategies import FedX, FlowerNetwork, Learned, ServerSettings, await_nodes
+from flwr_perdl.strategies import FedX, Learned, ServerSettings, await_nodes
 from flwr_perdl.strategies._own_models import Own
 from tests.fuzz import calls
 from tests.grids import context_of
@@ -83,7 +83,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         "features",
         lambda: RegressionClient(ATOMS, ATOMS[0], context_of(), features=float),
     ),
-    "network": ("grid", lambda: FlowerNetwork("x", Topology.ring(3))),
     "objective": ("objective", lambda: ModelDiffusion("x")),
     "nonnegative": ("nonnegative", lambda: DataDiffusion(3, nonnegative="x")),
     "values": ("values", lambda: Averaging("x")),

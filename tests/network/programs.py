@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.network import Inbox, Run
+from flwr_perdl.random import spawn
 
 
 class Held(NamedTuple):
@@ -18,7 +19,7 @@ class Held(NamedTuple):
 class Consensus:
     """Every node replaces its row by the weighted mean of its neighbourhood's."""
 
-    def __init__(self, data: NDArray[np.float64]) -> None:
+    def __init__(self, data: NDArray[np.float64] | dict[int, NDArray[np.float64]]) -> None:
         self.data = data
 
     def start(self, nodes: NDArray[np.intp]) -> Held:
@@ -34,7 +35,42 @@ class Consensus:
         return state._replace(value=inbox.mean())
 
     def observe(self, state: Held) -> dict[str, NDArray[np.float64]]:
-        return {"value": state.value}
+        return {"norm": np.linalg.norm(state.value, axis=1)}
+
+
+class Drifted(NamedTuple):
+    nodes: NDArray[np.intp]
+    value: NDArray[np.float64]
+    count: NDArray[np.int64]
+
+
+class Drift:
+    """Uses all that an inbox has, two arrays per message, and draws of the node and the round."""
+
+    def __init__(self, data: dict[int, NDArray[np.float64]]) -> None:
+        self.data = data
+
+    def start(self, nodes: NDArray[np.intp]) -> Drifted:
+        assert set(self.data) >= set(nodes.tolist())
+        return Drifted(
+            nodes, np.stack([self.data[int(k)] for k in nodes]), np.zeros(len(nodes), int)
+        )
+
+    def adapt(self, state: Drifted, round_: int) -> Drifted:
+        noise = [spawn(7, int(k), round_).standard_normal(2) for k in state.nodes]
+        return state._replace(value=state.value + 0.01 * np.stack(noise))
+
+    def message(self, state: Drifted) -> tuple[NDArray[np.float64], ...]:
+        return state.value, np.abs(state.value).sum(axis=1)
+
+    def combine(self, state: Drifted, inbox: Inbox) -> Drifted:
+        best = inbox.argmax(inbox.arrays[1][:, None])[:, 0]
+        value = inbox.mean() + 0.1 * inbox.total() + 0.01 * inbox.arrays[0][best]
+        value = value / (1 + inbox.degrees[:, None])
+        return state._replace(value=value, count=state.count + inbox.degrees)
+
+    def observe(self, state: Drifted) -> dict[str, NDArray[Any]]:
+        return {"count": state.count, "norm": np.linalg.norm(state.value, axis=1)}
 
 
 def assert_same(run: Run, here: Run, rtol: float = 0.0) -> None:

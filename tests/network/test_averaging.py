@@ -24,8 +24,8 @@ from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FlowerNetwork, ServerSettings
-from tests.grids import Tapped, arrays_in
+from flwr_perdl.strategies import ServerSettings
+from tests.grids import Tapped, arrays_in, relayed
 from tests.network.objectives import AVERAGING
 
 Array = NDArray[Any]
@@ -247,17 +247,14 @@ def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path
     options: dict[str, Any] = {"method": "gradient_tracking", "metrics": ["loss"]}
     grid = InProcessGrid(client_app(federation(options)), N)
 
-    def stop(round_: int, row: Any) -> None:
-        if round_ == 3:
+    def stop(report: Any) -> None:
+        if report.round == 4:
             raise KeyboardInterrupt
 
-    def network(**server: Any) -> FlowerNetwork:
-        settings = ServerSettings(**server)
-        return FlowerNetwork(grid, graph, checkpoint_dir=tmp_path, server=settings)
-
     with pytest.raises(KeyboardInterrupt):
-        network().run(None, 6, on_report=stop)
-    resumed = network(resume=True).run(None, 6)
+        relayed(grid, graph, 6, checkpoint_dir=tmp_path, on_round=stop)
+    server = ServerSettings(resume=True)
+    resumed = relayed(grid, graph, 6, checkpoint_dir=tmp_path, server=server)
     assert resumed.state is None
     assert_same_bits(resumed, diffusion_averaging(LeastSquares, graph, 6, initial=START, **options))
 
@@ -281,7 +278,7 @@ def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
         return "error" if node == DEAD and round_ >= 5 else None
 
     grid = InProcessGrid(client_app(federation(options, shows="state")), N, faults=dies)
-    learned = AveragingOptions(**options).learned(FlowerNetwork(grid, RING).run(None, 9))
+    learned = AveragingOptions(**options).learned(relayed(grid, RING, 9))
     assert learned.alive.tolist() == here.alive.tolist()
     assert learned.disagreement == pytest.approx(here.disagreement)
     assert warned.text.count(f"left out client {DEAD}") == 1
@@ -329,7 +326,7 @@ def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
         return made
 
     app = client_app(lambda context: DiffusionClient(program(), context, shows="state"))
-    run = FlowerNetwork(InProcessGrid(app, N), RING).run(None, 6)
+    run = relayed(InProcessGrid(app, N), RING, 6)
     here = InMemoryNetwork(RING).run(program(), 6)
     np.testing.assert_array_equal(run.state.model_0, here.state.model_0)
     np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
@@ -357,10 +354,9 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
 
     grid = Tapped(client_app(make_client), N)
     reports: list[dict[int, dict[str, float]]] = []
-    network = FlowerNetwork(
-        grid, RING, sealed=sealed, on_round=lambda report: reports.append(report.metrics)
+    learned = relayed(
+        grid, RING, 3, sealed=sealed, on_round=lambda report: reports.append(report.metrics)
     )
-    learned = network.run(None, 3)
     crossed = b"".join(array.tobytes() for _, array in arrays_in(grid.asked + grid.replies))
     assert len(models) == 3 * N
     assert all((model in crossed) != sealed for model in models)

@@ -24,9 +24,8 @@ from flwr_perdl.network import (
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FlowerNetwork
 from perdl_experiments.studies.decentralized import Nodes
-from tests.grids import grid_of
+from tests.grids import grid_of, relayed
 from tests.studies import config_of
 
 Array = NDArray[Any]
@@ -175,7 +174,7 @@ def test_flower_has_the_same_bits(method: str, compression: Any, sealed: bool) -
         )
 
     grid = InProcessGrid(client_app(make_client), N)
-    run = FlowerNetwork(grid, RING, sealed=sealed).run(None, 5)
+    run = relayed(grid, RING, 5, sealed=sealed)
     learned = AveragingOptions(**options).learned(run)
     for network in (RING, InMemoryNetwork(RING)):
         here = learn(5, network, np.float32, **options)
@@ -193,9 +192,9 @@ def test_a_message_that_is_lost_is_warned_of() -> None:
             return super().fit(parameters, config)
 
     program = program_of(Fails, **TRACKED)
-    network = FlowerNetwork(grid_of(lambda c, _: DiffusionClient(program, c), N), RING)
+    run = relayed(grid_of(lambda c, _: DiffusionClient(program, c), N), RING, 4)
     with pytest.warns(RuntimeWarning, match="compression"):
-        program.options.learned(network.run(None, 4))
+        program.options.learned(run)
 
 
 @pytest.mark.parametrize("compression", [TopK(0.25), RandomQuantization(4)])
@@ -213,15 +212,14 @@ def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any,
             return reply, *rest
 
     program = program_of(Quadratic, method="atc", compression=compression)
-    network = FlowerNetwork(grid_of(lambda c, _: Odd(program, c), N), RING)
+    run = relayed(grid_of(lambda c, _: Odd(program, c), N), RING, 3)
     with pytest.warns(RuntimeWarning, match="compression"):
-        learned = program.options.learned(network.run(None, 3))
+        learned = program.options.learned(run)
     assert learned.dropped_messages == {2: 3}
 
 
 # What is rejected --------------------------------------------------------------------------------
 
-NOBODY = client_app(lambda context: None)  # type: ignore[arg-type,return-value]
 TWO = [metropolis_weights(RING), metropolis_weights(Topology.exponential(N))]
 
 
@@ -230,9 +228,8 @@ TWO = [metropolis_weights(RING), metropolis_weights(Topology.exponential(N))]
     [
         InMemoryNetwork(RING, TWO),
         InMemoryNetwork(RING, faults=Faults(drop=0.1)),
-        FlowerNetwork(InProcessGrid(NOBODY, N), RING, faults=Faults(sleep=0.1)),
     ],
-    ids=["changing", "faults", "faults on Flower"],
+    ids=["changing", "faults"],
 )
 def test_public_copies_need_one_network_without_faults(network: Any) -> None:
     with pytest.raises(ValueError, match=r"^network"):

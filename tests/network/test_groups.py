@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.network import (
     Faults,
     InMemoryNetwork,
-    RayNetwork,
     Schedule,
     TopK,
     Topology,
@@ -167,17 +165,6 @@ def test_the_relay_has_the_bits_of_memory(name: str, sealed: bool) -> None:
 def test_other_dtypes_have_the_same_bits_too(dtype: Any) -> None:
     start = {**START, "w": np.zeros(SIZE, dtype)}
     assert_same(relayed(start=start), here(start=start))
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.parametrize("name", ["schedule", "faults"])
-def test_ray_actors_have_them(name: str) -> None:
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    network = RayNetwork(PAIRS, agents_per_actor=2, **NETWORKS[name])
-    assert_same(here(network), here(InMemoryNetwork(PAIRS, **NETWORKS[name])))
 
 
 class Restarted(Forgetting):

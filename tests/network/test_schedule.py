@@ -24,7 +24,7 @@ from flwr_perdl.network import (
 )
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FlowerNetwork
+from tests.grids import relayed
 
 Array = NDArray[Any]
 N = 6
@@ -217,9 +217,9 @@ def test_flower_in_process(
         return DiffusionClient(options.program(client), context, shows="state", max_delay=1)
 
     grid = InProcessGrid(client_app(make_client), N)
-    there = FlowerNetwork(grid, *network, faults=faults, sealed=sealed)
     here = InMemoryNetwork(*network, faults=faults).run(options.program(client), 8)
-    run = there.run(None, 8)
+    weights = network[1] if network[1:] else None
+    run = relayed(grid, network[0], 8, weights=weights, faults=faults, sealed=sealed)
     for name, rows in here.state._asdict().items():
         np.testing.assert_array_equal(getattr(run.state, name), rows)
     assert (run.floats_sent, run.alive.tolist()) == (here.floats_sent, here.alive.tolist())

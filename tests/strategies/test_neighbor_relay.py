@@ -14,7 +14,6 @@ from flwr_perdl.core.npy import pack_arrays
 from flwr_perdl.network import (
     CombinationMatrix,
     Faults,
-    Inbox,
     InMemoryNetwork,
     Topology,
     averaging_weights,
@@ -22,27 +21,13 @@ from flwr_perdl.network import (
 )
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FlowerNetwork, NeighborRelay, ServerSettings, TooFewReplies
-from tests.grids import Tapped, failing, grid_of
-from tests.network.programs import assert_same
-from tests.network.test_ray import Drift, Held
+from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
+from tests.grids import Tapped, failing, grid_of, relayed
+from tests.network.programs import Consensus, Drift, assert_same
 
 Array = NDArray[Any]
 
 RESUME = ServerSettings(resume=True)
-
-
-class Consensus(Drift):
-    """Every node replaces its value by the weighted mean of its neighbourhood's."""
-
-    def adapt(self, state: Held, round_: int) -> Held:
-        return state
-
-    def message(self, state: Held) -> tuple[Array, ...]:
-        return (state.value,)
-
-    def combine(self, state: Held, inbox: Inbox) -> Held:
-        return state._replace(value=inbox.mean())
 
 
 def values(n: int, seed: int = 3) -> dict[int, Array]:
@@ -78,12 +63,9 @@ def test_the_same_numbers_as_in_memory(faults: Faults, sealed: bool) -> None:
     topology = Topology.erdos_renyi(6, 0.5, seed=5)
     weights = averaging_weights(topology)
     data = values(6)
-    network = FlowerNetwork(
-        grid(data, client={"max_delay": 2}), topology, weights, faults, sealed=sealed
-    )
-    assert_same(
-        network.run(None, 7), InMemoryNetwork(topology, weights, faults).run(Drift(data), 7)
-    )
+    nodes = grid(data, client={"max_delay": 2})
+    run = relayed(nodes, topology, 7, weights=weights, faults=faults, sealed=sealed)
+    assert_same(run, InMemoryNetwork(topology, weights, faults).run(Drift(data), 7))
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
@@ -93,7 +75,7 @@ def test_late_messages_arrive_along_the_links_of_the_round_in_which_they_do(seal
     pairs = Topology.from_edges(4, [(0, 1), (2, 3)]), Topology.from_edges(4, [(1, 2), (3, 0)])
     matrices = [metropolis_weights(topology) for topology in pairs]
     nodes = grid(data, client={"max_delay": 1})
-    run = FlowerNetwork(nodes, pairs[0], matrices, faults, sealed=sealed).run(None, 12)
+    run = relayed(nodes, pairs[0], 12, weights=matrices, faults=faults, sealed=sealed)
     assert_same(run, InMemoryNetwork(pairs[0], matrices, faults).run(Drift(data), 12))
 
 
@@ -101,7 +83,7 @@ def test_late_messages_arrive_along_the_links_of_the_round_in_which_they_do(seal
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_few_rounds(rounds: int, faults: Faults) -> None:
     data = values(3)
-    run = FlowerNetwork(grid(data), Topology.ring(3), faults=faults).run(None, rounds)
+    run = relayed(grid(data), Topology.ring(3), rounds, faults=faults)
     assert_same(run, InMemoryNetwork(Topology.ring(3), faults=faults).run(Drift(data), rounds))
 
 
@@ -124,10 +106,10 @@ def test_what_a_node_shows_is_its_own_choice() -> None:
     data = values(3)
     topology = Topology.ring(3)
     here = InMemoryNetwork(topology).run(Drift(data), 2)
-    observed = FlowerNetwork(grid(data, client={"shows": "observed"}), topology).run(None, 2)
+    observed = relayed(grid(data, client={"shows": "observed"}), topology, 2)
     assert observed.state is None
     np.testing.assert_allclose(observed.observed["norm"], here.observed["norm"], atol=1e-12)
-    nothing = FlowerNetwork(grid(data, client={"shows": "nothing"}), topology).run(None, 2)
+    nothing = relayed(grid(data, client={"shows": "nothing"}), topology, 2)
     assert nothing.state is None
     assert nothing.observed == {}
     np.testing.assert_array_equal(nothing.traffic.toarray(), here.traffic.toarray())
@@ -136,7 +118,7 @@ def test_what_a_node_shows_is_its_own_choice() -> None:
         shows = "nothing" if node == 1 else "state"
         return DiffusionClient(Drift({node: data[node]}), context, shows=shows)
 
-    run = FlowerNetwork(grid_of(make_client, 3), topology).run(None, 2)
+    run = relayed(grid_of(make_client, 3), topology, 2)
     assert run.state.nodes.tolist() == [0, 2]
     np.testing.assert_allclose(run.state.value, here.state.value[[0, 2]], atol=1e-12)
     assert np.isnan(run.observed["norm"]).tolist() == [False, True, False]
@@ -152,7 +134,7 @@ def test_a_node_that_fails_in_a_round_is_silent_in_it(fault: str) -> None:
     data = {0: np.array([0.0, 1]), 1: np.array([3.0, 1]), 2: np.array([6.0, 1])}
     topology = Topology.complete(3)
     faulty = grid(data, program=Consensus, faults=failing(fault, [2], [2]))
-    run = FlowerNetwork(faulty, topology).run(None, 2)
+    run = relayed(faulty, topology, 2)
     # Round 1: nodes 0 and 1 get the mean 3. Round 2: their two thirds of 3, and 3 for node 2.
     state = run.state.value[:, 0]
     np.testing.assert_allclose(state[:2], [3.0, 3.0])
@@ -181,7 +163,7 @@ def test_the_last_message_of_a_node_that_fails_counts_again(
     data = {0: np.array([0.0, 1]), 1: np.array([3.0, 1]), 2: np.array([6.0, 1])}
     faults = failing(fault, [2], [2 + sealed, 3 + sealed])
     nodes = grid(data, program=Consensus, faults=faults, client={"max_delay": 1})
-    run = FlowerNetwork(nodes, Topology.complete(3), staleness=1, sealed=sealed).run(None, 3)
+    run = relayed(nodes, Topology.complete(3), 3, staleness=1, sealed=sealed)
     # Nodes 0 and 1 have 3 after round 1, and a third more of node 2's 6 after round 2; in round 3
     # the 6 is too old. Node 2 answers again with its own last message, and twice 4 of round 3.
     np.testing.assert_allclose(run.state.value[:, 0], [4, 4, (own + 4 + 4) / 3])
@@ -211,7 +193,7 @@ def test_what_one_node_shows_cannot_spoil_what_the_others_do(shown: Array) -> No
     def make_client(context: Context, node: int) -> DiffusionClient:
         return (Liar if node == 3 else DiffusionClient)(Drift({node: data[node]}), context)
 
-    run = FlowerNetwork(grid_of(make_client, 5), topology).run(None, 2)
+    run = relayed(grid_of(make_client, 5), topology, 2)
     here = InMemoryNetwork(topology).run(Drift(data), 2)
     np.testing.assert_allclose(run.observed["norm"][:3], here.observed["norm"][:3], atol=1e-12)
     assert np.isnan(run.observed["norm"][3])
@@ -236,7 +218,7 @@ def test_a_dead_node_is_unknown_at_the_end() -> None:
     data = values(4)
     topology = Topology.complete(4)
     faulty = grid(data, program=Consensus, faults=failing("silence", [3], range(4, 99)))
-    run = FlowerNetwork(faulty, topology).run(None, 8)
+    run = relayed(faulty, topology, 8)
     assert run.state.nodes.tolist() == [0, 1, 2]
     assert run.alive.tolist() == [True, True, True, False]
     assert np.isnan(run.observed["norm"]).tolist() == [False, False, False, True]
@@ -246,7 +228,7 @@ def test_a_dead_node_is_unknown_at_the_end() -> None:
 
 
 def test_a_client_that_is_no_node_of_the_network_is_left_out() -> None:
-    run = FlowerNetwork(grid(values(5)), Topology.ring(3)).run(None, 3)
+    run = relayed(grid(values(5)), Topology.ring(3), 3)
     assert_same(run, InMemoryNetwork(Topology.ring(3)).run(Drift(values(5)), 3))
 
 
@@ -283,9 +265,8 @@ def ordinary(nodes: Iterable[int], n: int = 4) -> InProcessGrid:
 def test_ordinary_clients_end_the_run_with_the_client_that_it_needs(
     sealed: bool, rounds: int
 ) -> None:
-    network = FlowerNetwork(ordinary(range(4)), Topology.ring(4), sealed=sealed)
     with pytest.raises(TooFewReplies, match="DiffusionClient"):
-        network.run(None, rounds)
+        relayed(ordinary(range(4)), Topology.ring(4), rounds, sealed=sealed)
 
 
 @pytest.mark.parametrize(
@@ -354,14 +335,14 @@ def test_a_node_that_comes_back_under_another_id_is_the_same_node(
     kind = Moving if on_disk else MovingWithState
     config = (lambda node: {"state-dir": str(tmp_path)}) if on_disk else None
     moved = grid(data, kind=kind, node_config=config)
-    assert_same(FlowerNetwork(moved, topology, sealed=sealed).run(None, 6), here)
+    assert_same(relayed(moved, topology, 6, sealed=sealed), here)
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_a_node_that_has_lost_its_state_starts_again(sealed: bool) -> None:
     data, topology = values(4), Topology.complete(4)
     moved = grid(data, program=Consensus, kind=Moving)
-    run = FlowerNetwork(moved, topology, sealed=sealed).run(None, 60)
+    run = relayed(moved, topology, 60, sealed=sealed)
     # All have the mean when node 1 comes back with its first value, and is heard in round 4.
     mean, first = np.mean(list(data.values()), axis=0), data[1]
     heard = 0.75 * mean + 0.25 * first

@@ -24,14 +24,13 @@ from flwr_perdl.strategies import (
     Diagnosed,
     Diagnosis,
     DiffusionAveraging,
-    FlowerNetwork,
     PerMA,
     ProtocolStrategy,
     Request,
     RoundReport,
     ServerSettings,
 )
-from tests.grids import grid_of, partition_of
+from tests.grids import grid_of, partition_of, relayed
 
 X = np.random.default_rng(0).standard_normal((3, 30, 6))
 
@@ -102,8 +101,8 @@ def test_a_line_names_what_the_user_has_started(
 
     values = Averaging(np.eye(4))
     nodes = InProcessGrid(client_app(lambda one: DiffusionClient(values, one)), 4)
-    FlowerNetwork(nodes, Topology.ring(4)).run(None, 2)
-    assert "FlowerNetwork: round 2 of 2\n" in capfd.readouterr().err
+    relayed(nodes, Topology.ring(4), 2)
+    assert "NeighborRelay: round 2 of 2\n" in capfd.readouterr().err
 
 
 TALKING = ClientApp()
