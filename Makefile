@@ -131,7 +131,7 @@ site-version: .venv-site/.installed  # the same of another commit: AT=v0.1.0
 
 # Each for SECONDS, `make fuzz-reply` one alone: coverage-guided fuzzing of everything that parses,
 # malformed calls of all public functions, and all hypothesis tests at random.
-FUZZ := reply letter shown data checkpoint state run-config events calls properties
+FUZZ := reply letter shown data checkpoint state run-config calls properties
 fuzz: $(addprefix fuzz-,$(FUZZ))  # each fuzz target for SECONDS
 
 fuzz-%: .venv-fuzz/.installed

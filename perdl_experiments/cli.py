@@ -31,8 +31,7 @@ from rich.text import Text
 
 from flwr_perdl import __version__
 from flwr_perdl.clients import kept_local_atoms
-from flwr_perdl.core.checks import check_choice, check_count
-from flwr_perdl.trackers import MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
+from flwr_perdl.core.checks import check_count
 from perdl_experiments.deployment import MOST_NODES, Deployment
 from perdl_experiments.diagnose import diagnose_app, picture
 from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
@@ -51,16 +50,10 @@ from perdl_experiments.studies import COMMON, EXPERIMENTS, find, sites
 from perdl_experiments.sweep import compare as compare_runs
 from perdl_experiments.sweep import run_sweep
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
-from perdl_experiments.watch import watch as watch_run
 from perdl_experiments.words import data_size, plural
 
 #: Seconds that everything has to end after a signal.
 _GRACE = 30.0
-_TRACKERS: dict[str, Callable[[str], Tracker]] = {
-    "mlflow": MLflowTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-}
 _SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
 _AT_ONCE = 2.0  # seconds after which such a line says that the run does something else
 _LINES = 12  # of a table that a run prints
@@ -183,10 +176,6 @@ def run(
             help="Also write local-atoms.npz: private atoms, which reveal the data.",
         ),
     ] = False,
-    track: Annotated[
-        list[str] | None,
-        typer.Option(help="mlflow=URI, tensorboard=DIR or wandb=DIR; may be repeated."),
-    ] = None,
     option: Options = None,
 ) -> None:
     """Run an experiment; write results.json, arrays.npz, figures and report.html."""
@@ -207,7 +196,6 @@ def run(
             options=_pairs(option),
             progress=progress,
             keep_local=keep_local,
-            on_round=_trackers(track) or None,
         )
     _show(shown, results, folder, _LINES)
 
@@ -414,16 +402,6 @@ def report(
 
 
 @app.command()
-def watch(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run, also one about to begin.")],
-    once: Annotated[bool, typer.Option("--once", help="Print what there is, and exit.")] = False,
-) -> None:
-    """Show a running experiment live, from the events in its folder."""
-    with _errors_in_a_sentence(), suppress(KeyboardInterrupt):
-        watch_run(folder, console(), once=once)
-
-
-@app.command()
 def up(
     experiment: Named = "digits",
     nodes: Annotated[int, typer.Option(help="Number of SuperNodes.")] = 3,
@@ -497,31 +475,22 @@ def _files(folder: Path, nodes: int) -> list[str]:
     return files
 
 
-def _trackers(texts: list[str] | None) -> list[Tracker]:
-    """Return the trackers that ``--track`` asks for."""
-    chosen = _pairs(texts, "track")
-    return [
-        _TRACKERS[check_choice("track", name, tuple(_TRACKERS))](where)
-        for name, where in chosen.items()
-    ]
-
-
-def _pairs(texts: list[str] | None, what: str = "option") -> dict[str, str]:
+def _pairs(texts: list[str] | None) -> dict[str, str]:
     """Return the options that ``key=value`` texts give."""
     pairs = {}
     for text in texts or []:
-        name, value = _pair(text, what)
+        name, value = _pair(text)
         if name in pairs:
-            raise ValueError(f"{what} {name} must be given once, got {text!r} too.")
+            raise ValueError(f"option {name} must be given once, got {text!r} too.")
         pairs[name] = value
     return pairs
 
 
-def _pair(text: str, what: str = "option") -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, str]:
     """Return name and value of an option."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ValueError(f"{what} must be key=value, got {text!r}.")
+        raise ValueError(f"option must be key=value, got {text!r}.")
     return name, value
 
 

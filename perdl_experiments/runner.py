@@ -23,7 +23,6 @@ from flwr_perdl.clients import DictionaryClient, kept_local_atoms
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.protocol.events import EVENTS, EventLog
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.protocol.report import Observers, OnRound
 from flwr_perdl.strategies import Clusters, Learned, RoundReport, client_report
@@ -51,7 +50,7 @@ _NEEDED = ("matplotlib", "sklearn", "skimage", "joblib", "psutil")
 _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
 LOCAL_ATOMS = "local-atoms.npz"
-_FILES = (EVENTS, RESULTS, ARRAYS, REPORT, LOCAL_ATOMS)
+_FILES = (RESULTS, ARRAYS, REPORT, LOCAL_ATOMS)
 _DIGEST = "data_sha256"  # of --data, beside the config in run.json
 
 
@@ -123,8 +122,7 @@ def run_experiment(
         Write the clients' local atoms to local-atoms.npz in ``out``, an array per client. PerMA
         keeps them from the server: the file is only for those who may see all clients' data.
     on_round : callable, or sequence of callables, optional
-        As of a strategy; rounds are counted over all federations of the run. A tracker of
-        `flwr_perdl.trackers` also gets the options, and the results and figures in ``out``.
+        As of a strategy; rounds are counted over all federations of the run.
 
     Returns
     -------
@@ -154,7 +152,7 @@ def run_experiment(
         session.check_keeps_local()
     session.check()
     started = time.perf_counter()
-    with one_blas_thread(), session.told():
+    with one_blas_thread(), session.tidy():
         if experiment.federated:
             federate = partial(session.federate, experiment.federated)
             outcome = experiment.federated.run(config, federate, session.keep)
@@ -183,7 +181,6 @@ def run_experiment(
                 save(folder.work / LOCAL_ATOMS, kept_local_atoms(folder.work / _STATE))
     if folder is not None:
         folder.finish()
-    session.observers.end([] if folder is None else _outcome(folder.path))
     return results
 
 
@@ -214,11 +211,6 @@ def export_models(folder: Path, out: Path) -> None:
     if not isinstance(result, Clusters | Learned):
         raise ValueError(f"folder must be of a strategy with models, got {strategy!r}.")
     export.save(out, result, state_dir=folder / _STATE)
-
-
-def _outcome(path: Path) -> list[Path]:
-    """Return the files of a run that are for its readers; its clients' own atoms are not."""
-    return [path / name for name in (RESULTS, ARRAYS, REPORT, *_own_figures(path))]
 
 
 def check_run(
@@ -383,20 +375,10 @@ class _Folder:
             )
         return place
 
-    @property
-    def begun(self) -> bool:
-        """Whether anything has been written."""
-        return self._begun
-
-    @property
-    def resumable(self) -> bool:
-        """Whether there is anything that a resumed run would not run again."""
-        return self._begun and bool(_state(self.work))
-
-    def begin(self) -> bool:
-        """Begin the run, at the first call, and return whether it was."""
+    def begin(self) -> None:
+        """Begin the run, at the first call."""
         if self._begun:
-            return False
+            return
         self._begun = True
         for folder in (*reversed(self.work.parents), self.work):
             if not folder.exists():
@@ -405,10 +387,11 @@ class _Folder:
         _remove_run(self.work)
         with files.replacing(self.work / _RUN) as stream:
             stream.write(json.dumps(self._run).encode())
-        return True
 
     def abandon(self) -> None:
-        """Remove what was written, and the folders that were made for it."""
+        """Remove what was written, and the folders that were made for it, unless it can go on."""
+        if not self._begun or _state(self.work):
+            return
         _remove_run(self.work)
         for folder in reversed(self._made):
             with suppress(OSError):
@@ -523,7 +506,7 @@ class _Session:
         progress: Callable[[Progress], None] | None,
         on_round: OnRound = None,
     ) -> None:
-        self.observers = Observers(on_round)
+        self._observers = Observers(on_round)
         self._federations: list[Config] = []
         if experiment.federated:
             self._federations = experiment.federated.federations(config)
@@ -535,12 +518,6 @@ class _Session:
         self._at = Progress(0, self._total, metric=experiment.error)
         self._kept = 0
         self._ran = 0
-        self._events = None if folder is None else EventLog(folder.work / EVENTS)
-        self._about: dict[str, Any] = {
-            "experiment": experiment.name,
-            "config": config.options,
-            "resumed": resume,
-        }
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []
@@ -549,42 +526,19 @@ class _Session:
             self.check_single()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Note in the run's events that it begins, and how it ends.
-
-        A run that stops before its first round or part is finished leaves nothing: there is
-        nothing to continue.
-        """
-        if self._folder is not None and self._folder.begun:  # resumed
-            self._tell_run()
-        started = time.perf_counter()
-        self.observers.begin({"strategy": self._experiment.name, **self._about["config"]})
+    def tidy(self) -> Iterator[None]:
+        """Leave nothing of a run that stops before its first round or part is finished."""
         try:
             yield
-        except BaseException as error:
-            self.observers.end(None)
-            self._done(started, str(error) or type(error).__name__)
-            if self._folder is not None and self._folder.begun and not self._folder.resumable:
+        except BaseException:
+            if self._folder is not None:
                 self._folder.abandon()
             raise
-        self._done(started, None)
 
     def begin(self) -> None:
         """Begin the run in its folder, now that there is something to write there."""
-        if self._folder is not None and self._folder.begin():
-            self._tell_run()
-
-    def _tell_run(self) -> None:
-        self._write("run", rounds=self._total, **self._about)
-
-    def _done(self, started: float, stopped: str | None) -> None:
-        seconds = round(time.perf_counter() - started, 3)
-        self._write("done", seconds=seconds, stopped=stopped, clients=self.clients)
-
-    def _write(self, event: str, **fields: Any) -> None:
-        """Write an event, once the run has begun in its folder."""
-        if self._events is not None and self._folder is not None and self._folder.begun:
-            self._events.write(event, **fields)
+        if self._folder is not None:
+            self._folder.begin()
 
     def federate(
         self,
@@ -602,8 +556,6 @@ class _Session:
         self.say(f"training, federation {number + 1} of {of}" if of > 1 else "training")
         before = sum(one.rounds for one in self._federations[:number])
         options: dict[str, Any] = {"on_round": lambda report: self._tell(before, report)}
-        if self._folder is not None:
-            options["events"] = self._folder.work / EVENTS
         if self._folder is not None and len(self._federations) == 1:
             options["checkpoint_dir"] = self._folder.work / _CHECKPOINTS
             options["resume"] = self._resume
@@ -698,7 +650,6 @@ class _Session:
                 files.save(path, arrays, {"clients": self.clients})
         _add(self.clients, others)
         self._kept += bool(of)  # others are federations, counted by rounds
-        self._write("part", name=name, done=self._kept, of=of)
         self._tell_parts(of)
         return arrays
 
@@ -728,7 +679,7 @@ class _Session:
     def _tell(self, before: int, report: RoundReport) -> None:
         self._note(report.aggregate)
         self._report(done=before + report.round)
-        self.observers(report._replace(round=before + report.round))
+        self._observers(report._replace(round=before + report.round))
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
         if self._at.metric in metrics:

@@ -31,7 +31,7 @@ APPS = [file.parent for file in (ROOT / "pyproject.toml", *ROOT.glob("examples/*
 # An import only ever points down: what each package may import of the others.
 ROOMS = [
     *("core", "dictionary", "regression", "network", "protocol", "privacy"),
-    *("clients", "strategies", "simulations", "estimators", "trackers", "export", "pytorch"),
+    *("clients", "strategies", "simulations", "estimators", "export", "pytorch"),
 ]
 FLOORS = {
     **{room: set(ROOMS[:position]) for position, room in enumerate(ROOMS)},
@@ -41,7 +41,6 @@ FLOORS = {
     "protocol": {"core"},
     "export": {"core", "protocol"},
     "pytorch": {"core"},
-    "trackers": {"core", "protocol", "clients"},  # of clients, the name of a metric
 }
 
 

@@ -19,8 +19,7 @@ import pytest
 PACKAGES = (
     *("estimators", "strategies", "clients", "simulations", "network", "dictionary"),
     *("regression", "privacy", "core.checks", "core.files", "random"),
-    *("protocol.events", "protocol.records", "core.threads", "trackers", "export"),
-    "pytorch",
+    *("protocol.records", "core.threads", "export", "pytorch"),
 )
 #: The library that a name's example needs, or a module's, where it is not one of the library's own.
 NEEDS = {"to_frame": "pandas", "flwr_perdl.pytorch": "torch"}

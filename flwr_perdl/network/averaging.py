@@ -161,29 +161,20 @@ class Averaged(NamedTuple):
         Two nodes are in one group if both have accepted each other in more than half of the rounds
         in which they have met, or if others link them so. Without ``groups`` there are none.
         """
-        if (mutual := self._mutual) is None:
+        if self.met is None or self.accepted is None:
             return []
+        likes = 2 * self.accepted > self.met  # of NaN: no
+        mutual = sparse.csr_array(likes & likes.T, dtype=np.float64)
         _, labels = connected_components(mutual, directed=False)
         return [np.flatnonzero(labels == label).tolist() for label in dict.fromkeys(labels)]
-
-    @property
-    def _mutual(self) -> Any:
-        """Who accepts whom, and is accepted, sparse (n_nodes, n_nodes); None without ``groups``."""
-        if self.met is None or self.accepted is None:
-            return None
-        likes = 2 * self.accepted > self.met  # of NaN: no
-        return sparse.csr_array(likes & likes.T, dtype=np.float64)
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
         return short_repr(self)
 
     def _repr_html_(self) -> str:
-        """Return the fields as a table, and a drawing of the groups, for a notebook."""
-        if (mutual := self._mutual) is None:
-            return html.record(self)
-        named = "; ".join(", ".join(map(str, group)) for group in self.groups)
-        return html.record(self) + html.graph(mutual, f"Mutual acceptance. Groups: {named}")
+        """Return the fields as a table, for a notebook."""
+        return html.record(self)
 
 
 def diffusion_averaging(

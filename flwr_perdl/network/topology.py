@@ -28,7 +28,6 @@ from scipy import sparse
 from scipy.sparse.csgraph import connected_components, shortest_path
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
-from flwr_perdl.core import html
 from flwr_perdl.core.checks import (
     as_array,
     brief_repr,
@@ -399,10 +398,6 @@ class Topology:
         kind = "directed" if self.directed else "undirected"
         return f"Topology({self.n_nodes} nodes, {self.n_edges} edges, {kind})"
 
-    def _repr_html_(self) -> str:
-        """Return a drawing, for a notebook."""
-        return html.graph(self.adjacency, repr(self))
-
 
 def _matrix(name: str, values: Any) -> Csr:
     """Return a sparse copy of a matrix, checked."""
@@ -568,10 +563,6 @@ class CombinationMatrix:
         kind = "row stochastic" if self.row_stochastic else "column stochastic"
         kind = "doubly stochastic" if self.doubly_stochastic else kind
         return f"CombinationMatrix({self.topology!r}, {kind}, spectral gap {self.spectral_gap:.3g})"
-
-    def _repr_html_(self) -> str:
-        """Return a drawing with links as wide as their weights, for a notebook."""
-        return html.graph(self.matrix, repr(self))
 
 
 def _are_one(sums: Any) -> bool:

@@ -221,7 +221,7 @@ def _read_run(saved: files.Saved) -> RunRecord:
     )
 
 
-def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
+def canonical_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
     Tuples become lists, keys texts, arrays a digest, functions and classes their names, values such
@@ -230,7 +230,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> d
     Raises
     ------
     ValueError
-        If ``strict``, and something cannot be said.
+        If something cannot be said.
     """
 
     def word(value: Any) -> Any:
@@ -241,8 +241,6 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> d
             return f"{value.dtype} {value.shape} {digest}"
         if hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
-        if not strict:
-            return repr(value)
         if sparse.issparse(value):
             entries = value.tocoo()
             return [entries.shape, entries.row, entries.col, entries.data]
@@ -250,7 +248,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool = True) -> d
         return {"class": type(value).__qualname__, **vars(value)}
 
     try:
-        text = json.dumps(identity, default=word, skipkeys=not strict)
+        text = json.dumps(identity, default=word)
     except (TypeError, ValueError) as error:
         raise ValueError(
             "settings must be numbers, strings, arrays, functions, or lists and mappings of them, "

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 import typing
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,8 @@ import numpy as np
 from flwr_perdl.core.aggregate import LEFT_OUT
 from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, canonical_identity
+from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import (
     AFTER,
@@ -84,15 +82,12 @@ class Plan(NamedTuple):
         What each client receives, by partition, ascending.
     config : dict of str to scalar
         What all receive.
-    began : float
-        When, by the monotonic clock.
     """
 
     round: int
     step: str
     arrays: dict[int, list[Matrix]]
     config: dict[str, Scalar]
-    began: float
 
 
 class HasProtocol(typing.Protocol):
@@ -153,12 +148,11 @@ class ProtocolRun:
         #: What the protocol asks next; None if it is over.
         self.request: Request | None = None
         #: The exchange that is on.
-        self._plan = Plan(0, "", {}, {}, 0.0)
+        self._plan = Plan(0, "", {}, {})
         self._clients_evaluate = self._privacy is None
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
         self._metrics: dict[int, set[str]] = {}  # the names of each client's metrics in this run
-        self._events = None if options.events is None else EventLog(options.events)
-        self._observers = None if options.on_round is None else Observers(options.on_round)
+        self._observers = Observers(options.on_round)
         self._checkpoints: Checkpoints | None = None
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
         if options.checkpoint_dir is not None:
@@ -225,49 +219,18 @@ class ProtocolRun:
         known = {p: self.roster.name_of(p) for p in self.roster.names}
         return dict(sorted({**self.record.names, **known}.items()))
 
-    # Whom a run tells -----------------------------------------------------------------------
+    # What a run logs ------------------------------------------------------------------------
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Tell that the run begins or goes on, and that it is over, or what stopped it."""
-        self._tell_begin()
-        try:
-            yield
-        except BaseException as error:
-            stopped = str(error) or type(error).__name__
-            if isinstance(error, SystemExit):  # its text would be a number
-                stopped = f"the program was ended from outside, with exit code {error.code}"
-            self._tell_end(stopped)
-            raise
-        self._tell_end(None)
-        self._warn_of_evaluations()
-
-    def _tell_begin(self) -> None:
-        name, options, rounds = type(self._strategy).__name__, vars(self.options), self._rounds
-        own = {key: options[key] for key in ("seed", "min_clients")}
-        self._note_event("begin", protocol=name, rounds=rounds, done=self.record.done, **own)
+    def log_begin(self) -> None:
+        """Log what is off with ``privacy``."""
         if self._privacy is not None:
             log(
                 INFO,
                 "privacy: replies are noised sums only; evaluations, metrics and numbers of "
                 "examples are off.",
             )
-        if self._observers is not None:
-            settings = canonical_identity(self._strategy.settings(), strict=False)
-            for key in ("num_clients", "fraction_train", "fraction_evaluate"):
-                own[key] = options[key]
-            self._observers.begin({"strategy": name, **settings, "num_rounds": rounds, **own})
 
-    def _tell_end(self, stopped: str | None) -> None:
-        self._note_event("end", done=self.record.done, stopped=stopped)
-        if self._observers is not None:
-            self._observers.end(self.record.named_model if stopped is None else None)
-
-    def _note_event(self, event: str, **fields: Any) -> None:
-        if self._events is not None:
-            self._events.write(event, **fields)
-
-    def _warn_of_evaluations(self) -> None:
+    def warn_of_evaluations(self) -> None:
         """Warn of evaluations without a good reply."""
         evaluations = [report for report in self.record.history if report.step == EVALUATE]
         failed = [report for report in evaluations if not report.metrics]
@@ -282,7 +245,6 @@ class ProtocolRun:
     def measured(self, round_: int, metrics: Mapping[str, Any]) -> None:
         """Remember the server's own evaluation of the model after ``round_``."""
         self.record.server_metrics[round_] = dict(metrics)
-        self._note_event("server", round=round_, metrics=metrics)
 
     # Training ------------------------------------------------------------------------------
 
@@ -386,7 +348,6 @@ class ProtocolRun:
         if len(good) >= self.options.min_clients:
             return
         report = self._report(good, bad, {})
-        self._tell(report)
         raise TooFewReplies(
             f"Round {report.round} has {len(good)} good replies, fewer than "
             f"min_clients={self.options.min_clients}; {self._where_saved()}"
@@ -564,8 +525,7 @@ class ProtocolRun:
             common[PROTOCOL] = protocol or self._strategy.protocol_name
         whole = {**self._strategy._told, **config, **common}
         plain_config = {name: plain(value) for name, value in whole.items()}
-        self._plan = Plan(round_, step, arrays, plain_config, time.monotonic())
-        self._note_event("ask", round=round_, step=step, asked=len(arrays))
+        self._plan = Plan(round_, step, arrays, plain_config)
         return self._plan
 
     def _take_up(self, request: object) -> None:
@@ -673,28 +633,8 @@ class ProtocolRun:
         if self._logged:  # a client that is back is named again when it is lost the next time
             back, of = map(self.roster.label, report.metrics), report.step == EVALUATE
             self._logged -= {(label, of) for label in back}
-        self._tell(report)
         self.save()
-        if self._observers is not None:
-            self._observers(report)
-
-    def _tell(self, report: RoundReport) -> None:
-        """Write an exchange's event."""
-        if self._events is None:
-            return
-        fields = report._asdict()
-        for name in BY_PARTITION:
-            fields[name] = {self.record.names.get(p, p): each for p, each in fields[name].items()}
-        self._events.write(
-            "round",
-            asked=len(self._plan.arrays),
-            good=len(report.metrics),
-            seconds=round(time.monotonic() - self._plan.began, 3),
-            clients=fields.pop("metrics"),
-            metrics=fields.pop("aggregate"),
-            failed=fields.pop("dropped"),
-            **fields,
-        )
+        self._observers(report)
 
     # Checkpoints -----------------------------------------------------------------------------
 

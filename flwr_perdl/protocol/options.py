@@ -70,8 +70,6 @@ class ServerSettings:
         join in time; otherwise the run stops with `TooFewReplies`.
     node_timeout : float, default 60.0
         Seconds to wait for them.
-    events : str or Path, optional
-        File to which every event of the run is appended as a line of JSON (docs/faults.md).
     max_reply_bytes : int, optional
         Maximum size of a reply's arrays; a larger reply is rejected before they are read. By
         default the size of the expected values; 2**28 where their number is unknown.
@@ -104,7 +102,6 @@ class ServerSettings:
     evaluate_every: int = 1
     allow_fewer: bool = False
     node_timeout: float = 60.0
-    events: str | Path | None = None
     max_reply_bytes: int | None = None
     max_magnitude: float | None = None
     clients_by_node: Mapping[int, int] | None = None
@@ -165,8 +162,8 @@ class ServerSettings:
         if self.num_clients is not None:
             check_count("num_clients", self.num_clients, 1)
         check_count("seed", self.seed, 0, LARGEST_INT)
-        for name in ("events", "checkpoint_dir"):
-            check_kind(name, vars(self)[name], (str, Path, type(None)), "a path or None")
+        kinds = (str, Path, type(None))
+        check_kind("checkpoint_dir", self.checkpoint_dir, kinds, "a path or None")
         list_observers(self.on_round)
         nodes = self.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")

@@ -6,7 +6,6 @@ import logging
 import re
 import sys
 import time
-import typing
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -298,59 +297,24 @@ def list_observers(on_round: OnRound) -> list[Callable[[RoundReport], object]]:
     return given
 
 
-@typing.runtime_checkable
-class Tracks(typing.Protocol):
-    """An observer that is told of a run's begin and end, too: a `flwr_perdl.trackers.Tracker`."""
-
-    def begin(self, options: Mapping[str, Any]) -> object:
-        """Take the run's options."""
-
-    def end(self, result: Any) -> object:
-        """Take arrays by name, the folder with the run's files, or None where it failed."""
-
-
 class Observers:
-    """Tells observers of a run; an error in one is logged once, and the run goes on.
-
-    All are called with each report. One that `Tracks` is left out after an error, since each
-    further try may wait for a server that is gone.
-    """
+    """Calls functions with each report; the first error of each is logged, and the run goes on."""
 
     def __init__(self, on_round: OnRound) -> None:
         self._all = list_observers(on_round)
         self._failed: set[int] = set()
 
-    def begin(self, options: Mapping[str, Any]) -> None:
-        """Tell that the run begins, with these options."""
-        for one in self._all:
-            if isinstance(one, Tracks):
-                self._call(one, one.begin, options)
-
     def __call__(self, report: RoundReport) -> None:
         """Tell what happened in an exchange."""
         for one in self._all:
-            self._call(one, one, report)
-
-    def end(self, result: Any) -> None:
-        """Tell that the run is over: arrays by name, the folder with its files, None: it failed."""
-        for one in self._all:
-            if isinstance(one, Tracks):
-                self._call(one, one.end, result)
-
-    def _call(self, one: object, method: Callable[[Any], object], what: Any) -> None:
-        """Call a method of an observer, unless it has failed and would fail again."""
-        tracks, failed = isinstance(one, Tracks), id(one) in self._failed
-        if tracks and failed:
-            return
-        try:
-            method(what)
-        except Exception as error:
-            self._failed.add(id(one))
-            if not failed:
-                without = " without it" if tracks else ""
-                name = getattr(one, "__name__", type(one).__name__)
-                why = brief(f"{type(error).__name__}: {error}").rstrip(".")
-                log(WARNING, "%s failed: %s. The run goes on%s.", name, why, without)
+            try:
+                one(report)
+            except Exception as error:
+                if id(one) not in self._failed:
+                    self._failed.add(id(one))
+                    name = getattr(one, "__name__", type(one).__name__)
+                    why = brief(f"{type(error).__name__}: {error}").rstrip(".")
+                    log(WARNING, "%s failed: %s. The run goes on.", name, why)
 
 
 def check_verbose(verbose: object, *, local: bool) -> str:

@@ -278,8 +278,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._train_config = train_config
         run = self.open(to_arrays(initial), initial)
         show = show_run(mode, self._title or type(self).__name__, self._shown_rounds(rounds))
-        # From here on whatever ends the run is written to its events, also an interrupt.
-        with run.noted(), poll_faster(grid), show as self._show:
+        run.log_begin()
+        with poll_faster(grid), show as self._show:
             if isinstance(grid, LocalGrid):
                 grid.begin_run(self._show.replies)
             result = self._run_rounds(
@@ -292,6 +292,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 should_stop,
             )
             self._after_rounds(grid, result)
+            run.warn_of_evaluations()
         done, least = run.record.done, self._least_rounds()
         if not run.record.model and done < least:
             log(

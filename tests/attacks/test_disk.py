@@ -28,7 +28,6 @@ from flwr_perdl.clients.base import (
 from flwr_perdl.core import files
 from flwr_perdl.export import load
 from flwr_perdl.privacy.sealed import Keys, Rejected
-from flwr_perdl.protocol.events import EventLog, read_events
 from flwr_perdl.protocol.records import decode
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, PersonalizedFedAvg, ServerSettings
@@ -434,31 +433,8 @@ def test_names_are_on_the_disk_when_a_save_returns(
     assert calls == ["file", "replace", "folder"]
 
 
-def test_a_runs_events_are_its_owners_and_follow_no_link(tmp_path: Path) -> None:
-    path, victim = tmp_path / "events.jsonl", tmp_path / "victim"
-    EventLog(path).write("round", round=1)
-    assert path.stat().st_mode & 0o777 == 0o600
-    victim.write_text("kept")
-    link = tmp_path / "link.jsonl"
-    link.symlink_to(victim)
-    EventLog(link).write("round", round=1)
-    assert victim.read_text() == "kept"
-
-
 def test_a_pipe_in_place_of_a_file_is_rejected_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "round-000001.npz"
     os.mkfifo(pipe)
     with pytest.raises(ValueError, match="round-000001"):
         files.load(pipe)
-    EventLog(pipe).write("round", round=1)  # logged, and nothing waits
-
-
-def test_a_line_that_does_not_end_is_read_piece_by_piece(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    EventLog(path).write("round", round=1)
-    with path.open("ab") as stream:
-        stream.write(b"x" * 2**25 + b"\n")
-    EventLog(path).write("round", round=2)
-    events, end = read_events(path)
-    assert [event["round"] for event in events] == [1, 2]
-    assert end == path.stat().st_size

@@ -202,7 +202,7 @@ def strategy(out: Path, **settings: Any) -> PerMA:
         fraction_evaluate=0.0,
         reuse_last_reply=REMEMBER,
         checkpoint_dir=out / "checkpoints",
-        server=ServerSettings(events=out / "events.jsonl", **settings),
+        server=ServerSettings(**settings),
     )
 
 

@@ -309,7 +309,7 @@ def test_a_signal_ends_all_that_the_command_has_started(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    until(lambda: (tmp_path / "out" / "events.jsonl").exists())
+    until(lambda: (tmp_path / "out" / "run.json").exists())
     mine = str(tmp_path / "out" / "deployment")
     assert len(started(mine)) >= 3
     up.send_signal(signal.SIGTERM)

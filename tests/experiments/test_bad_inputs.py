@@ -98,7 +98,7 @@ def test_a_bad_option_is_refused_in_a_sentence_and_changes_nothing(
 
 
 FOREIGN = ["run.json", "run.json, deep", "results.json", "report.html", "arrays.npz"]
-KINDS = [*FOREIGN, "events.jsonl", "checkpoints", "state", "kept", "next", "error.png"]
+KINDS = [*FOREIGN, "checkpoints", "state", "kept", "next", "error.png"]
 KINDS += ["a file", "under a file"]
 
 

@@ -220,7 +220,7 @@ def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_
     left = {path.name for path in out.iterdir()}
     figures = {one["file"] for one in results["figures"]}
     figures |= {f"{Path(one).stem}.svg" for one in figures}
-    files = {"run.json", "results.json", "report.html", "arrays.npz", "events.jsonl"}
+    files = {"run.json", "results.json", "report.html", "arrays.npz"}
     assert left == {*files, *figures, "checkpoints", "state", "kept", "mine.png"}
 
 

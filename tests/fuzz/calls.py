@@ -225,7 +225,7 @@ LEFT_OUT = {
     "two_phases",
 }
 #: Files and folders; any text is one.
-PATHS = {"checkpoint_dir", "events", "state_dir"}
+PATHS = {"checkpoint_dir", "state_dir"}
 #: What is right: functions may be classes, and a path any text.
 RIGHT = {
     *((key, "10**6") for key in (*WORK, "restarts", "n_iter", "num_nodes")),

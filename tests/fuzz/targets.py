@@ -27,7 +27,6 @@ from flwr_perdl.clients.base import PrivateState, private_store, run_folder
 from flwr_perdl.core import files
 from flwr_perdl.core.npy import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, Rejected
-from flwr_perdl.protocol.events import read_events
 from flwr_perdl.protocol.records import Limits, read_properties, read_reply, reply_to
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
@@ -43,7 +42,6 @@ from perdl_experiments.studies import (
     regression,
     unmixing,
 )
-from perdl_experiments.watch import View
 
 #: What a state file of the client at hand says.
 _OURS = {"client": "0", "algorithm": "fuzzing", "run": "here", "round": 1, "key": None}
@@ -217,14 +215,6 @@ def run_config(data: bytes) -> None:
         configure(find(name), options=options)
 
 
-def events(data: bytes) -> None:
-    """Show a run's events."""
-    with file_of(data, "events.jsonl") as path:
-        view = View()
-        view.take(read_events(path)[0])
-        view.render()
-
-
 TARGETS = {
     "reply": reply,
     "letter": letter,
@@ -233,7 +223,6 @@ TARGETS = {
     "checkpoint": checkpoint,
     "state": state,
     "run-config": run_config,
-    "events": events,
 }
 
 
@@ -244,15 +233,6 @@ def seeds(name: str) -> list[bytes]:
     whole = stream.getvalue()
     texts = {
         "run-config": ["\x03\x0012\n\x04\x0240.5\n\x05\x0121\n\x0f\x01-3", "\x02\x01abc\n\x07\x03"],
-        "events": [
-            '{"event": "run", "experiment": "digits"}\n{"event": "begin", "rounds": 3, "done": 1}\n'
-            '{"event": "ask", "time": "now", "round": 1, "step": "start", "asked": 3}\n'
-            '{"event": "round", "round": 1, "metrics": {"mse": 0.5}, "failed": {"client 1": "no"},'
-            ' "anomalies": {"1": {"failed": 1.0}}, "seconds": 1.5, "floats_up": 3}\n'
-            '{"event": "server", "round": 1, "metrics": {}}\n'
-            '{"event": "part", "done": 1, "of": 2}\n'
-            '{"event": "end", "stopped": "why"}\n{"event": "done", "stopped": null}\n'
-        ],
         "checkpoint": [
             '{"run": "x", "round": 1, "evaluated": 0, "finished": false, "history": [],'
             ' "server_metrics": {"1": {}}}',

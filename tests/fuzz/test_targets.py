@@ -23,7 +23,6 @@ ANYTHING = st.recursive(
 KEYS = {
     "checkpoint": ["format", "run", "round", "evaluated", "finished", "history", "server_metrics"],
     "state": ["format", "run", "round"],
-    "events": ["event", "round", "metrics", "failed", "anomalies", "seconds", "done", "of"],
 }
 
 RESUME = ServerSettings(resume=True)
@@ -49,8 +48,6 @@ def test_bytes_are_read_or_refused(name: str, data: Any) -> None:
 @given(data=st.data())
 def test_any_record_is_read_or_refused(name: str, data: Any) -> None:
     record = data.draw(st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS[name], ANYTHING)))
-    if name == "events":
-        record["event"] = data.draw(st.sampled_from(["run", "begin", "ask", "round", "server"]))
     targets.TARGETS[name](json.dumps(record).encode() + b"\n")
 
 
@@ -82,11 +79,6 @@ FOUND = {
             "6Xzp6enp6RBuc3QBAAAAAAABAQAAAAAAAAAjICDgFT////8/ICc8ZjgnLCAnZm9ydHL/////fv///2Fu"
             "T29yZCdkZXNjcic/ICf/"
         ),
-    ),
-    "events: null in place of a table": ("events", b'{"event": "round", "failed": null}\n'),
-    "events: too large to show": (
-        "events",
-        b'{"event": "round", "seconds": 1' + b"0" * 400 + b"}\n",
     ),
 }
 

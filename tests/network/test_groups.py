@@ -120,7 +120,6 @@ def test_groups_are_those_that_accept_each_other_in_more_than_half_of_their_meet
     met = np.full((4, 4), 4.0)
     once = np.array([[0, 4, 2, 0], [3, 0, 0, 0], [4, 0, 0, np.nan], [0, 0, 4, 0]])
     assert found._replace(met=met, accepted=once).groups == [[0, 1], [2], [3]]
-    assert "Groups: 0, 2, 4; 1, 3, 5" in found._repr_html_()
     assert here(groups=None, method="atc").groups == []
 
 
