@@ -52,6 +52,8 @@ from flwr_perdl.protocol.records import (
     PRIVATE,
     PROMISE,
     RUN,
+    SEALED,
+    SEALS_ALL,
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
     Scalar,
@@ -273,7 +275,8 @@ class AnsweringApp(ClientApp):
         if self._privacy is not None and kind == MessageType.EVALUATE:
             raise NoEvaluateError
         asked = find_step(config_of(message), kind, self._steps)
-        if _pins_keys(context) and (kind == MessageType.EVALUATE or not (asked and asked.seals)):
+        seals = asked is not None and asked.seals and config_of(message).get(SEALED)
+        if _pins_keys(context) and (kind == MessageType.EVALUATE or not seals):
             raise ValueError(
                 "neighbor-keys in the node config must be left out for such a request: a node "
                 f"that pins keys sends only sealed messages, got one to {kind}."
@@ -351,11 +354,17 @@ class AnsweringApp(ClientApp):
                 who[PRIVATE] = str(part)
             if self._privacy is None and not self._evaluates(context):
                 who[UNABLE_TO_EVALUATE] = True
+            if _pins_keys(context):
+                who[SEALS_ALL] = True
         return reply
 
     def _evaluates(self, context: Context) -> bool:
         """Whether the handlers define an evaluation."""
         return True
+
+    def _silent(self, context: Context) -> bool:
+        """Whether no answer of the app to who it is may leave: it may be of its data."""
+        return self._privacy is not None or _pins_keys(context)
 
     def _aside(self, message: Message, context: Context) -> Message:
         """Answer by the handlers alone, which have the whole model: no array of it leaves."""
@@ -411,7 +420,7 @@ class OtherApp(AnsweringApp):
     def _handle(self, message: Message, context: Context) -> Message:
         route = route_of(message)
         asks_who = route == (MessageType.QUERY, DEFAULT)
-        if asks_who and (self._privacy or not has_handler(self._app, "query.default")):
+        if asks_who and (self._silent(context) or not has_handler(self._app, "query.default")):
             who = ConfigRecord({**self._who(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
         if route == (MessageType.EVALUATE, DEFAULT) and not self._evaluates(context):
@@ -499,8 +508,6 @@ class NumPyClientApp(AnsweringApp):
         return asked.client is not None and (own or not isinstance(client, ProtocolClient))
 
     def _query(self, message: Message, context: Context) -> Message:
-        if self._privacy is None:
-            properties = _properties(self.made(context), context)
-        else:  # what a client says of itself may be of its data
-            properties = self._who(context)
-        return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)
+        silent = self._silent(context)
+        who = {**self._who(context)} if silent else _properties(self.made(context), context)
+        return Message(RecordDict({CONFIG: ConfigRecord({**who})}), reply_to=message)

@@ -168,7 +168,7 @@ class _Node(DiffusionClient):
 
     def _end(self, state: Any, *, sealed: bool) -> list[Matrix]:
         if sealed:  # whatever the server asks for: it has not read the messages, either
-            self.shows = "observed"
+            self.shows = "nothing" if self.pins else "observed"
         return super()._end(state, sealed=sealed)
 
     def _kept(self, arrays: Mapping[str, Any] | None) -> Any:

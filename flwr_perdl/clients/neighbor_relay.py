@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from logging import WARNING
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
 from flwr_perdl.network.averaging_program import BYTES
+from flwr_perdl.network.averaging_program import FLOATS as RECEIVED
 from flwr_perdl.network.combine import (
     Array,
     Program,
@@ -67,10 +68,10 @@ class DiffusionClient(ProtocolClient):
 
     **What leaves the node**: its messages to its neighbors, which the server can read unless they
     are sealed (docs/decentralized-learning.md); their size, and whose messages were left out; after
-    every round, in the clear, what the program's ``report`` returns, if it has one; at the end
-    whatever ``shows`` says. The algorithm's docstring says what messages reveal to neighbors that
-    follow the protocol. A malicious neighbor, or a server that can write messages, may learn
-    samples from the answers (docs/security.md).
+    every round, in the clear, what the program's ``report`` returns, if it has one, unless the node
+    pins its neighbors' keys; at the end whatever ``shows`` says. The algorithm's docstring says
+    what messages reveal to neighbors that follow the protocol. A malicious neighbor, or a server
+    that can write messages, may learn samples from the answers (docs/security.md).
 
     Parameters
     ----------
@@ -154,7 +155,8 @@ class DiffusionClient(ProtocolClient):
         self.node = self.partition
         config = context.node_config
         self._lasting = lasting_keys(config) if {KEY_FILE, PINNED_KEYS} & config.keys() else {}
-        self.sealed = check_flag("sealed", sealed) or bool(config.get(PINNED_KEYS))
+        self.pins = bool(config.get(PINNED_KEYS))
+        self.sealed = check_flag("sealed", sealed) or self.pins
 
     def exchange(self, request: StepRequest, private: PrivateState) -> StepResult:
         """Take in what the neighbors have sent, do the work of a round, and send a message.
@@ -241,7 +243,8 @@ class DiffusionClient(ProtocolClient):
         inbox, rejected = screened(self.program, kept.state, inbox)
         state = check_state("combine", self.program.combine(kept.state, inbox), 1)
         reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
-        metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
+        told = (RECEIVED, BYTES) if self.pins else reports
+        metrics: dict[str, Scalar] = {k: reports[k] for k in told if isfinite(reports.get(k, nan))}
         if self.half and BYTES in metrics:  # the inbox has them in full
             whole = self._message(kept.state)
             sizes = [sum(array.nbytes for array in some) for some in (self._halved(whole), whole)]
@@ -269,9 +272,9 @@ class DiffusionClient(ProtocolClient):
         if not np.isfinite(kept.sizes).all():
             return [], {**metrics, BROKEN: 1}
         message = self._halved(message)
-        if keys is None or delivery.cards is None:
+        if keys is None:
             return message, metrics
-        sealed, rejected = keys.seal_each(message, kept.pending, delivery.cards)
+        sealed, rejected = keys.seal_each(message, kept.pending, delivery.cards or {})
         return sealed, metrics | self._left_out(rejected)
 
     def _halved(self, message: list[Array]) -> list[Array]:

@@ -132,8 +132,8 @@ LOSSES = ("loss", "eval_loss")
 #: What an evaluation is called: as a step in reports, and as a kind of request at a client.
 EVALUATE = "evaluate"
 
-#: What a client says of itself: that it defines no evaluation.
-UNABLE_TO_EVALUATE = "perdl.no-evaluate"
+#: What a client says of itself: that it defines no evaluation; that it sends sealed messages alone.
+UNABLE_TO_EVALUATE, SEALS_ALL = "perdl.no-evaluate", "perdl.seals-all"
 #: The code of the error with which a client answers an evaluation that it does not define.
 NO_EVALUATE = 4501
 #: The code of the error of a client that lacks the state that a request needs.

@@ -21,6 +21,7 @@ from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
     PRIVATE,
+    SEALS_ALL,
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
     brief,
@@ -101,6 +102,8 @@ class Roster:
         self.private: dict[int, str] = {}
         #: Partitions whose clients say that they define no evaluation.
         self.unable_to_evaluate: set[int] = set()
+        #: Partitions whose clients send sealed messages alone.
+        self.sealing: set[int] = set()
         #: Why nodes take no part that do not say who they are.
         self.strangers: dict[int, str] = {}
         #: Why nodes that are there now, and were asked, do not say who they are.
@@ -186,7 +189,11 @@ class Roster:
         self.private.pop(partition, None)
         if patterns := properties.get(PRIVATE):
             self.private[partition] = printable(str(patterns), _LONGEST_NAME)
-        said = ((UNCOUNTED, self.uncounted), (UNABLE_TO_EVALUATE, self.unable_to_evaluate))
+        said = (
+            (UNCOUNTED, self.uncounted),
+            (UNABLE_TO_EVALUATE, self.unable_to_evaluate),
+            (SEALS_ALL, self.sealing),
+        )
         for key, partitions in said:
             (partitions.add if properties.get(key) else partitions.discard)(partition)
         name = properties.get(NAME)

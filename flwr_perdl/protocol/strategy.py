@@ -32,6 +32,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     NEW_STATE,
+    PINNED_KEYS,
     Limits,
     Reply,
     Scalar,
@@ -120,6 +121,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _default_rounds: ClassVar[int | None] = 3
     #: What every request's config says besides.
     _told: Mapping[str, Scalar] = MappingProxyType({})
+    #: Whether clients' messages are sealed; how often clients train once the run is over.
+    sealed, fine_tune = False, 0
     #: What the lines of a run call it, if not by its class.
     _title: str = ""
 
@@ -563,7 +566,14 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _unfit(self, partition: int) -> str | None:
         """Return why a client can take no part, by what it says of itself; None: it can."""
-        return None
+        roster = self._running().roster
+        if partition not in roster.sealing or (self.sealed and not self.fine_tune):
+            return None
+        where = "with fine_tune" if self.sealed else "without sealed=True"
+        return (
+            f"{PINNED_KEYS} must be left out of the node config {where}, since such a node answers "
+            f"sealed messages alone, got them at {roster.label(partition)}"
+        )
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""

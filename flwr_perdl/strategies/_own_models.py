@@ -162,7 +162,6 @@ class EndsWithModels(ProtocolStrategy):
 
     #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
-    fine_tune = 0
     #: Whether clients choose among models, by their evaluation.
     _chooses = False
     _part: Part | None = None

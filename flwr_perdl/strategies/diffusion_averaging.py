@@ -101,7 +101,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
     exchange and after one that the node missed. A node without a model, such as one restarted
     without a ``state-dir``, misses a round and starts again from the initial arrays.
 
-    An app without ``evaluate`` is not evaluated.
+    An app without ``evaluate`` is not evaluated. Nodes that pin their neighbors' keys report no
+    metrics, and refuse ``fine_tune``.
 
     Examples
     --------

@@ -118,6 +118,45 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
     assert metrics["rejected-0"] == 1
 
 
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: DiffusionAveraging(Topology.ring(3), sealed=True, evaluate_every=1), None),
+        (lambda: DiffusionAveraging(Topology.ring(3), sealed=True, fine_tune=1), "fine_tune"),
+        (lambda: DiffusionAveraging(Topology.ring(3)), "sealed=True"),
+        (lambda: ClusteredFedAvg(1), "sealed=True"),
+    ],
+)
+def test_what_nodes_with_pinned_keys_do_not_answer_is_refused_before_round_one(
+    make: Any, named: str | None, tmp_path: Path
+) -> None:
+    public = {str(node): make_key(tmp_path / f"{node}.pem") for node in range(3)}
+    (tmp_path / "keys.json").write_text(json.dumps(public))
+
+    class Half(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [array / 2 for array in parameters], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return float(parameters[0][0]), 1, {}
+
+    def keys(node: int) -> dict[str, Any]:
+        return {
+            "key-file": str(tmp_path / f"{node}.pem"),
+            "neighbor-keys": str(tmp_path / "keys.json"),
+        }
+
+    grid, strategy = Tapped(client_app(lambda _: Half()), 3, node_config=keys), make()
+    if named is None:
+        strategy.start(grid, ArrayRecord([np.ones(2)]), num_rounds=2)
+        assert strategy.result.floats_sent > 0
+        assert not grid.measured("evaluate-loss")
+        return
+    with pytest.raises(ValueError, match=f"neighbor-keys.*{named}.*client 0"):
+        strategy.start(grid, ArrayRecord([np.ones(2)]), num_rounds=2)
+    assert {message.metadata.message_type for message in grid.asked} == {"query"}
+
+
 HUGE = 1e300
 CARD = Keys(0, "run").card[None]
 

@@ -7,9 +7,12 @@ out, by whatever type and with whatever keys of protocols it comes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from itertools import chain, combinations, product
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from itertools import combinations, product
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
+from flwr_perdl import clients
 from flwr_perdl.clients import Member, StepResult, client_app, keep_private, step
+from flwr_perdl.clients.dispatch import steps_of
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.sealed import make_key
@@ -37,30 +42,48 @@ ABOUT = {
     "arrays": [[name, SHAPE, "<f8"] for name in MODEL],
 }
 MARKS: dict[str, dict[str, Any]] = {
-    "clustered": {
-        **{"perdl.protocol": "clustered", "perdl.step": "train-alone", "perdl.n-fits": 1},
-    },
-    "ditto": {"perdl.protocol": "ditto", "perdl.step": "train", "perdl.pull": 0.5},
-    "averaging": {
-        "perdl.averaging": json.dumps(ABOUT),
-        **{"perdl.protocol": "diffusion_averaging", "perdl.step": "exchange"},
-        **{"perdl.at": 1, "perdl.asleep": ""},
-    },
     "sealed": {"perdl.sealed": True},
     "unsealed": {"perdl.sealed": False},
     "promise": {"perdl.promise": promise(epsilon=1e6, clip=1e3, rounds=9, size=4)},
     "left out": {"perdl.left-out": '["head"]'},
-    "relay": {"perdl.protocol": "neighbor_relay", "perdl.step": "exchange", "perdl.at": 1},
-    "linear": {"perdl.protocol": "mixed_regression", "perdl.step": "update"},
-    "own": {"perdl.protocol": "own", "perdl.step": "tell"},
     "masks": {},
 }
+RELAYED = {"perdl.at": 1, "perdl.asleep": ""}
+AVERAGED = {"perdl.averaging": json.dumps(ABOUT), **RELAYED}
+#: Every step of every protocol: its mark, what precedes its arrays' names, and its config.
+Key = tuple[str, str, str]
+STEPS: dict[Key, tuple[str, str, dict[str, Any]]] = {
+    ("clustered", "train", "train-alone"): ("", "", {"perdl.n-fits": 1}),
+    ("clustered", "train", "measure-models"): ("", "0/", {}),
+    ("clustered", "train", "cluster"): ("", "0/", {}),
+    ("clustered", "evaluate", "evaluate"): ("", "0/", {}),
+    ("diffusion_averaging", "train", "announce"): ("seals", "", AVERAGED),
+    ("diffusion_averaging", "train", "exchange"): ("seals", "", AVERAGED),
+    ("diffusion_averaging", "train", "show"): ("seals", "", AVERAGED),
+    ("diffusion_averaging", "train", "tune"): ("whole", "initial/", {"perdl.n-fits": 1}),
+    ("ditto", "train", "train"): ("", "", {"perdl.pull": 0.5}),
+    ("ditto", "evaluate", "evaluate"): ("", "", {}),
+    ("ditto", "train", "tune"): ("whole", "0/", {"perdl.n-fits": 1}),
+    ("mixed_regression", "train", "describe"): ("", "", {}),
+    ("mixed_regression", "train", "moment"): ("", "", {}),
+    ("mixed_regression", "train", "anchors"): ("", "", {}),
+    ("mixed_regression", "train", "update"): ("", "", {}),
+    ("mixed_regression", "evaluate", "evaluate"): ("", "", {}),
+    ("neighbor_relay", "train", "announce"): ("seals", "", RELAYED),
+    ("neighbor_relay", "train", "exchange"): ("seals", "", RELAYED),
+    ("neighbor_relay", "train", "show"): ("seals", "", RELAYED),
+    ("own_models", "train", "tune"): ("whole", "0/", {"perdl.n-fits": 1}),
+    ("perma", "train", "start"): ("", "", {}),
+    ("perma", "train", "choose"): ("", "", {}),
+    ("perma", "train", "update"): ("", "", {}),
+    ("perma", "evaluate", "evaluate"): ("", "", {}),
+}
+OWN, FEDAVG = ("own", "train", "tell"), ("", "train", "")
 CASES = [
-    (kind, marks)
-    for kind, marks in product(
-        TYPES, chain.from_iterable(combinations(MARKS, size) for size in (0, 1, 2))
-    )
-    if not {"sealed", "unsealed"} <= set(marks)
+    (kind, step_, marks)
+    for kind, step_ in product(TYPES, [FEDAVG, OWN, *STEPS])
+    for size in range(2 + (step_ == FEDAVG))
+    for marks in combinations(MARKS, size)
 ]
 
 
@@ -93,14 +116,20 @@ class OwnMember(Member, Telling):  # type: ignore[misc]
     """A client of another protocol."""
 
 
-def ask(app: Any, context: Context, kind: str, marks: tuple[str, ...]) -> Message | str:
-    """Return the reply, or its error, to a request of this type with keys of these protocols."""
+def ask(
+    app: Any, context: Context, kind: str, step_: Key, marks: Sequence[str] = (), **more: Any
+) -> Message | str:
+    """Return the reply, or its error, to a request of this type for this step."""
     config: dict[str, Any] = {"server-round": 1, "perdl.run": "run", "perdl.seed": 0}
+    _, prefix, own = STEPS.get(step_, ("", "", {}))
+    config |= {**own, "perdl.protocol": step_[0], "perdl.step": step_[2]} if step_[0] else {}
     for mark in marks:
         config |= MARKS[mark]
-    model, sealed = {name: Array(array) for name, array in MODEL.items()}, "sealed" in marks
-    if "averaging" in marks:
-        given = Delivery(cards={} if sealed else None, start=[*MODEL.values()]).to_arrays()
+    config |= more
+    model = {f"{prefix}{name}": Array(array) for name, array in MODEL.items()}
+    if "perdl.averaging" in config:
+        cards = {} if config.get("perdl.sealed") else None
+        given = Delivery(cards=cards, start=[*MODEL.values()]).to_arrays()
         model = {f"{i:03d}": Array(array) for i, array in enumerate(given)}
     content = RecordDict({"arrays": ArrayRecord(model), "config": ConfigRecord(config)})
     if "masks" in marks:
@@ -127,7 +156,7 @@ def shows(reply: Message | str) -> bool:
     return bool(np.isclose(np.asarray(numbers, dtype=float), SECRET, rtol=1e-5).any())
 
 
-def leaks(app: Any, **node_config: Any) -> set[tuple[str, tuple[str, ...]]]:
+def leaks(app: Any, **node_config: Any) -> set[tuple[str, Key, tuple[str, ...]]]:
     """Return the requests whose reply shows the secret, each to a client without a past."""
     return {c for c in CASES if shows(ask(app, context_of(0, **node_config), *c))}
 
@@ -163,17 +192,23 @@ NOISE = Noise(epsilon=1.0)
 def test_without_a_guard_the_attack_works(own: bool) -> None:
     client = own_action(as_app(make(Telling))) if own else make(Telling)
     found = leaks(client_app(client, protocols=[tell]))
-    asked = {(kind, marks) for kind in ("train", "train.default") for marks in [(), ("averaging",)]}
-    asked |= {
-        ("evaluate.default", ()),
-        ("train.default", ("clustered",)),
-        ("train", ("ditto",)),
-        ("train", ("own",)),
-    }
+    reached = ("clustered", "ditto", "own_models"), ("exchange", "tune")
+    steps = [key for key in STEPS if key[0] in reached[0] or key[2] in reached[1]]
+    steps = [*(key for key in steps if key[0] != "neighbor_relay"), OWN, FEDAVG]
+    asked = {(f"{key[1]}{end}", key, ()) for key in steps for end in ("", ".default")}
     assert asked <= found
-    assert (("train.own", ()) in found) == own
+    assert (("train.own", FEDAVG, ()) in found) == own
     # Queries are no requests to train, whatever their config says.
-    assert not any(kind.startswith("query") for kind, _ in found)
+    assert not any(kind.startswith("query") for kind, *_ in found)
+
+
+def test_every_step_of_every_protocol_is_in_the_table_with_its_mark() -> None:
+    found: dict[Key, str] = {}
+    for file in iter_modules(clients.__path__, f"{clients.__name__}."):
+        with suppress(ValueError):  # a file without steps
+            steps = steps_of([import_module(file.name)]).items()
+            found |= {k: "seals" * one.seals + "whole" * one.whole for k, one in steps}
+    assert found == {key: mark for key, (mark, *_) in STEPS.items()}
 
 
 @pytest.mark.parametrize(
@@ -204,3 +239,29 @@ def test_a_mod_that_keeps_arrays_reads_types_as_flower_routes_them() -> None:
     app, mod = own_action(as_app(make(Quiet))), keep_private("head")
     assert leaks(app)
     assert not leaks(lambda message, context: mod(message, context, app))
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_a_node_that_pins_keys_tells_no_loss_of_models_that_the_server_chose(
+    pins: bool, pinning: dict[str, str]
+) -> None:
+    """The server begins runs as it likes; without pinned keys, losses tell it of a sample."""
+
+    class Open(Telling):
+        def get_properties(self, config: Any) -> Any:
+            return {"mean": SECRET}
+
+    app, context = client_app(make(Open)), context_of(0, **(pinning if pins else {}))
+    told = {"perdl.averaging": json.dumps({**ABOUT, "shows": True}).replace("[]", '["mse"]', 1)}
+    replies: list[Message | str] = []
+    for run in "ab":
+        for at, name in enumerate(("announce", "exchange", "exchange", "tune", "show", "show")):
+            more = {"server-round": at + 1, "perdl.at": at, "perdl.run": run}
+            key = ("diffusion_averaging", "train", name)
+            more |= {} if name == "tune" else told
+            replies.append(ask(app, context, "train", key, ["sealed"], **more))
+    assert any(map(shows, replies)) == (not pins)
+    errors = [reply for reply in replies if isinstance(reply, str)]
+    assert len(errors) == 2 * pins
+    assert all("neighbor-keys" in error for error in errors)
+    assert shows(ask(app, context, "query", FEDAVG)) == (not pins)
