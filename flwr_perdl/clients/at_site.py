@@ -12,7 +12,7 @@ from flwr_perdl.clients.app import AnsweringApp
 from flwr_perdl.clients.dispatch import ProtocolClient, Step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.clients.own_models import MOST_FITS, OWN_MODELS, choose_model, keep_best
-from flwr_perdl.core.checks import check_count, check_kind, check_list
+from flwr_perdl.core.checks import brief_repr, check_count, check_kind, check_list
 from flwr_perdl.protocol.compat import become_server, stamp
 from flwr_perdl.protocol.records import (
     ARRAYS,
@@ -96,7 +96,13 @@ def adapt(
         raise ValueError("result must have a model, got none.")
     arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
     record = named([*arrays.values()], [*arrays])
-    told = ConfigRecord({**(config or {}), ROUND: 1, SEED: seed, RUN: "adapted"})
+    try:
+        told = ConfigRecord({**(config or {}), ROUND: 1, SEED: seed, RUN: "adapted"})
+    except (TypeError, ValueError):
+        raise TypeError(
+            "train_config must have names with numbers, texts, bytes or lists of them, got "
+            f"{brief_repr(config)}."
+        ) from None
     become_server(context.run_id)  # a message is made by a server's process alone
     content = RecordDict({ARRAYS: record, CONFIG: told})
     message = Message(content, context.node_id, MessageType.TRAIN)

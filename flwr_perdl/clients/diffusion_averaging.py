@@ -30,7 +30,8 @@ from flwr_perdl.clients.local import (
 from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, DiffusionClient, Kept
 from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.clients.personalized import kept_private
-from flwr_perdl.core.checks import Matrix, check_kind
+from flwr_perdl.core.checks import Matrix, brief_repr, check_kind
+from flwr_perdl.core.models import DTYPES
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
@@ -50,6 +51,8 @@ AVERAGING = "diffusion_averaging"
 #: Says as JSON: the learner's options, how late a message may be, and name, shape and dtype of
 #: every array of the model.
 ABOUT = "perdl.averaging"
+#: The dtypes of a model's arrays as this says them.
+_DTYPES = {dtype.str: dtype for dtype in DTYPES}
 #: What a node can make of a number and options.
 COMPRESSIONS = (TopK, RandomQuantization)
 
@@ -88,16 +91,14 @@ def averaging_config(
 def exchange(local: Local, request: StepRequest) -> StepResult:
     """Take a step of `neighbor_relay` by an app that knows nothing of it."""
     config, keeps = request.config, local.keeps
-    about = json.loads(str(config[ABOUT]))
-    forms = {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in about["arrays"]}
+    forms, learner, about = _read_about(str(config.get(ABOUT)))
     private = [] if keeps is None else keeps.part.private(forms)
     run = request.run + INNER
     start = Delivery.from_arrays(request.arrays, bool(config.get(SEALED))).start
-    if start and [(array.shape, array.dtype) for array in start] != [*forms.values()]:
+    given, told = ([(a.shape, a.dtype) for a in some] for some in (start, forms.values()))
+    if start and given != told:
         raise ValueError("arrays must end with a model of the form that config says, got others.")
-    # A start that is not sent takes no memory, whatever sizes the config announces.
-    none = (np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in forms.values())
-    model = dict(zip(forms, start or none, strict=True))
+    model = dict(zip(forms, start or forms.values(), strict=True))
     if keeps is not None and start:
         keeps.begin(local.context, run, {name: encode(array) for name, array in model.items()})
     shared = [name for name in forms if name not in private]
@@ -105,17 +106,33 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     if private:
         inner[LEFT_OUT] = json.dumps(private)
     app = _App(local, shared, inner)
-    options = about["learner"]
-    if options["compression"] is not None:
-        kind, own_options = options["compression"]
-        options["compression"] = COMPRESSIONS[kind](**own_options)
-    learner = AveragingOptions(**options)
     first = [model[name] for name in shared]
     program = learner.program(lambda node: app, initial=first, array_names=shared, in_files=True)
     node = _Node(program, local.context, max_delay=about["max_delay"])
     node.has_start, node.half = bool(start), about["half"] is True
     node.shows = "state" if about["shows"] is True else "observed"
     return node.exchange(request, local.kept)
+
+
+def _read_about(given: str) -> tuple[dict[str, Matrix], AveragingOptions, dict[str, Any]]:
+    """Return what `averaging_config` says: the model's forms, without memory, the options, all."""
+    try:
+        about = json.loads(given)
+        forms = {
+            str(name): np.broadcast_to(np.zeros((), _DTYPES[dtype]), shape)
+            for name, shape, dtype in about["arrays"]
+        }
+        options = {**about["learner"]}
+        if options["compression"] is not None:
+            kind, own_options = options["compression"]
+            options["compression"] = COMPRESSIONS[kind](**own_options)
+        about = {name: about[name] for name in ("max_delay", "shows", "half")}
+        return forms, AveragingOptions(**options), about
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{ABOUT} must be DiffusionAveraging's options as JSON, got {brief_repr(given)}: "
+            f"{error!r}"
+        ) from None
 
 
 @step(AVERAGING, TUNE, whole=True)

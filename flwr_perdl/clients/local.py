@@ -5,7 +5,6 @@ Any client, and any ClientApp, is two functions to it: training and evaluation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -54,6 +53,7 @@ from flwr_perdl.protocol.records import (
     encode,
     error_of,
     in_order,
+    left_out_of,
     named,
     route_of,
     scalars,
@@ -312,7 +312,7 @@ class Local:
             Arrays, number of examples and metrics.
         """
         model, names = [*map(encoded, arrays)], names or self._request.names
-        stays = json.loads(str(self._configs[MessageType.TRAIN].get(LEFT_OUT, "[]")))
+        stays = left_out_of(self._configs[MessageType.TRAIN])
         with state_of(self.context, state) if state else nullcontext():
             content = self._ask(MessageType.TRAIN, model, names, config)
         found = content.get(ARRAYS)

@@ -54,6 +54,7 @@ from flwr_perdl.protocol.records import (
     RUN,
     config_of,
     encode,
+    left_out_of,
     named,
     route_of,
     view,
@@ -164,7 +165,7 @@ def kept_private(context: Context, run: str) -> dict[str, Array]:
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
-    left_out = json.loads(str(config_of(message).get(LEFT_OUT, "[]")))
+    left_out = left_out_of(config_of(message))
     return KeepPrivate(Part("patterns", tuple(map(escape, left_out)))) if left_out else None
 
 
@@ -293,7 +294,8 @@ class KeepPrivate:
         # A step may train several times; what it evaluates before, the round before has trained.
         again = bool(config.pop(AGAIN, kind != MessageType.TRAIN))
         kept = state.after(round_) if again else state.before(round_)
-        part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
+        part = self._part(given, kept, left_out_of(config))
+        config.pop(LEFT_OUT, None)
         first = _first_names(context, store) if self._by_position else part.names
         if first not in (None, part.names):
             raise ValueError(
@@ -463,7 +465,8 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
             before, after = view(model[name]), view(sendable(found[name], model[name]))
             check_trained(name, after, before, fixed_entries(before))
         for other in found.keys() - set(private):
-            if _equal(found[other], found[name]) and not _equal(found[other], model[other]):
+            tied = view(found[name]).any() and _equal(found[other], found[name])
+            if tied and not _equal(found[other], model[other]):
                 raise ValueError(
                     f"array {other!r} must not equal the private array {name!r} after training, as "
                     "tied weights do: keep both private, or none."

@@ -32,7 +32,15 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
 from flwr_perdl.clients.base import UNSENT, PrivateState, private_store
-from flwr_perdl.core.checks import Matrix, check_count
+from flwr_perdl.core.checks import (
+    Matrix,
+    brief_repr,
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+    check_real,
+)
 from flwr_perdl.core.models import Start, change, fixed_entries, is_float, is_plain, settled
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import like, log
@@ -46,6 +54,8 @@ HALF = np.dtype(np.float16)
 _CHANGE, _AT = "+", "@"
 #: The dtype that half floats stand for, where the config does not say another one.
 _USUAL = "float32"
+#: Those that they may stand for.
+_FULL = ("float16", _USUAL, "float64")
 
 
 @dataclass(frozen=True)
@@ -69,10 +79,25 @@ class Transport:
     changes: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Check what a message says."""
+        check_flag("half", self.half)
+        check_flag("changes", self.changes)
+        if self.share is not None:
+            check_real("share", self.share, 0, 1, open_low=True)
+        for dtype in check_kind("dtypes", self.dtypes, Mapping, "an object").values():
+            check_choice("dtypes", dtype, _FULL)
+
     @classmethod
     def of(cls, message: Message) -> Transport:
         """Return what a message says."""
-        return cls(**json.loads(str(config_of(message)[TRANSPORT])))
+        text = str(config_of(message)[TRANSPORT])
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{TRANSPORT} must be JSON as {cls(True, None)}, got {brief_repr(text)}: {error}"
+            ) from None
 
     def __str__(self) -> str:
         """Return it as a config has it."""

@@ -88,7 +88,7 @@ from flwr_perdl.network.combine import Array, Run
 from flwr_perdl.network.compression import Compression, check_compression
 from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.schedule import Schedule, schedule_of
-from flwr_perdl.network.topology import Topology, weights_of
+from flwr_perdl.network.topology import MOST_NODES, Topology, weights_of
 
 METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
 _LOG = getLogger(__name__)
@@ -385,6 +385,7 @@ class AveragingOptions:
         config = {} if self.config is None else self.config
         self.config = dict(check_kind("config", config, Mapping, "a mapping or None"))
         check_count("n_liars", self.n_liars, 1)
+        check_count("n_nodes", self.n_nodes, 0, MOST_NODES)
         if self.max_magnitude is not None:
             self.max_magnitude = check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
         if not trusting and compression is not None:

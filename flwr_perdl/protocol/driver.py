@@ -8,6 +8,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flwr_perdl.core.aggregate import LEFT_OUT
-from flwr_perdl.core.checks import Matrix, plain
+from flwr_perdl.core.checks import Matrix, check_kind, plain
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
@@ -56,7 +57,6 @@ from flwr_perdl.protocol.request import (
     TooFewReplies,
     check_arrays,
     check_models,
-    check_request,
 )
 from flwr_perdl.protocol.roster import Roster
 from flwr_perdl.random import EVALUATION, SAMPLING, spawn
@@ -530,13 +530,13 @@ class ProtocolRun:
 
     def _take_up(self, request: object) -> None:
         """Take up what the protocol asks next."""
-        asked, sums = check_request(request), self._strategy._sums
-        if asked.summed is not None and sums is not None:
-            asked = check_request(asked._replace(secure=sums(asked.summed)))
+        asked: Request = check_kind("what protocol yields", request, Request, "a Request")
+        if asked.summed is not None and (sums := self._strategy._sums) is not None:
+            asked = replace(asked, secure=sums(asked.summed))
         if asked.secure is not None:
             least = self.options.min_clients
             channel = asked.secure.begin(self.record.kept, self._rounds, least, self.save)
-            asked = asked._replace(secure=channel)
+            asked = replace(asked, secure=channel)
         elif self._privacy is not None:
             raise ValueError(
                 "initial_arrays must be given with privacy, public or random ones, so that every "
@@ -661,8 +661,7 @@ def _check(request: Request, reply: Reply) -> object:
             raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
     if request.combine is not None:
         request.combine.check(reply)
-    returned: object = request.check(reply)
-    return returned
+    return request.check(reply)
 
 
 def _check_each(

@@ -23,10 +23,12 @@ so each is written and parsed once.
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import dropwhile, takewhile
 from math import isfinite, isnan, nan
@@ -695,6 +697,16 @@ def read_request(
         )
     read = decode if writable else view
     return [read(array) for array in record.values()], scalars(config)
+
+
+def left_out_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the arrays that a request leaves out, or raise a ValueError."""
+    text = str(config.get(LEFT_OUT, "[]"))
+    with suppress(ValueError, RecursionError):
+        names = json.loads(text)
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+    raise ValueError(f"{LEFT_OUT} must be a list of names as JSON, got {brief_repr(text)}.")
 
 
 def config_of(message: Message) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from logging import WARNING
 from numbers import Real
@@ -41,6 +41,7 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_flag,
+    check_function,
     check_kind,
     check_list,
     check_real,
@@ -87,7 +88,12 @@ REMEMBERED = "remembered"
 
 
 def accept(reply: Reply) -> None:
-    """Accept every reply (the default check of a request)."""
+    """Accept every reply (the default check of a request).
+
+    Parameters
+    ----------
+    reply : Reply
+    """
 
 
 class TooFewReplies(RuntimeError):
@@ -207,6 +213,8 @@ class Combine:
     def __post_init__(self) -> None:
         """Check the options."""
         check_kind("group in combine", self.group, (str, type(None)), "a name or None")
+        if self.group == "":
+            raise ValueError("group in combine must be a metric's name or None, got an empty one.")
         check_choice("rule in combine", self.rule, RULES)
         check_list("start in combine", self.start)
         forms = set()
@@ -428,10 +436,11 @@ class Promised(typing.Protocol):
         ...
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Request:
     """One round's request to every participating client.
 
-    Attributes
+    Parameters
     ----------
     step : str
         The protocol's step that the client takes.
@@ -476,6 +485,11 @@ class Request(NamedTuple):
         default the start of ``combine``; without it, finite float32 or float64 arrays. None: finite
         numbers of any dtype.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument breaks its rule.
+
     Examples
     --------
     >>> import numpy as np
@@ -486,9 +500,9 @@ class Request(NamedTuple):
 
     step: str
     arrays: Sequence[Matrix] = ()
-    config: Mapping[str, Scalar] = {}
+    config: Mapping[str, Scalar] = field(default_factory=dict)
     state: State | None = None
-    check: Callable[[Reply], None] = accept
+    check: Callable[[Reply], object] = accept
     per_client: Callable[[int], Sequence[Matrix]] | None = None
     model: Sequence[Matrix] | None = None
     max_values: int | None = None
@@ -500,6 +514,42 @@ class Request(NamedTuple):
     combine: Combine | None = None
     keep_arrays: bool = False
     expect: Sequence[Matrix] | None = ()
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not check_kind("Request.step", self.step, str, "a name"):
+            raise ValueError("Request.step must be a name, got an empty one.")
+        for name in ("arrays", "model", "expect"):
+            if (own := getattr(self, name)) is not None or name == "arrays":
+                check_arrays(f"Request.{name}", own)
+        check_kind("Request.config", self.config, Mapping, "a mapping")
+        for name, value in self.config.items():
+            if not isinstance(name, str) or not isinstance(plain(value), Scalar):
+                raise ValueError(
+                    "Request.config must have names with numbers, texts or bytes, got "
+                    f"{name!r}: {brief_repr(value)}."
+                )
+        if self.state is not None:
+            _check_state(self.state)
+        if not callable(self.check):
+            raise TypeError(f"Request.check must be a function, got {brief_repr(self.check)}.")
+        check_function("Request.per_client", self.per_client)
+        if self.max_values is not None:
+            check_count("Request.max_values", self.max_values)
+        for name in check_list("Request.metrics", self.metrics):
+            check_kind("Request.metrics", name, str, "a list of names")
+        if self.max_weight is not None:
+            check_real("Request.max_weight", self.max_weight, 1)
+        check_count("Request.reuse_last_reply", self.reuse_last_reply)
+        check_flag("Request.keep_arrays", self.keep_arrays)
+        kinds = {"summed": Summed, "secure": Channel, "combine": Combine}
+        for name, kind in kinds.items():
+            wanted = f"a {'SecureMean' if kind is Channel else kind.__name__} or None"
+            check_kind(f"Request.{name}", getattr(self, name), (kind, type(None)), wanted)
+        if self.reuse_last_reply and self.secure is not None:  # there is no single reply to keep
+            raise ValueError(
+                f"Request.reuse_last_reply must be 0 with secure, got {self.reuse_last_reply}."
+            )
 
     @property
     def models(self) -> Combine | None:
@@ -523,40 +573,6 @@ class Request(NamedTuple):
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
 #: replies, once per round, and returns the result.
 Protocol = Generator[Request, Replies, list[Matrix]]
-
-
-def check_request(request: object) -> Request:
-    """Return what a protocol yielded, or raise an error that says what is wrong with it."""
-    if not isinstance(request, Request):
-        raise TypeError(f"protocol must yield a Request, got {brief_repr(request)}.")
-    if not check_kind("Request.step", request.step, str, "a name"):
-        raise ValueError("Request.step must be a name, got an empty one.")
-    check_arrays("Request.arrays", request.arrays)
-    if request.model is not None:
-        check_arrays("Request.model", request.model)
-    for name, value in check_kind("Request.config", request.config, Mapping, "a mapping").items():
-        if not isinstance(name, str) or not isinstance(plain(value), Scalar):
-            raise ValueError(
-                "Request.config must have names with numbers, texts or bytes, got "
-                f"{name!r}: {brief_repr(value)}."
-            )
-    if request.state is not None:
-        _check_state(request.state)
-    for name in check_list("Request.metrics", request.metrics):
-        check_kind("Request.metrics", name, str, "a list of names")
-    if request.max_weight is not None:
-        check_real("Request.max_weight", request.max_weight, 1)
-    check_count("Request.reuse_last_reply", request.reuse_last_reply)
-    check_kind("Request.combine", request.combine, (Combine, type(None)), "a Combine or None")
-    check_flag("Request.keep_arrays", request.keep_arrays)
-    if request.expect is not None:
-        check_arrays("Request.expect", request.expect)
-    if request.reuse_last_reply and request.secure is not None:  # there is no single reply to keep
-        raise ValueError(
-            f"Request.reuse_last_reply must be 0 with secure, got {request.reuse_last_reply}."
-        )
-    check_kind("Request.secure", request.secure, (Channel, type(None)), "a SecureMean or None")
-    return request
 
 
 def check_arrays(name: str, arrays: object) -> list[Matrix]:

@@ -455,7 +455,7 @@ class _FineTunedPart(PersonalizedFedAvg):
         self._is_private = [True for _ in self._is_private]
         self._known = set()  # so that all clients receive the shared arrays once more
         while True:
-            replies = yield request._replace(combine=None)
+            replies = yield replace(request, combine=None)
             self.trained_by(replies)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -218,27 +219,68 @@ def test_what_would_take_a_client_for_ever_is_refused_before_it_begins(
     assert named in reply.error.reason
 
 
-def test_a_size_that_a_request_announces_takes_no_memory() -> None:
-    class Half(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [array / 2 for array in parameters], 1, {}
+class Half(NumPyClient):
+    """Halves its model."""
 
-    tapped, app = Tapped(client_app(lambda context: Half()), 3), client_app(lambda c: Half())
-    strategy = DiffusionAveraging(Topology.ring(3), fraction_evaluate=0.0)
-    strategy.start(tapped, ArrayRecord([np.zeros(3)]), num_rounds=2)
-    request = [m for m in tapped.asked if m.metadata.message_type == "train"][-1].content
-    config = dict(request["config"])
-    about = json.loads(config["perdl.averaging"])
-    config["perdl.averaging"] = json.dumps({**about, "arrays": [["0", [10**8], "<f8"]]})
-    content = RecordDict({"arrays": request["arrays"], "config": ConfigRecord(config)})
-    grid = InProcessGrid(app, 1)
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [array / 2 for array in parameters], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return 0.0, 1, {}
+
+
+def refusal(arrays: ArrayRecord, config: Any) -> str:
+    """Return why a client refuses to train, which takes it no memory."""
+    grid = InProcessGrid(client_app(lambda context: Half()), 1)
     (node,) = grid.get_node_ids()
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
     tracemalloc.start()
     (reply,) = grid.send_and_receive([Message(content, node, MessageType.TRAIN)])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert "state-dir" in reply.error.reason
     assert peak < 10**7
+    return str(reply.error.reason)
+
+
+@pytest.mark.parametrize(
+    ("at", "changed", "named"),
+    [
+        (-1, {"arrays": [["0", [10**8], "<f8"]]}, "state-dir"),
+        (-1, {"arrays": [["0", [3], f"<U{10**8}"]]}, "perdl.averaging"),
+        (0, {"learner": {"compression": None, "groups": "auto", "n_nodes": 10**9}}, "n_nodes"),
+    ],
+)
+def test_a_size_that_a_request_announces_takes_no_memory(
+    at: int, changed: dict[str, Any], named: str
+) -> None:
+    tapped = Tapped(client_app(lambda context: Half()), 3)
+    strategy = DiffusionAveraging(Topology.ring(3), fraction_evaluate=0.0)
+    strategy.start(tapped, ArrayRecord([np.zeros(3)]), num_rounds=2)
+    request = [m for m in tapped.asked if m.metadata.message_type == "train"][at].content
+    about = {**json.loads(request["config"]["perdl.averaging"]), **changed}
+    config = {**request["config"], "perdl.averaging": json.dumps(about)}
+    assert named in refusal(request.array_records["arrays"], config)
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        *product(
+            ("perdl.transport", "perdl.averaging", "perdl.left-out"),
+            ("5", "{", "{}", "[5]", "null", "[" * 10**5),
+        ),
+        *product(("perdl.transport", "perdl.averaging"), ("[]", '{"arrays": [], "half": 1}')),
+        ("perdl.transport", '{"half": true, "share": -1}'),
+        ("perdl.transport", '{"half": true, "share": null, "dtypes": {"0": "U50000"}}'),
+        ("perdl.transport", '{"half": true, "share": null, "dtypes": [["0", "float64"]]}'),
+    ],
+)
+def test_what_a_key_says_as_json_is_refused_by_its_name(key: str, given: str) -> None:
+    config = {"server-round": 1, "perdl.seed": 0, "perdl.run": "run", "perdl.at": 1, key: given}
+    if key == "perdl.averaging":
+        config |= {"perdl.protocol": "diffusion_averaging", "perdl.step": "exchange"}
+    arrays = ArrayRecord([np.zeros((0, 4)), np.zeros(10_000, np.float16)])
+    assert f"{key} must" in refusal(arrays, config)
 
 
 def test_a_client_cannot_fill_the_history_with_metrics() -> None:

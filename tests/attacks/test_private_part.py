@@ -66,6 +66,18 @@ def test_tied_weights_do_not_leave_by_their_other_name(
     assert len(refused) == len(grid.errors) == (2 if patterns == ("head.*",) else 0)
 
 
+def test_arrays_that_come_to_zeros_are_not_tied() -> None:
+    class Zeros(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [0 * array for array in parameters], 1, {}
+
+    config = ConfigRecord({"server-round": 1, "perdl.run": "r"})
+    arrays = ArrayRecord({name: Array(np.ones(3)) for name in ("body", "head")})
+    message = asks(RecordDict({"arrays": arrays, "config": config}))
+    reply = client_app(lambda _: Zeros(), private=["head"])(message, context_of())
+    assert not reply.content["arrays"]["body"].numpy().any()
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flwr_perdl.clients import (
     DictionaryClient,
+    ProtocolClient,
     RegressionClient,
 )
 from flwr_perdl.dictionary import OrthogonalLearner
@@ -32,6 +33,13 @@ def test_a_partition_id_may_be_a_text(partition: Any) -> None:
 def test_any_other_partition_id_is_one_sentence(partition: Any) -> None:
     with pytest.raises(ValueError, match=r"^partition-id"):
         DictionaryClient(X, LEARNER, context_of(partition))
+
+
+@pytest.mark.parametrize("option", ["max_runs", "max_requests"])
+@pytest.mark.parametrize("value", [object(), 0, 1.5])
+def test_how_often_a_client_answers_is_a_number(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{option}"):
+        ProtocolClient(context_of(), **{option: value})
 
 
 REQUESTS = st.fixed_dictionaries(

@@ -97,6 +97,11 @@ def test_a_reply_that_does_not_fit_is_told_what_does_not(reply: Reply, named: st
         Combine(start=[[np.zeros(2)], [np.zeros(2)]], group="kind").check(reply)
 
 
+def test_a_group_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^group"):
+        Combine(start=[[np.zeros(1)]], group="")
+
+
 def test_a_large_model_may_come_back() -> None:
     model = [np.broadcast_to(np.float32(0), (7, 2**24))]  # without its memory
     for request in (Request("x", expect=model), Request("x", combine=Combine(start=model))):

@@ -333,30 +333,42 @@ def times(log: pytest.LogCaptureFixture, text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("request_", "named"),
+    ("arguments", "named"),
     [
-        ("add", "protocol"),
-        (Request(""), "step"),
-        (Request("add", np.zeros(4)), "arrays"),
-        (Request("add", [[0.0, 1.0]]), "arrays"),
-        (Request("add", [np.array([{}])]), "arrays"),
-        (Request("add", "text"), "arrays"),
-        (Request("add", ONE, model=np.zeros(2)), "model"),
-        (Request("add", ONE, 3), "config"),
-        (Request("add", ONE, {"n": [1]}), "config.*'n'"),
-        (Request("add", ONE, state=[1]), "state"),
-        (Request("add", ONE, state={"a": {"b": 1}}), "state.*'a'"),
-        (Request("add", ONE, metrics="seen"), "metrics"),
-        (Request("add", ONE, reuse_last_reply=1, secure=SecureMean((1,))), "reuse_last_reply"),
-        (Request("add", ONE, max_weight=0.5), "max_weight"),
+        ({"step": ""}, "step"),
+        ({"arrays": np.zeros(4)}, "arrays"),
+        ({"arrays": [[0.0, 1.0]]}, "arrays"),
+        ({"arrays": [np.array([{}])]}, "arrays"),
+        ({"arrays": "text"}, "arrays"),
+        ({"arrays": None}, "arrays"),
+        ({"model": np.zeros(2)}, "model"),
+        ({"expect": np.zeros(2)}, "expect"),
+        ({"config": 3}, "config"),
+        ({"config": {"n": [1]}}, "config.*'n'"),
+        ({"state": [1]}, "state"),
+        ({"state": {"a": {"b": 1}}}, "state.*'a'"),
+        ({"metrics": "seen"}, "metrics"),
+        ({"reuse_last_reply": 1, "secure": SecureMean((1,))}, "reuse_last_reply"),
+        ({"max_weight": 0.5}, "max_weight"),
+        ({"max_values": -1}, "max_values"),
+        ({"check": None}, "check"),
+        ({"per_client": ONE}, "per_client"),
+        ({"summed": ONE}, "summed"),
+        ({"combine": {"group": "a"}}, "combine"),
+        ({"keep_arrays": "no"}, "keep_arrays"),
     ],
 )
 def test_what_a_protocol_asks_is_checked_before_anything_is_sent(
-    tmp_path: Path, request_: Any, named: str
+    arguments: dict[str, Any], named: str
 ) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"^Request\.{named}"):
+        Request(**{"step": "add", "arrays": ONE, **arguments})
+
+
+def test_what_a_protocol_yields_is_a_request(tmp_path: Path) -> None:
     here = Tapped(client_app(Adder), 3)
-    with pytest.raises((ValueError, TypeError), match=named):
-        Asks(request_, checkpoint_dir=tmp_path).start(here, num_rounds=1)
+    with pytest.raises(TypeError, match="protocol"):
+        Asks("add", checkpoint_dir=tmp_path).start(here, num_rounds=1)
     assert not here.asked
     assert not list(tmp_path.iterdir())
 
