@@ -387,7 +387,7 @@ def export(
     with _errors_in_a_sentence():
         export_models(folder, out)
     print(
-        f"{out}: {plural(len(list(out.iterdir())) - 1, 'model')}, and which is whose in README.md"
+        f"{out}: {plural(len(list(out.iterdir())) - 2, 'model')}, and which is whose in README.md"
     )
 
 

@@ -39,7 +39,7 @@ FLOORS = {
     "regression": {"core"},
     "network": {"core", "dictionary"},
     "protocol": {"core"},
-    "export": {"core", "protocol"},
+    "export": {"core", "protocol", "strategies"},
     "pytorch": {"core"},
 }
 

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 import torch
-from flwr.app import Array, ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 
 from flwr_perdl.clients import adapt
 from flwr_perdl.export import load
@@ -29,11 +29,10 @@ def measured(model: ArrayRecord) -> str:
 
 
 torch.manual_seed(0)
-models = {}
-for file in sorted(Path(sys.argv[1]).glob("cluster-*")):
-    models[file.stem] = ArrayRecord({name: Array(one) for name, one in load(file).items()})
-    print(f"{file.stem}: {measured(models[file.stem])}")
+models = load(sys.argv[1]).shared
+for j, model in enumerate(models):
+    print(f"cluster-{j}: {measured(model)}")
 train_config = {"lr": config["learning-rate"]}
-own = adapt(app, list(models.values()), context, fits=5, train_config=train_config)
+own = adapt(app, models, context, fits=5, train_config=train_config)
 print(f"fine-tuned: {measured(own)}")
 torch.save(own.to_torch_state_dict(), "own.pt")

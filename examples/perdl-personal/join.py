@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 import torch
-from flwr.app import Array, ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 
 from flwr_perdl.clients import adapt
 from flwr_perdl.export import load
@@ -29,8 +29,7 @@ def measured(model: ArrayRecord) -> str:
 
 
 torch.manual_seed(0)
-(file,) = Path(sys.argv[1]).glob("shared.*")
-shared = ArrayRecord({name: Array(values) for name, values in load(file).items()})
+shared = load(sys.argv[1]).shared
 own = adapt(app, shared, context, fits=20, train_config={"lr": config["learning-rate"]})
 print(f"before: {measured(shared)}")
 print(f"after: {measured(own)}")

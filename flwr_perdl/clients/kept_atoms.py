@@ -6,16 +6,17 @@ config, can read them: the client itself, and in a simulation the process that r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from flwr.app import Context, RecordDict
+from flwr.app import Array, Context, RecordDict
 
 from flwr_perdl.clients._states import NodeStates
-from flwr_perdl.clients.base import PREFIX, PrivateState, StateStore
+from flwr_perdl.clients.base import PREFIX, PrivateState, StateStore, private_store, run_folder
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_kind
-from flwr_perdl.protocol.records import PARTITION_ID
+from flwr_perdl.protocol.records import PARTITION_ID, encode
 
 
 def local_atoms(source: Context | str | Path) -> Matrix:
@@ -134,11 +135,19 @@ def _of_context(context: Context) -> PrivateState | None:
     return PrivateState(context, runs[0]) if runs else None
 
 
-def _of_folder(folder: Path) -> PrivateState | None:
+def kept_local(context: Context, run: str, _: Sequence[str] = ()) -> dict[str, Array] | None:
+    """Return the local atoms that a client has of a run, in a model's form; or None."""
+    store = private_store(context, "")
+    state = None if store is None else _of_folder(store.folder, run_folder(store, run).name)
+    kept = (state or PrivateState(context, run)).newest()
+    return {LOCAL_ATOMS: encode(kept[LOCAL_ATOMS])} if kept and LOCAL_ATOMS in kept else None
+
+
+def _of_folder(folder: Path, runs: str = "run-*") -> PrivateState | None:
     """Return the private state of the run that wrote into a client's folder last."""
     written = [
         files.round_path(run, max(rounds))
-        for run in folder.glob("run-*")
+        for run in folder.glob(runs)
         if (rounds := files.rounds_in(run))
     ]
     if not written:

@@ -37,7 +37,7 @@ MOST_FITS = 1000
 KEPT_FITS, CLUSTER, BEFORE = "fits-kept", "cluster", "-before"
 
 Model = dict[str, Array]
-#: ``(context, run, names) -> model``: the whole model that a client has of a protocol, or None.
+#: ``(context, run, names) -> arrays``: those of a model that are a client's own, or None.
 Find = Callable[[Context, str, Sequence[str]], Model | None]
 
 
@@ -86,18 +86,15 @@ def own_state(context: Context, run: str) -> PrivateState:
 def kept_model(
     context: Context,
     run: str,
-    model: Model,
+    names: Sequence[str],
     round_: int = files.LAST_ROUND,
     find: Find | None = None,
 ) -> Model | None:
-    """Return the own model that a client has, of which ``model`` is the shared one, or None."""
+    """Return the arrays of a model with these names that are a client's own, None without any."""
     kept = own_state(context, run).after(round_)
-    if kept is not None and kept.keys() == model.keys():  # else of another model
-        return {name: encode(kept[name]) for name in model}
-    if find is not None:
-        return find(context, run, [*model])
-    private = kept_private(context, run)
-    return {**model, **private} if private else None
+    if kept is not None and kept.keys() == set(names):  # else of another model
+        return {name: encode(kept[name]) for name in names}
+    return (kept_private(context, run) if find is None else find(context, run, names)) or None
 
 
 def choose_model(local: Local, models: Mapping[str, Model]) -> tuple[Model, dict[str, Scalar]]:
@@ -117,7 +114,7 @@ def _own_model(
     private = {} if local.keeps is None else kept_private(local.context, request.run)
     models = {name: {**model, **private} for name, model in request.models.items()}
     model, numbers = choose_model(local, models)
-    own = kept_model(local.context, request.run, model, request.round - 1, find)
+    own = kept_model(local.context, request.run, [*model], request.round - 1, find)
     if own is None and request.config.get(TRAINED) and (find or local.keeps):
         raise StateLostError("this client's own model")
-    return model if own is None else own, numbers
+    return {**model, **(own or {})}, numbers

@@ -6,7 +6,7 @@ The clients' half is `flwr_perdl.clients.own_models`. No array leaves a client h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,11 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients.base import identify
+from flwr_perdl.clients.diffusion_averaging import AVERAGING
+from flwr_perdl.clients.diffusion_averaging import kept_model as kept_by_averaging
+from flwr_perdl.clients.ditto import DITTO
+from flwr_perdl.clients.ditto import kept_model as kept_by_ditto
+from flwr_perdl.clients.kept_atoms import kept_local
 from flwr_perdl.clients.own_models import (
     INITIAL,
     MOST_FITS,
@@ -36,6 +41,7 @@ from flwr_perdl.clients.own_models import (
     Find,
     kept_model,
 )
+from flwr_perdl.clients.perma import PERMA
 from flwr_perdl.clients.personalized import Part, check_patterns
 from flwr_perdl.clients.transport import HALF
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
@@ -61,6 +67,12 @@ from flwr_perdl.protocol.request import read_replies
 from flwr_perdl.protocol.roster import LocalGrid
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
+#: How a client's own arrays are found, where they are others than its private ones.
+_FIND: Mapping[str, Find] = {
+    AVERAGING: kept_by_averaging,
+    DITTO: kept_by_ditto,
+    PERMA: kept_local,
+}
 #: Why a client's own model is not returned.
 AT_HAND = (
     "client must keep its own arrays in this process, or state_dir must be the folder where it "
@@ -75,7 +87,7 @@ def context_of(client: int, name: str, state_dir: str | Path) -> Context:
     if client < len(together):
         return together[client]
     who: dict[str, Any] = {PARTITION_ID: client, "state-dir": str(state_dir)}
-    who |= {} if name == str(client) else {NAME: name}
+    who |= {} if name == str(client) else {NAME: _own_name(client, name)}
     return Context(0, 0, who, RecordDict(), {})
 
 
@@ -85,31 +97,63 @@ def contexts_on(grid: Grid) -> dict[int, Context]:
     return {int(identify(context)[PARTITION_ID]): context for context in nodes}
 
 
+def _own_name(client: int, name: str) -> str:
+    """Return what a client calls itself, of what reports call it where that is not unique."""
+    numbered = f"{client} ("
+    return name[len(numbered) : -1] if name.startswith(numbered) else name
+
+
 @dataclass(frozen=True, eq=False)
 class Own:
-    """Where the clients' own models are."""
+    """Where the clients' own models are, and what they are made of.
 
-    names: Mapping[int, str] = field(default_factory=dict)
-    find: Callable[[int, str | Path | None], ArrayRecord] | None = None
+    Attributes
+    ----------
+    run, token : str
+        The run in words, and what it is called in the clients' states.
+    protocol : str
+        The protocol whose steps clients take after the run.
+    arrays : sequence of str
+        The names of a model's arrays.
+    names : mapping of int to str
+        What reports call the clients.
+    apart : collection of int
+        The clients whose own model has arrays that ``base`` has not.
+    base : callable
+        ``client -> model``: the shared model that a client takes, None if there is none.
+    contexts : mapping of int to Context
+        Of the clients in this process.
+    """
+
     run: str = ""
-
-    @classmethod
-    def of(cls, strategy: ProtocolStrategy, find: Any) -> Own:
-        """Return where the own models of a run's clients are found."""
-        rounds = strategy._shown_rounds(strategy._running().record.done)
-        run = f"{type(strategy).__name__}, rounds: {rounds}"
-        return cls(dict(strategy.client_names), find, run)
+    token: str = ""
+    protocol: str = OWN_MODELS
+    arrays: Sequence[str] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+    apart: Collection[int] = ()
+    base: Callable[[int], Mapping[str, Array] | None] = lambda _: None
+    contexts: Mapping[int, Context] = field(default_factory=dict)
 
     def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
         """Return a client's own model, see `Learned.model_of`."""
         check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         known: dict[int | str, int] = {name: p for p, name in self.names.items()}
         known |= {p: p for p in self.names}
-        if type(plain(client)) not in (int, str) or client not in known or self.find is None:
+        if type(plain(client)) not in (int, str) or client not in known:
             raise ValueError(
                 f"client must be one of the run, by its partition or name, got {client!r}."
             )
-        return self.find(known[client], state_dir)
+        number = known[client]
+        base, context = self.base(number), self.contexts.get(number)
+        if state_dir is not None:
+            context = context_of(number, self.names[number], state_dir)
+        own: Mapping[str, Array] | None = None
+        if context is not None:
+            own = kept_model(context, self.token, self.arrays, find=_FIND.get(self.protocol))
+        found = {**(base or {}), **(own or {})}
+        if (own is None and number in self.apart) or not {*self.arrays} <= {*found}:
+            raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
+        return named([*found.values()], [*found])
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,11 +241,6 @@ class EndsWithModels(ProtocolStrategy):
             )
         return super()._unfit(partition)
 
-    @property
-    def find_own(self) -> Find | None:
-        """How a client's whole model is found, None where it is the shared one, but for a part."""
-        return None
-
     def shared_models(self) -> list[list[Matrix]]:
         """Return the models of which a client takes one, none if the server has none."""
         names = self._array_names()
@@ -219,7 +258,20 @@ class EndsWithModels(ProtocolStrategy):
     @property
     def own(self) -> Own:
         """Where the clients' own models are."""
-        return Own() if self._run is None else Own.of(self, self._find)
+        if self._run is None:
+            return Own()
+        record, names = self._run.record, self.client_names
+        apart = {p for one in self.history if one.step == TUNE for p in one.metrics}
+        return Own(
+            f"{type(self).__name__}, rounds: {self._shown_rounds(record.done)}",
+            record.token,
+            self.after_protocol,
+            self._array_names(),
+            names,
+            {*names} if self.private_names() or self.after_protocol in _FIND else apart,
+            self._model_for,
+            self._contexts,
+        )
 
     def _tune(self, grid: Grid) -> None:
         """Ask all clients to fine-tune their own models."""
@@ -260,22 +312,6 @@ class EndsWithModels(ProtocolStrategy):
 
         good, lost = read_replies(sent, replies, read)
         self._tell(run.conclude_after(dict(sorted(good.items())), lost))
-
-    def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
-        """Return a client's own model."""
-        run, names = self._running().record, self._array_names()
-        context = self._contexts.get(client)
-        if state_dir is not None:
-            context = context_of(client, run.names.get(client, str(client)), state_dir)
-        model = self._model_for(client)
-        own: dict[str, Array] | None = None
-        if context is not None:
-            base = model or dict(to_record(self._initial, names))
-            own = kept_model(context, run.token, base, find=self.find_own)
-        if own is None and (model is None or self.private_names() or self.find_own is not None):
-            raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
-        found = own or model or {}
-        return named([*found.values()], [*found])
 
     def _model_for(self, client: int) -> dict[str, Array] | None:
         """Return the shared model that a client takes, None if the server has none."""

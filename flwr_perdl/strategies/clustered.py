@@ -363,7 +363,10 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _model_for(self, client: int) -> dict[str, Array] | None:
         """Return the model of a client's cluster."""
-        return dict(self._model(self._found()[0].get(client, 0)))
+        cluster = 0 if self._n_models == 1 else self._found()[0].get(client)
+        if cluster is None:
+            raise ValueError(f"client must have chosen a cluster in the run, got client {client}.")
+        return dict(self._model(cluster))
 
     def _found(self) -> tuple[dict[int, int], dict[int, dict[str, float]]]:
         """Return each client's cluster, and the metrics of the last exchange that named it."""

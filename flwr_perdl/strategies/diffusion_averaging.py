@@ -18,8 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config, kept_model
-from flwr_perdl.clients.own_models import Find
+from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
@@ -207,11 +206,6 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         if self._learned is None:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
         return self._learned._replace(own=self.own)
-
-    @property
-    def find_own(self) -> Find | None:
-        """How a node's own model is found."""
-        return kept_model
 
     def _array_names(self) -> list[str]:
         return self._names

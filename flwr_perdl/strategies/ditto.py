@@ -31,8 +31,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Unpack
 
-from flwr_perdl.clients.ditto import DITTO, PULL, kept_model
-from flwr_perdl.clients.own_models import Find
+from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.options import ServerOptions
@@ -158,11 +157,6 @@ class Ditto(ModelStrategy):
     def result(self) -> Learned:
         """The global model, and where each client's own is."""
         return Learned(self._presented(), self.own)
-
-    @property
-    def find_own(self) -> Find | None:
-        """How a client's own model is found."""
-        return kept_model
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""

@@ -27,11 +27,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from logging import WARNING
 from math import prod
-from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import Array
 
 from flwr_perdl.clients.mixed_regression import (
     COEFFICIENTS,
@@ -116,14 +115,14 @@ class _MixedRegression(EndsWithModels):
     def _array_names(self) -> list[str]:
         return [COEFFICIENTS]
 
-    def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
+    def _model_for(self, client: int) -> dict[str, Array] | None:
         """Return the coefficients of a client's cluster."""
         cluster = self._clusters().get(client)
         if cluster is None:
             raise ValueError(
                 f"client must have said its cluster in an evaluation, got client {client}."
             )
-        return to_record([self._running().record.model[0][cluster]], [COEFFICIENTS])
+        return dict(to_record([self._running().record.model[0][cluster]], [COEFFICIENTS]))
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
         """Accept an evaluation of one of the models."""

@@ -52,14 +52,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from logging import WARNING
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord
 
-from flwr_perdl.clients import local_atoms, private_store
-from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS, N_NONZERO
+from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS, N_NONZERO
 from flwr_perdl.clients.perma import (
     ATOMS,
     GLOBAL_ATOMS,
@@ -100,7 +97,7 @@ from flwr_perdl.strategies._dictionaries import (
     with_enough,
     within_bounds,
 )
-from flwr_perdl.strategies._own_models import AT_HAND, EndsWithModels, Learned, context_of
+from flwr_perdl.strategies._own_models import EndsWithModels, Learned
 
 AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
@@ -300,17 +297,6 @@ class PerMA(EndsWithModels):
 
     def _array_names(self) -> list[str]:
         return [GLOBAL_ATOMS]
-
-    def _find(self, client: int, state_dir: str | Path | None) -> ArrayRecord:
-        """Return the global atoms and a client's local ones, if these are at hand."""
-        source: Any = self._contexts.get(client)
-        if state_dir is not None:
-            where = context_of(client, self.client_names[client], state_dir)
-            store = None if where.state else private_store(where, PERMA)
-            source = where if store is None else store.folder
-        if source is None:
-            raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
-        return to_record([*self._atoms, local_atoms(source)], [GLOBAL_ATOMS, LOCAL_ATOMS])
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result: a choice needs one, and one after it."""

@@ -45,7 +45,7 @@ def test_malformed_calls_are_right_or_name_the_argument() -> None:
 
 
 HUGE, RAGGED = 10**30, [[1.0], [1.0, 2.0]]
-LEARNED = Learned(ArrayRecord(), Own({1: "a"}, lambda *_: ArrayRecord()))
+LEARNED = Learned(ArrayRecord(), Own(names={1: "a"}))
 AVERAGED = Averaged({0: []}, {}, 0.0, 0, 0.0, 0.0, {}, np.ones(1, bool), {})
 ATOMS, RNG, LEARNER = np.eye(3, 4), np.random.default_rng(0), GradientLearner(3)
 REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {

@@ -12,6 +12,7 @@ from flwr.app import Array, ArrayRecord, Context, MessageType, RecordDict
 
 from flwr_perdl.clients import DictionaryClient, RegressionClient, adapt, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.export import load, save
 from flwr_perdl.network import Topology
 from flwr_perdl.privacy import Noise
 from flwr_perdl.simulations import InProcessGrid
@@ -351,19 +352,24 @@ def test_a_node_begins_with_the_mean_of_the_models_that_others_show() -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("name", ["clustered, private", "personalized", "ditto"])
+@pytest.mark.parametrize("name", ["clustered", *KEPT])
 def test_what_clients_keep_on_disk_is_at_hand(name: str, together: bool, tmp_path: Path) -> None:
-    kept = tmp_path / "states"
-    own: dict[str, Any] = {"node_config": lambda _: {"state-dir": str(kept)}}
-    options = {"state_dir": kept} if together else own
-    grid = InProcessGrid(client_app(Linear), N_CLIENTS, **options)
-    strategy = STRATEGIES[name](fine_tune=2)
-    strategy.start(grid, start(), num_rounds=3)
-    one = strategy.result.model_of(1)
-    other = strategy.result.model_of(1, state_dir=kept)
-    assert [a.tolist() for a in one.to_numpy_ndarrays()] == [
-        a.tolist() for a in other.to_numpy_ndarrays()
-    ]
+    """Also on their machines, by the folder that the server has saved without it."""
+    kept, kind = tmp_path / "states", kind_of(name)
+    calls = {"node_config": lambda i: {"name": f"ward/{i}", "state-dir": str(kept)}}
+    options: Any = {"state_dir": kept} if together else calls
+    grid = InProcessGrid(client_app(kind.client), N_CLIENTS, **options)
+    strategy = {**STRATEGIES, **OWN}[name](**({} if name in KINDS else {"fine_tune": 2}))
+    strategy.start(grid, kind.start(), num_rounds=40 if name == "fedx" else 4)
+    wanted = as_lists(strategy.result.model_of(1))
+    assert as_lists(strategy.result.model_of(1, state_dir=kept)) == wanted
+    save(tmp_path / "models", strategy.result, state_dir=tmp_path / "elsewhere")
+    saved = load(tmp_path / "models")
+    for client in (1, np.int64(1), "1" if together else "ward/1"):
+        assert as_lists(saved.model_of(client, state_dir=kept)) == wanted
+    if name != "fedx":  # a client's model is at the server
+        with pytest.raises(ValueError, match="state_dir"):
+            saved.model_of(1)
 
 
 def test_a_resumed_run_is_fine_tuned_once(tmp_path: Path) -> None:
