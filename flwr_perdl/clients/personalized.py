@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
+from functools import cache
 from glob import escape
 from logging import WARNING
 from math import prod
@@ -122,7 +123,7 @@ def keep_private(
     starts from the state before it. Evaluations use them. Flower's strategies do not tell runs
     apart: all runs in one Flower run continue with the same arrays.
 
-    Arrays in a reply to an evaluation or a query are rejected.
+    Arrays in a reply to an evaluation or a query are dropped, once with a warning.
 
     Examples
     --------
@@ -283,7 +284,7 @@ class KeepPrivate:
             return call_next(message, context)
         kind = route_of(message)[0]
         if kind == MessageType.QUERY:
-            return _without_arrays(call_next(message, context))
+            return _without_arrays(call_next(message, context), str(context.run_id))
         record, given = _only_arrays(message.content, "a request")
         configs = _of_kind(message.content, ConfigRecord).values()
         config = next((one for one in configs if ROUND in one), ConfigRecord())
@@ -309,7 +310,7 @@ class KeepPrivate:
             self.part.warn(part.names)
         if kind != MessageType.TRAIN:
             message.content[record] = _record(model)
-            return _without_arrays(call_next(message, context))
+            return _without_arrays(call_next(message, context), run)
 
         mods = (*self._inside, *inside)
         shared = [name for name in part.names if name not in part.private]
@@ -397,10 +398,18 @@ def _only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
     return name, record
 
 
-def _without_arrays(reply: Message) -> Message:
-    if not reply.has_error() and _of_kind(reply.content, ArrayRecord):
-        raise ValueError("a reply must have arrays only if it is one to training, got others.")
+def _without_arrays(reply: Message, run: str) -> Message:
+    for name in () if reply.has_error() else _of_kind(reply.content, ArrayRecord):
+        del reply.content[name]
+        _warn_dropped(run)
     return reply
+
+
+@cache
+def _warn_dropped(run: str) -> None:
+    """Warn once in a run."""
+    text = "A reply that is none to training has arrays: they are dropped, since some are private."
+    log(WARNING, text)
 
 
 def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:

@@ -36,8 +36,15 @@ def model(**shapes: int) -> ArrayRecord:
     return ArrayRecord({n: Array(np.zeros(shapes.get(n.partition(".")[0], 2))) for n in NAMES})
 
 
-def make_app(*mods: Any, spoil: Callable[[dict[str, np.ndarray], Any], Any] | None = None) -> Any:
-    """Return an app of the Message API that adds ``(p + 1) * STEPS``, and reports its head."""
+def make_app(
+    *mods: Any,
+    spoil: Callable[[dict[str, np.ndarray], Any], Any] | None = None,
+    talks: bool = False,
+) -> Any:
+    """Return an app of the Message API that adds ``(p + 1) * STEPS``, and reports its head.
+
+    ``talks``: its model is in all replies, as in Flower's template for Hugging Face.
+    """
     app = ClientApp(mods=list(mods))
 
     def arrays_of(message: Message) -> dict[str, np.ndarray]:
@@ -62,7 +69,14 @@ def make_app(*mods: Any, spoil: Callable[[dict[str, np.ndarray], Any], Any] | No
         own = arrays_of(message)
         numbers = {"num-examples": 1, "head": float(own["head.weight"][0]) / 1e3}
         numbers["body"] = float(own["body.weight"][0])
-        return Message(RecordDict({"metrics": MetricRecord(numbers)}), reply_to=message)
+        content = {"metrics": MetricRecord(numbers)} | ({**message.content} if talks else {})
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        content: Any = {"config": ConfigRecord({"partition-id": partition_of(context)})}
+        content |= {"arrays": model()} if talks else {}
+        return Message(RecordDict(content), reply_to=message)
 
     return app
 
@@ -325,26 +339,31 @@ def test_a_reply_that_cannot_be_kept_is_an_error(spoil: Any) -> None:
     assert not any(context.state for context in grid.contexts.values())
 
 
-def test_arrays_leave_in_replies_to_training_alone() -> None:
+@pytest.mark.parametrize("name", ["FedAvg", "PersonalizedFedAvg"])
+def test_arrays_in_replies_to_evaluations_and_queries_are_dropped_and_named_once(
+    name: str, warned: Any
+) -> None:
+    grid = Tapped(client_app(make_app(keep_private("head.*"), talks=True)), 2)
+    strategy = FedAvg() if name == "FedAvg" else PersonalizedFedAvg(["head.*"])
+    result = strategy.start(grid, model(), num_rounds=2)
+    assert grid.errors == []
+    assert [m["head"] for m in result.evaluate_metrics_clientapp.values()] == [1.5, 3.0]
+    assert_private_stays(grid)
+    assert len({id(record) for record in warned.records if "dropped" in record.getMessage()}) == 1
+
+
+def test_a_training_reply_has_one_record_of_arrays() -> None:
     app = ClientApp(mods=[keep_private("head.*")])
     context = InProcessGrid(ClientApp(), 1).contexts[1000]
 
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return Message(message.content, reply_to=message)
-
-    app.query()(evaluate)
-    app.train()(lambda message, context: Message(twice(message), reply_to=message))
-
-    def twice(message: Message) -> RecordDict:
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
         arrays = message.content["arrays"]
-        return RecordDict({"arrays": arrays, "again": arrays})
+        return Message(RecordDict({"arrays": arrays, "again": arrays}), reply_to=message)
 
-    for kind in ("evaluate", "query", "train"):
-        with pytest.raises(ValueError, match="reply"):
-            ask(app, context, 1, model(), kind)
-    with pytest.raises(ValueError, match="server-round"):
-        ask(app, context, None, model(), "evaluate")
+    for round_, named in ((1, "reply"), (None, "server-round")):
+        with pytest.raises(ValueError, match=named):
+            ask(app, context, round_, model(), "train")
 
 
 @pytest.mark.parametrize("which", ["inside", "train_mods", "the server's names"])
