@@ -17,6 +17,7 @@ from flwr_perdl.clients.base import PrivateState
 from flwr_perdl.clients.dispatch import ProtocolClient, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.clients.transport import halved
+from flwr_perdl.core.arrays import count_values
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_function
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.models import magnitude
@@ -268,7 +269,7 @@ class DiffusionClient(ProtocolClient):
         if silent_nodes(self.program, kept.state).any():
             return [], {FLOATS: 0}
         message = self._message(kept.state)
-        metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
+        metrics: dict[str, Scalar] = {FLOATS: count_values(*message)}
         if not np.isfinite(kept.sizes).all():
             return [], {**metrics, BROKEN: 1}
         message = self._halved(message)
@@ -295,7 +296,7 @@ class DiffusionClient(ProtocolClient):
             self.on_end(state)
         return self._shown(state)
 
-    def _shown(self, state: Any) -> list[Matrix]:
+    def _shown(self, state: Any) -> list[Array]:
         shown: dict[str, Array] = {}
         if self.shows != "nothing":
             shown.update(self.program.observe(state))

@@ -1,4 +1,4 @@
-"""Sums of squares and inner products, by BLAS, and what is observed where NaN is missing."""
+"""Sums of squares and inner products, by BLAS, sizes, and what is observed where NaN is missing."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def row_products(A: Array, B: Array) -> Array:
 def row_norms(A: Array) -> Array:
     """Return the Euclidean norms over the last axis."""
     return np.sqrt(row_products(A, A))
+
+
+def count_values(*arrays: Array) -> float:
+    """Return how many values arrays have; of packed bytes, eight are one."""
+    return sum(array.nbytes / 8 if array.dtype == np.uint8 else array.size for array in arrays)
 
 
 def has_missing(A: Array) -> bool:

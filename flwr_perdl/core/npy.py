@@ -2,14 +2,11 @@
 
 `numpy.load` takes archives and pickles too, and allocates what a header says before it looks for
 the numbers; what comes from others is read here.
-
-Replies on Flower hold finite numbers only: `pack` makes such numbers of bytes.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
@@ -27,8 +24,6 @@ _MAGIC = npy.magic(1, 0)
 _PREFIX = len(_MAGIC) + 2
 #: Kinds of dtypes of numbers: booleans, integers, reals, complex ones.
 _NUMBERS = "biufc"
-#: The highest byte of every number that carries bytes: it makes the number finite.
-_MARK = 0x3F
 
 
 def write_files(arrays: Iterable[Array]) -> bytes:
@@ -115,28 +110,20 @@ def as_file(array: Array) -> Array:
     return view_file(file_of(array))[0]
 
 
-def pack(data: bytes) -> NDArray[np.float64]:
-    """Return bytes as an array of finite numbers, seven bytes in each; the first says how many."""
-    rows = -(-len(data) // 7) + 1
-    padded = struct.pack("<Q", len(data))[:7] + data.ljust(7 * (rows - 1), b"\0")
-    buffer = np.full((rows, 8), _MARK, dtype=np.uint8)
-    buffer[:, :7] = np.frombuffer(padded, dtype=np.uint8).reshape(rows, 7)
-    return buffer.view("<f8")[:, 0].astype(np.float64, copy=True)
+def pack(data: bytes) -> NDArray[np.uint8]:
+    """Return bytes as an array."""
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def unpack(array: Array) -> bytes:
     """Return the bytes that `pack` was given, or raise a ValueError."""
-    numbers = np.ascontiguousarray(array, dtype="<f8")
-    if numbers.ndim == 1 and len(numbers):
-        buffer = numbers.view(np.uint8).reshape(-1, 8)
-        length = int.from_bytes(buffer[0, :7].tobytes(), "little")
-        if (buffer[:, 7] == _MARK).all() and 0 <= 7 * (len(buffer) - 1) - length < 7:
-            return buffer[1:, :7].tobytes()[:length]
-    raise ValueError("these numbers hold no bytes")
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise ValueError("these numbers are no bytes")
+    return array.tobytes()
 
 
-def pack_arrays(arrays: Mapping[str, Array]) -> NDArray[np.float64]:
-    """Return named arrays of any numbers, NaN among them, as one array of finite ones."""
+def pack_arrays(arrays: Mapping[str, Array]) -> Array:
+    """Return named arrays of any numbers, NaN among them, as one array of bytes."""
     return pack(write_files([text_array(list(arrays)), *arrays.values()]))
 
 
@@ -151,7 +138,7 @@ def unpack_arrays(array: Array) -> dict[str, Array]:
 
 def text_array(texts: Sequence[str]) -> NDArray[np.uint8]:
     """Return several texts as one array of bytes."""
-    return np.frombuffer(json.dumps(list(texts)).encode(), dtype=np.uint8)
+    return pack(json.dumps(list(texts)).encode())
 
 
 def texts_of(array: Array) -> list[str]:

@@ -41,7 +41,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.models import cleared
-from flwr_perdl.core.npy import pack, unpack
 from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, fixed_of, state_type
 from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.network.compression import consensus_step
@@ -131,14 +130,14 @@ class CompressedProgram(AveragingProgram):
         return np.stack([np.concatenate(rows, axis=1, dtype=dtype) for rows in flat], axis=1)
 
     def _encoded(self, parts: Array, nodes: NDArray[np.intp], round_: int) -> tuple[Array, Array]:
-        """Return the compressed vectors, (m, n_parts, ...); bytes are packed into floats."""
+        """Return the compressed vectors, (m, n_parts, ...)."""
         compression, values, codes = self.options.compression, [], []
         assert compression is not None
         for node, own in zip(nodes, parts, strict=True):
             rng = spawn(getattr(compression, "seed", 0), int(node), round_)
             each = [compression.encode(part, rng) for part in own]
             values.append(np.stack([sent for sent, _ in each]))
-            codes.append(np.stack([pack(sent.tobytes()) for _, sent in each]))
+            codes.append(np.stack([sent for _, sent in each]))
         return np.stack(values), np.stack(codes)
 
     def _all_decoded(self, state: Any, rows: Sequence[Any]) -> list[Any]:
@@ -151,8 +150,7 @@ class CompressedProgram(AveragingProgram):
         compression = self.options.compression
         assert compression is not None
         try:
-            packed = [np.frombuffer(unpack(part), dtype=np.uint8) for part in codes]
-            each = [compression.decode(sent, n) for sent in zip(values, packed, strict=True)]
+            each = [compression.decode(sent, n) for sent in zip(values, codes, strict=True)]
         except ValueError:
             return None
         return np.stack(each)

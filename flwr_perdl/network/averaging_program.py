@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.arrays import row_products
+from flwr_perdl.core.arrays import count_values, row_products
 from flwr_perdl.core.checks import brief_repr, check_list
 from flwr_perdl.core.models import (
     Start,
@@ -205,7 +205,7 @@ class AveragingProgram:
             model[i] = self._written(settled(mean, sent[i], fixed))
         reports = state.reports.copy()
         reports[:, 0] = np.sqrt(squares)
-        reports[:, 1] = inbox.degrees * sum(rows[0].size for rows in inbox.rows)
+        reports[:, 1] = inbox.degrees * count_values(*(rows[0] for rows in inbox.rows))
         reports[:, 2] = inbox.degrees * sum(rows[0].nbytes for rows in inbox.rows)
         trackers = self._tracked(state, inbox)
         state = with_arrays(state._replace(reports=reports), model=model, tracker=trackers)

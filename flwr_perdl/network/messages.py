@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_perdl.core.arrays import count_values
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import text_array, texts_of
@@ -64,17 +65,17 @@ class Delivery(NamedTuple):
     """
 
     messages: Sequence[Message] = ()
-    cards: Mapping[int, Matrix] | None = None
+    cards: Mapping[int, Array] | None = None
     start: Sequence[Array] = ()
     total: float = 1.0
 
-    def to_arrays(self) -> list[Matrix]:
+    def to_arrays(self) -> list[Array]:
         """Return the arrays of the request."""
         rows = [[m.sender, m.late, m.weight, len(m.arrays)] for m in self.messages]
         rows += [[0, -1, self.total, 0]] if self.total != 1 else []
-        arrays: list[Matrix] = [np.array(rows, dtype=np.float64).reshape(-1, 4)]
+        arrays: list[Array] = [np.array(rows, dtype=np.float64).reshape(-1, 4)]
         if self.cards is not None:
-            cards = np.stack([*self.cards.values()]) if self.cards else np.zeros((0, 1))
+            cards = np.stack([*self.cards.values()]) if self.cards else np.zeros((0, 1), np.uint8)
             arrays += [np.array([*self.cards], dtype=np.float64), cards]
         sent = [array for message in self.messages for array in message.arrays]
         return [*arrays, *sent, *self.start]
@@ -97,9 +98,12 @@ class Delivery(NamedTuple):
         if sealed:
             receivers = check_array("receivers", arrays[1], ndim=1)
             _check_whole("receivers", receivers)
-            keys = check_array("cards", arrays[2])
-            if len(keys) != len(receivers):
-                raise ValueError(f"cards must be of {len(receivers)} receivers, got {len(keys)}.")
+            keys = arrays[2]
+            if keys.dtype != np.uint8 or keys.ndim != 2 or len(keys) != len(receivers):
+                raise ValueError(
+                    f"cards must be the bytes of {len(receivers)} receivers, got {keys.dtype} of "
+                    f"shape {keys.shape}."
+                )
             cards = dict(zip(receivers.astype(int).tolist(), keys, strict=True))
         messages, at = [], fewest
         for sender, late, weight, n_arrays in table.tolist():
@@ -267,7 +271,7 @@ class Mailbox:
 
     def count(self, inbox: Inbox, left_out: Sequence[LeftOut]) -> None:
         """Count the messages of an inbox, without those that the nodes have left out."""
-        floats = float(sum(rows[0].size for rows in inbox.rows))
+        floats = count_values(*(rows[0] for rows in inbox.rows))
         if self._turn is not None and not left_out:
             self._floats[self._turn] = self._floats.get(self._turn, 0.0) + floats
             return

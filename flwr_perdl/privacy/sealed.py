@@ -104,13 +104,13 @@ class Keys:
         return self._run.private_bytes_raw()
 
     @property
-    def card(self) -> NDArray[np.float64]:
+    def card(self) -> NDArray[np.uint8]:
         """The public keys that this node announces."""
         return pack(self._card)
 
     def seal(
         self, arrays: Sequence[Array], receiver: int, round_: int, card: Array
-    ) -> NDArray[np.float64]:
+    ) -> NDArray[np.uint8]:
         """Return the sealed message that carries ``arrays`` to a neighbor.
 
         Parameters
@@ -148,7 +148,7 @@ class Keys:
             try:
                 sealed.append(self.seal(arrays, receiver, round_, card))
             except Rejected as reason:
-                sealed.append(np.zeros(0))
+                sealed.append(pack(b""))
                 rejected[receiver] = str(reason)
         return sealed, rejected
 

@@ -349,7 +349,10 @@ def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:
         if isinstance(record, ArrayRecord):
             arrays = record.to_numpy_ndarrays()
             if fault == "nan":
-                arrays = [np.full_like(array, np.nan) for array in arrays]
+                kinds = [None if array.dtype.kind == "f" else float for array in arrays]
+                arrays = [
+                    np.full_like(a, np.nan, kind) for a, kind in zip(arrays, kinds, strict=True)
+                ]
             else:
                 arrays = [array[1:] for array in arrays]
             content[name] = ArrayRecord(arrays)

@@ -65,6 +65,7 @@ from flwr_perdl.clients.neighbor_relay import (
     STATE,
     DiffusionClient,
 )
+from flwr_perdl.core.arrays import count_values
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.core.npy import pack_arrays, unpack, unpack_arrays
 from flwr_perdl.network.averaging_program import BYTES
@@ -306,7 +307,7 @@ class NeighborRelay(ProtocolStrategy):
             first = stranger._replace(start=[*held.start.values()]).to_arrays()
             arrays = first if held.start else ()
             replies = yield Request(
-                ANNOUNCE, arrays, config, check=check, model=(), max_weight=None
+                ANNOUNCE, arrays, config, check=check, model=(), max_weight=None, expect=None
             )
             held.known = set(replies)
             held.keep_cards({node: reply.arrays for node, reply in replies.items()})
@@ -396,7 +397,7 @@ def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, roun
     if cards is None:  # open: one message for all
         if not reply.arrays:
             return "it has no arrays"
-        floats, addressed = float(sum(array.size for array in reply.arrays)), {}
+        floats, addressed = count_values(*reply.arrays), {}
         addressed[EVERYBODY] = reply.arrays
     else:  # the node's card, and a sealed message for each receiver
         sent = reply.arrays[1:]
@@ -431,9 +432,7 @@ def _check_reply(step: str, most: int | None, reply: Reply) -> None:
         try:
             unpack(array)
         except ValueError as error:
-            raise ValueError(
-                f"arrays must hold packed bytes, got other numbers: {_ONLY}"
-            ) from error
+            raise ValueError(f"arrays must be bytes, got other numbers: {_ONLY}") from error
 
 
 def _opened(node: int, reply: Reply) -> dict[str, Matrix]:

@@ -140,13 +140,13 @@ def test_the_others_end_where_they_do_with_weights_moved_by_the_step(
     ("compression", "floats", "n_bytes"),
     [
         (None, 2 * SIZE, None),
-        # Values in float32, and bytes, seven of them in a float64 after one that says how many.
-        (TopK(0.25), 2 * (2 + 2), 2 * (2 * 4 + 2 * 8)),
-        (RandomQuantization(8), 2 * (1 + 3), 2 * (4 + 3 * 8)),
+        # Values in float32, and bytes, of which eight count as a value.
+        (TopK(0.25), 2 * (2 + 2 / 8), 2 * (2 * 4 + 2)),
+        (RandomQuantization(8), 2 * (1 + SIZE / 8), 2 * (4 + SIZE)),
     ],
 )
 def test_floats_and_bytes_are_counted(
-    compression: Any, floats: int, n_bytes: int | None, dtype: Any
+    compression: Any, floats: float, n_bytes: int | None, dtype: Any
 ) -> None:
     learned = learn(3, dtype=dtype, method="gradient_tracking", compression=compression)
     each = floats * dtype().itemsize if n_bytes is None else n_bytes
