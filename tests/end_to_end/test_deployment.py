@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -177,6 +178,38 @@ def test_supernodes_average_their_models_by_sealed_messages_and_report_every_rou
         assert {*deployed} == {*here}
         for name, rows in here.items():
             np.testing.assert_array_equal(deployed[name], rows, err_msg=name)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "use-a-clients-model.md").read_text()
+
+
+def test_a_client_completes_its_model_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's blocks, but for those in process; with one round."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (client,) = [block for block in blocks if block.startswith("# NumPy\n")]
+    (served,) = [block for block in blocks if block.startswith("server = ")]
+    (at_client,) = [block for block in blocks if block.startswith("own = load")]
+    source = "\n".join((blocks[0], client, served, "client = app\n"))
+    states, models = tmp_path / "site" / "states", tmp_path / "site" / "models"
+    node_config = {"state-dir": str(states)}
+    with Deployment(
+        tmp_path / "deployment", 2, node_config=lambda _: node_config, app=source
+    ) as deployment:
+        deployment.run({"rounds": 1, "out": str(tmp_path / "out")}, timeout=400)
+    shutil.copytree(tmp_path / "out", models)
+    shutil.rmtree(states / "client-0")  # another machine's
+    monkeypatch.chdir(models.parent)
+    site: dict[str, Any] = {}
+    exec(source + at_client, site)
+    grid = site["InProcessGrid"](site["client"], 2)
+    strategy = site["PersonalizedFedAvg"](["bias"], num_clients=2, fine_tune=20)
+    strategy.start(grid, site["initial"], num_rounds=1)
+    for name, array in strategy.result.model_of(1).items():
+        np.testing.assert_array_equal(site["own"][name].numpy(), array.numpy())
+    with pytest.raises(ValueError, match="state_dir"):
+        site["load"]("models").model_of(0, state_dir="states")
 
 
 OPTIONS = {"n_atoms": 6, "n_global": 3}
