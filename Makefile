@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: help run test test-all coverage test-kernels torch trackers lint bench bench-check rivals docs-figures gallery gallery-check tutorials site site-version fuzz fuzz-properties dist clean
+.PHONY: help run test test-long test-all coverage test-kernels torch trackers lint bench bench-check rivals docs-figures gallery gallery-check tutorials site site-version fuzz fuzz-properties dist clean
 .DEFAULT_GOAL := help
 
 help:  # this list
@@ -37,10 +37,14 @@ run: .venv/.installed  # an experiment on handwritten digits, and its report
 
 # What computes in the tests' own process within a few seconds, and one run each on Ray and on a
 # SuperLink (`tour`).
-WHICH = -m "tour or not (ray or deployment or environments or slow)"
+LONG := (ray or deployment or environments or slow)
+WHICH = -m "tour or not $(LONG)"
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed  # the tests, in about five minutes
 	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
+
+test-long:  # the tests that `make test` leaves out
+	$(MAKE) test WHICH='-m "not tour and $(LONG)"'
 
 test-all:  # long tests, all runs on Ray and SuperLinks, clean environments too
 	$(MAKE) test WHICH=

@@ -156,8 +156,7 @@ This page lists every method with its paper and the code that runs it. Not sure 
 [Choose](which-algorithm.md).
 
 The two bold methods are ours, built on the papers named. All others are published ideas that a
-class or one of its options implements; the class's reference page lists where it deviates from the
-paper.
+class or one of its options implements.
 """
 
 TAIL = """

@@ -25,7 +25,7 @@ from flwr_perdl.core.checks import Matrix
 from perdl_experiments.words import plural
 
 #: Colors that stay apart for readers who do not tell red from green, each readable on white.
-COLORS = ("#0065a3", "#c85200", "#1b7837", "#b03a9e", "#5a5a5a", "#000000")
+COLORS = ("#0065a3", "#c85200", "#1b7837", "#b03a9e", "#5a5a5a", "#000000", "#8a6d00")
 DASHES: tuple[Any, ...] = ("-", (0, (6, 1.5)), (0, (1.5, 1.2)), (0, (7, 1.5, 1.5, 1.5)))
 _MARKERS = "os^Dv*"
 #: Inches of the widest figure, and points of its smallest text.
@@ -60,7 +60,7 @@ def _plain(axes: Axes) -> Axes:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Return color and dashes of a line by its place; the first twelve all differ."""
+    """Return color and dashes of a line by its place; the first seven differ in color."""
     return {"color": COLORS[index % len(COLORS)], "ls": DASHES[index % len(DASHES)]}
 
 

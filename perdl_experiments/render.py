@@ -1,4 +1,4 @@
-"""From a study's records to what a person reads: metric names, tables, claims, the first sentence.
+"""From a study's records to what a person reads: metric names, tables, the first sentence.
 
 A study returns records; its TOML file says what to make of them. The same tables go to the
 terminal (`perdl_experiments.terminal.Rows`), to report.html (`html_table`) and to the docs
@@ -19,7 +19,6 @@ part of a TOML  what it says
                 these fields; ``only``; ``better``: "lower" or "higher"; ``over``: a gain, over the
                 record with these other fields: the share of a lower one, the difference of a higher
 ``figures``     file, title, caption; ``alt``: what is seen, by default computed from the drawing
-``claims``      ``less``: pairs of metrics or numbers, ``holds`` and ``fails``: the two sentences
 ``notes``       templates, or ``{text, when}`` / ``{text, unless}`` with the name of a fact
 =============== ================================================================================
 
@@ -416,7 +415,7 @@ def too_few(page: Page, config: Mapping[str, Any]) -> str:
 
 
 def _findings(page: Page, found: Mapping[str, Any], few: str) -> Iterator[str]:
-    """Yield the first sentence, and the claims' verdicts unless a run is too small."""
+    """Yield that a run is too small, and the first sentence; verdicts take more than one run."""
 
     def get(reference: str | float) -> Any:
         value = found[reference] if isinstance(reference, str) else reference
@@ -428,11 +427,6 @@ def _findings(page: Page, found: Mapping[str, Any], few: str) -> Iterator[str]:
     first = first_sentence(page.get("finding", ()), found)
     if first is not None:
         yield fill(first, get)
-    for claim in page.get("claims", ()) if not few else ():
-        sides = [side for pair in claim["less"] for side in pair if isinstance(side, str)]
-        if all(side in found for side in sides):
-            yes = claim_holds(claim["less"], get, claim.get("factor", 1.0))
-            yield fill(claim["holds" if yes else "fails"], get)
 
 
 def _notes(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> Iterator[str]:

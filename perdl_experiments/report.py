@@ -34,9 +34,6 @@ _SHARE, _TIMES = 0.25, 3
 _LARGEST = 1e300
 _FIGURE = re.compile(r"[^/\\\0]+\.(png|gif)")
 
-#: The guides, in a clone of the repository.
-_DOCS = Path(__file__).resolve().parents[1] / "docs"
-
 _PAGE = Template(tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["page"])
 
 
@@ -172,7 +169,8 @@ def render(results: Mapping[str, Any], out: Path) -> str:
     odd = odd_clients(results)
     if odd is not None:
         body.append(html_table(odd))
-    found = results.get("finding", "")
+    found, guide = results.get("finding", ""), escape(results.get("guide", ""))
+    guide = f" Guide: docs/{guide}.md." if guide else ""
     if results["notes"]:
         notes = "".join(f"<p>{escape(note)}</p>" for note in results["notes"])
         body.append(f"<h2>Notes</h2>{notes}")
@@ -180,7 +178,7 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         title=escape(results["about"]),
         finding=f"<p class='finding'>{escape(found)}</p>\n" if found else "",
         about=f"Experiment <code>{escape(results['experiment'])}</code>. "
-        f"Source: {escape(results['source'])}.{_guide(results.get('guide', ''))}",
+        f"Source: {escape(results['source'])}.{guide}",
         facts="".join(
             _fact(escape(str(value)), name)
             for name, value in facts.items()
@@ -236,17 +234,6 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
         "columns": ["client", "asked", *kinds],
         "rows": rows,
     }
-
-
-def _guide(name: str) -> str:
-    """Return a link to a page of the documentation; without a clone, the page's name."""
-    if not name:
-        return ""
-    path = _DOCS / f"{name}.md"
-    text = f"docs/{escape(name)}.md"
-    return (
-        f" Guide: <a href='{path.as_uri()}'>{text}</a>." if path.is_file() else f" Guide: {text}."
-    )
 
 
 def _listing(items: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from perdl_experiments.studies import EXPERIMENTS, configure
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "gallery"
+SVG = "{http://www.w3.org/2000/svg}"
 
 #: What the papers show.
 #: Fig. 6 twice: of the paper's documents, and of synthetic atoms.
@@ -127,6 +129,18 @@ def test_pictures_of_rounds_have_the_numbers_of_the_table() -> None:
         graphs = ("fedavg", "ring", "torus", "exponential", "erdos-renyi", "complete")
         rounds = [metrics[f"rounds_to_fedavg_{one}{ending}"]["median"] for one in graphs]
         assert f"{nodes} nodes between {min(rounds):.3g} and {max(rounds):.3g}" in gaps["alt"]
+
+
+def test_every_series_of_a_picture_has_a_color_of_its_own() -> None:
+    pictures = list(FOLDER.glob("*.svg"))
+    for picture in pictures:
+        for group in ElementTree.parse(picture).iter(f"{SVG}g"):
+            if re.fullmatch(r"axes_\d+", group.get("id", "")) and "heat" not in picture.name:
+                named = [one for one in group.iter(f"{SVG}g") if "text_" in one.get("id", "")]
+                words = [next(one.iter(f"{SVG}text")).get("style", "") for one in named]
+                colors = re.findall(r"fill: (#\w+)", " ".join(words))
+                assert len(colors) == len({*colors}), picture.name
+    assert len(pictures) > 20
 
 
 # Judgement -----------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ BLOCK = re.compile(
 )
 
 # Commands of pages whose files a block reads, and what makes them quick.
-COMMANDS = {"flwr-perdl run digits --out runs/atoms": ("--clients", "3", "--rounds", "2")}
+COMMANDS = {
+    "flwr-perdl run cameras --out runs/atoms": ("--rounds", "2", "-o", "seeds=1", "-o", "sites=3")
+}
 
 # Runs files, each in the folder that it is in; warnings are errors, as in the other tests.
 RUN_ALL = """

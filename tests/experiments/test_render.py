@@ -91,23 +91,20 @@ def test_a_table_marks_the_best_and_says_what_is_gained() -> None:
     assert "<b>0.00</b></td>" in render.html_table(table._asdict())
 
 
-def test_a_run_that_is_too_small_is_not_judged() -> None:
-    claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
+def test_a_run_that_is_too_small_says_so() -> None:
     options = {"clients": {"default": 0}, "rounds": {"default": 10}}
-    shown = page(finding="It is {error_ours_5}.", claims=[claim], options=options)
+    shown = page(finding="It is {error_ours_5}.", options=options)
     found = [render.report(shown, RECORDS, {"clients": 3, "rounds": n})["finding"] for n in (4, 5)]
-    assert found == ["Too few rounds (4; default 10) to judge. It is 2.", "It is 2. Yes."]
+    assert found == ["Too few rounds (4; default 10) to judge. It is 2.", "It is 2."]
 
 
-def test_the_first_sentence_is_of_metrics_that_are_there_and_claims_are_judged() -> None:
+def test_the_first_sentence_is_of_metrics_that_are_there_and_has_no_verdict() -> None:
     claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
-    unknown = {"less": [["error_ours_5", "none"]], "holds": "?", "fails": "?"}
-    shown = page(
-        finding=["{none}", "It is {error_ours_5} ({error_theirs_5:%})."], claims=[claim, unknown]
-    )
-    assert render.report(shown, RECORDS, {})["finding"] == "It is 2 (50%). Yes."
-    swapped = {**claim, "less": [["error_ours_10", "error_ours_5"]]}
-    assert render.report(page(claims=[swapped]), RECORDS, {})["finding"] == "No."
+    shown = page(finding=["{none}", "It is {error_ours_5} ({error_theirs_5:%})."], claims=[claim])
+    assert render.report(shown, RECORDS, {})["finding"] == "It is 2 (50%)."
+
+
+def test_one_number_is_less_than_another_by_more_than_a_trifle() -> None:
     assert not render.is_less(20.0, 20.05, "psnr_a psnr_b")
     assert render.is_less(20.0, 20.2, "psnr_a psnr_b")
     assert not render.is_less(20.0, 20.15)
