@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _deployment import Deployment
 from _measure import RESULTS
 
 from perdl_experiments import run_experiment
 from perdl_experiments.data import planted_clients
-from perdl_experiments.deployment import Deployment
 from perdl_experiments.report import read_results
 
 NODES, ROUNDS, EVERY = 10, 20, 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,25 +29,18 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from flwr_perdl import __version__
-from flwr_perdl.clients import kept_local_atoms
-from flwr_perdl.core.checks import check_count
-from perdl_experiments.deployment import MOST_NODES, Deployment
 from perdl_experiments.diagnose import diagnose_app, picture
 from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import (
-    LOCAL_ATOMS,
     Progress,
     check_extras,
-    check_run,
     export_models,
     resumable,
     run_experiment,
 )
-from perdl_experiments.studies import COMMON, EXPERIMENTS, find, sites
-from perdl_experiments.sweep import compare as compare_runs
-from perdl_experiments.sweep import run_sweep
+from perdl_experiments.studies import COMMON, EXPERIMENTS, find
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.words import data_size, plural
 
@@ -82,10 +74,6 @@ Clients = Annotated[int | None, typer.Option(help="Number of clients.")]
 Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
 Seed = Annotated[int, typer.Option(help="Random seed of the run.")]
 Data = Annotated[Path | None, typer.Option(help="Your own data; see docs/cli.md.")]
-Metrics = Annotated[
-    list[str] | None,
-    typer.Option("--metric", help="Metric to compare; by default the first ones of the report."),
-]
 
 
 class Ended(KeyboardInterrupt):
@@ -200,57 +188,6 @@ def run(
     _show(shown, results, folder, _LINES)
 
 
-@app.command()
-def sweep(
-    experiment: Named,
-    clients: Clients = None,
-    rounds: Rounds = None,
-    seed: Seed = 0,
-    data: Data = None,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    metric: Metrics = None,
-    option: Options = None,
-) -> None:
-    """Run an experiment with all combinations of options: -o n_global=8,16 -o alpha=0.1,0.2.
-
-    A list such as sizes=5,10 is one value: repeat -o for others.
-    """
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    plain_logs()
-    folder = out or Path("runs") / f"{experiment}-sweep"
-    given: dict[str, Any] = {"clients": clients, "rounds": rounds, "seed": seed}
-    given |= {"data": data and str(data), "resume": resume, "overwrite": overwrite}
-    with _errors_in_a_sentence(folder), _bar(console()) as progress:
-        pairs = [_pair(text) for text in option or []]
-        found, failed = run_sweep(
-            experiment, pairs, out=folder, metrics=metric or (), progress=progress, **given
-        )
-        found.write(folder, "sweep")
-    console().print(found.table)
-    for place, sentence in failed.items():
-        _tell(f"{place}: {sentence}")
-    if failed:
-        raise typer.Exit(2)
-
-
-@app.command()
-def compare(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for table and picture.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace them.")] = False,
-    metric: Metrics = None,
-) -> None:
-    """Compare finished runs: one table and one picture, compare.csv and compare.png."""
-    with _errors_in_a_sentence():
-        target = (out or Path("runs")) / "compare.csv"
-        check_target(target, overwrite=overwrite, suffix=".csv")
-        found = compare_runs(folders, metric or ())
-        found.write(target.parent, "compare")
-    console().print(found.table)
-
-
 @app.command(
     help="Fetch public images for --data, as an .npz file.\n\n"
     f"NAME is one of {', '.join([*HUB, *SCIKIT_LEARN])}, or any image data set of the Hugging Face "
@@ -348,33 +285,6 @@ def diagnose(
     print(f"{out}: every client's {metric} by candidate")
 
 
-@app.command("local-atoms")
-def local_atoms(
-    folder: Annotated[
-        Path, typer.Argument(help="A SuperNode's state-dir, or the folder of a finished run.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The .npz file; local-atoms.npz by default.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
-) -> None:
-    """Export the private atoms of the clients whose state is in a folder, an array per client.
-
-    They never leave a client during training: this reads the state on this machine. An encrypted
-    state needs its key in the environment (docs/security.md). The file reveals what each client's
-    data look like: protect it as you protect the data.
-    """
-    path = out or Path(LOCAL_ATOMS)
-    with _errors_in_a_sentence():
-        check_target(path, overwrite=overwrite)
-        found = kept_local_atoms(folder / "state" if (folder / "state").is_dir() else folder)
-        save(path, found)
-    sizes = sorted(
-        {f"{plural(len(D), 'atom')} of {plural(D.shape[1], 'feature')}" for D in found.values()}
-    )
-    print(f"{path}: {plural(len(found), 'client')}, {' or '.join(sizes)}")
-
-
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
@@ -401,97 +311,17 @@ def report(
         _show(console(), read_results(folder), folder)
 
 
-@app.command()
-def up(
-    experiment: Named = "digits",
-    nodes: Annotated[int, typer.Option(help="Number of SuperNodes.")] = 3,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Encrypt, and admit registered SuperNodes only.")
-    ] = False,
-    rounds: Rounds = None,
-    seed: Seed = 0,
-    data: Annotated[
-        Path | None, typer.Option(help="Your own data: a file, or a folder with one per node.")
-    ] = None,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    keep_state: Annotated[
-        bool, typer.Option("--keep-state", help="Keep the nodes' private state on disk.")
-    ] = False,
-    option: Options = None,
-) -> None:
-    """Run an experiment on a real SuperLink and real SuperNodes on this machine.
-
-    Each is a separate process that ends with the run. Logs, keys and certificates are in the folder
-    `deployment` next to the results.
-    """
-    shown = console()
-    folder = (out or Path("runs") / f"{experiment}-deployed").absolute()
-    own: dict[str, str] = {"state-dir": str(folder / "deployment" / "state")} if keep_state else {}
-    with _errors_in_a_sentence(folder):
-        check_count("nodes", nodes, 2, MOST_NODES)
-        given: dict[str, Any] = dict(_pairs(option))
-        find(experiment)
-        data_of = _files(data, nodes) if data is not None and data.is_dir() else None
-        if data is not None and data_of is None:
-            given["data"] = str(data.absolute())
-
-        def node_config(partition: int) -> dict[str, str]:
-            return {**own, "data": data_of[partition]} if data_of else own
-
-        deployed: dict[str, Any] = {"seed": seed, "clients": nodes}
-        if rounds is not None:
-            deployed["rounds"] = rounds
-        how: dict[str, Any] = {"out": str(folder), "resume": resume, "overwrite": overwrite}
-        check_run(experiment, how=how, node_config=node_config(0), options=given, **deployed)
-        with Deployment(
-            folder / "deployment", nodes, tls=tls, node_config=node_config, tell=shown.print
-        ) as deployment:
-            deployment.run({"experiment": experiment, **deployed, **how, **given})
-        _show(shown, read_results(folder), folder, _LINES)
-
-
-@app.command()
-def bench() -> None:
-    """Run the scripts in the folder benchmarks/."""
-    scripts = sorted(Path("benchmarks").glob("[!_]*.py"))
-    scripts = [script for script in scripts if script.name != "rivals.py"]  # has environments
-    with _errors_in_a_sentence():
-        if not scripts:
-            raise ValueError("benchmarks must be a folder with scripts here: there is none.")
-    for script in scripts:
-        print(script, flush=True)
-        status = subprocess.run([sys.executable, str(script)]).returncode
-        if status:
-            raise typer.Exit(status)
-
-
-def _files(folder: Path, nodes: int) -> list[str]:
-    """Return the nodes' own files."""
-    files = sites.files(folder.absolute())
-    if len(files) != nodes:
-        raise ValueError(f"nodes must be {len(files)}, one per file in {folder}, got {nodes}.")
-    return files
-
-
 def _pairs(texts: list[str] | None) -> dict[str, str]:
     """Return the options that ``key=value`` texts give."""
     pairs = {}
     for text in texts or []:
-        name, value = _pair(text)
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"option must be key=value, got {text!r}.")
         if name in pairs:
             raise ValueError(f"option {name} must be given once, got {text!r} too.")
         pairs[name] = value
     return pairs
-
-
-def _pair(text: str) -> tuple[str, str]:
-    """Return name and value of an option."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ValueError(f"option must be key=value, got {text!r}.")
-    return name, value
 
 
 @contextmanager

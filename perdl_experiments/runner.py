@@ -39,7 +39,6 @@ from perdl_experiments.studies import (
     Value,
     configure,
     find,
-    one_federation,
 )
 from perdl_experiments.studies._experiment import FederatedStudy, NetworkStudy
 
@@ -213,55 +212,9 @@ def export_models(folder: Path, out: Path) -> None:
     export.save(out, result, state_dir=folder / _STATE)
 
 
-def check_run(
-    name: str,
-    *,
-    how: Mapping[str, Any],
-    node_config: Mapping[str, Any] | None = None,
-    options: Mapping[str, Value] | None = None,
-    **given: Any,
-) -> None:
-    """Reject what `run_experiment` would reject, before anything runs or any node starts.
-
-    Parameters
-    ----------
-    name : str
-        The experiment.
-    how : mapping
-        ``out``, ``resume`` and ``overwrite`` of `run_experiment`.
-    node_config : mapping, optional
-        In a deployment: what the first client's node config has besides its partition.
-    options : mapping, optional
-        As those of `run_experiment`; in a deployment ``seeds`` is 1 by default.
-    **given
-        Further arguments of `configure`.
-
-    Raises
-    ------
-    ValueError
-        As in `run_experiment`.
-    """
-    deployed = node_config is not None
-    if deployed and not find(name).federated:
-        raise ValueError(f"{name} must run in process: there is no server in it.")
-    options = {**(one_federation(find(name)) if deployed else {}), **(options or {})}
-    experiment, config, folder = _prepared(name, "in-process", how, options=options, **given)
-    # a deployment's state is the nodes'
-    resume = bool(how["resume"]) and not deployed
-    session = _Session(experiment, config, "in-process", folder, resume, None)
-    if deployed:
-        session.check_single()
-    session.check(node_config)
-
-
 def resumable(folder: Path) -> bool:
-    """Return whether a folder has a run, or some of a sweep, that ``resume`` continues."""
-    return run_state(folder) == "unfinished" or any(map(run_state, folder.glob("*=*")))
-
-
-def run_state(folder: Path) -> str:
-    """Return "unfinished" for a folder with a run that ``resume`` continues, "finished", or ""."""
-    return "unfinished" if _state(folder / NEXT) == "unfinished" else _state(folder)
+    """Return whether a folder has a run that ``resume`` continues."""
+    return "unfinished" in (_state(folder / NEXT), _state(folder))
 
 
 def check_extras(purpose: str) -> None:
@@ -522,8 +475,11 @@ class _Session:
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []
         self._experiment = experiment
-        if not isinstance(engine, str):
-            self.check_single()
+        if not isinstance(engine, str) and len(self._federations) > 1:
+            raise ValueError(
+                f"inside a Flower run {experiment.name} must be one federation, got "
+                f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
+            )
 
     @contextmanager
     def tidy(self) -> Iterator[None]:
@@ -591,14 +547,6 @@ class _Session:
             )
         return self._engine == "in-process" and True not in begun
 
-    def check_single(self) -> None:
-        """Refuse several federations, where there is one grid for them."""
-        if len(self._federations) > 1:
-            raise ValueError(
-                f"inside a Flower run {self._experiment.name} must be one federation, got "
-                f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
-            )
-
     def check_keeps_local(self) -> None:
         """Refuse to keep local atoms where the run has none, or no folder."""
         study, here = self._experiment.federated, isinstance(self._engine, str) and self._folder
@@ -609,7 +557,7 @@ class _Session:
                 "one federation (seeds=1) of clients that have atoms."
             )
 
-    def check(self, node_config: Mapping[str, Any] | None = None) -> None:
+    def check(self) -> None:
         """Refuse options and data that the server, or a client that is here, does not accept."""
         study = self._experiment.federated
         if study is None:
@@ -617,16 +565,16 @@ class _Session:
         for config in self._federations:
             study.strategy(config)
         if isinstance(self._engine, str) and self._federations:
-            client = self._client(study, node_config)
+            client = self._client(study)
             if isinstance(client, DictionaryClient) and client.learner.orthogonal:
                 check_count("n_atoms", client.learner.n_atoms, 1, client.X.shape[1])
 
-    def _client(self, study: FederatedStudy, node_config: Mapping[str, Any] | None = None) -> Any:
+    def _client(self, study: FederatedStudy) -> Any:
         """Return the first client."""
         context = Context(
             run_id=0,
             node_id=0,
-            node_config={PARTITION_ID: 0, **(node_config or {})},
+            node_config={PARTITION_ID: 0},
             state=RecordDict(),
             run_config={},
         )

@@ -17,12 +17,12 @@ import pytest
 from flwr.app import Context
 from hypothesis import HealthCheck, settings
 
+from benchmarks._deployment import free_port
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import Learner, OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import Planted, planted_clients
-from perdl_experiments.deployment import free_port
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")

@@ -13,7 +13,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from perdl_experiments.deployment import Deployment
+from benchmarks._deployment import Deployment
 
 Result = TypeVar("Result")
 

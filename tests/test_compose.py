@@ -10,8 +10,8 @@ import pytest
 import yaml
 from flwr.common.config import parse_config_args
 
+from benchmarks._deployment import takes
 from perdl_experiments._run_config import read_run_config
-from perdl_experiments.deployment import _takes
 from perdl_experiments.studies import configure, find
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,9 +72,9 @@ def test_flower_knows_the_options() -> None:
         (command, option)
         for command, options in commands
         for option in options
-        if option.startswith("--") and not _takes(command, option)
+        if option.startswith("--") and not takes(command, option)
     ]
-    if _takes("flower-superlink", "--port"):
+    if takes("flower-superlink", "--port"):
         assert unknown == []
     else:
         assert ("flower-superlink", "--port") in unknown

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks._deployment import Deployment
 from flwr_perdl.network import Topology
-from perdl_experiments.deployment import Deployment
 from tests.engines import on_ray
 from tests.strategies.protocols import CASES, Everyone
 

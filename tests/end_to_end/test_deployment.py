@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import stat
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,11 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
+from benchmarks._deployment import Deployment
 from flwr_perdl.core import files
 from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments import run_experiment
 from perdl_experiments.data import planted_clients
-from perdl_experiments.deployment import Deployment, make_certificates, make_key
 from perdl_experiments.report import read_results
 from perdl_experiments.studies import configure, find, sites
 from tests.engines import until
@@ -329,59 +326,3 @@ def test_a_run_that_fails_says_why_and_a_killed_server_goes_on_from_its_checkpoi
     run_experiment("digits", clients=2, rounds=3, out=local)
     with np.load(out / "arrays.npz") as deployed, np.load(local / "arrays.npz") as in_process:
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
-
-
-def test_a_signal_ends_all_that_the_command_has_started(tmp_path: Path) -> None:
-    """One of the three signals whose common handler tests/experiments/test_cli.py looks at."""
-    command = [sys.executable, "-m", "perdl_experiments", "up", "digits", "--nodes", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    up = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "out")],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    until(lambda: (tmp_path / "out" / "run.json").exists())
-    mine = str(tmp_path / "out" / "deployment")
-    assert len(started(mine)) >= 3
-    up.send_signal(signal.SIGTERM)
-    _, said = up.communicate(timeout=60)
-    assert up.returncode == 128 + signal.SIGTERM
-    assert "flwr-perdl: stopped by SIGTERM" in said
-    assert started(mine) == []
-
-
-def started(folder: str) -> list[str]:
-    """Return the processes that are alive and have a deployment's folder as their FLWR_HOME."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            environment = (process / "environ").read_bytes()
-            if f"FLWR_HOME={folder}".encode() in environment:
-                found.append((process / "cmdline").read_text())
-    return found
-
-
-def test_secrets_are_the_owners_alone(tmp_path: Path) -> None:
-    make_certificates(tmp_path)
-    public = make_key(tmp_path, "node")
-    for secret in ("server.key", "node"):
-        assert stat.S_IMODE((tmp_path / secret).stat().st_mode) == 0o600
-    assert public.read_text().startswith("ecdsa-sha2-nistp384 ")
-
-
-def test_a_superlink_that_does_not_come_up_is_named_with_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    broken = folder / "flower-superlink"
-    broken.write_text("#!/bin/sh\necho no room left\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    with (
-        pytest.raises(RuntimeError, match="superlink"),
-        Deployment(tmp_path / "deployment", 1),
-    ):
-        pass

@@ -11,10 +11,10 @@ import pytest
 from flwr.app import Context
 from flwr.client import NumPyClient
 
+from benchmarks._deployment import Deployment
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid
-from perdl_experiments.deployment import Deployment
 from tests.attacks.test_secure import arrays_in_memory
 
 DIGITS = """\

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
+from benchmarks._deployment import free_port
 from flwr_perdl.simulations import InProcessGrid
-from perdl_experiments.deployment import free_port
 from tests.examples.index import serve, write_index
 from tests.examples.readme import ROOT, Step, copied, read, run
 from tests.examples.test_examples import ENVIRONMENT, OTHER

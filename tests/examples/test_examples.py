@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perdl_experiments.deployment import free_port
+from benchmarks._deployment import free_port
 from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run, tells
 
 READMES = [read(name) for name in EXAMPLES]

@@ -17,6 +17,7 @@ from flwr.clientapp.mod import LocalDpMod  # noqa: E402
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from benchmarks._deployment import Deployment  # noqa: E402
 from flwr_perdl.clients import client_app, keep_private  # noqa: E402
 from flwr_perdl.network import Topology  # noqa: E402
 from flwr_perdl.pytorch import norm_layers  # noqa: E402
@@ -30,7 +31,6 @@ from flwr_perdl.strategies import (  # noqa: E402
     ServerSettings,
 )
 from perdl_experiments.cli import app as commands  # noqa: E402
-from perdl_experiments.deployment import Deployment  # noqa: E402
 from tests.engines import on_ray, project  # noqa: E402
 from tests.grids import Tapped, arrays_in  # noqa: E402
 

@@ -63,26 +63,12 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
         (["run", "images"], "images"),
         (["run", "digits", "-o", "n_atoms=3", "-o", "n_atoms=4"], "n_atoms"),
         (["options", "digit"], "did you mean 'digits'?"),
-        (["up", "inference"], "inference"),
-        (["up", "digits", "-o", "n_atoms=100"], "n_atoms"),
-        (["up", "digits", "--nodes", "100000"], "nodes"),
         (["run", "digits", "--resume"], "which holds no run"),
         (["run", "digits", "--resume", "--overwrite"], "must not be given together"),
         (["run", "digits", "-o", "n_atoms"], "option"),
         (["run", "digits", "--data", "nowhere.npz"], "digits makes its own data"),
-        (["up", "sites", "--data", "."], "data"),
-        (["up", "sites", "--data", "four"], "nodes"),
         (["report", "nowhere"], "must be the folder of a finished run"),
         (["fetch", "mnist", "--out", "four/0.npz"], "out"),
-        (["bench"], "benchmarks"),
-        (["sweep", "digits", "-o", "n_atoms=8"], "option"),
-        (["sweep", "comparison", "-o", "sizes=5,10"], "option"),  # one list
-        (["sweep", "digits", "-o", "n_atoms=8,8"], "n_atoms"),
-        (["sweep", "digits", "-o", "n_atoms=8,x"], "n_atoms"),
-        (["sweep", "digits", "-o", "n_atoms=8,9", "--metric", "auc_1"], "metric"),
-        (["sweep", "images", "-o", "n_global=1,2", "--data", "none.npz"], "data"),
-        (["sweep", "digits", "-o", "n_atoms=8,9", "--resume", "--overwrite"], "given together"),
-        (["compare", "nowhere"], "must be the folder of a finished run"),
     ],
 )
 def test_mistakes_get_one_sentence_and_status_2(tmp_path, monkeypatch, arguments, message):
@@ -147,7 +133,6 @@ def test_every_experiment_names_a_guide():
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path):
-    """What test_deployment.py does with SIGTERM."""
     code = (
         "import os, signal\n"
         # Whoever runs the tests in the background ignores it, and its children inherit that.
@@ -176,20 +161,13 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
 
 
 def test_local_atoms_of_a_run_are_written_where_they_are_asked_for(tmp_path):
-    out, file = tmp_path / "run", tmp_path / "mine.npz"
+    out = tmp_path / "run"
     given = ("--clients", 3, "--rounds", 2, "-o", "seeds=1")
     assert invoke("run", "synthetic", "--out", out, "--keep-local", *given).exit_code == 0
     with np.load(out / "local-atoms.npz") as kept:
         atoms = dict(kept)
     assert list(atoms) == ["0", "1", "2"]
     np.testing.assert_allclose(np.linalg.norm(atoms["1"], axis=1), 1)
-    result = invoke("local-atoms", out, "--out", file)
-    assert result.exit_code == 0
-    assert "3 clients" in result.stdout
-    with np.load(file) as read:
-        assert all(np.array_equal(read[name], atoms[name]) for name in atoms)
-    again = invoke("local-atoms", out, "--out", file)
-    assert again.exit_code == 2
     check_estimator_of(out, atoms["2"])
     result = invoke("export", out, "--out", tmp_path / "models")
     assert "4 models" in result.stdout
@@ -223,12 +201,3 @@ def check_estimator_of(out, atoms):
         PersonalizedDictionaryLearning.from_run(out)
     with pytest.raises(ValueError, match=r"^folder"):
         PersonalizedDictionaryLearning.from_run(out / "state")
-
-
-def test_bench_leaves_out_what_installs_other_libraries(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("benchmarks").mkdir()
-    for name in ("coding", "rivals"):
-        Path(f"benchmarks/{name}.py").write_text(f"open('ran-{name}', 'w').close()")
-    assert invoke("bench").exit_code == 0
-    assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-coding"]

@@ -1,8 +1,8 @@
-"""A federation of real processes on this machine: one SuperLink, SuperNodes, one app run on them.
+"""A federation of real processes on this machine, for tests and benchmarks.
 
-What `flwr-perdl up` does, and what a site with several machines does by hand (docs/deployment.md):
-start the SuperLink, start a SuperNode per data holder, register the nodes' keys where nodes must
-authenticate, and submit the app with ``flwr run``.
+What a site with several machines does by hand (docs/deployment.md): start the SuperLink, start a
+SuperNode per data holder, register the nodes' keys where nodes must authenticate, and submit the
+app with ``flwr run``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -34,11 +34,8 @@ from flwr_perdl.core.checks import check_count
 from perdl_experiments._run_config import all_keys, to_key
 
 HOST = "127.0.0.1"
-#: Nodes on one machine: more would take all of its ports and processes.
-MOST_NODES = 1000
 #: Name of the SuperLink in the private Flower configuration.
 _LINK = "lan"
-_UNKNOWN = "unknown"  # status of a run of which the SuperLink says nothing
 _PATIENCE = 60.0  # seconds until a process must be up
 
 # Flower looks for the assignments without importing anything.
@@ -69,8 +66,6 @@ class Deployment:
     app : str, optional
         Source of the app that is run, with a ClientApp ``client`` and a ServerApp ``server``; by
         default the project's own, which takes an experiment.
-    tell : callable, optional
-        Called with a line about what happens.
 
     Raises
     ------
@@ -86,14 +81,12 @@ class Deployment:
         tls: bool = False,
         node_config: Callable[[int], Mapping[str, Any]] | None = None,
         app: str = _APP,
-        tell: Callable[[str], Any] | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.n_nodes = check_count("n_nodes", n_nodes, 1)
         self.tls = tls
         self.node_config = node_config or (lambda partition: {})
         self.app = app
-        self.tell = tell or (lambda line: None)
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.node_ids: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -137,26 +130,22 @@ class Deployment:
         self.stop()
 
     def stop(self) -> None:
-        """End the SuperNodes, then the SuperLink, with all that they started.
-
-        Signals that come meanwhile take effect afterwards, so that nothing is left running.
-        """
-        with _signals_later():
-            running = self._processes[::-1]
-            # Flower gives the apps' processes sessions of their own: no signal to a group is theirs
-            theirs = _started_by(running)
-            for process in running:
-                _signal_group(process, signal.SIGTERM)
-            deadline = time.monotonic() + 10
-            for process in running:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(deadline - time.monotonic(), 0))
-                _signal_group(process, signal.SIGKILL)
-                process.wait()
-            while _kill(theirs) and time.monotonic() < deadline + 5:
-                time.sleep(0.05)
-            self._processes.clear()
-            self.nodes.clear()
+        """End the SuperNodes, then the SuperLink, with all that they started."""
+        running = self._processes[::-1]
+        # Flower gives the apps' processes sessions of their own: no signal to a group is theirs
+        theirs = _started_by(running)
+        for process in running:
+            _signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(deadline - time.monotonic(), 0))
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+        while _kill(theirs) and time.monotonic() < deadline + 5:
+            time.sleep(0.05)
+        self._processes.clear()
+        self.nodes.clear()
 
     @staticmethod
     def kill(node: subprocess.Popen[bytes]) -> None:
@@ -187,12 +176,11 @@ class Deployment:
             command += ["--ssl-keyfile", str(folder / "server.key"), "--enable-supernode-auth"]
         else:
             command.append("--insecure")
-        self.tell(f"SuperLink at {self.address}{', TLS' if self.tls else ''}")
         link = self._start("superlink", command)
         self._await_port(link, "superlink", self._control_port)
 
     def _link_addresses(self) -> list[str]:
-        if _takes("flower-superlink", "--port"):
+        if takes("flower-superlink", "--port"):
             return ["--host", HOST, "--port", str(self._ports["link"])]
         return [  # 1.26: an address for each interface
             *("--fleet-api-address", f"{HOST}:{self._ports['fleet']}"),
@@ -202,13 +190,13 @@ class Deployment:
 
     @property
     def _control_port(self) -> int:
-        new = _takes("flower-superlink", "--port")
+        new = takes("flower-superlink", "--port")
         return self._ports["link" if new else "control"]
 
     @property
     def address(self) -> str:
         """Where SuperNodes find the SuperLink."""
-        new = _takes("flower-superlink", "--port")
+        new = takes("flower-superlink", "--port")
         return f"{HOST}:{self._ports['link' if new else 'fleet']}"
 
     def start_node(
@@ -231,7 +219,7 @@ class Deployment:
             **self.node_config(partition),
         }
         command = ["flower-supernode", "--superlink", self.address]
-        if _takes("flower-supernode", "--port"):
+        if takes("flower-supernode", "--port"):
             command += ["--host", HOST, "--port", str(free_port())]
         else:
             command += ["--clientappio-api-address", f"{HOST}:{free_port()}"]
@@ -240,7 +228,7 @@ class Deployment:
             secret = self.folder / "keys" / (key or f"node-{partition}")
             command += ["--root-certificates", str(self.folder / "certificates" / "ca.crt")]
             command += ["--auth-supernode-private-key", str(secret)]
-            if _takes("flower-supernode", "--ssl-certfile"):
+            if takes("flower-supernode", "--ssl-certfile"):
                 folder = self.folder / "certificates"
                 command += ["--ssl-ca-certfile", str(folder / "ca.crt")]
                 command += ["--ssl-certfile", str(folder / "server.pem")]
@@ -248,7 +236,6 @@ class Deployment:
         else:
             command.append("--insecure")
         name = name or f"node-{partition}"
-        self.tell(f"SuperNode {name}")
         process = self._start(name, command)
         self.nodes.append(process)
         return process
@@ -260,7 +247,7 @@ class Deployment:
     def register(self, public_key: Path, name: str) -> int:
         """Let the SuperLink accept the SuperNode with this key, and return the key's node id."""
         command = ["flwr", "supernode", "register", str(public_key), _LINK, "--format", "json"]
-        if _takes("flwr supernode register", "--name"):
+        if takes("flwr supernode register", "--name"):
             command += ["--name", name]
         said = self._call(command).stdout
         try:
@@ -295,7 +282,6 @@ class Deployment:
         pairs = " ".join(f"{to_key(key)}={json.dumps(value)}" for key, value in run_config.items())
         command = ["flwr", "run", str(self.folder / "app"), _LINK, "--stream"]
         log = self.folder / "run.log"
-        self.tell(f"flwr run: {pairs}")
         with log.open("wb") as stream:
             subprocess.run(
                 [*command, "--run-config", pairs],
@@ -308,11 +294,6 @@ class Deployment:
             )
         said = log.read_text(errors="replace")
         status = self._status()
-        if status == _UNKNOWN:
-            raise RuntimeError(
-                "the SuperLink does not answer any more; with the same command and --resume the "
-                f"run goes on after the last finished round: {_tail(said)}"
-            )
         if status != "finished:completed":
             raise RuntimeError(f"the run ended as {status}: {_tail(said)}")
         return said
@@ -326,7 +307,7 @@ class Deployment:
         try:
             runs = json.loads(done.stdout)["runs"]
         except (ValueError, KeyError):
-            return _UNKNOWN
+            return "unknown"
         return str(runs[0]["status"]) if runs else "not submitted"
 
     def _write_app(self) -> None:
@@ -357,7 +338,7 @@ class Deployment:
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         log = self.folder / f"{name}.log"
-        with log.open("ab") as stream, _signals_later():
+        with log.open("ab") as stream:
             process = subprocess.Popen(
                 command,
                 cwd=self.folder,
@@ -490,7 +471,7 @@ def _write_secret(path: Path, content: bytes) -> None:
 _helps: dict[str, str] = {}
 
 
-def _takes(command: str, option: str) -> bool:
+def takes(command: str, option: str) -> bool:
     """Return whether a command of the installed Flower knows an option."""
     if command not in _helps:
         folder = Path(sys.executable).parent
@@ -506,32 +487,8 @@ def _takes(command: str, option: str) -> bool:
     return option in _helps[command].replace("\n", " ").split()
 
 
-@contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
-    """Hold signals that end this process back, so that none comes in the middle of the block."""
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
-        yield
-        return
-    came: list[int] = []
-    numbers = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in numbers
-        if number is not None and signal.getsignal(number) is not None
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
-
-
 def _started_by(processes: Iterable[subprocess.Popen[bytes]]) -> list[Any]:
     """Return the processes that others have started, and those that these have started."""
-    import psutil  # an extra brings it, and the command loads without
-
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -541,8 +498,6 @@ def _started_by(processes: Iterable[subprocess.Popen[bytes]]) -> list[Any]:
 
 def _kill(processes: Iterable[Any]) -> bool:
     """End processes at once, and return whether one is still alive."""
-    import psutil
-
     alive = False
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
