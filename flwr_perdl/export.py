@@ -127,10 +127,10 @@ def load(path: str | Path) -> Any:
         return _load_result(path)
     if path.suffix == ".npz":
         return _members(path, "path")
+    if not path.is_file():  # to open a pipe waits for ever
+        raise ValueError(f"path must be a file or a folder, got {str(path)!r}, which is neither.")
     library = _library()
     try:
-        if not path.is_file():
-            raise ValueError("it is no regular file")
         return dict(library.load_file(path))
     except Exception as error:
         raise ValueError(
