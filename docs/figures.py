@@ -36,7 +36,6 @@ SUPPORT = {
     "robust": "robust",
     "reuse_last_reply": "last replies",
     "missing": "missing entries",
-    "batches": "batches",
     "clusters": "groups",
     "private": "private parts",
 }

@@ -58,7 +58,7 @@ INTERNAL = (
     *("configure_train", "configure_evaluate", "aggregate_train", "aggregate_evaluate"),  # Flower
     *("create_message", "get_node_ids", "pull_messages", "push_messages", "send_and_receive"),
     *("set_run", "get_properties", "check_evaluation"),
-    *("after_protocol", "needs", "unsupported", "batches", "warns", "half", "only", "models_for"),
+    *("after_protocol", "needs", "unsupported", "warns", "half", "only", "models_for"),
     *("needed", "own", "private_names", "shared_models", "take_step", "trained_by"),
     *("whole", "ModelStrategy.shared", "exchanges", "reports_of", "round_of"),
     *("Combine.begun", "Combine.changes", "Combine.check", "Combine.expected"),
@@ -68,7 +68,7 @@ INTERNAL = (
     *("SecureMean.begin", "SecureMean.config", "SecureMean.gather"),
     *("answer", "choose", "cluster", "exchange", "first_dictionary", "initialize", "measure"),
     *("own_atoms", "may_send", "DictionaryClient.update", "LearnerClient.global_atoms"),
-    *("LearnerClient.result", "ServerSettings.of", "level", "steps", "update_sums", "weights"),
+    *("LearnerClient.result", "ServerSettings.of", "level", "steps", "weights"),
     *("draw_seed", "to", "pack", "unpack", "outliers", "adapts", "sent_options"),
     *("most_clusters", "Objective.at", "per_atom", "own_forms", "own_weights", "modulus"),
     *("awake", "broken", "delays", "links", "passable", "turn", "check_linked", "adapted"),

@@ -20,7 +20,7 @@ of its replies that few of its samples make up (`flwr_perdl.privacy.may_send`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from logging import WARNING
 from math import inf
 from typing import ClassVar, Unpack
@@ -34,7 +34,6 @@ from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
     MOST_STEPS,
     N_NONZERO,
-    Batched,
     LearnerClient,
     LearnerOptions,
     atom_counts,
@@ -42,21 +41,14 @@ from flwr_perdl.clients.dictionary import (
     data_warnings,
     mean_square,
     read_local_steps,
-    reader,
-    update_in_batches,
 )
 from flwr_perdl.clients.dispatch import rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,
-    as_array,
-    check_array,
     check_choice,
     check_count,
-    check_kind,
-    check_list,
-    check_real,
 )
 from flwr_perdl.dictionary import (
     Learner,
@@ -69,7 +61,6 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.bounded import bounded_statistics
 from flwr_perdl.dictionary.coding import completed
-from flwr_perdl.dictionary.learners import CodeSums
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log
@@ -115,15 +106,11 @@ class DictionaryClient(LearnerClient):
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, n_features), or batches of these
-        The client's samples, float64 or float32. If they do not fit into memory, batches: a
-        `numpy.memmap`, a list of arrays, or a function without arguments that returns an iterator
-        of arrays. Each local step reads them once and keeps sums; the start and, by default,
-        `evaluate` use 8,192 to 16,384 evenly spaced samples (fewer with more than 256 features).
-        Batches need a learner whose update needs only sums (not `KSVDLearner`), and the strategy's
-        ``aggregation`` "statistics". NaN is a missing entry, which `MODLearner` and `LassoLearner`
-        accept with "statistics": the sums are over samples completed by their own reconstruction,
-        `may_send` holds for each of their entries, and errors are those of the observed entries.
+    X : ndarray of shape (n_samples, n_features)
+        The client's samples, float64 or float32. NaN is a missing entry, which `MODLearner` and
+        `LassoLearner` accept with the strategy's ``aggregation`` "statistics": the sums are over
+        samples completed by their own reconstruction, `may_send` holds for each of their entries,
+        and errors are those of the observed entries.
     learner : Learner
         The local algorithm A_i (Algorithm 4 or 5, or any other).
     context : Context
@@ -133,11 +120,6 @@ class DictionaryClient(LearnerClient):
         it is not rounded. With two digits, differences between replies of several rounds reveal far
         fewer samples, at a small cost in accuracy (docs/security.md, SecAgg+); this guarantees
         nothing.
-    past : CodeSums, optional
-        Sums over earlier samples, which are gone, with codes of the client's whole dictionary: the
-        global atoms, then the local ones. Updates use these and ``X``.
-    weights : sequence of float, optional
-        Weight of each batch's samples in the sums; 1 by default.
     **options
         ``evaluation``, ``start``, ``min_support``, ``state_dir``, ``max_runs``, ``max_requests``,
         ``extra_metrics``: see `LearnerClient`.
@@ -169,27 +151,14 @@ class DictionaryClient(LearnerClient):
 
     def __init__(
         self,
-        X: Matrix | Batched,
+        X: Matrix,
         learner: Learner,
         context: Context,
         *,
         digits: int | None = None,
-        past: CodeSums | None = None,
-        weights: Sequence[float] | None = None,
         **options: Unpack[LearnerOptions],
     ) -> None:
-        self.past = past
-        if weights is not None:
-            weights = [check_real("weights", one, 0) for one in check_list("weights", weights)]
-        self.weights = weights
-        if (past is not None or weights is not None) and reader(X) is None:
-            X = [as_array("X", X)]  # one batch
         super().__init__(X, learner, context, **options)
-        if past is not None:
-            check_kind("past", past, CodeSums, "CodeSums")
-            check_array(
-                "past.products", past.products, rows=learner.n_atoms, columns=self.X.shape[1]
-            )
         self.digits = None if digits is None else check_count("digits", digits, 1, 15)
 
     def initialize(self, request: StepRequest) -> StepResult:
@@ -271,47 +240,31 @@ class DictionaryClient(LearnerClient):
         statistics = check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS)) != ATOMS
         refine_steps = check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, MOST_STEPS)
         check_products(G, orthogonal=statistics and learner.orthogonal)
-        batches = self.batches if X is self.X else None
-        if (has_missing(X) or batches is not None) and not statistics:
+        if has_missing(X) and not statistics:
             raise ValueError(
-                'aggregation must be "statistics" where X has NaN or comes in batches, got one of '
-                "the atoms themselves."
+                'aggregation must be "statistics" where X has NaN, got one of the atoms themselves.'
             )
         n_steps, r = read_local_steps(request), len(G)
         bound = SAMPLE_BOUND.get() if statistics else None
-        if bound is not None and batches is not None:
-            raise ValueError("X must be one array where sums get noise, got batches or a past.")
         if refine_steps:
             L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
         errors, after = [], np.concatenate([G, L])
         for _ in range(n_steps):
             D = after
-            if batches is None:
-                C = learner.code(X, D)
-                errors.append(mean_square(X - reconstruct(C, D)))
-                updated = learner.update(X, C, D)
-            else:
-                found = update_in_batches(batches, learner, D, r, self.min_support, self.past)
-                errors.append(found.error)
-                updated = found.updated
+            C = learner.code(X, D)
+            errors.append(mean_square(X - reconstruct(C, D)))
             # Algorithm 3, lines 3-9: the updated atoms nearest to G take its places and signs.
-            aligned = align_to_global(updated, G)
+            aligned = align_to_global(learner.update(X, C, D), G)
             after = np.concatenate([aligned.global_atoms, aligned.local_atoms])
-            if self.past is not None:  # whose sums know the atoms by their places
-                after = updated
         if bound is not None:
             return self._bounded(X, G, bound), errors[0], after
         # Of the last step's codes and the D before it: with these the server does the update.
-        if batches is not None:
-            sent, energy = found.statistics, found.energy
-        elif statistics:
+        if statistics:
             sent, energy = self._statistics(X, C, D, r)
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
         if statistics and MAX_WEIGHT in config:  # of a secure sum
-            if self.past is not None:
-                raise ValueError("past must be None where sums are secure, got sums.")
             sent = _scaled(energy, sent)
         return _rounded(sent, self.digits), errors[0], after
 

@@ -27,7 +27,6 @@ from flwr_perdl.dictionary.coding import (
 from flwr_perdl.dictionary.learners import (
     AUTO_PENALTY,
     AUTO_THRESHOLD,
-    CodeSums,
     GradientLearner,
     KSVDLearner,
     LassoLearner,
@@ -47,7 +46,6 @@ __all__ = [
     "AUTO_THRESHOLD",
     "Aggregation",
     "Alignment",
-    "CodeSums",
     "GradientLearner",
     "KSVDLearner",
     "Lasso",

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -73,94 +73,6 @@ _LEAST_SUPPORT = 2
 _COMPLETIONS = 5
 #: Supports this near to a whole number, relative to it, are that number up to rounding.
 _WHOLE = 1e-9
-
-
-def check_summed(learner: Learner, where: str) -> None:
-    """Raise a ValueError if a learner's update needs more than sums over samples."""
-    if type(learner) not in SUMMED:
-        names = ", ".join(kind.__name__ for kind in SUMMED)
-        raise ValueError(f"learner must be of {names} {where}, got {brief_repr(learner)}.")
-
-
-def with_level(learner: SummedLearner, energy: float, n_samples: int) -> SummedLearner:
-    """Return a learner whose "auto" threshold is that of all batches, by their sum of squares."""
-    if not isinstance(learner, ThresholdLearner) or learner.threshold != "auto":
-        return learner
-    return replace(learner, threshold=float(AUTO_THRESHOLD * np.sqrt(energy / max(n_samples, 1))))
-
-
-class CodeSums(NamedTuple):
-    """Sums over samples and their codes, in float64: all that an update needs of earlier batches.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import CodeSums, LassoLearner
-    >>> learner, D = LassoLearner(4), np.eye(4)
-    >>> first, second = np.random.default_rng(0).standard_normal((2, 50, 4))
-    >>> sums = [CodeSums.of(X, learner.code(X, D)) for X in (first, second)]
-    >>> both = np.vstack([first, second])
-    >>> updated = learner.update_sums(sums[0].plus(sums[1]), D)
-    >>> bool(np.allclose(updated, learner.update(both, learner.code(both, D), D)))
-    True
-    """
-
-    #: ``C.T @ C``, (n_atoms, n_atoms).
-    gram: Matrix
-    #: ``C.T @ X``, (n_atoms, n_features).
-    products: Matrix
-    #: Sums of the codes' absolute values, (n_atoms,).
-    sizes: Matrix
-
-    @classmethod
-    def of(cls, X: Matrix, C: Matrix) -> CodeSums:
-        """Return the sums of one batch.
-
-        Parameters
-        ----------
-        X : ndarray of shape (n_samples, n_features)
-        C : ndarray of shape (n_samples, n_atoms)
-
-        Returns
-        -------
-        CodeSums
-        """
-        X, C = (check_array(name, own, floor=np.inf) for name, own in (("X", X), ("C", C)))
-        if len(C) != len(X):
-            raise ValueError(f"C must have {len(X)} rows, as X has, got {len(C)}.")
-        found = C.T @ C, C.T @ X, np.abs(C).sum(axis=0)
-        return cls(*(part.astype(np.float64, copy=False) for part in found))
-
-    def plus(self, other: CodeSums) -> CodeSums:
-        """Return the sums of both.
-
-        Parameters
-        ----------
-        other : CodeSums
-
-        Returns
-        -------
-        CodeSums
-        """
-        return CodeSums(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def times(self, weight: float) -> CodeSums:
-        """Return the sums with every sample weighted.
-
-        Parameters
-        ----------
-        weight : float
-
-        Returns
-        -------
-        CodeSums
-        """
-        return CodeSums(weight * self.gram, weight * self.products, weight**0.5 * self.sizes)
-
-    @property
-    def support(self) -> Matrix:
-        """`atom_support` of the codes."""
-        return self.sizes**2 / np.where(self.sizes > 0, np.diagonal(self.gram), 1)
 
 
 class Learner(Protocol):
@@ -453,20 +365,13 @@ class AlternatingLearner(ABC):
 
 
 class SummedLearner(AlternatingLearner):
-    """A learner whose update needs sums over samples alone, so that batches may come one by one."""
+    """A learner whose update needs sums over samples alone."""
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         for _ in range(_COMPLETIONS if has_missing(X) else 1):
             kept, rest = _well_supported(X, C, D)
             D = self._solve(kept.T @ kept, kept.T @ rest, D)
         return D
-
-    def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the (completed) samples that the sums are of, up to rounding."""
-        weak = sums.support < _LEAST_SUPPORT
-        rest = sums.products - sums.gram[:, weak] @ D[weak]
-        gram = np.where(weak | weak[:, None], 0, sums.gram)
-        return self._solve(gram, np.where(weak[:, None], 0, rest), D).astype(D.dtype, copy=False)
 
     @abstractmethod
     def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
@@ -512,7 +417,7 @@ class ThresholdLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class OrthogonalLearner(SummedLearner, ThresholdLearner):
+class OrthogonalLearner(ThresholdLearner):
     """Algorithm 4: orthonormal atoms, updated to the polar factor of ``C.T @ X``.
 
     This is the orthonormal dictionary that minimizes ``||X - C @ D||``.
@@ -543,13 +448,6 @@ class OrthogonalLearner(SummedLearner, ThresholdLearner):
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         return polar_factor(C.T @ X, D)
-
-    def update_sums(self, sums: CodeSums, D: Matrix) -> Matrix:
-        """Return `update` of the samples that the sums are of, up to rounding."""
-        return self._solve(sums.gram, sums.products, D).astype(D.dtype, copy=False)
-
-    def _solve(self, gram: Matrix, products: Matrix, D: Matrix) -> Matrix:
-        return polar_factor(products, D)
 
     def weights(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return ``C (S S')^(-1/2)`` with ``S = C.T @ X``: each atom is a mixture of all sums."""
@@ -806,5 +704,3 @@ def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
 
 #: The learners of this library; a subclass may do what these do not.
 LEARNERS = (OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner)
-#: Those of them whose update needs sums over samples alone.
-SUMMED = tuple(kind for kind in LEARNERS if issubclass(kind, SummedLearner))

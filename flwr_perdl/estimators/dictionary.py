@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from math import nan
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 from zipfile import BadZipFile
 
 import numpy as np
@@ -30,7 +30,6 @@ from flwr_perdl.core.checks import (
     check_flag,
     check_function,
     check_kind,
-    check_real,
 )
 from flwr_perdl.dictionary import (
     LassoLearner,
@@ -43,8 +42,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.dictionary.atoms import COPY
-from flwr_perdl.dictionary.coding import completed
-from flwr_perdl.dictionary.learners import CodeSums, check_samples, check_summed
+from flwr_perdl.dictionary.learners import check_samples
 from flwr_perdl.estimators._base import (
     Federated,
     MakeGrid,
@@ -60,10 +58,6 @@ from flwr_perdl.strategies.perma import NAMED
 #: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
 #: ones are missed.
 LASSO_START: Start = partial(warm_start, n_iter=30, boost=4, decay=0.9)
-
-#: Rounds of a call of ``partial_fit``, and samples of a site that it keeps: sums over codes of the
-#: first atoms would hold later ones back.
-_BATCH_ROUNDS, _RECENT = 5, 1000
 
 
 @dataclass(eq=False, repr=False)
@@ -101,9 +95,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     warm_start : bool, default False
         Whether ``fit`` on a fitted model continues from its atoms, for the same sites in the same
         order.
-    forget_factor : float, default 1
-        Weight of earlier samples in a call of ``partial_fit``, relative to the call before; 1
-        forgets nothing.
     seed : int, default 0
         Seed of all random draws.
     random_state : int, optional
@@ -178,7 +169,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     matching: str = "consensus"
     min_support: int = 3
     warm_start: bool = False
-    forget_factor: float = 1.0
     seed: int = 0
     random_state: int | None = None
     grid: MakeGrid | None = None
@@ -227,84 +217,15 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
                 UserWarning,
                 stacklevel=2,
             )
-        codes = self._warn(sites, learner)
-        self._known = [
-            _Known(_sums(X, C, D), [], [])
-            for X, C, D in zip(sites, codes, self._dictionaries(), strict=True)
-        ]
+        self._warn(sites, learner)
         self.client_: int | None = None
         return self._fitted_sites(X)
-
-    def partial_fit(self, X: Any, y: Any = None) -> Self:
-        """Learn from new samples, a batch of each site, in addition to earlier ones.
-
-        The first call is `fit`. A later one continues from the current atoms for a few rounds, with
-        each site's latest samples, up to 1,000, and sums over older ones, weighted by
-        ``forget_factor``. A copy or pickle of the model has the sums only. ``learner`` must be one
-        whose update needs only sums (not `KSVDLearner`), and ``aggregation`` "statistics".
-
-        Parameters
-        ----------
-        X : sequence of array_like of shape (n_samples_i, n_features)
-            A table of each site, in the order of ``fit``, then of `add_site`.
-        y : ignored
-            For scikit-learn.
-
-        Returns
-        -------
-        self
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
-        >>> stream = np.random.default_rng(0).standard_normal((2, 3, 50, 6))
-        >>> model = PersonalizedDictionaryLearning(5, n_global=2, rounds=3)
-        >>> for batches in stream:
-        ...     model = model.partial_fit(list(batches))
-        >>> model.global_atoms_.shape
-        (2, 6)
-        """
-        learner = self._learner()
-        forget = check_real("forget_factor", self.forget_factor, 0, 1)
-        check_summed(learner, "for partial_fit")
-        if self.aggregation != "statistics":
-            raise ValueError(
-                f'aggregation must be "statistics" for partial_fit, got {self.aggregation!r}.'
-            )
-        sites = self._read_sites(X)
-        if not self.__sklearn_is_fitted__():
-            PersonalizedDictionaryLearning.fit(self, X)  # a subclass's may take other tables
-            known = [_Known(None, [table], [1.0]) for table in sites]
-        else:
-            self._check_known(sites, X)
-            self._check_missing(sites, learner, first=False)
-            kind = self.global_atoms_.dtype
-            known = [
-                past.with_batch(table.astype(kind, copy=False), forget)
-                for past, table in zip(self._known, sites, strict=True)
-            ]
-            self._learn(sites, learner, _BATCH_ROUNDS, known, go_on=True)
-        self._known = self._settled(known, _RECENT)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle gets: of samples that `partial_fit` keeps the sums."""
-        known = getattr(self, "_known", [])
-        recent = any(site.recent for site in known)
-        return {**vars(self), "_known": self._settled(known, 0)} if recent else dict(vars(self))
-
-    def _settled(self, known: list[_Known], most: int) -> list[_Known]:
-        """Return what the sites keep, with no more than so many samples of each."""
-        learner, pairs = self._learner(), zip(known, self._dictionaries(), strict=True)
-        return [site.settled(D, learner, most) for site, D in pairs]
 
     def _learn(
         self,
         sites: list[Matrix],
         learner: Learner,
         n_rounds: int,
-        known: list[_Known] | None = None,
         *,
         go_on: bool,
     ) -> None:
@@ -320,13 +241,11 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         def make_client(context: Context) -> DictionaryClient:
             i = int(context.node_config[PARTITION_ID])
             return _SiteClient(
-                sites[i] if known is None else known[i].recent,
+                sites[i],
                 learner,
                 context,
                 start=partial(_given, given[i]) if go_on else _start(learner),
                 min_support=self.min_support,
-                past=None if known is None else known[i].sums,
-                weights=None if known is None else known[i].weights,
             )
 
         errors_of = ConfigRecord(
@@ -411,7 +330,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         model = cls(**{"n_atoms": len(global_atoms) + n_local, **given, **parameters})
         model.global_atoms_, model.local_atoms_ = global_atoms, [kept[name] for name in names]
         model.client_ = None if client is None else names.index(str(client))
-        model._known = [_Known(None, [], []) for _ in names]
         return model._fitted(global_atoms)
 
     def add_site(self, X: Any) -> int:
@@ -452,12 +370,10 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         for _ in range(0 if learner.orthogonal else self.rounds):  # as a site that takes part
             refined = np.vstack([G, learner.step(rows, refined)[len(G) :]])
         self.local_atoms_ = [*self.local_atoms_, refined[len(G) :]]
-        sums = _sums(rows, learner.code(rows, refined), refined)
-        self._known = [*self._known, _Known(sums, [], [])]
         return number
 
     def remove_site(self, client: Any) -> None:
-        """Remove a site's local atoms and sums; later sites move up by one place.
+        """Remove a site's local atoms; later sites move up by one place.
 
         The global atoms don't change, and keep what they learned from the site's samples.
 
@@ -481,7 +397,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         if names := getattr(self, "site_names_", []):
             self.site_names_ = [*names[:i], *names[i + 1 :]]
         self.local_atoms_ = [*self.local_atoms_[:i], *self.local_atoms_[i + 1 :]]
-        self._known = [*self._known[:i], *self._known[i + 1 :]]
 
     def transform(self, X: Any, client: Any = None) -> Any:
         """Return the codes of samples.
@@ -630,7 +545,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         i = self._place(client, len(self.local_atoms_))
         return np.vstack([self.global_atoms_, self.local_atoms_[i]])
 
-    def _check_missing(self, sites: list[Matrix], learner: Learner, *, first: bool = True) -> None:
+    def _check_missing(self, sites: list[Matrix], learner: Learner) -> None:
         """Raise a ValueError if the tables have NaN that cannot be a missing entry."""
         missing = [np.isnan(check_samples(f"X[{i}]", S, learner)) for i, S in enumerate(sites)]
         if self.aggregation != "statistics" and any(map(np.any, missing)):
@@ -641,14 +556,14 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             if site.all():
                 raise ValueError(f"X[{i}] must have an entry that is not NaN, got none.")
         never = np.all([site.all(axis=0) for site in missing], axis=0)
-        if first and never.any():  # later, other batches have it
+        if never.any():
             raise ValueError(
                 "X must have an entry that is not NaN in every column, at one site or more, got "
                 f"none in column {never.argmax()}: leave it out."
             )
 
-    def _warn(self, sites: list[Matrix], learner: Learner) -> list[Matrix]:
-        """Warn once of what is odd about tables and atoms, and return the codes."""
+    def _warn(self, sites: list[Matrix], learner: Learner) -> None:
+        """Warn once of what is odd about tables and atoms."""
         given = list(zip(sites, self._dictionaries(), strict=True))
         codes, r = [learner.code(X, D) for X, D in given], len(self.global_atoms_)
         used = [np.any(C, axis=0) for C in codes]
@@ -665,7 +580,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         for what, where in odd.items():
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
             warnings.warn(f"{where[0]}{more}: {what}.", UserWarning, stacklevel=3)
-        return codes
 
     def _learner(self) -> Learner:
         """Return what a site learns with."""
@@ -694,32 +608,3 @@ def _start(learner: Learner) -> Start:
 def _given(D: Matrix, X: Matrix, learner: Learner, *, rng: np.random.Generator) -> WarmStart:
     """Start from a dictionary that is there."""
     return WarmStart(D, nan, ())
-
-
-class _Known(NamedTuple):
-    """What a site keeps for `partial_fit`: sums over samples, the latest samples, their weights."""
-
-    sums: CodeSums | None
-    recent: list[Matrix]
-    weights: list[float]
-
-    def with_batch(self, X: Matrix, forget: float) -> _Known:
-        """Return this with new samples, beside which the others count less."""
-        sums = None if self.sums is None else self.sums.times(forget)
-        return _Known(sums, [*self.recent, X], [*(forget * w for w in self.weights), 1.0])
-
-    def settled(self, D: Matrix, learner: Learner, most: int) -> _Known:
-        """Return this with the sums of all but so many samples."""
-        sums, recent, weights = self.sums, list(self.recent), list(self.weights)
-        while (n_old := sum(map(len, recent)) - most) > 0:
-            old, recent[0] = recent[0][:n_old], recent[0][n_old:].copy()
-            more = _sums(old, learner.code(old, D), D).times(weights[0])
-            sums = more if sums is None else sums.plus(more)
-            if not len(recent[0]):
-                del recent[0], weights[0]
-        return _Known(sums, recent, weights)
-
-
-def _sums(X: Matrix, C: Matrix, D: Matrix) -> CodeSums:
-    """Return the sums of samples of which something is observed."""
-    return CodeSums.of(completed(X, C, D), C)

@@ -6,8 +6,6 @@ of the sum. The rule looks at the terms only: a mask that depends on the sum wou
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,7 +55,12 @@ def may_send(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
     weights = check_array("weights", weights)
     check_count("rows of weights", len(weights), len(X), len(X))
     check_count("min_support", min_support)
-    return SupportRule.count_rows(weights, X).allows(min_support)
+    return rows_allowed(weights, X, min_support)
+
+
+def rows_allowed(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
+    """Return `may_send` of arguments that are as they should be."""
+    return _allowed(np.abs(weights) * row_norms(X)[:, None], min_support)
 
 
 def may_send_entries(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
@@ -66,51 +69,18 @@ def may_send_entries(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np
     The rule of `may_send` for each entry: its terms are those of the samples that have the feature,
     which is NaN in the others.
     """
-    return SupportRule.count_entries(weights, X).allows(min_support)
+    seen, lengths = ~np.isnan(X), row_norms(observed(X))
+    terms = (np.abs(weights) * lengths[:, None]).T
+    rows = [_allowed(row[:, None] * seen, min_support) for row in terms]
+    return np.reshape(np.array(rows, dtype=bool), (len(rows), X.shape[1]))
 
 
-class SupportRule(NamedTuple):
-    """What the rule asks of the terms of sums: of those of several batches together, by `add`."""
-
-    #: Terms that are not zero.
-    n_terms: NDArray[Any]
-    #: The length of the longest one.
-    longest: Matrix
-    #: The sum of squares, relative to the longest: those of very small or large terms are no
-    #: numbers.
-    shares: Matrix
-
-    @classmethod
-    def count_rows(cls, weights: Matrix, X: Matrix) -> SupportRule:
-        """Count those of the rows of ``weights.T @ X``."""
-        return cls._count(np.abs(weights) * row_norms(X)[:, None])
-
-    @classmethod
-    def count_entries(cls, weights: Matrix, X: Matrix) -> SupportRule:
-        """Count those of the entries of ``weights.T @ X``; NaN in ``X`` has no term."""
-        seen, lengths = ~np.isnan(X), row_norms(observed(X))
-        terms = (np.abs(weights) * lengths[:, None]).T
-        rows = [cls._count(row[:, None] * seen) for row in terms]
-        return cls(*map(np.stack, zip(*rows, strict=True))) if rows else cls(*[X[:0]] * 3)
-
-    @classmethod
-    def _count(cls, terms: Matrix) -> SupportRule:
-        """Count those of the columns."""
-        longest = terms.max(axis=0, initial=0)
-        shares = (terms / np.where(longest > 0, longest, 1)) ** 2
-        return cls(np.count_nonzero(terms, axis=0), longest, shares.sum(axis=0))
-
-    def add(self, other: SupportRule) -> SupportRule:
-        """Return those of the sums of both."""
-        longest = np.maximum(self.longest, other.longest)
-        unit = np.where(longest > 0, longest, 1)
-        mine, others = (part.shares * (part.longest / unit) ** 2 for part in (self, other))
-        return SupportRule(self.n_terms + other.n_terms, longest, mine + others)
-
-    def allows(self, min_support: int) -> NDArray[np.bool_]:
-        """Return which sums may leave."""
-        if not min_support:
-            return np.ones(self.n_terms.shape, dtype=bool)
-        # the longest term's share is 1 here
-        among_others = MOST_OF_ONE * self.shares >= 1
-        return (self.n_terms >= min_support) & among_others
+def _allowed(terms: Matrix, min_support: int) -> NDArray[np.bool_]:
+    """Return which sums may leave, whose terms have the lengths in a column."""
+    if not min_support:
+        return np.ones(terms.shape[1], dtype=bool)
+    longest = terms.max(axis=0, initial=0)
+    # Relative to the longest: squares of very small or large terms are no numbers.
+    squares = (terms / np.where(longest > 0, longest, 1)) ** 2
+    among_others = MOST_OF_ONE * squares.sum(axis=0) >= 1
+    return np.asarray(among_others & (np.count_nonzero(terms, axis=0) >= min_support))

@@ -77,7 +77,6 @@ class _MixedRegression(EndsWithModels):
         "privacy": "the models begin with estimates of single clients",
         "reuse_last_reply": OLD,
         "missing": "a linear model has no prediction without all features",
-        "batches": "clients are for few points each, held in memory",
         "private": "a linear model is one array",
     }
     labels = ("cluster",)

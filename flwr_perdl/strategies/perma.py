@@ -212,7 +212,7 @@ class PerMA(EndsWithModels):
         Needs(_SUMMED, "reuse_last_reply", (0,), "the server has no client's own contribution"),
         Needs(("robust",), "aggregation", ("statistics",), "robust names the aggregation"),
         # Of the clients' data, which say so themselves.
-        Needs(("missing", "batches"), "aggregation", ("statistics",), "only sums remain of them"),
+        Needs(("missing",), "aggregation", ("statistics",), "only sums remain of them"),
     )
     privacy: Noise | None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,8 @@ import pytest
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import (
-    CodeSums,
-    GradientLearner,
-    KSVDLearner,
     LassoLearner,
-    MODLearner,
     OrthogonalLearner,
-    WarmStart,
     align_to_global,
     normalize_atoms,
     warm_start,
@@ -194,96 +188,3 @@ def test_odd_samples_are_logged_once(
     (D,), _, _ = client.fit([], asks("start", 1))
     client.fit([D[:2]], asks("update", 2))
     assert len(warned.records) == n_logged
-
-
-def rounds_of(X: Any, learner: Any, **options: Any) -> list[np.ndarray]:
-    """Return what a client sends in three rounds, with its number of samples and its error."""
-    client = DictionaryClient(X, learner, context_of(3), **options)
-    (D,), n, metrics = client.fit([], asks("start", 1))
-    sent = [D, np.array([n])]
-    for round_ in (2, 3):
-        config = asks("update", round_, **{"perdl.sends": "statistics", "perdl.local-steps": 2})
-        (own,), n, metrics = client.fit([D[:2]], config)
-        sent += [own, np.array([n, metrics["mse"]])]
-    return sent
-
-
-@pytest.mark.parametrize(
-    ("learner", "missing"),
-    [
-        (LEARNER, False),
-        (GradientLearner(4), False),
-        (MODLearner(4), True),
-        (LassoLearner(4), True),
-        (LassoLearner(4, alpha=0.1), False),
-    ],
-)
-def test_samples_in_batches_are_those_in_memory(learner: Any, missing: bool) -> None:
-    X = samples(60)
-    X[3:20, 1] = np.nan if missing else X[3:20, 1]
-    whole, parts = rounds_of(X, learner), [X[:30], X[30:31], X[31:31], X[31:]]
-    for batches in (parts, lambda: iter(parts)):
-        for sent, expected in zip(rounds_of(batches, learner), whole, strict=True):
-            np.testing.assert_allclose(sent, expected, rtol=1e-5, atol=1e-10)
-
-
-def test_a_file_that_is_mapped_is_coded_in_parts(tmp_path: Path) -> None:
-    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((64, 4)))[0].T
-    X = (samples(40_000) @ np.eye(5)[:, :4] @ basis).astype(np.float32)
-    np.save(tmp_path / "X.npy", X)
-    D, n_seen = np.roll(basis, 1, axis=1).astype(np.float32), []
-    D = np.linalg.qr((basis + 0.1 * D).T)[0].T.astype(np.float32)
-
-    def start(X: Any, learner: Any, *, rng: Any) -> WarmStart:
-        n_seen.append(len(X))
-        return WarmStart(D, 0.0, ())
-
-    mapped = np.load(tmp_path / "X.npy", mmap_mode="r")
-    found, whole = (rounds_of(part, LEARNER, start=start) for part in (mapped, X))
-    assert n_seen[0] < n_seen[1] == 40_000  # a start has samples drawn of all
-    assert found[0].dtype == found[2].dtype == np.float32
-    for sent, expected in zip(found[2:], whole[2:], strict=True):
-        np.testing.assert_allclose(sent, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-
-
-def test_batches_that_do_not_serve_are_named() -> None:
-    X, G, once = samples(20), np.eye(5)[:2], iter([samples(20)])
-    for given, name in (
-        ({"X": [X, X[:, :4]]}, r"X\[1\]"),
-        ({"X": lambda: [X, X + np.inf]}, r"X\[1\]"),
-        ({"X": lambda: [3]}, r"X\[0\]"),
-        ({"X": lambda: []}, "X"),
-        ({"X": lambda: 3}, "X"),
-        ({"learner": KSVDLearner(4)}, "learner"),
-        ({"weights": [1.0]}, "weights"),
-        ({"past": CodeSums.of(X, X[:, :3])}, "past.products"),
-    ):
-        options = {"X": [X, X], "learner": LEARNER, **given}
-        with pytest.raises((ValueError, TypeError), match=f"^{name}"):
-            DictionaryClient(options.pop("X"), options.pop("learner"), context_of(3), **options)
-    update = asks("update", 2, **{"perdl.sends": "statistics"})
-    client = DictionaryClient(lambda: once, LEARNER, context_of(3))
-    client.fit([], asks("start", 1))
-    with pytest.raises(ValueError, match=r"^X"):
-        client.fit([G], update)
-    client = DictionaryClient([X, X], LEARNER, context_of(3))
-    client.fit([], asks("start", 1))
-    with pytest.raises(ValueError, match=r"^aggregation"):
-        client.fit([G], asks("update", 2))
-
-
-def test_earlier_samples_count_by_their_sums() -> None:
-    """Of an update with a past, and of weighted batches, the local atoms are those of all."""
-    X, old, kept = samples(40), samples(60, seed=3), []
-    D = np.linalg.qr(np.random.default_rng(1).standard_normal((5, 4)))[0].T
-    past = CodeSums.of(old, LEARNER.code(old, D)).times(0.25)
-    for given in ({"X": X, "past": past}, {"X": [old, X], "weights": [0.25, 1.0]}):
-        node, learner = context_of(3), OrthogonalLearner(4, threshold=LEARNER.level(old))
-        given["learner"], given["context"] = learner, node
-        client = DictionaryClient(start=lambda *_, rng: WarmStart(D, 0.0, ()), **given)
-        client.fit([D[:2]], asks("update", 2, **{"perdl.sends": "statistics"}))
-        (private,) = node.state.array_records.values()
-        kept.append(private["2/local_atoms"].numpy())
-    np.testing.assert_allclose(kept[0], kept[1], atol=1e-12)
-    alone = LEARNER.step(X, D)[2:]
-    assert np.abs(kept[0] - alone).max() > 0.01

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import warnings
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from sklearn.exceptions import ConvergenceWarning, NotFittedError
 
 from flwr_perdl.clients import local_atoms
 from flwr_perdl.dictionary import (
-    KSVDLearner,
     MODLearner,
     OrthogonalLearner,
     dictionary_distance,
@@ -288,55 +286,6 @@ def test_what_is_odd_is_named_once(
     assert not caplog.records
 
 
-def error_of(model: Any, tests: list[np.ndarray]) -> float:
-    """Return the mean squared error of the sites' held-out samples."""
-    rests = [model.reconstruct(X, client=i) - X for i, X in enumerate(tests)]
-    return float(np.mean([np.mean(rest**2) for rest in rests]))
-
-
-def digits() -> list[np.ndarray]:
-    """The images of two sites, shuffled."""
-    images = np.random.default_rng(0).permutation(load_digits().images / 16)
-    return [images[:850], images[850:1700]]
-
-
-def flat(sites: list[np.ndarray], *part: slice) -> list[np.ndarray]:
-    """Return a part of each site's images as tables."""
-    return [site[part].reshape(-1, 64) for site in sites]
-
-
-def test_a_stream_of_batches_ends_where_one_fit_on_all_of_them_does() -> None:
-    sites = digits()
-    sites[1][1::2] = sites[1][1::2, ::-1]  # half of the second site's images lie on their heads
-    tables, tests = flat(sites, slice(700)), flat(sites, slice(700, None))
-    once, stream = (PersonalizedDictionaryLearning(16, 8, n_nonzero=4, rounds=8) for _ in range(2))
-    for i in range(10):
-        stream.partial_fit([X[70 * i : 70 * i + 70] for X in tables])
-    assert error_of(stream, tests) < 1.03 * error_of(once.fit(tables), tests)
-    # a site that joins does as well as one that took part
-    once.remove_site(1)
-    took_part = error_of(once, tests[:1])
-    once.remove_site(once.add_site(tables[0]) - 1)
-    assert error_of(once, tests[:1]) < 1.05 * took_part
-    # what is written to disk has none of the samples, and goes on all the same
-    data = pickle.dumps(stream)
-    assert not any(row.tobytes() in data for row in tables[0][-70:] if row.any())
-    back = pickle.loads(data).partial_fit([X[:70] for X in tables])
-    assert error_of(back, tests) < 1.03 * error_of(stream, tests)
-
-
-def test_what_is_forgotten_makes_room_for_what_is_new() -> None:
-    sites, errors = digits(), []
-    for forget_factor in (1.0, 0.3):
-        model = PersonalizedDictionaryLearning(
-            16, 8, n_nonzero=4, rounds=3, forget_factor=forget_factor
-        ).fit(flat(sites, slice(200)))
-        for start in (200, 260, 320):  # from now on images lie on their heads
-            model.partial_fit(flat(sites, slice(start, start + 60), slice(None, None, -1)))
-        errors.append(error_of(model, flat(sites, slice(600, 850), slice(None, None, -1))))
-    assert errors[1] < 0.9 * errors[0]
-
-
 def test_a_fit_goes_on_from_the_atoms_with_warm_start() -> None:
     sites = planted()
     model = orthogonal(warm_start=True).fit(sites)
@@ -348,32 +297,19 @@ def test_a_fit_goes_on_from_the_atoms_with_warm_start() -> None:
     with pytest.raises(ValueError, match=r"^X"):
         model.fit(sites[:3])
     with pytest.raises(ValueError, match=r"^X"):
-        model.partial_fit([site[:, :5] for site in sites])
+        model.fit([site[:, :5] for site in sites])
 
 
-def test_a_site_leaves_and_another_one_joins_a_stream() -> None:
+def test_a_site_leaves_and_another_one_joins() -> None:
     sites = planted()
-    model = orthogonal().fit(sites[:3])
+    model = orthogonal(warm_start=True).fit(sites[:3])
     assert model.add_site(sites[3]) == 3
     model.remove_site(1)
-    model.partial_fit([site[:50] for site in (sites[0], *sites[2:])])
+    model.fit([site[:50] for site in (sites[0], *sites[2:])])
     assert len(model.local_atoms_) == 3
     assert dictionary_distance(OWN[3], model.local_atoms_[2]) < 1e-6
     with pytest.raises(ValueError, match=r"^client"):
         model.remove_site(3)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"learner": KSVDLearner}, "learner"),
-        ({"aggregation": "mean"}, "aggregation"),
-        ({"forget_factor": 1.5}, "forget_factor"),
-    ],
-)
-def test_a_stream_that_cannot_be_learned_from_is_named(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}"):
-        PersonalizedDictionaryLearning(5, 3, **options).partial_fit(planted())
 
 
 @pytest.mark.slow

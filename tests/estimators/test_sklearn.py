@@ -35,9 +35,6 @@ class OneSite(PersonalizedDictionaryLearning):
     def fit(self, X: Any, y: Any = None) -> OneSite:
         return super().fit([X])
 
-    def partial_fit(self, X: Any, y: Any = None) -> OneSite:
-        return super().partial_fit([X])
-
     def fit_transform(self, X: Any, y: Any = None) -> Any:
         return self.fit(X).transform(X)
 

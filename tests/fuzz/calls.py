@@ -172,6 +172,7 @@ VALID: dict[str, Callable[[], Any]] = {
 }
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "Combine": {"start": lambda: [_normal(D)]},
+    "Request": {"step": lambda: "train"},
     "adapt": {
         "app": lambda: clients.client_app(lambda context: _Untrained()),
         "result": lambda: ArrayRecord([np.ones(2)]),

@@ -12,7 +12,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from flwr_perdl.clients import PrivateState, RegressionClient
-from flwr_perdl.dictionary import CodeSums, GradientLearner, refine_local, warm_start
+from flwr_perdl.dictionary import GradientLearner, refine_local, warm_start
 from flwr_perdl.estimators import to_frame
 from flwr_perdl.export import save
 from flwr_perdl.network import (
@@ -78,7 +78,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "state, run": ("run", lambda: PrivateState(context_of(), 5)),
     "state, round": ("round_", lambda: PrivateState(context_of(), "run").before(None)),
     "await_nodes": ("grid", lambda: await_nodes("x", FedX(1).options)),
-    "sums": ("C", lambda: CodeSums.of(ATOMS, ATOMS[:2])),
     "features": (
         "features",
         lambda: RegressionClient(ATOMS, ATOMS[0], context_of(), features=float),
