@@ -24,6 +24,7 @@ from flwr_perdl.clients.dispatch import (
     take_by,
 )
 from flwr_perdl.clients.local import (
+    Call,
     Local,
     NoEvaluateError,
     StateLostError,
@@ -31,6 +32,7 @@ from flwr_perdl.clients.local import (
     encoded,
     evaluation_of,
     has_evaluation,
+    hiding,
     state_apart,
     within,
 )
@@ -281,9 +283,11 @@ class AnsweringApp(ClientApp):
                 "neighbor-keys in the node config must be left out for such a request: a node "
                 f"that pins keys sends only sealed messages, got one to {kind}."
             )
-        call = self._answer
+        call: Call = self._answer
         if asked is not None and asked.client is None:
             call = partial(self.take_step, asked)
+        if asked is not None and (asked.whole or seals):
+            call = hiding(call)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
         summed = self._privacy or secure or PROMISE in config_of(message)
         if (transport := _transport_of(message)) is not None:

@@ -14,7 +14,7 @@ from flwr.app import Context
 from flwr_perdl.clients import own_models
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult, unsaid
+from flwr_perdl.clients.local import Local, StepRequest, StepResult, hide_numbers, unsaid
 from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
@@ -32,8 +32,9 @@ def train(local: Local, request: StepRequest) -> StepResult:
     pull = check_real(PULL, request.config.get(PULL), 0, 1)
     kept, given = local.kept.before(request.round), request.arrays
     own = _own(kept, given)
-    sent = local.fit(request.received, state="shared")  # evaluations see the own model's state
-    trained = local.fit(own).arrays
+    with hide_numbers():
+        sent = local.fit(request.received, state="shared")  # evaluations see the own model's state
+        trained = local.fit(own).arrays
     each = enumerate(zip(request.names, trained, given, strict=True))
     keep = {f"{i:06d}": as_file(_pulled(*one, pull)) for i, one in each}
     metrics = {**sent.metrics, NEW_STATE: int(kept is None)}
@@ -44,7 +45,9 @@ def train(local: Local, request: StepRequest) -> StepResult:
 def evaluate(local: Local, request: StepRequest) -> StepResult:
     """Evaluate the client's own model."""
     kept = local.kept.after(request.round)
-    loss, n, metrics = local.evaluate(_own(kept, request.arrays))
+    own = _own(kept, request.arrays)
+    with hide_numbers():
+        loss, n, metrics = local.evaluate(own)
     lost = {NEW_STATE: 1} if kept is None else {}
     return StepResult([], n, {**with_loss(loss, metrics), **lost})
 

@@ -5,9 +5,11 @@ Any client, and any ClientApp, is two functions to it: training and evaluation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from logging import WARNING
 from math import inf, isfinite, isnan, nan
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from flwr.app import (
     ArrayRecord,
     ConfigRecord,
     Context,
+    Error,
     Message,
     MessageType,
     MetricRecord,
@@ -27,7 +30,7 @@ from numpy.typing import NDArray
 from flwr_perdl.clients.base import PrivateState, StateStore, identify
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.models import as_dtype
-from flwr_perdl.protocol.compat import NumPyClient, like
+from flwr_perdl.protocol.compat import NumPyClient, like, log
 from flwr_perdl.protocol.records import (
     AGAIN,
     ALTERNATE,
@@ -49,6 +52,7 @@ from flwr_perdl.protocol.records import (
     SEED,
     SELECT,
     STATE_LOST,
+    OtherClientError,
     Scalar,
     encode,
     error_of,
@@ -70,6 +74,9 @@ _OURS = "perdl."
 #: What precedes the app's own records of a kind of training, and of a run whose records are apart
 #: from those before; the record that says which run.
 _TRAININGS, _APART, _APART_RUN = f"{_OURS}app.", f"{_OURS}apart/", f"{_OURS}apart-run"
+#: What is a number in an error's text, and what is said of those that are not shown.
+_NUMBER = re.compile(r"[-+.\d]*\d[.\d]*(?:e[-+]?\d+)?", re.IGNORECASE)
+_HIDDEN = "numbers are hidden, since some may be private; the client's log has them"
 #: Which of these keys an app's handlers receive: the run, its seed, and what `keep_private` reads.
 _FOR_HANDLERS = (RUN, SEED, LEFT_OUT, ALTERNATE)
 
@@ -96,6 +103,13 @@ class StateLostError(ValueError):
             f"state-dir must be in the client's node config for its state to survive a restart, "
             f"got a request that needs {lost}, which is lost."
         )
+
+
+class HiddenError(ValueError):
+    """An error where private arrays are at hand, without the numbers in it: one may be theirs."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{_NUMBER.sub('#', text)} ({_HIDDEN})")
 
 
 class Trained(NamedTuple):
@@ -506,6 +520,35 @@ def _is_app(name: str) -> bool:
 
 def _is_apps_anywhere(name: str) -> bool:
     return _is_app(name) or name.startswith(_TRAININGS)
+
+
+@contextmanager
+def hide_numbers() -> Iterator[None]:
+    """Let an error say no number, nor what it follows from; one without either stays as it is."""
+    try:
+        yield
+    except (HiddenError, NoEvaluateError, StateLostError, OtherClientError):
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if not (_NUMBER.search(text) or error.__cause__ or error.__context__):
+            raise
+        log(WARNING, "This client's error, of which the server gets no number: %s", text)
+        raise HiddenError(text) from None
+
+
+def hiding(call: Call) -> Call:
+    """Return what answers messages, with no number in the errors that it raises or returns."""
+
+    def answer(message: Message, context: Context) -> Message:
+        with hide_numbers():
+            reply = call(message, context)
+        if reply.has_error():
+            hidden = HiddenError(reply.error.reason or "")
+            return Message(Error(reply.error.code, str(hidden)), reply_to=message)
+        return reply
+
+    return answer
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from flwr.app import (
 )
 
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, StateStore, private_store
-from flwr_perdl.clients.local import StateLostError, sendable, state_of, unsaid, within
+from flwr_perdl.clients.local import StateLostError, hiding, sendable, state_of, unsaid, within
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_trained, fixed_entries
@@ -303,7 +303,7 @@ class KeepPrivate:
                 f"arrays must be called {_list(first)}, as in the first run of this client, which "
                 f"takes them by position, got {_list(part.names)}."
             )
-        alternate = bool(config.pop(ALTERNATE, False))
+        alternate, call_next = bool(config.pop(ALTERNATE, False)), hiding(call_next)
 
         model = _model(part, kept)
         if kept is None:
