@@ -48,8 +48,7 @@ from flwr_perdl.protocol.records import (
 )
 
 AVERAGING = "diffusion_averaging"
-#: Says as JSON: the learner's options, how late a message may be, and name, shape and dtype of
-#: every array of the model.
+#: Says as JSON: the learner's options, and name, shape and dtype of every array of the model.
 ABOUT = "perdl.averaging"
 #: The dtypes of a model's arrays as this says them.
 _DTYPES = {dtype.str: dtype for dtype in DTYPES}
@@ -59,7 +58,6 @@ COMPRESSIONS = (TopK, RandomQuantization)
 
 def averaging_config(
     learner: AveragingOptions,
-    max_delay: int,
     start: Mapping[str, Matrix],
     shows: bool,
     half: bool,
@@ -69,7 +67,7 @@ def averaging_config(
     ``shows``: whether nodes show their models at the end; ``half``: whether messages travel in half
     floats.
     """
-    options = {name: value for name, value in vars(learner).items() if name != "config"}
+    options = {**vars(learner)}
     compression = learner.compression
     if compression is not None:
         check_kind("compression", compression, COMPRESSIONS, "a TopK or RandomQuantization")
@@ -77,7 +75,6 @@ def averaging_config(
     arrays = [[name, array.shape, array.dtype.str] for name, array in start.items()]
     about = {
         "learner": options,
-        "max_delay": max_delay,
         "arrays": arrays,
         "shows": shows,
         "half": half,
@@ -108,7 +105,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     app = _App(local, shared, inner)
     first = [model[name] for name in shared]
     program = learner.program(lambda node: app, initial=first, array_names=shared, in_files=True)
-    node = _Node(program, local.context, max_delay=about["max_delay"])
+    node = _Node(program, local.context)
     node.has_start, node.half = bool(start), about["half"] is True
     node.shows = "state" if about["shows"] is True else "observed"
     return node.exchange(request, local.kept)
@@ -126,7 +123,7 @@ def _read_about(given: str) -> tuple[dict[str, Matrix], AveragingOptions, dict[s
         if options["compression"] is not None:
             kind, own_options = options["compression"]
             options["compression"] = COMPRESSIONS[kind](**own_options)
-        about = {name: about[name] for name in ("max_delay", "shows", "half")}
+        about = {name: about[name] for name in ("shows", "half")}
         return forms, AveragingOptions(**options), about
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(

@@ -43,9 +43,11 @@ RELAY = "neighbor_relay"
 ANNOUNCE = "announce"
 EXCHANGE = "exchange"
 SHOW = "show"
-#: The keys of its requests' config: the algorithm's round, and who is asleep in it.
+#: The keys of its requests' config: the algorithm's round, who is asleep in it, and how many rounds
+#: old a message that counts may be.
 AT = "perdl.at"
 ASLEEP = "perdl.asleep"
+STALENESS = "perdl.staleness"
 #: The metrics of its replies: floats of the message, whether it is not finite, and whose messages
 #: were left out.
 FLOATS = "floats"
@@ -88,9 +90,6 @@ class DiffusionClient(ProtocolClient):
     sealed : bool, default False
         Whether the node refuses to send messages that the server can read. A node that pins its
         neighbors' keys always does.
-    max_delay : int, default 0
-        By how many rounds a message may be late, or how old one that counts again may be
-        (``staleness`` of the network); an older one is left out.
     on_end : callable, optional
         Called at the node with its last state; more than once if the server asks again.
     state_dir : str or Path, optional
@@ -138,7 +137,6 @@ class DiffusionClient(ProtocolClient):
         *,
         shows: str = "observed",
         sealed: bool = False,
-        max_delay: int = 0,
         on_end: Callable[[Any], Any] | None = None,
         state_dir: str | Path | None = None,
     ) -> None:
@@ -151,7 +149,6 @@ class DiffusionClient(ProtocolClient):
                 )
         self.program = program
         self.shows = check_choice("shows", shows, SHOWS)
-        self.max_delay = check_count("max_delay", max_delay)
         self.on_end = check_function("on_end", on_end)
         self.node = self.partition
         config = context.node_config
@@ -211,11 +208,12 @@ class DiffusionClient(ProtocolClient):
         metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and kept.asked < 0 else {}
         # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
-            if self.max_delay:  # after an absence it takes in what its neighbors have sent since
+            staleness = check_count(STALENESS, request.config.get(STALENESS, 0), 0, LAST_ROUND)
+            if staleness:  # after an absence it takes in what its neighbors have sent since
                 pending = round_ - 1
             if pending != round_ - 1:
                 delivery = delivery._replace(messages=())
-            state, more = self._combined(kept, pending, delivery, keys)
+            state, more = self._combined(kept, pending, delivery, keys, staleness)
             metrics, pending = more | metrics, 0
         asleep = str(self.node) in str(request.config.get(ASLEEP, "")).split()
         if request.step == EXCHANGE and not asleep:
@@ -227,7 +225,7 @@ class DiffusionClient(ProtocolClient):
         return Kept(state, key, pending, request.round, request.step, metrics, sizes, over)
 
     def _combined(
-        self, kept: Kept, round_: int, delivery: Delivery, keys: Keys | None
+        self, kept: Kept, round_: int, delivery: Delivery, keys: Keys | None, staleness: int
     ) -> tuple[Any, dict[str, Scalar]]:
         """Return the state with a round's messages taken in, and the metrics of that."""
         inbox, left_out = inbox_of(
@@ -236,7 +234,7 @@ class DiffusionClient(ProtocolClient):
             self._message(kept.state),
             kept.sizes,
             delivery.messages,
-            max_delay=self.max_delay,
+            staleness=staleness,
             total=delivery.total,
             unseal=None if keys is None else keys.open,
             half=self.half,

@@ -125,8 +125,7 @@ class GroupsProgram(AveragingProgram):
     def _loss(self, state: Any, i: int, model: list[Array], round_: int) -> float:
         """Return the loss of a model at a node."""
         node = int(state.nodes[i])
-        config = {ROUND: round_, **(self.options.config or {}), **SELECTS}
-        loss, n_examples, _ = self._client(node).evaluate(model, config)
+        loss, n_examples, _ = self._client(node).evaluate(model, {ROUND: round_, **SELECTS})
         if not n_examples:
             raise ValueError(
                 f"evaluate of node {node} must return a loss of at least one example with groups, "

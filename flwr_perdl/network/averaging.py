@@ -49,7 +49,7 @@ Compressed messages: `flwr_perdl.network._compressed`. Groups: `flwr_perdl.netwo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any, NamedTuple
@@ -188,7 +188,6 @@ def diffusion_averaging(
     compression: Compression | None = None,
     evaluate_every: int = 1,
     metrics: Sequence[str] = (),
-    config: Mapping[str, Any] | None = None,
     robust: bool | str = False,
     n_liars: int = 1,
     max_magnitude: float | None = None,
@@ -249,10 +248,10 @@ def diffusion_averaging(
         networks). On non-IID data "atc", "cta" and "push_sum" converge to a biased solution, the
         closer to the minimum of the sum of losses the smaller the learning rate. "exact_diffusion"
         and "gradient_tracking" remove that bias, even if links drop or nodes sleep. Exact diffusion
-        sends as much as "atc", gradient tracking twice as much. After a late message
-        (``Faults(max_delay=...)``), or if a node returns without its state, their corrections no
-        longer sum to zero and an error remains, as with "push_sum". "atc" and "cta" forget such a
-        fault, and only they take a network with ``staleness``.
+        sends as much as "atc", gradient tracking twice as much. If a node
+        returns without its state, their corrections no longer sum to zero and an error remains, as
+        with "push_sum". "atc" and "cta" forget such a fault, and only they take a network with
+        ``staleness``.
     compression : TopK or RandomQuantization, optional
         Send compressed differences from public copies (CHOCO), on a fixed network that loses no
         message: `TopK` with any method but "exact_diffusion" and "push_sum", `RandomQuantization`
@@ -264,8 +263,6 @@ def diffusion_averaging(
         also in the last one unless it is a multiple.
     metrics : sequence of str, default ()
         Metrics of ``fit`` and ``evaluate`` to keep (and, on Flower, to send to the server).
-    config : mapping, optional
-        Config of ``fit`` and ``evaluate``, in addition to ``"server-round"``.
     robust : bool or str, default False
         Replaces the mean if neighbors may be malicious (`flwr_perdl.core.aggregate`), for "atc" and
         "cta": True is "clip", False "mean". "clip": a node moves toward no neighbor by more than
@@ -326,7 +323,6 @@ def diffusion_averaging(
         compression=compression,
         evaluate_every=evaluate_every,
         metrics=metrics,
-        config=config,
         robust=robust,
         n_liars=n_liars,
         max_magnitude=max_magnitude,
@@ -354,7 +350,6 @@ class AveragingOptions:
     compression: Compression | None = None
     evaluate_every: int = 1
     metrics: Sequence[str] = ()
-    config: Mapping[str, Any] | None = None
     robust: bool | str = False
     n_liars: int = 1
     max_magnitude: float | None = None
@@ -382,8 +377,6 @@ class AveragingOptions:
         if isinstance(self.metrics, str) or not all(isinstance(x, str) for x in self.metrics):
             raise ValueError(f"metrics must be a sequence of names, got {self.metrics!r}.")
         self.metrics = tuple(self.metrics)
-        config = {} if self.config is None else self.config
-        self.config = dict(check_kind("config", config, Mapping, "a mapping or None"))
         check_count("n_liars", self.n_liars, 1)
         check_count("n_nodes", self.n_nodes, 0, MOST_NODES)
         if self.max_magnitude is not None:
@@ -471,7 +464,7 @@ class AveragingOptions:
                 f"{self.n_liars} where a node has {min(degrees)}."
             )
         plan = getattr(network, "plan", None)
-        faulty, stale = bool(plan and plan.faults.any), plan.staleness if plan else 0
+        faulty, stale = bool(plan and plan.faults.drop), plan.staleness if plan else 0
         if self.compression is not None and (faulty or stale or not fixed):
             raise ValueError(
                 "network must stay the same and have no simulated faults and no staleness with "

@@ -278,8 +278,8 @@ class AveragingProgram:
         fitted, reports = [], state.reports.copy()
         fixed = [fixed_of(state, j) for j in range(len(models))]
         for i, node in enumerate(map(int, state.nodes)):
-            form, config = self._form(node), {ROUND: round_, **(self.options.config or {})}
-            parameters, _, metrics = self._client(node).fit(self._given(models, i), config)
+            form, asked = self._form(node), {ROUND: round_}
+            parameters, _, metrics = self._client(node).fit(self._given(models, i), asked)
             before = [(a[i], f if f is None else f[i]) for a, f in zip(models, fixed, strict=True)]
             fitted.append(form.checked(whose := f"fit of node {node}", parameters, before))
             numbers = _numbers(whose, metrics, self._trained)
@@ -290,10 +290,10 @@ class AveragingProgram:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
         reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
         reports[:, first:] = np.nan
-        due, config = round_ % self.options.evaluate_every == 0, self.options.config or {}
+        due = round_ % self.options.evaluate_every == 0
         model = arrays_of(state, "model")
         for i, node in enumerate(map(int, state.nodes) if due else ()):
-            client, asked = self._client(node), {ROUND: round_, **config}
+            client, asked = self._client(node), {ROUND: round_}
             loss, n_examples, metrics = client.evaluate(self._given(model, i), asked)
             if n_examples:  # none: the client has nothing to evaluate on
                 own = {**metrics, "loss": loss}

@@ -117,13 +117,7 @@ class InMemoryNetwork(ShownAsCalled):
         check_state("start", now, n)
         for round_ in range(1, n_rounds + 1):
             adapted, sent = begin_round(program, now, round_)
-            broken, own = plan.faults.broken(n, round_), None
-            if broken.any():  # a node's own message differs from what arrives
-                own, sent = sent, tuple(array.copy() for array in sent)
-                for array in sent:
-                    if array.dtype.kind == "f":
-                        array[broken] = np.nan
-            inbox = mailbox.inbox(round_, sent, own, ~silent_nodes(program, adapted))
+            inbox = mailbox.inbox(round_, sent, ~silent_nodes(program, adapted))
             after, inbox, left_out = end_round(program, adapted, inbox)
             mailbox.count(inbox, left_out)
             awake = plan.awake(round_)

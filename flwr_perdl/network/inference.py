@@ -71,9 +71,10 @@ from flwr_perdl.network._dual import (
 from flwr_perdl.network._minimize import costs, descend, minimize
 from flwr_perdl.network._span import Found, in_span
 from flwr_perdl.network.combine import run_round
-from flwr_perdl.network.exchange import InMemoryNetwork, resolve_weights, run_program
+from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.objectives import Objective, check_closed_forms, check_objective
-from flwr_perdl.network.topology import CombinationMatrix, Topology
+from flwr_perdl.network.schedule import links_of, schedule_of
+from flwr_perdl.network.topology import CombinationMatrix
 
 __all__ = [
     "ATC",
@@ -346,7 +347,7 @@ def infer(
     in_memory = isinstance(network, CombinationMatrix)
     if in_memory and not network.is_connected:
         raise ValueError(f"network must be connected, got {network}.")
-    topology: Topology = network.topology
+    topology = links_of(network)
 
     program = kind(objective, topology, dictionaries, X, informed, **options)
     X, atoms = program.X, [program.dictionaries[k] for k in range(topology.n_nodes)]
@@ -455,9 +456,9 @@ def _check_sums(weights: CombinationMatrix, kind: type[DualInference]) -> None:
         )
 
 
-def check_carrier(network: InMemoryNetwork, program: DualInference) -> None:
+def check_carrier(network: Any, program: DualInference) -> None:
     """Raise a ValueError if the program cannot find the duals on this network of messages."""
-    for matrix in network.plan.schedule.matrices:
+    for matrix in schedule_of(network).matrices:
         if isinstance(program, ATC):
             _check_sums(matrix, type(program))
         # A multiplier belongs to a link: without the link at both ends their sum would not stay 0.

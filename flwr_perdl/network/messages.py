@@ -120,14 +120,14 @@ def inbox_of(
     sizes: Sequence[float],
     messages: Sequence[Message],
     *,
-    max_delay: int = 0,
+    staleness: int = 0,
     total: float = 1.0,
     unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
     half: bool = False,
 ) -> tuple[Inbox, dict[int, str]]:
     """Return the inbox of a node from single messages, by the rules of `Mailbox`.
 
-    A message counts if it comes from another node and is at most ``max_delay`` rounds late, is the
+    A message counts if it comes from another node and is at most ``staleness`` rounds late, is the
     first from that sender and round, can be unsealed, has the shapes and dtypes of the node's own
     message, and is finite. Returned are also the senders of the others, with the reason.
 
@@ -139,7 +139,7 @@ def inbox_of(
         Its own message, and the largest absolute value of each array.
     messages : sequence of Message
         What it received.
-    max_delay : int, default 0
+    staleness : int, default 0
         How many rounds late a message may be.
     total : float, default 1.0
         What the node's weights sum to, its own included.
@@ -155,7 +155,7 @@ def inbox_of(
     for message in messages:
         sender, late, _, arrays = message
         try:
-            if not 0 <= late <= min(max_delay, round_ - 1):
+            if not 0 <= late <= min(staleness, round_ - 1):
                 raise Rejected(f"it is {late} rounds late")
             if sender == node or (late, sender) in good:
                 raise Rejected("it is the node's own, or a second one")
@@ -206,7 +206,7 @@ class Mailbox:
         self.left_out: set[tuple[int, int, int]] = set()
         self._traffic: Csr = sparse.csr_array((plan.n_nodes, plan.n_nodes))
         self._last: deque[tuple[tuple[Array, ...], NDArray[np.bool_]]] = deque(
-            maxlen=plan.oldest + 1
+            maxlen=plan.staleness + 1
         )  # messages, and which of them can be heard
         #: By the turn of the schedule, where all messages arrive: weights and links of the inbox,
         #: and the floats that each link has carried. A sparse sum takes longer than a round.
@@ -217,7 +217,6 @@ class Mailbox:
         self,
         round_: int,
         arrays: tuple[Array, ...],
-        own: tuple[Array, ...] | None,
         sent: NDArray[np.bool_],
     ) -> Inbox:
         """Return what the nodes hear in a round.
@@ -227,15 +226,12 @@ class Mailbox:
         round_ : int
             The round, from 1.
         arrays : tuple of ndarray of shape (n_nodes, ...)
-            The messages of the round as they arrived, by sender.
-        own : tuple of ndarray of shape (n_nodes, ...), or None
-            The nodes' own messages, if they differ from what arrived.
+            The nodes' messages of the round.
         sent : ndarray of shape (n_nodes,)
             Who sends a message; the rows of the others are ignored.
         """
         finite = finite_rows(arrays)
-        if self.plan.faults.any:  # a node that is asleep sends nothing
-            sent = sent & self.plan.awake(round_)
+        sent = sent & self.plan.awake(round_)  # a node that is asleep sends nothing
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
             broken = np.flatnonzero(~finite & sent).tolist()
@@ -243,31 +239,23 @@ class Mailbox:
         received = finite & sent
         # As many rounds are held as a message can be old; the newest stands first, at late = 0.
         self._last.appendleft((arrays, received))
-        senders, stacked, where = self.nodes, arrays, self.nodes
+        senders, stacked = self.nodes, arrays
         if len(self._last) > 1:
             senders = np.tile(senders, len(self._last))
             stacked = tuple(
                 np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
             )
-        if own is not None:  # a node uses its own message as it was sent
-            finite = finite_rows(own)
-            # Its own message has columns of its own, behind those of the others.
-            where = len(senders) + self.nodes
-            senders = np.concatenate([senders, self.nodes])
-            stacked = tuple(
-                np.concatenate([array, cleared(mine, ~finite)])
-                for array, mine in zip(stacked, own, strict=True)
-            )
         # Without faults the routes of a round are those of any other with its matrix: kept.
-        faulty, schedule = self.plan.faults.any or self.plan.staleness, self.plan.schedule
-        simple = schedule.repeats and not faulty and bool(received.all()) and own is None
+        schedule = self.plan.schedule
+        faulty = self.plan.faults.drop or self.plan.staleness or schedule.present
+        simple = schedule.repeats and not faulty and bool(received.all())
         self._turn = schedule.turn(round_) if simple else None
         route = None if self._turn is None else self._routes.get(self._turn)
         if route is None:
-            route = self._route(round_, len(senders), where, finite)
+            route = self._route(round_, len(senders), finite)
             if self._turn is not None:
                 self._routes[self._turn] = route
-        return Inbox(round_, self.nodes, senders, stacked, *route, where)
+        return Inbox(round_, self.nodes, senders, stacked, *route, self.nodes)
 
     def count(self, inbox: Inbox, left_out: Sequence[LeftOut]) -> None:
         """Count the messages of an inbox, without those that the nodes have left out."""
@@ -278,19 +266,17 @@ class Mailbox:
         self.left_out |= {(inbox.round, one.sender, one.receiver) for one in left_out}
         self._traffic = self._traffic + self._carried(inbox.links, inbox.senders, floats)
 
-    def _route(
-        self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
-    ) -> tuple[Csr, Csr]:
+    def _route(self, round_: int, n_columns: int, sound: NDArray[np.bool_]) -> tuple[Csr, Csr]:
         """Return the round's weights and links over the stacked messages."""
         n, links = self.plan.n_nodes, self.plan.sources(round_)
         received = np.stack([received for _, received in self._last])
-        # A delayed message can be from before the first round: it was never sent.
+        # A message can be from before the first round: it was never sent.
         there = links.late < len(received)
         there[there] = received[links.late[there], links.senders[there]]
         links = links.first(there)
         places = links.receivers, links.late * n + links.senders
         totals = self.plan.totals(round_)
-        return shared_weights(links.weights, places, (n, n_columns), own, sound, totals)
+        return shared_weights(links.weights, places, (n, n_columns), self.nodes, sound, totals)
 
     @property
     def traffic(self) -> Csr:
@@ -339,7 +325,7 @@ class MessageStore:
     def begin(self, round_: int) -> None:
         """Begin a round, and forget the messages that are too old to be delivered."""
         # Nothing is held for longer than it can count: the server is a relay, not an archive.
-        oldest = round_ - self.plan.oldest
+        oldest = round_ - self.plan.staleness
         self._floats = {key: value for key, value in self._floats.items() if key[0] >= oldest}
         self._arrays = {key: value for key, value in self._arrays.items() if key[0] >= oldest}
         self.round, self.took_part = round_, np.zeros(self.plan.n_nodes, dtype=bool)
@@ -369,7 +355,8 @@ class MessageStore:
             for to, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
                 arrays = self._arrays[self._key(to, sender, late)]
                 messages[to].append(Message(sender, late, weight, arrays))
-        hearers = self.plan.hearing(round_).T.tocsr() if self.sealed else None
+        links = self.plan.schedule.matrix(round_).topology.adjacency
+        hearers = links.T.tocsr() if self.sealed else None
         new, deliveries = [*self.start.values()], {}
         for node in range(n):
             cards = None

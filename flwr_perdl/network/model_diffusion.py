@@ -65,6 +65,7 @@ from flwr_perdl.network.inference import (
     infer,
 )
 from flwr_perdl.network.objectives import Objective, check_agents, check_each, check_positive
+from flwr_perdl.network.schedule import links_of
 from flwr_perdl.network.topology import MOST_NODES, CombinationMatrix, Topology
 from flwr_perdl.random import spawn
 
@@ -296,7 +297,7 @@ class ModelDiffusion:
         return Model(W, model.n_samples + seen, t, model.rounds + rounds, worst)
 
     def _on_network(self, model: Model, X: Matrix, network: Any, n_rounds: int | None) -> Model:
-        program = self.program(X, network.topology, model=model, show=True)
+        program = self.program(X, links_of(network), model=model, show=True)
         check_carrier(network, program.inference)
         most = program.n_rounds if n_rounds is None else min(n_rounds, program.n_rounds)
         run = run_program(program, network, most)
@@ -388,7 +389,7 @@ class ModelDiffusion:
         kind, options = METHODS["admm" if exact else self.method], dict(self.options)
         atoms = list(model.dictionaries)
         probe = kind(
-            self.objective, network.topology, atoms, X, self.informed, **({} if exact else options)
+            self.objective, links_of(network), atoms, X, self.informed, **({} if exact else options)
         )
         if exact:
             return {}

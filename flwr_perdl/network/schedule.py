@@ -70,7 +70,8 @@ class Schedule:
         Whether the network of round ``t + window`` is that of round t.
     present : callable, optional
         ``round -> ndarray of bool (n_nodes,)``: which nodes take part; all by default. The edges of
-        those that do not are left out, unless ``at`` returns a `CombinationMatrix`.
+        those that do not are left out; where ``at`` returns a `CombinationMatrix`, the weight of an
+        absent neighbor falls to the node itself.
 
     Raises
     ------
@@ -283,7 +284,8 @@ class Schedule:
         n_rounds : int
         """
         linked = False
-        for first in range(1, 2 if self.repeats else max(n_rounds, 1) + 1, self.window):
+        once = self.repeats and self.present is None
+        for first in range(1, 2 if once else max(n_rounds, 1) + 1, self.window):
             rounds = range(first, first + self.window)
             there = np.any([self.awake(round_) for round_ in rounds], axis=0)
             links = sum(self.matrix(round_).matrix for round_ in rounds)[there][:, there]
@@ -323,6 +325,12 @@ def schedule_of(network: Any) -> Schedule:
     return found
 
 
+def links_of(network: Any) -> Topology:
+    """Return the links of weights or a network, in all rounds of its first window."""
+    links: Topology | Schedule = network.topology
+    return links.topology if isinstance(links, Schedule) else links
+
+
 def rounds_to_all(network: Any) -> int:
     """Return the rounds that a value of any node takes to reach every other node.
 
@@ -354,20 +362,12 @@ def node_rounds(name: str, value: Any, most: int | None = None) -> dict[int, int
 
 @dataclass(frozen=True)
 class Faults:
-    """Simulated faults: failing links, sleeping or dead nodes, late or broken messages.
+    """Simulated faults: failing links. Nodes that are absent for some rounds: see `Schedule`.
 
     Parameters
     ----------
     drop : float, default 0.0
         Probability that a link is down in a round, in both directions at once.
-    sleep : float, default 0.0
-        Probability that a node is asleep in a round: it does not compute, send or receive.
-    dead : mapping of int to int
-        Node -> the round from which on it is silent.
-    corrupt : mapping of int to int
-        Node -> the round from which on its messages are NaN.
-    max_delay : int, default 0
-        A message arrives 0 to ``max_delay`` rounds late, each with the same probability.
     seed : int, default 0
         Seed of all draws. A draw depends on the round and the link only.
 
@@ -376,82 +376,31 @@ class Faults:
     >>> import numpy as np
     >>> from flwr_perdl.network import Averaging, Topology
     >>> from flwr_perdl.network import Faults, InMemoryNetwork
-    >>> faults = Faults(dead={3: 5})  # node 3 dies in round 5
-    >>> network = InMemoryNetwork(Topology.ring(4), faults=faults)
-    >>> network.run(Averaging(np.arange(4.0)[:, None]), 30).alive
-    array([ True,  True,  True, False])
+    >>> network = InMemoryNetwork(Topology.ring(4), faults=Faults(drop=0.5))
+    >>> run = network.run(Averaging(np.arange(4.0)[:, None]), 30)
+    >>> run.floats_sent < 240, run.state.estimate.ravel().round(2)
+    (True, array([1.5, 1.5, 1.5, 1.5]))
     """
 
     drop: float = 0.0
-    sleep: float = 0.0
-    dead: Mapping[int, int] = field(default_factory=dict)
-    corrupt: Mapping[int, int] = field(default_factory=dict)
-    max_delay: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the parameters; equal ones get one form, so that their texts are equal."""
-        for name in ("drop", "sleep"):
-            object.__setattr__(self, name, check_real(name, getattr(self, name), 0.0, 1.0))
-        object.__setattr__(self, "max_delay", check_count("max_delay", self.max_delay, 0, 10**6))
+        object.__setattr__(self, "drop", check_real("drop", self.drop, 0.0, 1.0))
         object.__setattr__(self, "seed", check_count("seed", self.seed))
-        for name in ("dead", "corrupt"):
-            object.__setattr__(self, name, node_rounds(name, getattr(self, name)))
 
-    @property
-    def any(self) -> bool:
-        """Whether anything can go wrong at all."""
-        return bool(self.drop or self.sleep or self.dead or self.corrupt or self.max_delay)
-
-    def awake(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
-        """Return which nodes take part in a round, shape (n_nodes,)."""
-        awake = ~_begun(self.dead, n_nodes, round_)
-        if self.sleep:
-            awake &= spawn(self.seed, _SLEEP, round_).random(n_nodes) >= self.sleep
-        return awake
-
-    def broken(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
-        """Return which nodes send NaN in a round, shape (n_nodes,)."""
-        return _begun(self.corrupt, n_nodes, round_)
-
-    def links(self, topology: Topology, round_: int) -> Csr:
-        """Return who is heard in a round: one at ``[k, j]`` if k hears j."""
-        if not self.any:
-            return topology.adjacency
-        k, j = self.passable(topology, round_)
-        awake = self.awake(topology.n_nodes, round_)
-        up = awake[k] & awake[j]
-        shape = topology.adjacency.shape
-        return sparse.csr_array((np.ones(int(up.sum())), (k[up], j[up])), shape=shape)
-
-    def passable(
-        self, topology: Topology, round_: int
-    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Return receivers and senders of the links that are not down in a round, asleep or not."""
+    def links(self, topology: Topology, round_: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return receivers and senders of the links that are not down in a round."""
         k, j = sparse.coo_array(topology.adjacency).coords
+        if not self.drop:
+            return k, j
         up = _per_link(k, j, spawn(self.seed, _DROP, round_)) >= self.drop
         return k[up], j[up]
 
-    def delays(self, links: Csr, round_: int) -> NDArray[np.intp]:
-        """Return how many rounds late the message on each link of ``links`` is, in CSR order."""
-        if not self.max_delay:
-            return np.zeros(links.nnz, dtype=np.intp)
-        k, j = sparse.coo_array(links).coords
-        late = _per_link(k, j, spawn(self.seed, _DELAY, round_)) * (self.max_delay + 1)
-        return late.astype(np.intp)
 
-
-# Faults have their own streams of random numbers, apart from those of the nodes.
-_DROP, _SLEEP, _DELAY = 2**31, 2**31 + 1, 2**31 + 2
-
-
-def _begun(first: Mapping[int, int], n_nodes: int, round_: int) -> NDArray[np.bool_]:
-    """Return which nodes' round has come."""
-    if not first:
-        return np.zeros(n_nodes, dtype=bool)
-    nodes = [node for node, at in first.items() if node < n_nodes and round_ >= at]
-    begun: NDArray[np.bool_] = np.isin(np.arange(n_nodes), nodes)
-    return begun
+#: Faults have a stream of random numbers of their own, apart from those of the nodes.
+_DROP = 2**31
 
 
 def _per_link(
@@ -467,8 +416,7 @@ def _per_link(
 class Links(NamedTuple):
     """The links on which something may be heard in a round, by receiver, then by sender.
 
-    ``late`` says how many rounds ago the message that arrives now was sent; the weights are the
-    receivers'.
+    ``late`` says how many rounds ago the message was sent; the weights are the receivers'.
     """
 
     receivers: NDArray[np.intp]
@@ -536,18 +484,13 @@ class LinkPlan:
         return cls(Schedule.of(*matrices), faults or Faults(), staleness)
 
     @property
-    def oldest(self) -> int:
-        """How many rounds old a message that counts can be."""
-        return max(self.faults.max_delay, self.staleness)
-
-    @property
     def n_nodes(self) -> int:
         """Number of nodes."""
         return self.schedule.n_nodes
 
     def awake(self, round_: int) -> NDArray[np.bool_]:
         """Return which nodes take part in a round, shape (n_nodes,)."""
-        return self.schedule.awake(round_) & self.faults.awake(self.n_nodes, round_)
+        return self.schedule.awake(round_)
 
     def totals(self, round_: int) -> NDArray[np.float64]:
         """Return the sum of each node's weights, its own included, shape (n_nodes,).
@@ -561,17 +504,18 @@ class LinkPlan:
 
     def links(self, round_: int) -> Links:
         """Return who is heard in a round if every message counts."""
-        matrix = self.schedule.matrix(round_)
-        up = self.faults.links(matrix.topology, round_)
-        k, j = sparse.coo_array(up).coords
-        return Links(k, j, self.faults.delays(up, round_), _entries(matrix.matrix, k, j))
+        matrix, awake = self.schedule.matrix(round_), self.awake(round_)
+        k, j = self.faults.links(matrix.topology, round_)
+        up = awake[k] & awake[j]
+        k, j = k[up], j[up]
+        return Links(k, j, np.zeros_like(k), _entries(matrix.matrix, k, j))
 
     def sources(self, round_: int) -> Links:
         """Return which messages may count in a round: for each link the first that was sent.
 
-        First comes the one that arrives in the round, then the last ones, up to ``staleness``
-        rounds old. A node that was asleep receives what was sent to it meanwhile; what a link that
-        was down has lost stays lost.
+        First comes that of the round, then the last ones, up to ``staleness`` rounds old. A node
+        that was absent receives what was sent to it meanwhile; what a link that was down has lost
+        stays lost.
         """
         fresh, matrix = self.links(round_), self.schedule.matrix(round_)
         if not self.staleness:
@@ -582,19 +526,13 @@ class LinkPlan:
         weights, candidates = _entries(matrix.matrix, k, j), [fresh]
         for age in range(1, min(self.staleness, round_ - 1) + 1):
             before = self.schedule.matrix(round_ - age).topology
-            receivers, senders = self.faults.passable(before, round_ - age)
+            receivers, senders = self.faults.links(before, round_ - age)
             sent = np.isin(k * self.n_nodes + j, receivers * self.n_nodes + senders)
             ages = np.full(int(sent.sum()), age)
             candidates.append(Links(k[sent], j[sent], ages, weights[sent]))
         k, j, late, weights = map(np.concatenate, zip(*candidates, strict=True))
         order = np.lexsort((j, k))  # stable
         return Links(k[order], j[order], late[order], weights[order])
-
-    def hearing(self, round_: int) -> Csr:
-        """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
-        rounds = range(round_, round_ + self.faults.max_delay + 1)
-        several = {self.schedule.turn(at): self.schedule.matrix(at).topology for at in rounds}
-        return sum(topology.adjacency for topology in several.values())
 
 
 def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:

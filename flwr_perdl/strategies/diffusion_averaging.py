@@ -339,8 +339,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         model = [*start.values()]
         check_initial(model, [*start])
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
-        half, last = self.transport is not None, self.plan.oldest
-        own = averaging_config(self._averaging, last, start, self.shows_models, half)
+        half = self.transport is not None
+        own = averaging_config(self._averaging, start, self.shows_models, half)
         if private := self.private_names():
             own = {**own, LEFT_OUT: json.dumps(private)}
         return {**own, **evaluations}

@@ -31,7 +31,7 @@ What each party receives:
   be read, in every round what the node's program reports (numbers, in the clear), and at the end
   what each node chooses to show. Never data, or states that are neither sent nor shown.
 - *A node*: the messages of its neighbors, with their ids, its weights for them, and their delays;
-  sealed, also the public keys of its receivers. With simulated faults: who is asleep.
+  sealed, also the public keys of its receivers; who is absent in a round of a `Schedule`.
 - *A node that is no neighbor*: nothing.
 
 The algorithm's docstring says what a message reveals to neighbors that follow it. A malicious
@@ -62,6 +62,7 @@ from flwr_perdl.clients.neighbor_relay import (
     REJECTED,
     RELAY,
     SHOW,
+    STALENESS,
     STATE,
     DiffusionClient,
 )
@@ -115,12 +116,10 @@ class NeighborRelay(ProtocolStrategy):
         Combination weights of a topology; Metropolis weights by default. A sequence is used in a
         cycle.
     faults : Faults, optional
-        Faults to simulate: the relay drops or delays messages, and tells nodes when they are
-        asleep. The nodes' ``max_delay`` must allow the delays.
+        Faults to simulate: the relay drops messages.
     staleness : int, default 0
         As in `InMemoryNetwork`: the relay holds messages for up to this many rounds, and a node
-        that did not reply receives its neighbors' last ones with the next request. The nodes'
-        ``max_delay`` must allow it.
+        that did not reply receives its neighbors' last ones with the next request.
     sealed : bool, default False
         Whether messages are encrypted end to end (docs/decentralized-learning.md).
     **options
@@ -256,7 +255,9 @@ class NeighborRelay(ProtocolStrategy):
         """Return what makes two runs the same run; the network by a digest."""
         digest = hashlib.sha256()
         schedule = self.plan.schedule
-        for round_ in range(1, 1 + (schedule.window if schedule.repeats else self.n_rounds)):
+        repeats = schedule.repeats and schedule.present is None
+        for round_ in range(1, 1 + (schedule.window if repeats else self.n_rounds)):
+            digest.update(schedule.awake(round_).tobytes())
             weights = schedule.matrix(round_)
             for matrix in (weights.matrix, weights.topology.adjacency):
                 for part in (matrix.indptr, matrix.indices, matrix.data):
@@ -321,6 +322,7 @@ class NeighborRelay(ProtocolStrategy):
             step = SHOW if last else EXCHANGE
             silent = int(self.sealed) if len(asleep) else None  # who sleeps sends at most a card
             config = {AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed}
+            config[STALENESS] = self.plan.staleness
             replies = yield Request(
                 step,
                 config={**config, **besides},
@@ -390,8 +392,6 @@ def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, roun
     addressed: dict[int, Sequence[Matrix]]
     if BROKEN in reply.metrics:
         return "it has NaN or infinite values"
-    if store.plan.faults.broken(store.plan.n_nodes, round_)[node]:
-        return "a simulated fault broke it"
     if not floats and len(reply.arrays) <= (cards is not None):  # as the node's program wants it
         return ""
     if cards is None:  # open: one message for all

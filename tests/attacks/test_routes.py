@@ -38,7 +38,7 @@ TYPES = [
 ABOUT = {
     "learner": {"method": "atc", "compression": None, "evaluate_every": 1, "metrics": []}
     | {"robust": "mean", "n_liars": 1, "max_magnitude": None},
-    **{"max_delay": 0, "shows": False, "half": False},
+    **{"shows": False, "half": False},
     "arrays": [[name, SHAPE, "<f8"] for name in MODEL],
 }
 MARKS: dict[str, dict[str, Any]] = {

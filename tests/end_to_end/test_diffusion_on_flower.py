@@ -204,6 +204,7 @@ def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) 
             "perdl.run",
             "perdl.sealed",
             "perdl.seed",
+            "perdl.staleness",
             "perdl.step",
             "server-round",
         }

@@ -17,6 +17,7 @@ from flwr_perdl.network import (
     InMemoryNetwork,
     Run,
     Topology,
+    metropolis_weights,
 )
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.data_diffusion import DataDiffusion
@@ -27,12 +28,13 @@ from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from tests.engines import on_ray
 from tests.grids import relayed
-from tests.network.programs import assert_same
+from tests.network.programs import assert_same, sleeping
 
 N, FEATURES = 20, 6
 TOPOLOGY = Topology.k_regular(N, 4, seed=2)
 SMALL = Topology.erdos_renyi(5, 0.6, seed=1)
-FAULTS = Faults(0.1, 0.1, {1: 9}, {3: 7}, 1, seed=2)
+FAULTS = Faults(0.1, seed=2)
+ASLEEP: dict[str, Any] = {"sleep": 0.1, "away": {1: range(9, 99)}, "seed": 2}
 
 
 def atoms(k: int, n: int = 2) -> np.ndarray:
@@ -115,15 +117,15 @@ BOTH = ["admm", "data-mod", "model"]  # inference and both learners
 ROUNDS = 18
 
 
-def here(make: Maker, topology: Topology, faults: Faults | None) -> Run:
-    program = make(topology, list(range(topology.n_nodes)))
-    return InMemoryNetwork(topology, faults=faults).run(program, ROUNDS)
+def here(make: Maker, graph: Topology, **network: Any) -> Run:
+    program = make(graph, list(range(graph.n_nodes)))
+    return InMemoryNetwork(**{"topology": graph, **network}).run(program, ROUNDS)
 
 
 def client_of(make: Maker, topology: Topology) -> Callable[[Context], DiffusionClient]:
     def make_client(context: Context) -> DiffusionClient:
         node = int(context.node_config["partition-id"])  # Ray's workers have no tests
-        return DiffusionClient(make(topology, [node]), context, shows="state", max_delay=1)
+        return DiffusionClient(make(topology, [node]), context, shows="state")
 
     return make_client
 
@@ -131,10 +133,12 @@ def client_of(make: Maker, topology: Topology) -> Callable[[Context], DiffusionC
 @pytest.mark.parametrize("name", [*PROGRAMS, *(f"{name} without faults" for name in BOTH)])
 def test_flower_in_process(name: str) -> None:
     name, _, without = name.partition(" ")
-    make, faults = PROGRAMS[name], None if without else FAULTS
+    make = PROGRAMS[name]
+    faulty = {"topology": sleeping(metropolis_weights(SMALL), **ASLEEP), "faults": FAULTS}
+    network: dict[str, Any] = {"topology": SMALL} if without else faulty
     grid = InProcessGrid(client_app(client_of(make, SMALL)), SMALL.n_nodes)
-    run = relayed(grid, SMALL, ROUNDS, faults=faults, sealed=faults is not None)
-    assert_same(run, here(make, SMALL, faults), rtol=1e-12)
+    run = relayed(grid, n_rounds=ROUNDS, sealed=not without, **network)
+    assert_same(run, here(make, SMALL, **network), rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -152,4 +156,4 @@ def test_flowers_simulation_with_twenty_nodes(name: str) -> None:
         return relayed(grid, TOPOLOGY, ROUNDS, sealed=name == "admm")
 
     run = on_ray(client_app(client_of(make, TOPOLOGY)), serve, N)
-    assert_same(run, here(make, TOPOLOGY, None), rtol=1e-12)
+    assert_same(run, here(make, TOPOLOGY), rtol=1e-12)

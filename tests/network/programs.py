@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.network import Inbox, Run
+from flwr_perdl.network import CombinationMatrix, Inbox, Run, Schedule
 from flwr_perdl.random import spawn
 
 
@@ -71,6 +72,22 @@ class Drift:
 
     def observe(self, state: Drifted) -> dict[str, NDArray[Any]]:
         return {"count": state.count, "norm": np.linalg.norm(state.value, axis=1)}
+
+
+def sleeping(
+    weights: CombinationMatrix,
+    sleep: float = 0.0,
+    away: Mapping[int, Container[int]] | None = None,
+    seed: int = 0,
+) -> Schedule:
+    """A network whose nodes are asleep with a probability, or in these rounds; links stay."""
+    n, never = weights.topology.n_nodes, away or {}
+
+    def present(round_: int) -> NDArray[np.bool_]:
+        there = spawn(seed, 1, round_).random(n) >= sleep
+        return there & [round_ not in never.get(node, ()) for node in range(n)]
+
+    return Schedule(n, lambda _: weights, repeats=True, present=present)
 
 
 def assert_same(run: Run, here: Run, rtol: float = 0.0) -> None:

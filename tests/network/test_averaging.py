@@ -27,6 +27,7 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ServerSettings
 from tests.grids import Tapped, arrays_in, relayed
 from tests.network.objectives import AVERAGING
+from tests.network.programs import sleeping
 
 Array = NDArray[Any]
 
@@ -78,7 +79,8 @@ def models_of(learned: Any) -> Array:
 # Where the nodes end -----------------------------------------------------------------------------
 
 
-FAULTY = InMemoryNetwork(RING, faults=Faults(drop=0.2, sleep=0.1, seed=1))
+WEIGHTS = metropolis_weights(RING)
+FAULTY = InMemoryNetwork(sleeping(WEIGHTS, 0.1, seed=1), faults=Faults(drop=0.2, seed=1))
 PAIRS = InMemoryNetwork(Schedule.random_pairs(N), faults=Faults(drop=0.2, seed=1))
 
 
@@ -237,7 +239,7 @@ def assert_same_bits(learned: Any, expected: Any) -> None:
 def federation(options: dict[str, Any], **client: Any) -> Callable[[Context], DiffusionClient]:
     def make_client(context: Context) -> DiffusionClient:
         program = AveragingOptions(**options).program(LeastSquares, initial=START)
-        return DiffusionClient(program, context, max_delay=1, **client)
+        return DiffusionClient(program, context, **client)
 
     return make_client
 
@@ -266,7 +268,7 @@ DEAD = 3
 
 def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
     options: dict[str, Any] = {"evaluate_every": 0}
-    memory = InMemoryNetwork(RING, faults=Faults(dead={DEAD: 5}))
+    memory = InMemoryNetwork(sleeping(WEIGHTS, away={DEAD: range(5, 99)}))
     here = diffusion_averaging(LeastSquares, memory, 9, initial=START, **options)
     living = np.delete(models_of(here), DEAD, axis=0)
     apart = np.linalg.norm(living - living.mean(axis=0), axis=1).max()
@@ -310,7 +312,7 @@ def test_the_others_end_as_without_a_node_that_lies_without_measure(method: str,
     program = Lying(options, LeastSquares, START)
     program.lie = LIES[lie]
     learned = options.learned(InMemoryNetwork(graph).run(program, 60), program)
-    dead = InMemoryNetwork(graph, faults=Faults(dead={DEAD: 1}))
+    dead = InMemoryNetwork(sleeping(metropolis_weights(graph), away={DEAD: range(99)}))
     honest = options.program(LeastSquares, initial=START)
     expected = options.learned(dead.run(honest, 60), honest)
     others = np.arange(N) != DEAD

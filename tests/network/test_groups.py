@@ -142,8 +142,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "directed": {"topology": Topology.from_edges(N, [(k, (k + d) % N) for k in range(N)
                                                      for d in (1, 2)], directed=True)},
     "apart": {"topology": Topology.from_edges(N, [(0, 2), (2, 4), (1, 3), (3, 5)])},
-    "faults": {"faults": Faults(0.2, 0.2, {1: 6}, {3: 6}, 1, seed=2)},
-    "stale": {"faults": Faults(0.3, 0.3, seed=3), "staleness": 2},
+    "faults": {"faults": Faults(0.2, seed=2)},
+    "stale": {"faults": Faults(0.3, seed=3), "staleness": 2},
     "absent": {"topology": Schedule(N, PAIRS.at, PAIRS.window,
                                     present=lambda t: np.arange(N) != (2 if 2 <= t < 5 else N))},
 }  # fmt: skip

@@ -25,6 +25,7 @@ from flwr_perdl.network import (
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.simulations import InProcessGrid
 from tests.grids import relayed
+from tests.network.programs import sleeping
 
 Array = NDArray[Any]
 N = 6
@@ -109,7 +110,7 @@ def test_the_mean_moves_as_gradient_descent_on_the_sum(method: str, network: Any
 def test_push_sum_finds_the_mean_where_plain_averaging_does_not() -> None:
     mean, weights = np.mean(np.arange(N) ** 2.0), push_weights(UNEQUAL)
     assert len(set(weights.matrix.diagonal())) > 1
-    lossy = InMemoryNetwork(UNEQUAL, weights, Faults(drop=0.3, sleep=0.1, seed=1))
+    lossy = InMemoryNetwork(sleeping(weights, 0.1), faults=Faults(drop=0.3, seed=1))
     changing = Schedule(N, lambda t: UNEQUAL if t % 2 else one_way(t), window=2)
     for network in (UNEQUAL, changing, lossy):
         learned = learn(network, 120)
@@ -200,7 +201,7 @@ def test_the_default_sends_what_the_method_that_suits_the_network_sends(
     ("network", "method", "faults"),
     [
         ((Schedule.random_pairs(N, seed=2),), "gradient_tracking", None),
-        ((Schedule.random_pairs(N),), "gradient_tracking", Faults(0.2, 0.2, {1: 5}, {3: 4}, 1, 2)),
+        ((Schedule.random_pairs(N),), "gradient_tracking", Faults(0.2, seed=2)),
         ((Schedule.one_peer_exponential(N),), "gradient_tracking", None),
         ((Schedule.members(Topology.ring(N), joins={2: 3}, leaves={4: 5}),), "atc", None),
         ((UNEQUAL, push_weights(UNEQUAL)), "push_sum", Faults(drop=0.2)),
@@ -214,7 +215,7 @@ def test_flower_in_process(
     client = partial(Quadratic, a=0.3, targets=np.sqrt(np.arange(N) + 1.0))
 
     def make_client(context: Any) -> DiffusionClient:
-        return DiffusionClient(options.program(client), context, shows="state", max_delay=1)
+        return DiffusionClient(options.program(client), context, shows="state")
 
     grid = InProcessGrid(client_app(make_client), N)
     here = InMemoryNetwork(*network, faults=faults).run(options.program(client), 8)

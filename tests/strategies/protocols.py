@@ -145,7 +145,7 @@ def models(context: Context, i: int) -> Any:
 
 
 def nodes(context: Context, i: int) -> Any:
-    return DiffusionClient(Averaging(VALUES), context, max_delay=3)
+    return DiffusionClient(Averaging(VALUES), context)
 
 
 def owners(context: Context, i: int) -> Any:
@@ -215,7 +215,7 @@ CASES = {
 }
 SOME: dict[str, Any] = {"fraction_train": 0.8}
 PERTURBED = MomentDescent(n_products=2, n_iterations=2, perturbation=0.1)
-FAULTS = Faults(0.2, 0.2, {}, {0: 2}, 2, seed=4)
+FAULTS = Faults(0.2, seed=4)
 #: The same with other options, and with clients that are not drawn in every round.
 VARIANTS = {
     "perma, mean": CASES["perma"]._replace(

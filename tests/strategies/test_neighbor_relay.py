@@ -23,11 +23,12 @@ from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
 from tests.grids import Tapped, failing, grid_of, relayed
-from tests.network.programs import Consensus, Drift, assert_same
+from tests.network.programs import Consensus, Drift, assert_same, sleeping
 
 Array = NDArray[Any]
 
 RESUME = ServerSettings(resume=True)
+RING = metropolis_weights(Topology.ring(4))
 
 
 def values(n: int, seed: int = 3) -> dict[int, Array]:
@@ -53,38 +54,31 @@ def grid(
 # The same numbers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-@pytest.mark.parametrize(
-    "faults",
-    [Faults(), Faults(dead={3: 4, 1: 1}), Faults(0.2, 0.2, {3: 4}, {0: 2, 5: 5}, 2, seed=4)],
-    ids=["none", "dead", "all"],
-)
-def test_the_same_numbers_as_in_memory(faults: Faults, sealed: bool) -> None:
-    topology = Topology.erdos_renyi(6, 0.5, seed=5)
-    weights = averaging_weights(topology)
-    data = values(6)
-    nodes = grid(data, client={"max_delay": 2})
-    run = relayed(nodes, topology, 7, weights=weights, faults=faults, sealed=sealed)
-    assert_same(run, InMemoryNetwork(topology, weights, faults).run(Drift(data), 7))
+AWAY: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gone": {"away": {3: range(4, 99), 1: range(99)}},
+    "asleep": {"sleep": 0.2, "away": {3: range(4, 99)}, "seed": 4},
+}
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-def test_late_messages_arrive_along_the_links_of_the_round_in_which_they_do(sealed: bool) -> None:
-    """Sealed, they have been written for those who hear their sender only then."""
-    data, faults = values(4), Faults(max_delay=1, seed=1)
-    pairs = Topology.from_edges(4, [(0, 1), (2, 3)]), Topology.from_edges(4, [(1, 2), (3, 0)])
-    matrices = [metropolis_weights(topology) for topology in pairs]
-    nodes = grid(data, client={"max_delay": 1})
-    run = relayed(nodes, pairs[0], 12, weights=matrices, faults=faults, sealed=sealed)
-    assert_same(run, InMemoryNetwork(pairs[0], matrices, faults).run(Drift(data), 12))
+@pytest.mark.parametrize("away", [*AWAY])
+def test_the_same_numbers_as_in_memory(away: str, sealed: bool) -> None:
+    network = sleeping(averaging_weights(Topology.erdos_renyi(6, 0.5, seed=5)), **AWAY[away])
+    data, faults = values(6), Faults(drop=0.2, seed=4) if away == "asleep" else None
+    run = relayed(grid(data), network, 7, faults=faults, sealed=sealed)
+    assert_same(run, InMemoryNetwork(network, faults=faults).run(Drift(data), 7))
 
 
-@pytest.mark.parametrize("faults", [Faults(), Faults(dead={1: 1})])
+RING_OF_THREE = metropolis_weights(Topology.ring(3))
+
+
+@pytest.mark.parametrize("away", [None, {1: range(99)}])
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_few_rounds(rounds: int, faults: Faults) -> None:
-    data = values(3)
-    run = relayed(grid(data), Topology.ring(3), rounds, faults=faults)
-    assert_same(run, InMemoryNetwork(Topology.ring(3), faults=faults).run(Drift(data), rounds))
+def test_few_rounds(rounds: int, away: Any) -> None:
+    data, network = values(3), sleeping(RING_OF_THREE, away=away)
+    run = relayed(grid(data), network, rounds)
+    assert_same(run, InMemoryNetwork(network).run(Drift(data), rounds))
 
 
 # What a run takes ------------------------------------------------------------------------------
@@ -162,7 +156,7 @@ def test_the_last_message_of_a_node_that_fails_counts_again(
     # Two exchanges fail at node 2: it sends nothing in rounds 2 and 3.
     data = {0: np.array([0.0, 1]), 1: np.array([3.0, 1]), 2: np.array([6.0, 1])}
     faults = failing(fault, [2], [2 + sealed, 3 + sealed])
-    nodes = grid(data, program=Consensus, faults=faults, client={"max_delay": 1})
+    nodes = grid(data, program=Consensus, faults=faults)
     run = relayed(nodes, Topology.complete(3), 3, staleness=1, sealed=sealed)
     # Nodes 0 and 1 have 3 after round 1, and a third more of node 2's 6 after round 2; in round 3
     # the 6 is too old. Node 2 answers again with its own last message, and twice 4 of round 3.
@@ -209,7 +203,7 @@ def test_a_message_of_another_form_is_left_out_by_those_who_receive_it() -> None
     assert relay.outcome.dropped_messages == {1: 3, 2: 3, 3: 3}
     assert relay.outcome.traffic.toarray()[1].tolist() == [6, 0, 0, 0]
     # The three others agree without it: a path 3 - 0 - 1.
-    path = InMemoryNetwork(Topology.ring(4), faults=Faults(dead={2: 1}))
+    path = InMemoryNetwork(sleeping(RING, away={2: range(99)}))
     here = path.run(Consensus({**data, 2: np.ones(2)}), 3).observed["norm"]
     np.testing.assert_allclose(relay.outcome.observed["norm"][[0, 1, 3]], here[[0, 1, 3]])
 
@@ -256,7 +250,7 @@ def ordinary(nodes: Iterable[int], n: int = 4) -> InProcessGrid:
 
     def make_client(context: Context, node: int) -> DiffusionClient:
         kind = Odd if node in few else DiffusionClient
-        return kind(Drift({node: data[node]}), context, shows="state", max_delay=1)
+        return kind(Drift({node: data[node]}), context, shows="state")
 
     return grid_of(make_client, n)
 
@@ -269,14 +263,12 @@ def test_ordinary_clients_end_the_run_with_the_client_that_it_needs(
         relayed(ordinary(range(4)), Topology.ring(4), rounds, sealed=sealed)
 
 
-@pytest.mark.parametrize(
-    ("faults", "sealed"), [(Faults(), False), (Faults(sleep=0.4, seed=1), True)]
-)
+@pytest.mark.parametrize(("sleep", "sealed"), [(0.0, False), (0.4, True)])
 def test_one_ordinary_client_is_left_out_in_every_exchange_and_named_once(
-    faults: Faults, sealed: bool, warned: Any
+    sleep: float, sealed: bool, warned: Any
 ) -> None:
-    topology = Topology.complete(4)
-    relay = NeighborRelay(topology, 3, faults=faults, sealed=sealed)
+    weights = metropolis_weights(Topology.complete(4))
+    relay = NeighborRelay(sleeping(weights, sleep, seed=1), 3, sealed=sealed)
     relay.start(ordinary([2]))
     assert [list(report.dropped) for report in relay.history] == [["client 2"]] * relay.exchanges
     assert all("DiffusionClient" in report.dropped["client 2"] for report in relay.history)
@@ -284,8 +276,8 @@ def test_one_ordinary_client_is_left_out_in_every_exchange_and_named_once(
     assert len(lines(warned, "left out client 2: ")) == 1
     assert not relay.outcome.alive[2]
     assert relay.outcome.traffic.toarray()[:, 2].tolist() == [0, 0, 0, 0]
-    without = Faults(sleep=faults.sleep, dead={2: 1}, seed=faults.seed)
-    here = InMemoryNetwork(topology, faults=without).run(Drift(values(4)), 3)
+    without = sleeping(weights, sleep, {2: range(99)}, seed=1)
+    here = InMemoryNetwork(without).run(Drift(values(4)), 3)
     others = [0, 1, 3]
     np.testing.assert_allclose(
         relay.outcome.observed["norm"][others], here.observed["norm"][others], atol=1e-12
@@ -373,8 +365,7 @@ class LateSealed(Late):
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_a_node_that_comes_late_joins_in(sealed: bool, staleness: int) -> None:
     data, topology = values(4), Topology.complete(4)
-    kind, client = LateSealed if sealed else Late, {"max_delay": 1}
-    late = grid(data, program=Consensus, kind=kind, client=client)
+    late = grid(data, program=Consensus, kind=LateSealed if sealed else Late)
     relay = NeighborRelay(topology, 60, sealed=sealed, num_clients=3, staleness=staleness)
     relay.start(late)
     asked = [len(report.metrics) for report in relay.history]
@@ -427,7 +418,6 @@ def test_a_part_of_a_run_is_allowed_with_checkpoints_and_says_that_it_is_one(
     assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(values(3)), 3))
 
 
-RING = metropolis_weights(Topology.ring(4))
 LAZY = CombinationMatrix(0.5 * RING.matrix.toarray() + 0.5 * np.eye(4), RING.topology)
 #: The same weights, and more who are heard without any.
 CROSSED = CombinationMatrix(RING.matrix, Topology.complete(4))
