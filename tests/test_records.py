@@ -74,7 +74,7 @@ def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Messag
     return asks(content, 3, kind)
 
 
-@pytest.mark.parametrize("metrics", [{"name": "x"}, {"bytes": b"x"}, {3: 1.0}])
+@pytest.mark.parametrize("metrics", [{"list": ["x"]}, {"bytes": b"x"}, {3: 1.0}, {3: "x"}])
 def test_metrics_that_are_no_numbers_with_names_are_refused(metrics: dict[Any, Any]) -> None:
     with pytest.raises(TypeError, match=r"^metrics"):
         reply_to(request(), None, 1, metrics)

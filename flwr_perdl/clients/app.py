@@ -130,7 +130,8 @@ def client_app(
     -------
     ClientApp
         Training replies have ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"`` with
-        the loss as ``"loss"``, unless it is NaN. A query returns the client's properties, with the
+        the loss as ``"loss"``, unless it is NaN; metrics that are texts are in a ConfigRecord
+        ``"texts"``. A query returns the client's properties, with the
         context's ``partition-id`` if the client does not say its own.
 
     Raises

@@ -52,6 +52,7 @@ from flwr_perdl.protocol.records import (
     SEED,
     SELECT,
     STATE_LOST,
+    TEXTS,
     OtherClientError,
     Scalar,
     encode,
@@ -59,8 +60,8 @@ from flwr_perdl.protocol.records import (
     in_order,
     left_out_of,
     named,
+    numbers_in,
     route_of,
-    scalars,
     view,
     with_loss,
 )
@@ -340,7 +341,7 @@ class Local:
         shapes, wanted = ([tuple(array.shape) for array in some] for some in (trained, model))
         if shapes != wanted:
             raise ValueError(f"fit must return arrays of shapes {wanted}, got {shapes}.")
-        metrics, n = numbers_of(content)
+        metrics, n = metrics_of(content)
         sent = [sendable(*pair) for pair in zip(trained, model, strict=True)]
         return Trained(sent, n, metrics, tuple(names))
 
@@ -365,9 +366,10 @@ class Local:
         """
         names = names or self._request.names
         content = self._ask(MessageType.EVALUATE, [*map(encoded, arrays)], names, config)
-        numbers, n = numbers_of(content)
+        metrics, n = metrics_of(content)
+        numbers = numbers_in(metrics)
         loss = next((float(numbers[name]) for name in LOSSES if name in numbers), nan)
-        return loss, n, numbers
+        return loss, n, metrics
 
     def select(self, arrays: Sequence[Any], names: Sequence[str] = (), **config: Any) -> Measured:
         """Evaluate one of several models, of which one is to be chosen, by the user's evaluation.
@@ -393,7 +395,8 @@ class Local:
         loss, n, metrics = self.evaluate(arrays, names, **{**config, PURPOSE: SELECT})
         records = copy_records(self.context)
         replace_records(self.context, before)
-        value = loss if self._metric in LOSSES else float(metrics.get(self._metric, nan))
+        others = numbers_in(metrics)
+        value = loss if self._metric in LOSSES else others.get(self._metric, nan)
         cost = -value if self._request.config.get(HIGHER_IS_BETTER) else value
         return Measured(inf if isnan(cost) else cost, n, with_loss(loss, metrics), records)
 
@@ -452,13 +455,15 @@ class Local:
         return reply.content
 
 
-def numbers_of(content: RecordDict) -> tuple[dict[str, Scalar], int]:
-    """Return a reply's metrics that are numbers, and the number of its examples."""
+def metrics_of(content: RecordDict) -> tuple[dict[str, Any], int]:
+    """Return a reply's metrics, and the number of its examples."""
     record = content.get(METRICS)
     if not isinstance(record, MetricRecord) or NUM_EXAMPLES not in record:
         raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
-    numbers = scalars(record)
-    return numbers, int(numbers[NUM_EXAMPLES])
+    texts = content.get(TEXTS)
+    metrics: dict[str, Any] = {**texts} if isinstance(texts, ConfigRecord) else {}
+    metrics |= record
+    return metrics, int(metrics.pop(NUM_EXAMPLES))
 
 
 def copy_records(context: Context) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def _read(
     names = [name for name in message.content.array_records[ARRAYS] if name in sent] or [*sent]
     model = promise.of == CHANGES
     limits = Limits(expect=given[len(given) - len(names) :]) if model else Limits()
-    arrays, _, metrics, _ = read_reply(reply.content, limits, names=names)
+    arrays, _, metrics, *_ = read_reply(reply.content, limits, names=names)
     if promise.of != SUMS:
         start = given[len(given) - len(arrays) :]
         of, pairs = promise.of, enumerate(zip(arrays, start, strict=True))

@@ -146,7 +146,7 @@ def _summand(request: Message, reply: Message, *, exact: bool = False) -> Messag
     """
     if reply.has_error():
         raise ValueError(error_of(reply))
-    arrays, n_samples, metrics, _ = read_reply(reply.content)
+    arrays, n_samples, metrics, *_ = read_reply(reply.content)
     config = request.content.config_records[CONFIG]
     most = check_count(MAX_WEIGHT, config.get(MAX_WEIGHT), 1, LARGEST_INT)
     norm = check_real(NORM, config.get(NORM), 0, LARGE, open_low=True)

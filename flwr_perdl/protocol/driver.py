@@ -65,7 +65,8 @@ from flwr_perdl.random import EVALUATION, SAMPLING, spawn
 _DOUBLE, _SINGLE = 1e100, 1e30
 #: In an evaluation's aggregate: how many clients have no finite loss, if a third or more.
 NO_LOSS = "no-finite-loss"
-#: Maximum number of different metrics of a client in a run: reports are kept, and saved.
+#: Maximum number of different metrics of a client in a run, and of numbers in the lists of a reply:
+#: reports are kept, and saved.
 _MOST_METRICS = 1000
 #: What reports call the share of a reply's metrics that are above it.
 METRICS_DROPPED = "metrics dropped"
@@ -457,7 +458,7 @@ class ProtocolRun:
 
     def _count_losses(self, report: RoundReport) -> None:
         """Warn, in log and result, if a third of the clients or more have no finite loss."""
-        found = sum(not own.keys().isdisjoint(LOSSES) for own in report.metrics.values())
+        found = sum(not own.keys().isdisjoint(LOSSES) for own in report.numbers.values())
         asked = len(self._plan.arrays)
         missing = asked - found
         evaluations = [report, *(past for past in self.record.history if past.step == EVALUATE)]
@@ -580,7 +581,8 @@ class ProtocolRun:
         dropped = {self.roster.label(p): why.reason for p, why in sorted(lost.items())}
         dropped |= {f"node {node}": why for node, why in self.roster.unanswered.items()}
         metrics, anomalies = {}, {p: {why.kind: 1.0} for p, why in sorted(lost.items())}
-        for p, (_, n, own, _) in good.items():
+        for p, (_, n, numbers, _, others) in good.items():
+            own = {**others, **numbers}
             metrics[p] = {NUM_EXAMPLES: n, **self._limit_metrics(p, own)}
             if len(metrics[p]) <= len(own):
                 anomalies[p] = {METRICS_DROPPED: 1 - len(metrics[p]) / (1 + len(own))}
@@ -600,17 +602,21 @@ class ProtocolRun:
             anomalies,
         )
 
-    def _limit_metrics(self, partition: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    def _limit_metrics(self, partition: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a client's metrics, without new names once it has reported too many."""
         known = self._metrics.setdefault(partition, set())
         new = [name for name in metrics if name not in known]
         dropped = set(new[_MOST_METRICS - len(known) :] if new else ())
+        lists = {name: len(own) for name, own in metrics.items() if isinstance(own, list)}
+        if sum(lists.values()) > _MOST_METRICS:
+            dropped |= lists.keys()
         known |= set(new) - dropped
         if not dropped:
             return metrics
         log(
             WARNING,
-            "%s reports more than %d different metrics in this run; %d are dropped, such as %r.",
+            "%s reports more than %d different metrics in this run, or as many numbers in lists at "
+            "once; %d are dropped, such as %r.",
             *(self.roster.label(partition), _MOST_METRICS, len(dropped), min(dropped)),
         )
         return {name: value for name, value in metrics.items() if name not in dropped}

@@ -32,6 +32,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import dropwhile, takewhile
 from math import isfinite, isnan, nan
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,12 +68,17 @@ __all__ = [
 Scalar = bool | bytes | float | int | str
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
 _NUMBERS, _TEXTS = (int, float), (bytes, str)
+#: What metrics are besides numbers.
+_OTHERS = (list, str)
 
 #: What Flower calls an array in NumPy's ``.npy`` format.
 NPY = "numpy.ndarray"
 ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
+#: The ConfigRecord of a reply with those of its metrics that are texts, which Flower's MetricRecord
+#: does not hold.
+TEXTS = "texts"
 #: The metric that says how many examples a reply stands for.
 NUM_EXAMPLES = "num-examples"
 
@@ -199,15 +205,18 @@ class Reply(NamedTuple):
     num_examples : int
         Number of samples behind it.
     metrics : dict of str to float
-        The client's metrics.
+        The client's metrics that are numbers.
     names : tuple of str
         The arrays' names; empty where they have none.
+    others : dict of str to list of float, or str
+        Its metrics that are lists of numbers, or texts.
     """
 
     arrays: list[Matrix]
     num_examples: int
     metrics: dict[str, float]
     names: tuple[str, ...] = ()
+    others: Mapping[str, Any] = MappingProxyType({})
 
     def name(self, position: int) -> str:
         """Return an array's name, by default its position."""
@@ -424,9 +433,12 @@ def reply_to(
 
     As many arrays as the request has keep the request's names.
     """
+    texts = {n: str(v) for n, v in metrics.items() if isinstance(n, str) and isinstance(v, str)}
     given = {NUM_EXAMPLES: num_examples, **metrics}
-    numbers = {name: _to_number(name, value) for name, value in given.items()}
+    numbers = {name: _to_number(name, own) for name, own in given.items() if name not in texts}
     records: dict[str, Any] = {METRICS: new_record(MetricRecord, numbers)}
+    if texts:
+        records[TEXTS] = ConfigRecord({**texts})
     if arrays is not None:
         records[ARRAYS] = to_record(arrays, message.content.get(ARRAYS, ()))
     return Message(RecordDict(records), reply_to=message)
@@ -436,12 +448,20 @@ def _to_number(name: object, value: Any) -> Any:
     """Return a metric as a record has it, or raise a TypeError."""
     if isinstance(name, str) and not isinstance(value, _TEXTS):
         try:
-            if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
+            if isinstance(value, list):
                 return [float(one) for one in value]
             return int(value) if isinstance(value, int) else float(value)
         except (TypeError, ValueError):
             pass
-    raise TypeError(f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}.")
+    raise TypeError(
+        "metrics must be numbers, lists of numbers, or texts, with names, got "
+        f"{name!r}: {brief(repr(value))}."
+    )
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers."""
+    return {name: value for name, value in metrics.items() if isinstance(value, _NUMBERS)}
 
 
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -555,7 +575,7 @@ def printable(text: str, length: int) -> str:
 def check_metrics(metrics: Mapping[str, Any]) -> None:
     """Raise a ValueError if a reply's metrics are too many, or a name cannot be shown as it is.
 
-    A value may be a list, which is not read, but counts.
+    A value may be a list.
     """
     count = len(metrics)
     for value in metrics.values():
@@ -591,7 +611,7 @@ def read_reply(
     Parameters
     ----------
     content : RecordDict
-        The reply's records. Of the metrics that are no numbers nothing is read.
+        The reply's records.
     limits : Limits
         The limits of a reply.
     with_arrays : bool, default True
@@ -616,7 +636,10 @@ def read_reply(
     if not isinstance(record, ArrayRecord):
         raise ValueError(f"no ArrayRecord {ARRAYS!r}")
     arrays = in_order(record, names)
-    return read_parts([one.data for one in arrays.values()], metrics, limits, tuple(arrays))
+    given: dict[str, Any] = {**metrics}
+    if isinstance(texts := content.get(TEXTS), ConfigRecord):
+        given = {n: v for n, v in texts.items() if isinstance(v, str)} | given
+    return read_parts([one.data for one in arrays.values()], given, limits, tuple(arrays))
 
 
 def read_parts(
@@ -656,10 +679,16 @@ def read_parts(
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
     numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
     del numbers[NUM_EXAMPLES]
-    for name, value in numbers.items():
+    others = {
+        name: brief(value) if isinstance(value, str) else [*map(float, value)]
+        for name, value in metrics.items()
+        if isinstance(value, _OTHERS)
+    }
+    listed = ((name, one) for name, own in others.items() if isinstance(own, list) for one in own)
+    for name, value in (*numbers.items(), *listed):
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {name} is {value}")
-    return Reply(arrays, int(num_examples), numbers, names)
+    return Reply(arrays, int(num_examples), numbers, names, others)
 
 
 def _check_forms(arrays: Sequence[Matrix], expected: Sequence[Matrix]) -> None:

@@ -16,13 +16,14 @@ from logging import WARNING
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_flag, check_kind
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, brief
+from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, brief, numbers_in
 from flwr_perdl.protocol.request import State
 
 #: Words in the names of metrics of which less is better, and what such words end with; words in the
@@ -43,9 +44,10 @@ class RoundReport(NamedTuple):
     step : str
         The protocol's step, or ``"evaluate"``.
     metrics : dict of int to dict
-        Every good reply's metrics, by partition.
-    aggregate : dict of str to float
-        Their means, weighted by numbers of examples, and ``"clients"`` and ``"dropped"``; with
+        Every good reply's metrics, by partition: numbers, lists of numbers, and texts.
+    aggregate : dict of str to float, or list of float
+        The means of numbers, and of lists as long as each other, weighted by numbers of examples,
+        and ``"clients"`` and ``"dropped"``; with
         ``privacy`` also ``"uncounted-runs"``: at how many clients each Flower run has its own
         budget.
     dropped : dict of str to str
@@ -68,12 +70,17 @@ class RoundReport(NamedTuple):
 
     round: int
     step: str
-    metrics: dict[int, dict[str, float]]
-    aggregate: dict[str, float]
+    metrics: dict[int, dict[str, Any]]
+    aggregate: dict[str, Any]
     dropped: dict[str, str]
     floats_down: float
     floats_up: float
     anomalies: dict[int, dict[str, float]]
+
+    @property
+    def numbers(self) -> dict[int, dict[str, float]]:
+        """The metrics that are numbers, by partition."""
+        return {partition: numbers_in(own) for partition, own in self.metrics.items()}
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
@@ -188,21 +195,30 @@ def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]
 
 
 def summarize(
-    metrics: Mapping[int, Mapping[str, float]],
+    metrics: Mapping[int, Mapping[str, Any]],
     flags: Collection[str] = (),
     labels: Collection[str] = (),
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return each metric's mean over the clients that have it, weighted by their examples.
+
+    Texts have none, lists one of each entry where they are as long as each other.
 
     Of a flag, the number of clients where it is not zero instead; of a label, under
     ``"NAME_LABEL"``, the number of clients with each. A name that ends with ``*`` stands for all
     that begin so.
     """
     names = dict.fromkeys(name for own in metrics.values() for name in own if name != NUM_EXAMPLES)
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for name in names:
-        having = [(own[name], own[NUM_EXAMPLES]) for own in metrics.values() if name in own]
-        if _is_flag(name, flags):
+        all_ = ((own.get(name, ""), own[NUM_EXAMPLES]) for own in metrics.values())
+        having = [one for one in all_ if not isinstance(one[0], str)]
+        lengths = {len(own) if isinstance(own, list) else None for own, _ in having}
+        if len(lengths) != 1:
+            continue
+        if lengths != {None}:
+            rows, weights = zip(*having, strict=True)
+            found[name] = np.average(rows, axis=0, weights=weights).tolist()
+        elif _is_flag(name, flags):
             found[name] = float(sum(value != 0 for value, _ in having))
         elif name in labels:
             sizes = Counter(value for value, _ in having)
@@ -238,14 +254,15 @@ def in_words(
 ) -> list[str]:
     """Return an exchange's metrics as a log says them: means, and the worst client's."""
     found = []
+    numbers = report.numbers.values()
     for name, mean in report.aggregate.items():
-        values = [own[name] for own in report.metrics.values() if name in own]
+        values = [own[name] for own in numbers if name in own]
         same = name == "loss" and report.aggregate.get("eval_loss") == mean
         if not values or same or _is_flag(name, flags):
             continue
         found.append(f"{name} {mean:.4g}{_name_worst(name, values)}")
     for label in labels:
-        sizes = Counter(own[label] for own in report.metrics.values() if label in own)
+        sizes = Counter(own[label] for own in numbers if label in own)
         if sizes:
             each = ", ".join(str(sizes[number]) for number in sorted(sizes))
             found.append(f"{len(sizes)} group{'s' * (len(sizes) > 1)}: {each} clients")
@@ -381,7 +398,7 @@ class Show:
         self._round = round_
         self._words.update(dict.fromkeys(words))
         self._found.pop("replies", None)
-        for name, value in list(report.aggregate.items())[:1]:  # the loss or error of the step
+        for name, value in list(numbers_in(report.aggregate).items())[:1]:  # the loss of the step
             self._found[name] = f"{value:.4g}"
         if report.dropped:
             self._found["left out"] = str(len(report.dropped))

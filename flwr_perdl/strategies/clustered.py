@@ -375,7 +375,7 @@ class ClusteredFedAvg(ModelStrategy):
         for report in self.history:
             if report.step in (ALONE, MEASURE):  # evaluations before were of other models
                 members, last = {}, {}
-            assigned = {p: own for p, own in report.metrics.items() if CLUSTER in own}
+            assigned = {p: own for p, own in report.numbers.items() if CLUSTER in own}
             members |= {partition: int(own[CLUSTER]) for partition, own in assigned.items()}
             last = assigned or last
         return members, last

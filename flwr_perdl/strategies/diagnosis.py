@@ -385,7 +385,7 @@ class Diagnosis(ShownAsCalled):
 
     def _measured(self, report: RoundReport) -> dict[int, float]:
         names = LOSSES if self.metric in LOSSES else (self.metric,)
-        measured = report.metrics.items()
+        measured = report.numbers.items()
         return {p: own[name] for name in reversed(names) for p, own in measured if name in own}
 
     def _concluded(

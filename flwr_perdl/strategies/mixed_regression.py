@@ -106,7 +106,7 @@ class _MixedRegression(EndsWithModels):
         """Return each client's cluster, as it said last in an evaluation."""
         said: dict[int, int] = {}
         for report in self.history:
-            for client, own in report.metrics.items():
+            for client, own in report.numbers.items():
                 if "cluster" in own:
                     said[client] = int(own["cluster"])
         return said

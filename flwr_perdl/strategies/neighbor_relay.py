@@ -236,14 +236,14 @@ class NeighborRelay(ProtocolStrategy):
         counts = {*_ABOUT_MESSAGES, RECEIVED, BYTES}
         metrics = {
             node: {name: value for name, value in own.items() if name not in counts}
-            for node, own in report.metrics.items()
+            for node, own in report.numbers.items()
         }
         return super()._in_words(report._replace(metrics=metrics))
 
     def reports_of(self, report: RoundReport) -> dict[str, Matrix]:
         """Return what the nodes reported in an exchange, by name, NaN where nothing: (n_nodes,)."""
         rows: dict[str, Matrix] = {}
-        for node, metrics in report.metrics.items():
+        for node, metrics in report.numbers.items():
             for name in metrics:
                 about_messages = name in _ABOUT_MESSAGES or name.startswith(REJECTED)
                 if node < self.topology.n_nodes and not about_messages:

@@ -298,6 +298,22 @@ def test_an_evaluation_of_no_cluster_is_left_out_and_named(
     assert sum(report.aggregate[f"cluster_{j}"] for j in range(3)) == N - 1
 
 
+def test_a_cluster_that_is_a_text_is_no_cluster() -> None:
+    class Lying(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            asked = list(messages)
+            replies = list(super().send_and_receive(asked, timeout=timeout))
+            for reply in replies if asked[0].metadata.message_type == "evaluate" else ():
+                del reply.content["metrics"]["cluster"]
+                reply.content["texts"] = ConfigRecord({"cluster": "x", "num-examples": "x"})
+            return replies
+
+    strategy = ClusteredFedAvg(3)
+    strategy.start(Lying(client_app(make), N), ArrayRecord(START), num_rounds=3)
+    assert sum(strategy.result.sizes) == N
+    assert "x" in {own.get("cluster") for own in strategy.history[-1].metrics.values()}
+
+
 def planted_error(
     sizes: tuple[int, ...], rounds: int, lie: Callable[..., Any] | None = None, **options: Any
 ) -> float:
