@@ -217,10 +217,11 @@ class Combine:
             raise ValueError("group in combine must be a metric's name or None, got an empty one.")
         check_choice("rule in combine", self.rule, RULES)
         check_list("start in combine", self.start)
-        forms = set()
+        forms, name = set(), "start in combine"
+        wanted = "a list of arrays of numbers" + ", one per group," * (self.group is not None)
         for model in self._starts:
-            for array in check_list("start in combine", model):
-                check_kind("start in combine", array, np.ndarray, "a list of arrays of numbers")
+            for array in check_list(name, model):
+                check_kind(name, array, np.ndarray, wanted)
                 if array.dtype not in DTYPES:
                     raise ValueError(
                         "start in combine must be arrays of booleans, integers, float16, float32 "

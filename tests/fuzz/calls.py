@@ -292,8 +292,9 @@ def _with(value: Any, entry: float) -> Any:
 
 def _is_record(called: Any) -> bool:
     protocol = getattr(called, "_is_protocol", False)
+    kinds = tuple | dict | Exception | strategies.Learned  # nobody makes a result
     return isinstance(called, type) and (
-        issubclass(called, tuple | dict | Exception) or protocol or inspect.isabstract(called)
+        issubclass(called, kinds) or protocol or inspect.isabstract(called)
     )
 
 
