@@ -31,6 +31,7 @@ from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, D
 from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.clients.personalized import kept_private
 from flwr_perdl.core.checks import Matrix, brief_repr, check_kind
+from flwr_perdl.core.keys import PURPOSE, SELECT
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import state_type
@@ -38,11 +39,9 @@ from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import (
     LEFT_OUT,
-    PURPOSE,
     RUN,
     SEALED,
     SEED,
-    SELECT,
     Scalar,
     encode,
 )

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients.base import PrivateState, StateStore, identify
 from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.keys import PURPOSE, REPORT, SELECT
 from flwr_perdl.core.models import as_dtype
 from flwr_perdl.protocol.compat import NumPyClient, like, log
 from flwr_perdl.protocol.records import (
@@ -45,12 +46,9 @@ from flwr_perdl.protocol.records import (
     NO_EVALUATE,
     NUM_EXAMPLES,
     PARTITION_ID,
-    PURPOSE,
-    REPORT,
     ROUND,
     RUN,
     SEED,
-    SELECT,
     STATE_LOST,
     TEXTS,
     OtherClientError,

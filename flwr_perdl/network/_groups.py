@@ -31,11 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_perdl.core.keys import PURPOSE, ROUND, SELECT
 from flwr_perdl.core.models import cleared, is_float, settled
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.network.averaging_program import (
-    ROUND,
-    SELECTS,
     AveragingProgram,
     arrays_of,
     fixed_of,
@@ -125,7 +124,7 @@ class GroupsProgram(AveragingProgram):
     def _loss(self, state: Any, i: int, model: list[Array], round_: int) -> float:
         """Return the loss of a model at a node."""
         node = int(state.nodes[i])
-        loss, n_examples, _ = self._client(node).evaluate(model, {ROUND: round_, **SELECTS})
+        loss, n_examples, _ = self._client(node).evaluate(model, {ROUND: round_, PURPOSE: SELECT})
         if not n_examples:
             raise ValueError(
                 f"evaluate of node {node} must return a loss of at least one example with groups, "

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.arrays import count_values, row_products
 from flwr_perdl.core.checks import brief_repr, check_list
+from flwr_perdl.core.keys import ROUND
 from flwr_perdl.core.models import (
     Start,
     as_dtype,
@@ -36,10 +37,6 @@ Clients = Callable[[int], Any]
 
 #: The method by default: where the network is fixed and symmetric, or not known.
 FIXED = "exact_diffusion"
-#: The round's name in the config of ``fit`` and ``evaluate``, as Flower's own strategies call it.
-ROUND = "server-round"
-#: In the config of ``evaluate``: that a model is evaluated in order to choose, and may not stay.
-SELECTS = {"perdl.purpose": "select"}
 #: The report that every method makes: how far a node's model was from its neighborhood's mean.
 DISTANCE = "neighbor-distance"
 #: What else a node reports of itself: the size of the messages that it has received in the round.

@@ -18,6 +18,7 @@ import numpy as np
 
 from flwr_perdl.core.aggregate import LEFT_OUT
 from flwr_perdl.core.checks import Matrix, check_kind, plain
+from flwr_perdl.core.keys import PURPOSE, REPORT
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
@@ -30,8 +31,6 @@ from flwr_perdl.protocol.records import (
     NO_EVALUATE,
     NUM_EXAMPLES,
     PROTOCOL,
-    PURPOSE,
-    REPORT,
     ROUND,
     RUN,
     SEED,

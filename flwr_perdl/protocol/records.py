@@ -48,6 +48,7 @@ from flwr.app import (
 )
 
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
+from flwr_perdl.core.keys import ROUND
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import file_of, view_file
 from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, new_array, new_record
@@ -97,17 +98,12 @@ LEFT_OUT = "perdl.left-out"
 ALTERNATE = "perdl.alternate"
 #: In a request that a step makes to the app's handlers: whether these have trained in this step.
 AGAIN = "perdl.again"
-#: In the config that an app's evaluation and mods around it receive: whether a step chooses among
-#: models by it, or the server asks for a report.
-PURPOSE, SELECT, REPORT = "perdl.purpose", "select", "report"
 #: By which metric clients choose, if not by the loss, and whether more of it is better; whether
 #: what the app keeps in ``context.state`` is of this run alone (`Diagnosis`: one after the other).
 METRIC, HIGHER_IS_BETTER = "perdl.metric", "perdl.higher-is-better"
 APART = "perdl.apart"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
-#: The communication round; Flower's own strategies use this name.
-ROUND = "server-round"
 #: The run's one seed.
 SEED = "perdl.seed"
 #: A token of the run: private state of another run is not taken up.

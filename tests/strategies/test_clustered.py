@@ -263,6 +263,37 @@ def test_choices_are_evaluated_with_the_evaluation_config() -> None:
     assert not any(report.dropped for report in strategy.history)
 
 
+@pytest.mark.parametrize(
+    ("k", "options", "purposes"),
+    [
+        (1, {}, {"report"}),
+        (3, {"fraction_evaluate": 0.0}, {"select"}),
+        (1, {"fine_tune": 1}, {"report", "select"}),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["client", "app"])
+def test_mods_see_whether_an_evaluation_chooses_or_is_reported(
+    k: int, options: dict[str, Any], purposes: set[str], own: bool
+) -> None:
+    seen = []
+
+    def mod(message: Message, context: Context, call: Any) -> Message:
+        if message.metadata.message_type == "evaluate":
+            seen.append(message.content["config"]["perdl.purpose"])
+        reply: Message = call(message, context)
+        return reply
+
+    app = client_app(make, evaluate_mods=[mod])
+    if own:
+        app = ClientApp(mods=[mod])
+        handlers = as_app(make)
+        app.train()(handlers)
+        app.evaluate()(handlers)
+        app = client_app(app)
+    run(ClusteredFedAvg(k, **options), 2, app=app)
+    assert set(seen) == purposes
+
+
 def test_between_choices_a_client_receives_its_own_model_unless_it_missed_the_choice() -> None:
     strategy = ClusteredFedAvg(3, choose_every=3, fraction_evaluate=0.0)
     run(strategy, 5, faults=failing("error", [5], [2]))
