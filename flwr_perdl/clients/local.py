@@ -50,7 +50,6 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEED,
     STATE_LOST,
-    TEXTS,
     OtherClientError,
     Scalar,
     encode,
@@ -60,6 +59,7 @@ from flwr_perdl.protocol.records import (
     named,
     numbers_in,
     route_of,
+    texts_in,
     view,
     with_loss,
 )
@@ -458,9 +458,7 @@ def metrics_of(content: RecordDict) -> tuple[dict[str, Any], int]:
     record = content.get(METRICS)
     if not isinstance(record, MetricRecord) or NUM_EXAMPLES not in record:
         raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
-    texts = content.get(TEXTS)
-    metrics: dict[str, Any] = {**texts} if isinstance(texts, ConfigRecord) else {}
-    metrics |= record
+    metrics: dict[str, Any] = {**texts_in(content), **record}
     return metrics, int(metrics.pop(NUM_EXAMPLES))
 
 

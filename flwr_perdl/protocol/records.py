@@ -455,6 +455,13 @@ def _to_number(name: object, value: Any) -> Any:
     )
 
 
+def texts_in(content: RecordDict) -> dict[str, str]:
+    """Return a reply's metrics that are texts: in Flower, a ConfigRecord of any name has them."""
+    records = [record for record in content.values() if isinstance(record, ConfigRecord)]
+    pairs = [pair for record in records for pair in record.items()]
+    return {n: v for n, v in pairs if isinstance(v, str) and not n.startswith("perdl.")}
+
+
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that are numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, _NUMBERS)}
@@ -632,9 +639,7 @@ def read_reply(
     if not isinstance(record, ArrayRecord):
         raise ValueError(f"no ArrayRecord {ARRAYS!r}")
     arrays = in_order(record, names)
-    given: dict[str, Any] = {**metrics}
-    if isinstance(texts := content.get(TEXTS), ConfigRecord):
-        given = {n: v for n, v in texts.items() if isinstance(v, str)} | given
+    given: dict[str, Any] = {**texts_in(content), **metrics}
     return read_parts([one.data for one in arrays.values()], given, limits, tuple(arrays))
 
 
