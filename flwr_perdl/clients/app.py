@@ -42,7 +42,7 @@ from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
-from flwr_perdl.protocol.compat import SECAGG, has_handler, is_legacy, like, mods_of
+from flwr_perdl.protocol.compat import FITINS, SECAGG, has_handler, is_legacy, like, mods_of
 from flwr_perdl.protocol.records import (
     APART,
     ARRAYS,
@@ -176,7 +176,9 @@ def client_app(
                 "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        check_mods("mods of the ClientApp", mods_of(make_client)[0 if part else 1 :])
+        own_mods = mods_of(make_client)
+        keeps = part is None and isinstance(next(iter(own_mods), None), KeepPrivate)
+        check_mods("mods of the ClientApp", own_mods[keeps:])
         return make_client if ours else OtherApp(make_client, min_clients, part, privacy, steps)
     if not callable(make_client):
         raise TypeError(
@@ -264,8 +266,14 @@ class AnsweringApp(ClientApp):
         except (NoEvaluateError, StateLostError) as error:  # the server is to tell them from others
             answered = Message(Error(error.code, str(error)), reply_to=message)
         except KeyError as error:
-            if error.args == (SECAGG,) and SECAGG not in message.content:
-                raise ValueError(OTHER_MOD) from error
+            key = error.args[0] if error.args else None
+            if key in (SECAGG, FITINS) and key not in message.content:
+                raise ValueError(OTHER_MOD.format("one of flwr.client.mod")) from error
+            if key in (PARTITION_ID, "num-partitions") and key not in context.node_config:
+                raise ValueError(
+                    f"node_config must have {key!r}, which the app reads, got "
+                    f"{sorted(context.node_config)}."
+                ) from error
             raise
         reply: Any = directed(answered, message)
         answer: Message = reply

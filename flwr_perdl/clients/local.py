@@ -338,7 +338,9 @@ class Local:
         trained = [*in_order(found, names).values()]
         shapes, wanted = ([tuple(array.shape) for array in some] for some in (trained, model))
         if shapes != wanted:
-            raise ValueError(f"fit must return arrays of shapes {wanted}, got {shapes}.")
+            raise ValueError(
+                f"fit (of a ClientApp train) must return arrays of shapes {wanted}, got {shapes}."
+            )
         metrics, n = metrics_of(content)
         sent = [sendable(*pair) for pair in zip(trained, model, strict=True)]
         return Trained(sent, n, metrics, tuple(names))

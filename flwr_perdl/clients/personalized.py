@@ -44,7 +44,8 @@ from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_trained, fixed_entries
 from flwr_perdl.privacy.at_rest import locked, read
-from flwr_perdl.protocol.compat import like, log
+from flwr_perdl.privacy.secure_client import OTHER_MOD
+from flwr_perdl.protocol.compat import like, log, older_mod
 from flwr_perdl.protocol.records import (
     AGAIN,
     ALTERNATE,
@@ -180,6 +181,8 @@ def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
             f"{name} must be without keep_private, which wraps all mods, of training and of "
             "evaluation: give client_app private=[...], or make it the ClientApp's first mod."
         )
+    if older := next(filter(None, map(older_mod, listed)), ""):
+        raise ValueError(f"{name}: {OTHER_MOD.format(older)}")
     return listed
 
 

@@ -63,6 +63,10 @@ def check_dtypes(argument: str, names: Sequence[str], arrays: Sequence[Array]) -
         raise ValueError(f"{argument} must be the arrays of a model, got none.")
     if all(array.dtype.kind == "b" for array in arrays):
         raise ValueError(f"{argument} must have numbers, which are averaged, got booleans alone.")
+    if all(a.dtype.kind in "SO" or (a.dtype == np.uint8 and a.ndim == 1) for a in arrays):
+        raise ValueError(
+            f"{argument} must have numbers, which are averaged, got bytes alone (XGBoost's trees?)."
+        )
     for name, array in zip(names, arrays, strict=True):
         if array.dtype not in DTYPES:
             why = " (what becomes of bfloat16: send float32)" if array.dtype.kind == "V" else ""

@@ -31,10 +31,10 @@ from flwr_perdl.protocol.records import (
 MASK_BITS = 32
 #: The fewest clients whose sum a client takes part in, by default.
 MIN_CLIENTS = 3
-#: Why a request that is no step of SecAgg+ fails with a KeyError of its record.
+#: What mods must be; a request fails with a KeyError of the record that others read.
 OTHER_MOD = (
-    "mods must be without Flower's secaggplus_mod, which fails in every round that is not secure: "
-    "leave it out, as an app of client_app takes part in secure rounds without it."
+    "mods must be those of flwr.clientapp.mod, got {}, which is for Flower's older interface; "
+    "secure rounds need none."
 )
 
 

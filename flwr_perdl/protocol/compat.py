@@ -42,6 +42,8 @@ log = logging.getLogger("flwr").log
 CLIENT_APP_RAISED_EXCEPTION = 2
 #: The record that SecAgg+'s requests and replies carry; it is part of the wire format.
 SECAGG = "secaggplus_configs"
+#: The record that mods for Flower's older interface read.
+FITINS = "fitins.parameters"
 #: Seconds between looks for replies in a simulation.
 _PULL_INTERVAL = 0.05
 
@@ -168,6 +170,14 @@ def is_legacy(app: ClientApp) -> bool:
 def mods_of(app: ClientApp) -> list[Any]:
     """Return the mods around all handlers of a ClientApp, outermost first."""
     return list(getattr(app, "_mods", ()))
+
+
+def older_mod(mod: Any) -> str:
+    """Return the name of a mod that is for Flower's older interface; nothing of another one."""
+    module = str(getattr(mod, "__module__", ""))
+    older = module.startswith(("flwr.client.mod.", "flwr.compat.client.mod."))
+    name = getattr(mod, "__name__", type(mod).__name__)
+    return f"{name} of flwr.client.mod" if older and not module.endswith("comms_mods") else ""
 
 
 @contextmanager

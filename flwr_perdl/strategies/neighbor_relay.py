@@ -174,8 +174,8 @@ class NeighborRelay(ProtocolStrategy):
             check_kind("weights", one, CombinationMatrix, "a CombinationMatrix or several")
         if check_real("fraction_evaluate", options.get("fraction_evaluate", 0), 0, 1):
             raise ValueError(
-                f"fraction_evaluate must be 0, got {options['fraction_evaluate']}: there is no "
-                "model to evaluate, and no node may see what the others show."
+                f"fraction_evaluate must be 0, got {options['fraction_evaluate']}: the server has "
+                "no model; nodes of DiffusionAveraging evaluate theirs, by evaluate_every."
             )
         server = ServerOptions(num_clients=n, min_clients=min(2, n), fraction_evaluate=0.0)
         server.update(options)

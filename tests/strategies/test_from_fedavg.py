@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.client import NumPyClient
-from flwr.client.mod import secaggplus_mod
+from flwr.client.mod import LocalDpMod as OlderLocalDpMod
+from flwr.client.mod import fixedclipping_mod, secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.server.strategy import FedAvg as OlderFedAvg
@@ -19,10 +21,11 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.network import Averaging
+from flwr_perdl.network import Averaging, Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
+    DiffusionAveraging,
     FedMD,
     FedX,
     PerMA,
@@ -58,6 +61,44 @@ REGRESSIONS = client_app(lambda context: RegressionClient(np.eye(4), np.ones(4),
 GOSSIP = Averaging(np.zeros((3, 1)))
 DIFFUSIONS = client_app(lambda context: DiffusionClient(GOSSIP, context))
 WITH_NOISE = [LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
+TWO = ArrayRecord([np.zeros(3), np.zeros(3)])
+#: As Flower's app with XGBoost begins and goes on.
+TREES = ArrayRecord([np.frombuffer(b"{}", np.uint8)])
+OLDER_MODS = [
+    (secaggplus_mod, "secaggplus_mod"),
+    (fixedclipping_mod, "fixedclipping_mod"),
+    (OlderLocalDpMod(1.0, 1.0, 1.0, 1e-3), "LocalDpMod"),
+]
+
+
+def own_app(mod: Any) -> ClientApp:
+    """Return an app whose training handler has a mod, where nobody sees it before it is called."""
+    app, handlers = ClientApp(), as_app(MeanClient)
+    app.train(mods=[mod])(handlers)
+    app.evaluate()(handlers)
+    return client_app(app)
+
+
+class Reads(MeanClient):
+    """Reads what Flower's simulation gives to a node, and a SuperNode has not."""
+
+    def __init__(self, context: Context) -> None:
+        del context.node_config["num-partitions"]
+        self.n_clients = context.node_config["num-partitions"]
+
+
+class Forgets(MeanClient):
+    """Returns no loss."""
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return float("nan"), 1, {}
+
+
+class Grows(MeanClient):
+    """Returns more than it received."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [np.zeros(4)], 1, {}
 
 
 def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
@@ -82,10 +123,32 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             TooFewReplies,
             "LocalDpMod",
         ),
+        *(
+            (partial(client_app, MeanClient, train_mods=[mod]), ValueError, name)
+            for mod, name in OLDER_MODS
+        ),
+        *(
+            (lambda mod=mod: run(PersonalizedFedAvg(["0"]), own_app(mod), TWO), TooFewReplies, said)
+            for mod, _ in OLDER_MODS
+            for said in ["flwr.clientapp.mod"]
+        ),
         (
-            lambda: run(PerMA(2), client_app(make_dictionary_client, train_mods=[secaggplus_mod])),
+            lambda: client_app(ClientApp(mods=[fixedclipping_mod])),
+            ValueError,
+            "fixedclipping_mod",
+        ),
+        (
+            lambda: run(PersonalizedFedAvg(["0"]), client_app(Reads), TWO),
             TooFewReplies,
-            "mods",
+            "num-partitions",
+        ),
+        (lambda: run(ClusteredFedAvg(2), client_app(Forgets), MODEL), TooFewReplies, "loss"),
+        (lambda: run(ClusteredFedAvg(2), client_app(Grows), MODEL), TooFewReplies, "train"),
+        (lambda: run(ClusteredFedAvg(1), MEANS, TREES), ValueError, "initial_arrays"),
+        (
+            lambda: DiffusionAveraging(Topology.ring(3), fraction_evaluate=1.0),
+            ValueError,
+            "evaluate_every",
         ),
         (
             lambda: run(
