@@ -22,7 +22,6 @@ from flwr_perdl.network.schedule import Faults, Schedule
 from flwr_perdl.network.topology import (
     CombinationMatrix,
     Topology,
-    averaging_weights,
     metropolis_weights,
     push_weights,
     relative_degree_variance_weights,
@@ -47,7 +46,6 @@ __all__ = [
     "SparseSVD",
     "TopK",
     "Topology",
-    "averaging_weights",
     "diffusion_averaging",
     "exact_dual",
     "infer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +37,8 @@ class InMemoryNetwork(ShownAsCalled):
     ----------
     topology : Topology or Schedule
         Which nodes are neighbors, in all rounds or in each.
-    weights : CombinationMatrix, or sequence of them, optional
-        Combination weights of a topology; Metropolis weights by default. A sequence is used in a
-        cycle, each matrix with its own topology.
+    weights : CombinationMatrix, optional
+        Combination weights of a topology; Metropolis weights by default.
     faults : Faults, optional
         Faults to simulate; none by default.
     staleness : int, default 0
@@ -64,7 +63,7 @@ class InMemoryNetwork(ShownAsCalled):
     """
 
     topology: Topology | Schedule
-    weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None
+    weights: CombinationMatrix | None = None
     faults: Faults | None = None
     staleness: int = field(default=0, kw_only=True)
 
@@ -77,7 +76,6 @@ class InMemoryNetwork(ShownAsCalled):
         program: Program[State],
         n_rounds: int,
         *,
-        state: State | None = None,
         callback: Callable[[int, State], Any] | None = None,
         stop: Callable[[State], bool] | None = None,
         on_report: Callable[[int, dict[str, Array]], Any] | None = None,
@@ -90,8 +88,6 @@ class InMemoryNetwork(ShownAsCalled):
             The algorithm, with the data of all nodes.
         n_rounds : int
             Largest number of rounds; each is one exchange with all neighbors.
-        state : NamedTuple of arrays, optional
-            The state to continue from; by default the program's start.
         callback : callable, optional
             Called with round and state after every round.
         stop : callable, optional
@@ -113,8 +109,7 @@ class InMemoryNetwork(ShownAsCalled):
         check_count("n_rounds", n_rounds)
         plan, n, mailbox = self.plan, self.plan.n_nodes, Mailbox(self.plan)
         rows: list[dict[str, Array]] = []
-        now: Any = program.start(np.arange(n)) if state is None else state
-        check_state("start", now, n)
+        now = check_state("start", program.start(np.arange(n)), n)
         for round_ in range(1, n_rounds + 1):
             adapted, sent = begin_round(program, now, round_)
             inbox = mailbox.inbox(round_, sent, ~silent_nodes(program, adapted))

@@ -17,7 +17,7 @@ transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from flwr_perdl.core.checks import (
     check_flag,
     check_function,
     check_kind,
-    check_list,
     check_real,
 )
 from flwr_perdl.core.files import LAST_ROUND
@@ -457,31 +456,23 @@ class LinkPlan:
     def make(
         cls,
         topology: Topology | Schedule,
-        weights: CombinationMatrix | Sequence[CombinationMatrix] | None,
-        faults: Faults | None,
+        weights: CombinationMatrix | None,
+        faults: Faults | None = None,
         staleness: int = 0,
     ) -> LinkPlan:
-        """Return the plan of the arguments of `Network`, checked."""
-        if faults is not None:
-            check_kind("faults", faults, Faults, "Faults")
+        """Return the plan of the arguments of `InMemoryNetwork`, checked."""
+        faults = Faults() if faults is None else check_kind("faults", faults, Faults, "Faults")
         if isinstance(topology, Schedule):
             if weights is not None:
                 raise ValueError(f"weights must be left out with a Schedule, got {weights!r}.")
-            return cls(topology, faults or Faults(), staleness)
+            return cls(topology, faults, staleness)
         check_topology(topology)
         if weights is None:
             weights = metropolis_weights(topology)
-        given = [weights] if isinstance(weights, CombinationMatrix) else weights
-        matrices = tuple(check_list("weights", given))
-        if not matrices:
-            raise ValueError("weights must have at least one matrix, got an empty sequence.")
-        for matrix in matrices:
-            check_kind("weights", matrix, CombinationMatrix, "CombinationMatrix")
-            if matrix.topology.n_nodes != topology.n_nodes:
-                raise ValueError(
-                    f"weights must be for {topology.n_nodes} nodes, got {matrix.topology!r}."
-                )
-        return cls(Schedule.of(*matrices), faults or Faults(), staleness)
+        check_kind("weights", weights, CombinationMatrix, "a CombinationMatrix")
+        if weights.topology.n_nodes != topology.n_nodes:
+            raise ValueError(f"weights must be for {topology.n_nodes} nodes, got {weights!r}.")
+        return cls(Schedule.of(weights), faults, staleness)
 
     @property
     def n_nodes(self) -> int:

@@ -34,7 +34,6 @@ from flwr_perdl.core.checks import (
     check_count,
     check_flag,
     check_kind,
-    check_members,
     check_numbers,
     check_real,
 )
@@ -123,24 +122,6 @@ class Topology:
             pairs = np.vstack([pairs, pairs[:, ::-1]])
         ones = np.ones(len(pairs))
         return cls(sparse.csr_array((ones, (pairs[:, 0], pairs[:, 1])), shape=(n_nodes, n_nodes)))
-
-    @classmethod
-    def from_networkx(cls, graph: Any) -> Topology:
-        """Return the topology of a networkx graph, its nodes in the graph's order.
-
-        Parameters
-        ----------
-        graph : networkx.Graph
-            With a directed edge ``u -> v``, v receives from u.
-
-        Returns
-        -------
-        Topology
-        """
-        check_members("graph", graph, "graph of networkx", "nodes", "edges", "is_directed")
-        index = {node: i for i, node in enumerate(graph.nodes())}
-        links = [(index[v], index[u]) for u, v in graph.edges() if u != v]
-        return cls.from_edges(len(index), links, directed=bool(graph.is_directed()))
 
     @classmethod
     def ring(cls, n_nodes: int) -> Topology:
@@ -656,7 +637,7 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
 
     Examples
     --------
-    >>> from flwr_perdl.network import Topology, averaging_weights
+    >>> from flwr_perdl.network.topology import Topology, averaging_weights
     >>> averaging_weights(Topology.star(3)).matrix.toarray().round(3)
     array([[0.333, 0.333, 0.333],
            [0.5  , 0.5  , 0.   ],

@@ -22,15 +22,15 @@ from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
 from flwr_perdl.network.averaging import Averaged, AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
-from flwr_perdl.network.schedule import Faults, Schedule
-from flwr_perdl.network.topology import Topology, averaging_weights
+from flwr_perdl.network.schedule import Schedule
+from flwr_perdl.network.topology import CombinationMatrix, Topology, averaging_weights
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars, to_record
 from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies._own_models import TrainsModels
-from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights
+from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 
 _TRAINED, _EVALUATED = "train-", "evaluate-"
 
@@ -83,7 +83,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
     shows_models : bool, default False
         Whether the nodes send the server their models, and their correction terms, at the end. Not
         with ``sealed``, nor with private arrays.
-    weights, faults, staleness, sealed
+    weights, staleness, sealed
         As in `NeighborRelay`; the weights are doubly stochastic, for "push_sum" column-stochastic.
         ``staleness`` is for "atc" and "cta".
     **options
@@ -153,8 +153,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         shows_models: bool = False,
-        weights: Weights = None,
-        faults: Faults | None = None,
+        weights: CombinationMatrix | None = None,
         staleness: int = 0,
         sealed: bool = False,
         private: str | Sequence[str] = (),
@@ -168,7 +167,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         used = weights
         if groups is not None and weights is None and isinstance(topology, Topology):
             used = averaging_weights(topology)  # they do not count, but a topology may be directed
-        network: dict[str, Any] = {"weights": used, "faults": faults, "staleness": staleness}
+        network: dict[str, Any] = {"weights": used, "staleness": staleness}
         own: dict[str, Any] = {"private": private, "share": share, "fine_tune": fine_tune}
         own |= {"transport": transport, "sealed": sealed}
         own |= {"metric": metric, "higher_is_better": higher_is_better}

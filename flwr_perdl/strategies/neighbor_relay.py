@@ -73,7 +73,7 @@ from flwr_perdl.network.averaging_program import BYTES
 from flwr_perdl.network.averaging_program import FLOATS as RECEIVED
 from flwr_perdl.network.combine import Run, curves, spread, tally
 from flwr_perdl.network.messages import EVERYBODY, Delivery, MessageStore, entries_of, matrix_of
-from flwr_perdl.network.schedule import Faults, LinkPlan, Schedule
+from flwr_perdl.network.schedule import LinkPlan, Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
@@ -90,8 +90,6 @@ from flwr_perdl.protocol.records import (
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
-
-Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 
 #: In the final model beside what nodes show, whose names are none of these: all traffic; and per
 #: node how many messages were not heard, whether it took part in the last round, and showed all.
@@ -112,11 +110,8 @@ class NeighborRelay(ProtocolStrategy):
         Which nodes are neighbors; node k is the client with ``partition-id`` k.
     n_rounds : int
         Rounds of the algorithm.
-    weights : CombinationMatrix, or sequence of them, optional
-        Combination weights of a topology; Metropolis weights by default. A sequence is used in a
-        cycle.
-    faults : Faults, optional
-        Faults to simulate: the relay drops messages.
+    weights : CombinationMatrix, optional
+        Combination weights of a topology; Metropolis weights by default.
     staleness : int, default 0
         As in `InMemoryNetwork`: the relay holds messages for up to this many rounds, and a node
         that did not reply receives its neighbors' last ones with the next request.
@@ -161,17 +156,12 @@ class NeighborRelay(ProtocolStrategy):
         topology: Topology | Schedule,
         n_rounds: int,
         *,
-        weights: Weights = None,
-        faults: Faults | None = None,
+        weights: CombinationMatrix | None = None,
         staleness: int = 0,
         sealed: bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
         n = check_kind("topology", topology, (Topology, Schedule), "a Topology").n_nodes
-        check_kind("faults", faults, (Faults, type(None)), "a Faults or None")
-        several = list(weights) if isinstance(weights, Sequence) else [weights]
-        for one in [] if weights is None else several:
-            check_kind("weights", one, CombinationMatrix, "a CombinationMatrix or several")
         if check_real("fraction_evaluate", options.get("fraction_evaluate", 0), 0, 1):
             raise ValueError(
                 f"fraction_evaluate must be 0, got {options['fraction_evaluate']}: the server has "
@@ -182,7 +172,7 @@ class NeighborRelay(ProtocolStrategy):
         super().__init__(**server)
         self.topology = topology
         self.n_rounds = check_count("n_rounds", n_rounds)
-        self.plan = LinkPlan.make(topology, weights, faults, staleness)
+        self.plan = LinkPlan.make(topology, weights, staleness=staleness)
         self.sealed = check_flag("sealed", sealed)
 
     @property
@@ -265,7 +255,6 @@ class NeighborRelay(ProtocolStrategy):
         return {
             "network": f"{self.topology!r} {digest.hexdigest()[:16]}",
             "n_rounds": self.n_rounds,
-            "faults": self.plan.faults,
             "staleness": self.plan.staleness,
             "sealed": self.sealed,
         }

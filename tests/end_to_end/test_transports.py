@@ -13,7 +13,6 @@ from flwr.serverapp import Grid
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.network import (
-    Faults,
     InMemoryNetwork,
     Run,
     Topology,
@@ -33,8 +32,7 @@ from tests.network.programs import assert_same, sleeping
 N, FEATURES = 20, 6
 TOPOLOGY = Topology.k_regular(N, 4, seed=2)
 SMALL = Topology.erdos_renyi(5, 0.6, seed=1)
-FAULTS = Faults(0.1, seed=2)
-ASLEEP: dict[str, Any] = {"sleep": 0.1, "away": {1: range(9, 99)}, "seed": 2}
+ASLEEP: dict[str, Any] = {"sleep": 0.2, "away": {1: range(9, 99)}, "seed": 2}
 
 
 def atoms(k: int, n: int = 2) -> np.ndarray:
@@ -117,9 +115,9 @@ BOTH = ["admm", "data-mod", "model"]  # inference and both learners
 ROUNDS = 18
 
 
-def here(make: Maker, graph: Topology, **network: Any) -> Run:
+def here(make: Maker, graph: Topology, network: Any = None) -> Run:
     program = make(graph, list(range(graph.n_nodes)))
-    return InMemoryNetwork(**{"topology": graph, **network}).run(program, ROUNDS)
+    return InMemoryNetwork(graph if network is None else network).run(program, ROUNDS)
 
 
 def client_of(make: Maker, topology: Topology) -> Callable[[Context], DiffusionClient]:
@@ -134,11 +132,10 @@ def client_of(make: Maker, topology: Topology) -> Callable[[Context], DiffusionC
 def test_flower_in_process(name: str) -> None:
     name, _, without = name.partition(" ")
     make = PROGRAMS[name]
-    faulty = {"topology": sleeping(metropolis_weights(SMALL), **ASLEEP), "faults": FAULTS}
-    network: dict[str, Any] = {"topology": SMALL} if without else faulty
+    network = SMALL if without else sleeping(metropolis_weights(SMALL), **ASLEEP)
     grid = InProcessGrid(client_app(client_of(make, SMALL)), SMALL.n_nodes)
-    run = relayed(grid, n_rounds=ROUNDS, sealed=not without, **network)
-    assert_same(run, here(make, SMALL, **network), rtol=1e-12)
+    run = relayed(grid, network, ROUNDS, sealed=not without)
+    assert_same(run, here(make, SMALL, network), rtol=1e-12)
 
 
 @pytest.mark.slow

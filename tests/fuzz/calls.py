@@ -110,7 +110,6 @@ VALID: dict[str, Callable[[], Any]] = {
     "data": lambda: [_normal(N, D) for _ in range(3)],
     "degree": lambda: 2,
     "edges": lambda: [(0, 1)],
-    "graph": lambda: _Graph(),
     "grid": lambda: simulations.InProcessGrid(APP, 3),
     "matrix": lambda: np.full((3, 3), 1 / 3),
     "model": lambda: MODEL.start(3, D),
@@ -296,19 +295,6 @@ def _is_record(called: Any) -> bool:
     return isinstance(called, type) and (
         issubclass(called, kinds) or protocol or inspect.isabstract(called)
     )
-
-
-class _Graph:
-    """What `Topology.from_networkx` reads of a graph."""
-
-    def nodes(self) -> list[str]:
-        return ["a", "b"]
-
-    def edges(self) -> list[tuple[str, str]]:
-        return [("a", "b")]
-
-    def is_directed(self) -> bool:
-        return False
 
 
 class _Untrained(NumPyClient):

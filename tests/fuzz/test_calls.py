@@ -68,7 +68,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "iterations": ("n_iter", lambda: warm_start(ATOMS, LEARNER, rng=RNG, n_iter=HUGE)),
     "restarts": ("restarts", lambda: warm_start(ATOMS, LEARNER, rng=RNG, restarts=HUGE)),
     "paper": ("n_clusters", lambda: TwoPhase.paper(HUGE)),
-    "networkx": ("graph", lambda: Topology.from_networkx("x")),
     "edges": ("edges", lambda: Topology.from_edges(3, 5)),
     "an edge": ("edges", lambda: Topology.from_edges(3, [((0,), (1, 2))])),
     "directed": ("directed", lambda: Topology.from_edges(3, [(0, 1)], directed="x")),

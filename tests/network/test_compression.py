@@ -16,6 +16,7 @@ from flwr_perdl.network import (
     Faults,
     InMemoryNetwork,
     RandomQuantization,
+    Schedule,
     TopK,
     Topology,
     diffusion_averaging,
@@ -220,13 +221,13 @@ def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any,
 
 # What is rejected --------------------------------------------------------------------------------
 
-TWO = [metropolis_weights(RING), metropolis_weights(Topology.exponential(N))]
+TWO = Schedule.of(metropolis_weights(RING), metropolis_weights(Topology.exponential(N)))
 
 
 @pytest.mark.parametrize(
     "network",
     [
-        InMemoryNetwork(RING, TWO),
+        TWO,
         InMemoryNetwork(RING, faults=Faults(drop=0.1)),
     ],
     ids=["changing", "faults"],

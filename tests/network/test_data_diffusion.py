@@ -14,11 +14,12 @@ from flwr_perdl.network import (
     DataDiffusion,
     Faults,
     InMemoryNetwork,
+    Schedule,
     Topology,
-    averaging_weights,
     metropolis_weights,
     relative_degree_variance_weights,
 )
+from flwr_perdl.network.topology import averaging_weights
 from flwr_perdl.random import spawn
 
 
@@ -418,8 +419,8 @@ def test_separate_parts_of_a_network_are_refused_unless_they_meet_in_time() -> N
     for network in (islands, metropolis_weights(islands), InMemoryNetwork(islands)):
         with pytest.raises(ValueError, match=r"^network"):
             learner.fit(data, network, 2)
-    turns = [metropolis_weights(islands), metropolis_weights(others)]
-    network = InMemoryNetwork(islands, turns, Faults(drop=0.1))
+    turns = Schedule.of(metropolis_weights(islands), metropolis_weights(others))
+    network = InMemoryNetwork(turns, faults=Faults(drop=0.1))
     assert learner.fit(data, network, 40).disagreement < 0.2
     alone = learner.fit(data, Topology.from_edges(4, []), 2)
     assert alone.floats_sent == 0

@@ -14,17 +14,18 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.network import (
-    Faults,
     InMemoryNetwork,
     Schedule,
     TopK,
     Topology,
     diffusion_averaging,
+    metropolis_weights,
 )
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging
 from tests.grids import Forgetting, Tapped, partition_of
+from tests.network.programs import sleeping
 
 N, SIZE, ROUNDS, LOCAL = 6, 32, 8, 2
 PAIRS = Schedule.random_pairs(N, 3, seed=1)
@@ -142,8 +143,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "directed": {"topology": Topology.from_edges(N, [(k, (k + d) % N) for k in range(N)
                                                      for d in (1, 2)], directed=True)},
     "apart": {"topology": Topology.from_edges(N, [(0, 2), (2, 4), (1, 3), (3, 5)])},
-    "faults": {"faults": Faults(0.2, seed=2)},
-    "stale": {"faults": Faults(0.3, seed=3), "staleness": 2},
+    "stale": {"topology": sleeping(metropolis_weights(Topology.complete(N)), 0.3, seed=3),
+              "staleness": 2},
     "absent": {"topology": Schedule(N, PAIRS.at, PAIRS.window,
                                     present=lambda t: np.arange(N) != (2 if 2 <= t < 5 else N))},
 }  # fmt: skip

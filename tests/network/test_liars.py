@@ -5,7 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.network import InMemoryNetwork, Topology, diffusion_averaging, metropolis_weights
+from flwr_perdl.network import (
+    InMemoryNetwork,
+    Schedule,
+    Topology,
+    diffusion_averaging,
+    metropolis_weights,
+)
 from perdl_experiments.studies.decentralized import among_liars
 from tests.studies import config_of
 
@@ -72,8 +78,8 @@ def test_what_is_rejected() -> None:
         raise AssertionError("nothing runs before the check")
 
     ring, complete = Topology.ring(6), Topology.complete(6)
-    changing = [metropolis_weights(complete), metropolis_weights(ring)]
-    for network in (ring, InMemoryNetwork(ring), InMemoryNetwork(complete, changing)):
+    changing = Schedule.of(metropolis_weights(complete), metropolis_weights(ring))
+    for network in (ring, InMemoryNetwork(ring), changing):
         for robust in RULES:
             with pytest.raises(ValueError, match=r"^n_liars"):
                 diffusion_averaging(

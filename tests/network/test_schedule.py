@@ -18,11 +18,11 @@ from flwr_perdl.network import (
     InMemoryNetwork,
     Schedule,
     Topology,
-    averaging_weights,
     diffusion_averaging,
     push_weights,
 )
 from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.topology import averaging_weights
 from flwr_perdl.simulations import InProcessGrid
 from tests.grids import relayed
 from tests.network.programs import sleeping
@@ -198,19 +198,16 @@ def test_the_default_sends_what_the_method_that_suits_the_network_sends(
 
 
 @pytest.mark.parametrize(
-    ("network", "method", "faults"),
+    ("network", "method"),
     [
-        ((Schedule.random_pairs(N, seed=2),), "gradient_tracking", None),
-        ((Schedule.random_pairs(N),), "gradient_tracking", Faults(0.2, seed=2)),
-        ((Schedule.one_peer_exponential(N),), "gradient_tracking", None),
-        ((Schedule.members(Topology.ring(N), joins={2: 3}, leaves={4: 5}),), "atc", None),
-        ((UNEQUAL, push_weights(UNEQUAL)), "push_sum", Faults(drop=0.2)),
+        (Schedule.random_pairs(N, seed=2), "gradient_tracking"),
+        (Schedule.one_peer_exponential(N), "gradient_tracking"),
+        (Schedule.members(Topology.ring(N), joins={2: 3}, leaves={4: 5}), "atc"),
+        (sleeping(push_weights(UNEQUAL), 0.2), "push_sum"),
     ],
 )
 @pytest.mark.parametrize("sealed", [False, True])
-def test_flower_in_process(
-    network: tuple[Any, ...], method: str, faults: Faults | None, sealed: bool
-) -> None:
+def test_flower_in_process(network: Schedule, method: str, sealed: bool) -> None:
     options = AveragingOptions(method=method, evaluate_every=0)
     client = partial(Quadratic, a=0.3, targets=np.sqrt(np.arange(N) + 1.0))
 
@@ -218,15 +215,13 @@ def test_flower_in_process(
         return DiffusionClient(options.program(client), context, shows="state")
 
     grid = InProcessGrid(client_app(make_client), N)
-    here = InMemoryNetwork(*network, faults=faults).run(options.program(client), 8)
-    weights = network[1] if network[1:] else None
-    run = relayed(grid, network[0], 8, weights=weights, faults=faults, sealed=sealed)
+    here = InMemoryNetwork(network).run(options.program(client), 8)
+    run = relayed(grid, network, 8, sealed=sealed)
     for name, rows in here.state._asdict().items():
         np.testing.assert_array_equal(getattr(run.state, name), rows)
     assert (run.floats_sent, run.alive.tolist()) == (here.floats_sent, here.alive.tolist())
-    if faults is None:
-        plain = learn(network[-1], 8, client, method=method)
-        np.testing.assert_array_equal(values(plain.models), here.state.model_0[:, 0])
+    plain = learn(network, 8, client, method=method)
+    np.testing.assert_array_equal(values(plain.models), here.state.model_0[:, 0])
 
 
 # What is rejected --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from flwr_perdl.clients import (
     client_app,
 )
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.network import Averaging, Faults, Topology
+from flwr_perdl.network import Averaging, Topology, metropolis_weights
 from flwr_perdl.privacy import Noise
 from flwr_perdl.regression import MomentDescent, Refinement
 from flwr_perdl.simulations import InProcessGrid
@@ -43,6 +43,7 @@ from flwr_perdl.strategies import (
     Yogi,
 )
 from tests.grids import Dying, partition_of
+from tests.network.programs import sleeping
 from tests.strategies import own_protocol
 
 N = 6
@@ -51,6 +52,7 @@ X = np.random.default_rng(0).standard_normal((N, 12, 2))
 ATOMS = np.random.default_rng(1).standard_normal((N, 30, 5))
 VALUES = {node: np.array([float(node)]) for node in range(N)}
 RING = Topology.ring(N)
+ASLEEP = sleeping(metropolis_weights(RING), 0.2, seed=4)
 #: A model of two arrays, whose names are not in the alphabet's order.
 START = {"head": np.zeros(2), "body": np.zeros(12)}
 NOISE = Noise(epsilon=1000.0, rng=lambda: np.random.default_rng(0))
@@ -215,7 +217,6 @@ CASES = {
 }
 SOME: dict[str, Any] = {"fraction_train": 0.8}
 PERTURBED = MomentDescent(n_products=2, n_iterations=2, perturbation=0.1)
-FAULTS = Faults(0.2, seed=4)
 #: The same with other options, and with clients that are not drawn in every round.
 VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
@@ -244,7 +245,7 @@ VARIANTS = {
         strategy=lambda **o: averaging(sealed=True, **o)
     ),
     "relay, sealed": Case(
-        lambda **o: NeighborRelay(RING, 4, faults=FAULTS, sealed=True, staleness=1, **o), nodes, 4
+        lambda **o: NeighborRelay(ASLEEP, 4, sealed=True, staleness=1, **o), nodes, 4
     ),
 }
 

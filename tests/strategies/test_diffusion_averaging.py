@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.network import (
     CombinationMatrix,
-    Faults,
     InMemoryNetwork,
     RandomQuantization,
+    Schedule,
     TopK,
     Topology,
     diffusion_averaging,
@@ -177,16 +177,12 @@ def test_rules_and_compressions_are_those_in_memory(options: dict[str, Any]) -> 
     assert (models_of(plain)[-1] != models_of(strategy)[-1]).any()
 
 
-def test_weights_faults_and_rounds_between_evaluations_are_those_in_memory() -> None:
+def test_changing_weights_and_rounds_between_evaluations_are_those_in_memory() -> None:
     pairs = ([(0, 1), (2, 3)], [(1, 2), (3, 4)])
-    network = {
-        "weights": [metropolis_weights(Topology.from_edges(5, own)) for own in pairs],
-        "faults": Faults(drop=0.2, seed=1),
-    }
+    network = Schedule.of(*(metropolis_weights(Topology.from_edges(5, own)) for own in pairs))
     options: dict[str, Any] = {"evaluate_every": 2, "method": "atc"}
-    strategy, _ = start(InProcessGrid(APP, N), **options, **network)
-    here = averaged(InMemoryNetwork(NET, **network), **options)
-    assert_same(strategy, here)
+    strategy, _ = start(InProcessGrid(APP, N), topology=network, **options)
+    assert_same(strategy, averaged(network, **options))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.npy import pack_arrays
 from flwr_perdl.network import (
     CombinationMatrix,
-    Faults,
     InMemoryNetwork,
     Topology,
-    averaging_weights,
     metropolis_weights,
 )
+from flwr_perdl.network.topology import averaging_weights
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
@@ -57,7 +56,7 @@ def grid(
 AWAY: dict[str, dict[str, Any]] = {
     "none": {},
     "gone": {"away": {3: range(4, 99), 1: range(99)}},
-    "asleep": {"sleep": 0.2, "away": {3: range(4, 99)}, "seed": 4},
+    "asleep": {"sleep": 0.3, "away": {3: range(4, 99)}, "seed": 4},
 }
 
 
@@ -65,9 +64,9 @@ AWAY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("away", [*AWAY])
 def test_the_same_numbers_as_in_memory(away: str, sealed: bool) -> None:
     network = sleeping(averaging_weights(Topology.erdos_renyi(6, 0.5, seed=5)), **AWAY[away])
-    data, faults = values(6), Faults(drop=0.2, seed=4) if away == "asleep" else None
-    run = relayed(grid(data), network, 7, faults=faults, sealed=sealed)
-    assert_same(run, InMemoryNetwork(network, faults=faults).run(Drift(data), 7))
+    data = values(6)
+    run = relayed(grid(data), network, 7, sealed=sealed)
+    assert_same(run, InMemoryNetwork(network).run(Drift(data), 7))
 
 
 RING_OF_THREE = metropolis_weights(Topology.ring(3))
@@ -430,11 +429,11 @@ CROSSED = CombinationMatrix(RING.matrix, Topology.complete(4))
         (Topology.ring(4), 3, {}),
         (Topology.ring(4), 2, {"weights": LAZY}),
         (Topology.ring(4), 2, {"weights": CROSSED}),
-        (Topology.ring(4), 2, {"faults": Faults(drop=0.1)}),
+        (sleeping(RING, 0.1), 2, {}),
         (Topology.ring(4), 2, {"staleness": 1}),
         (Topology.ring(4), 2, {"sealed": True}),
     ],
-    ids=["topology", "rounds", "weights", "links", "faults", "staleness", "sealed"],
+    ids=["topology", "rounds", "weights", "links", "asleep", "staleness", "sealed"],
 )
 def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, topology: Topology, n_rounds: int, options: dict[str, Any]
