@@ -32,6 +32,7 @@ from flwr_perdl import __version__
 from perdl_experiments.diagnose import diagnose_app, picture
 from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
+from perdl_experiments.render import brief
 from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import (
     Progress,
@@ -395,7 +396,7 @@ def _show(shown: Console, results: dict[str, Any], folder: Path, lines: int | No
     """
     odd = odd_clients(results)
     entries = [*results["tables"][: 1 if lines else None], *([] if odd is None else [odd])]
-    for entry in entries:
+    for entry in map(brief, entries):
         best = entry.get("best", ())
         cells = [
             [f"*{cell}" if [i, j] in best else cell for j, cell in enumerate(row)]

@@ -22,6 +22,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from flwr_perdl.core.checks import Matrix
+from perdl_experiments.render import MANY, QUANTILES, WORST
 from perdl_experiments.words import plural
 
 #: Colors that stay apart for readers who do not tell red from green, each readable on white.
@@ -432,6 +433,30 @@ def dots(
     if any(len(groups) > 1 for groups in panels.values()):
         share_legend(figure, grid)
     return figure
+
+
+def of_many(
+    groups: Mapping[str, Matrix], names: Sequence[str]
+) -> tuple[dict[str, list[Matrix]], list[str]]:
+    """Return rows for `dots`: of many clients, quantiles over them and the worst.
+
+    Parameters
+    ----------
+    groups : mapping of str to ndarray of shape (n_seeds, n_clients)
+        Label -> errors. The worst are those of the last group; where these are equal, of the one
+        before.
+    names : sequence of str
+        The clients'.
+    """
+    if len(names) <= MANY:
+        return {label: list(errors.T) for label, errors in groups.items()}, list(names)
+    worst = np.lexsort([errors.max(axis=0) for errors in groups.values()])[::-1][:WORST]
+    shares = list(QUANTILES.values())
+    rows = {
+        label: [*np.quantile(errors, shares, axis=1, method="inverted_cdf"), *errors.T[worst]]
+        for label, errors in groups.items()
+    }
+    return rows, [*QUANTILES, *(names[i] for i in worst)]
 
 
 def _scaled(D: Matrix) -> Matrix:

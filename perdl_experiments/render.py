@@ -56,6 +56,15 @@ SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
 FEW = 0.5
 #: The metric of a record that says why a method failed.
 FAILED = "failed"
+#: What rows of clients are called; of more than `MANY` a reader sees quantiles and the `WORST`.
+_CLIENTS, MANY, WORST = ("client", "node", "site"), 50, 20
+QUANTILES = {
+    "minimum": 0.0,
+    "lower quartile": 0.25,
+    "median": 0.5,
+    "upper quartile": 0.75,
+    "maximum": 1.0,
+}
 
 _STATISTICS: dict[str, Callable[[Any], Any]] = {
     "value": np.mean,
@@ -117,6 +126,8 @@ class Table(NamedTuple):
         The cells.
     best : sequence of pairs of int, optional
         Row and column of the best cells.
+    better : sequence of str, optional
+        Of a table with a row per client: for each column "lower", "higher" or "".
     """
 
     title: str
@@ -124,6 +135,7 @@ class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     best: Sequence[Sequence[int]] = ()
+    better: Sequence[str] = ()
 
 
 # Words ---------------------------------------------------------------------------------------
@@ -299,10 +311,15 @@ def _table(
     failures = [one for one in records if one.metric == FAILED]
     columns = [(one, at) for one in spec["columns"] for at in _places(one, records)]
     shown = {FAILED, *(one["metric"] for one in spec["columns"])}
+    by_fields = {_key(one.fields): one for one in reversed(records)}
+    by_row: dict[Any, list[Record]] = {}
+    for one in records:
+        if field in one.fields:
+            by_row.setdefault(one.fields[field], []).append(one)
     rows = []
     for value in _values([one for one in records if one.metric in shown], field):
-        own = [one for one in records if one.fields.get(field) == value]
-        cells = [_cell(column, at, [*own, *failures], records) for column, at in columns]
+        own = by_row[value]
+        cells = [_cell(column, at, [*own, *failures], by_fields) for column, at in columns]
         if any(one in own for one in failures):  # a method's row
             cells = ["failed", *["-"] * (len(cells) - 1)]
         rows.append([words.of(field, value), *cells])
@@ -313,7 +330,46 @@ def _table(
     title, caption = (say(spec[part], facts) for part in ("title", "caption"))
     better = ["", *("" if "over" in one else one.get("better", "") for one, _ in columns)]
     best = _best(rows, better, along=spec.get("best", "column"))
-    return Table(title, caption, [say(spec.get("head", ""), facts), *heads], rows, best)
+    columns_ = [say(spec.get("head", ""), facts), *heads]
+    return Table(title, caption, columns_, rows, best, better if field in _CLIENTS else ())
+
+
+def brief(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a table as a reader sees it: of many clients, quantiles over them and the worst.
+
+    The worst by the last column that has a better side; where that is equal, by the one before.
+    """
+    rows, better = table["rows"], table.get("better", ())
+    judged = [j for j, side in enumerate(better[: len(table["columns"])]) if side]
+    if not judged or len(rows) <= MANY:
+        return table
+    cells = [[row[j] for row in rows] for j in range(1, len(table["columns"]))]
+    ordered = [sorted(filter(_NUMBER.match, column), key=_number) or ["-"] for column in cells]
+    quantiles = [
+        [name, *(column[round(share * (len(column) - 1))] for column in ordered)]
+        for name, share in QUANTILES.items()
+    ]
+
+    def badness(row: Sequence[str]) -> list[float]:
+        numbers = [(_number(row[j]), better[j] == "higher") for j in reversed(judged)]
+        return [-one if higher and one < np.inf else one for one, higher in numbers]
+
+    worst = sorted(rows, key=badness, reverse=True)[:WORST]
+    said = (
+        f"{table['caption']} Quantiles over all {len(rows):,} clients, each column by itself; then "
+        f'the {WORST} worst by "{table["columns"][judged[-1]]}". results.json has all.'
+    )
+    return {**table, "caption": said, "rows": [*quantiles, *worst], "best": ()}
+
+
+def _number(cell: str) -> float:
+    """Return the number at the beginning of a cell; infinite if there is none."""
+    found = _NUMBER.match(cell)
+    return float(found[0].replace(",", "")) if found else float("inf")
+
+
+def _key(fields: Fields) -> frozenset[tuple[str, Any]]:
+    return frozenset(fields.items())
 
 
 def _best(rows: Sequence[Sequence[str]], better: Sequence[str], along: str) -> list[list[int]]:
@@ -321,16 +377,16 @@ def _best(rows: Sequence[Sequence[str]], better: Sequence[str], along: str) -> l
     groups: dict[int, list[tuple[float, list[int]]]] = {}
     for i, row in enumerate(rows):
         for j, (cell, which) in enumerate(zip(row, better, strict=True)):
-            if which and (found := _NUMBER.match(cell)):
-                value = float(found[0].replace(",", ""))
-                signed = value if which == "lower" else -value
+            if which and _NUMBER.match(cell):
+                signed = _number(cell) if which == "lower" else -_number(cell)
                 groups.setdefault(i if along == "row" else j, []).append((signed, [i, j]))
     return [
         place
-        for group in groups.values()
-        if len({value for value, _ in group}) > 1
+        for group, values in ((one, {value for value, _ in one}) for one in groups.values())
+        if len(values) > 1
+        for least in [min(values)]
         for value, place in group
-        if value == min(group)[0]
+        if value == least
     ]
 
 
@@ -346,8 +402,8 @@ def _places(column: Page, records: Sequence[Record]) -> list[Fields]:
     ]
 
 
-def _cell(column: Page, at: Fields, records: Sequence[Record], every: Sequence[Record]) -> str:
-    """Return a cell of the row of these records, in a table of ``every`` one."""
+def _cell(column: Page, at: Fields, records: Sequence[Record], every: Mapping[Any, Record]) -> str:
+    """Return a cell of the row of these records, in a table of ``every`` one, by its fields."""
     wanted = {"metric": column["metric"], **column.get("only", {}), **at}
     for record in records:
         if _matches(record, wanted):
@@ -359,13 +415,12 @@ def _cell(column: Page, at: Fields, records: Sequence[Record], every: Sequence[R
     return "failed" if "only" in column and any(_matches(o, failed) for o in records) else "-"
 
 
-def _gain(column: Page, record: Record, records: Sequence[Record]) -> Any:
+def _gain(column: Page, record: Record, records: Mapping[Any, Record]) -> Any:
     """Return by how much a record is better than that of the column's other fields."""
-    other = {**record.fields, **column["over"]}
-    bases = [one for one in records if one.fields == other]
-    if not bases or bases[0] is record or np.shape(bases[0].value) != np.shape(record.value):
+    found = records.get(_key({**record.fields, **column["over"]}))
+    if found is None or found is record or np.shape(found.value) != np.shape(record.value):
         return float("nan")
-    value, base = np.asarray(record.value, float), np.asarray(bases[0].value, float)
+    value, base = np.asarray(record.value, float), np.asarray(found.value, float)
     if column["better"] == "higher":
         return value - base
     return 1 - np.divide(value, base, out=np.full_like(base, np.nan), where=base > 0)

@@ -19,7 +19,7 @@ from typing import Any
 
 from flwr_perdl.core.files import replacing
 from perdl_experiments.outcome import RESULTS
-from perdl_experiments.render import html_table
+from perdl_experiments.render import brief, html_table
 from perdl_experiments.words import data_size
 
 REPORT = "report.html"
@@ -146,7 +146,8 @@ def _check(results: Mapping[str, Any]) -> None:
             one["columns"] and all(len(row) == len(one["columns"]) for row in one["rows"])
             for one in tables
         )
-        if not whole or not all(fits(one.get("best", []), [[int]]) for one in tables):
+        marks = ("best", [[int]]), ("better", [str])
+        if not whole or not all(fits(one.get(n, []), form) for one in tables for n, form in marks):
             wrong.append("tables")
         if not all(isinstance(one.get("alt", ""), str) for one in figures):
             wrong.append("figures")
@@ -165,7 +166,10 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         "engine": results["engine"],
         "seed": results["seed"],
     }
-    body = [*(_figure(f, out) for f in results["figures"]), *map(html_table, results["tables"])]
+    body = [
+        *(_figure(f, out) for f in results["figures"]),
+        *(html_table(brief(one)) for one in results["tables"]),
+    ]
     odd = odd_clients(results)
     if odd is not None:
         body.append(html_table(odd))

@@ -27,7 +27,7 @@ from flwr_perdl.random import spawn
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome
-from perdl_experiments.render import Record
+from perdl_experiments.render import MANY, WORST, Record
 from perdl_experiments.studies import _planted
 from perdl_experiments.studies._experiment import Arrays, Federate, Keep
 from perdl_experiments.studies._planted import EXACT, N_GLOBAL, STARTS, THRESHOLD
@@ -124,6 +124,9 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "global_atoms": seeds[0]["atoms"],
         },
         figures=_figures(curves, together, alone),
+        facts={
+            "drawn": f"Quantiles over clients, then the {WORST} worst. " * (config.clients > MANY)
+        },
         **_planted.mean_cost([seed["cost"] for seed in seeds]),
     )
 
@@ -166,18 +169,10 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
     from perdl_experiments import plots  # an extra: clients must not need it
 
     error = "error of the global atoms"
+    errors = {"local training": np.maximum(alone, EXACT), "PerMA": np.maximum(together, EXACT)}
+    rows, names = plots.of_many(errors, [f"client {i}" for i in range(alone.shape[1])])
     return {
-        "clients": plots.dots(
-            {
-                "": {
-                    "local training": list(np.maximum(alone, EXACT).T),
-                    "PerMA": list(np.maximum(together, EXACT).T),
-                }
-            },
-            [f"client {i}" for i in range(alone.shape[1])],
-            x=error,
-            log=True,
-        ),
+        "clients": plots.dots({"": rows}, names, x=error, log=True),
         "rounds": plots.lines(
             {
                 "PerMA, median over seeds": curves["error_global_median"],

@@ -91,6 +91,35 @@ def test_a_table_marks_the_best_and_says_what_is_gained() -> None:
     assert "<b>0.00</b></td>" in render.html_table(table._asdict())
 
 
+def test_a_table_of_many_clients_shows_quantiles_and_the_worst_and_keeps_all() -> None:
+    first = {"title": "first", "metric": "first", "show": "{value:.0f}", "better": "higher"}
+    columns = [first, {**first, "title": "last", "metric": "last", "better": "lower"}]
+    columns.append({"title": "note", "metric": "note", "show": ""})
+    spec = {"title": "", "caption": "All.", "rows": "client", "columns": columns}
+
+    def table(n: int, rows: str) -> Any:
+        values = {"first": range(n), "last": [i // 2 for i in range(n)], "note": ["x"] * n}
+        records = [
+            Record(metric, value, parameters={rows: f"c{i}"})
+            for metric, them in values.items()
+            for i, value in enumerate(them)
+        ]
+        return render.tables({"tables": [{**spec, "rows": rows}]}, records, {})[0]._asdict()
+
+    every = table(101, "client")
+    shown = render.brief(every)
+    assert len(every["rows"]) == 101
+    assert [row[1:] for row in shown["rows"][:5]] == [
+        [str(n), str(n // 2), "-"] for n in (0, 25, 50, 75, 100)
+    ]
+    # The last column decides, and where it is equal, the one before, of which less is worse.
+    assert [row[0] for row in shown["rows"][5:9]] == ["c100", "c98", "c99", "c96"]
+    assert len(shown["rows"]) == 25
+    assert shown["caption"].startswith("All. ")
+    for same in (table(50, "client"), table(101, "method")):
+        assert render.brief(same) == same
+
+
 def test_a_run_that_is_too_small_says_so() -> None:
     options = {"clients": {"default": 0}, "rounds": {"default": 10}}
     shown = page(finding="It is {error_ours_5}.", options=options)
