@@ -35,8 +35,8 @@ class RegressionClient(ProtocolClient):
     over pairs of points, and, with enough points, its own estimate; in Phase 2 its cluster, loss
     and update of its cluster's model. For a client with one point these reveal the point and its
     response: with fewer than ``min_support`` points nothing leaves. What it receives: the models of
-    all clusters, the step size, the basis of the clients' moments and, with ``n_iterations`` above
-    1, every anchor's estimate without its name.
+    all clusters, the step size, the basis of the clients' moments and, in the paper's variant,
+    every anchor's estimate without its name.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class RegressionClient(ProtocolClient):
         Held-out inputs and responses for `evaluate`; by default the client's own data.
     min_support : int, default 3
         Fewest points behind each sum that leaves the client; with fewer it does not train.
-        ``estimate="pair"`` sums over one point (the paper's variant) and needs 0 or 1 here.
+        The paper's variant sums over half of them.
     max_norm : float, optional
         Largest norm of a model in a request. By default 1e9 with the squared loss, and 5 with any
         other: at a large model the gradient of such a loss is a sum over a few points that the
@@ -135,10 +135,9 @@ class RegressionClient(ProtocolClient):
                 f"min_support must be at most {points} for this client to take step {ask.step!r}, "
                 f"which sums over {points} of its {n} points, got {self.min_support}."
             )
-        # `fedmd.moment` (line 9), `fedmd.anchor` (11-15) or `fedx.update` (Phase 2). The formulas
-        # are over stacks of clients: one client is a stack of one.
+        # `fedmd.moment` (line 9), `fedmd.anchor` (11-15) or `fedx.update` (Phase 2).
         try:
-            (sent,) = answer(self.X[None], self.y[None], ask, self.loss)
+            sent = answer(self.X, self.y, ask, self.loss)
         except (KeyError, IndexError) as error:
             raise ValueError(
                 f"parameters and config must be complete for step {ask.step!r}, got "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.fedmd import cluster_anchors
-from flwr_perdl.regression.fedx import estimate_alone
 from flwr_perdl.regression.losses import (
     SQUARED,
     FeatureMap,
@@ -18,7 +17,6 @@ from flwr_perdl.regression.phases import (
     Answers,
     Ask,
     Descent,
-    MomentDescent,
     Refinement,
     State,
     TwoPhase,
@@ -34,7 +32,6 @@ __all__ = [
     "FeatureMap",
     "LogisticLoss",
     "Loss",
-    "MomentDescent",
     "Polynomial",
     "Refinement",
     "SquaredLoss",
@@ -43,7 +40,6 @@ __all__ = [
     "answer",
     "choose_mixture",
     "cluster_anchors",
-    "estimate_alone",
     "model_error",
     "moment_step",
     "residual_moment",

@@ -50,7 +50,7 @@ _LEAST_RATIO = 1.5
 _RARE = 0.02
 
 
-# Clients, many of one size at once ---------------------------------------------------------------
+# Clients -----------------------------------------------------------------------------------------
 
 
 def misfit_bound(n_samples: Matrix) -> Matrix:
@@ -58,38 +58,32 @@ def misfit_bound(n_samples: Matrix) -> Matrix:
     return 4 + 12 / n_samples  # beyond chi-squared's 99.9 % point, for any n
 
 
-def _misfits(X: Matrix, y: Matrix, ask: Ask) -> NDArray[np.bool_]:
-    """Tell which clients have residuals, of whichever model fits best, that are no noise."""
-    centers, bound = ask.arrays[2], misfit_bound(np.array(X.shape[1]))
+def _misfits(X: Matrix, y: Matrix, ask: Ask) -> bool:
+    """Tell whether the residuals of whichever model fits best are no noise."""
+    centers, bound = ask.arrays[2], float(misfit_bound(np.array(len(X))))
     if not len(centers):
-        return np.ones(len(X), dtype=bool)
-    squares = 2 * SQUARED.values(X, y, centers).min(axis=1)
-    misfits: NDArray[np.bool_] = squares > bound * float(ask.options["variance"])
-    return misfits
+        return True
+    square = 2 * float(SQUARED.values(X, y, centers).min())
+    return square > bound * float(ask.options["variance"])
 
 
 def moment(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
-    """Line 9, Algorithm 3: the clients' parts of the products ``Y_{i,t} Q``, (m, h, d, width)."""
+    """Line 9, Algorithm 3: the client's part of the products ``Y_{i,t} Q``, (h, d, width)."""
     thetas, Q = ask.arrays[:2]
-    found, chosen = np.zeros((len(X), *Q.shape), Q.dtype), _misfits(X, y, ask)
-    if chosen.any():
-        estimate, turn = str(ask.options["estimate"]), bool(ask.options["transpose"])
-        mine = (X, y) if chosen.all() else (X[chosen], y[chosen])
-        found[chosen] = moments.residual_moment(*mine, thetas, Q, estimate=estimate, transpose=turn)
-    return found
+    if not _misfits(X, y, ask):
+        return np.zeros_like(Q)
+    estimate, turn = str(ask.options["estimate"]), bool(ask.options["transpose"])
+    return moments.residual_moment(X, y, thetas, Q, estimate=estimate, transpose=turn)
 
 
 def anchor(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
-    """Lines 11-15: 1 and ``theta_{i,t+1}``, or zeros from who is no anchor, (m, 1 + d)."""
-    found = np.zeros((len(X), X.shape[2] + 1), X.dtype)
-    if not ask.arrays or X.shape[1] < int(ask.options["min_points"]):
-        return found
-    theta, U = ask.arrays[0][0], ask.arrays[1][0]
-    for i in np.flatnonzero(_misfits(X, y, ask)):
-        found[i, 0] = 1  # an estimate of zeros is an estimate
-        step = str(ask.options["anchor_step"])
-        found[i, 1:] = moments.moment_step(X[i], y[i], theta, U, step=step)
-    return found
+    """Lines 11-15: 1 and ``theta_{i,t+1}``, or zeros from who is no anchor, (1 + d,)."""
+    few = not ask.arrays or len(X) < int(ask.options["min_points"])
+    if few or not _misfits(X, y, ask):
+        return np.zeros(1 + X.shape[1], X.dtype)
+    theta, U, step = ask.arrays[0][0], ask.arrays[1][0], str(ask.options["anchor_step"])
+    moved = moments.moment_step(X, y, theta, U, step=step)
+    return np.append(X.dtype.type(1), moved)  # an estimate of zeros is an estimate
 
 
 # Server -------------------------------------------------------------------------------------------
@@ -123,12 +117,11 @@ def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
 
 def _ask_products(settings: TwoPhase, state: Descent) -> Ask:
     """Line 8: the anchors' estimates, without names, and the columns to multiply with."""
-    arrays = state.thetas[None], state.columns, state.centers
+    arrays = state.thetas, state.columns, state.centers
     # By turns, for an estimate that is not symmetric: Algorithm 3 has the transpose first, we last.
     turn = {"variance": state.variance, "transpose": state.products % 2}
     options = settings.sent_options("moment") | turn
-    noise = settings.phase_1.perturbation if len(state.anchors) else 0.0  # Remark 2
-    return Ask("moment", arrays, options, noise=noise, shape=state.columns.shape, state=state)
+    return Ask("moment", arrays, options, shape=state.columns.shape, state=state)
 
 
 def _add_products(

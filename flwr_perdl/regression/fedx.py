@@ -6,7 +6,7 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 line 4: ``t = T + 1, ...``              the loop of :func:`fedx`
 line 5: ``theta_{t-1}`` to all          the request of :func:`fedx`; ``centers`` (k, d)
 line 6: ``lambda_{i,t}``, ``z_{i,t}``   client: :func:`update`, the model of least loss
-line 7: ``theta_{i.,t}``                client: :func:`local_changes`, less ``theta_{t-1}``
+line 7: ``theta_{i.,t}``                client: :func:`local_change`, less ``theta_{t-1}``
 ``eta``, ``s``                          ``step``, ``n_steps``
 line 8: ``sum_i w_i theta_{i.,t}``      server: :func:`_average_changes`, :func:`_move_models`
 ======================================= ====================================================
@@ -40,7 +40,7 @@ from scipy.special import gammaincinv
 from flwr_perdl.core.aggregate import Aggregate, aggregate
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.regression.fedmd import misfit_bound, nearest_group, start_descent
-from flwr_perdl.regression.losses import Loss, SquaredLoss, check_points, of_stacks
+from flwr_perdl.regression.losses import Loss, SquaredLoss
 from flwr_perdl.regression.moments import moment_step
 from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, TwoPhase
 
@@ -67,39 +67,38 @@ _QUANTILE = 0.2
 _SAME = 4.0
 
 
-# Clients, many of one size at once ---------------------------------------------------------------
+# Clients -----------------------------------------------------------------------------------------
 
 
-def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = None) -> Matrix:
-    """Lines 6-7: every client's loss, cluster and change of its model, (m, 1, d + 2).
-
-    ``alone`` is what `estimate_alone` returns, where that is known.
-    """
-    m, d, options = len(X), X.shape[2], ask.options
-    centers = check_array("centers", ask.arrays[0], min_rows=1, columns=d)
-    losses = of_stacks(loss).values(X, y, centers)
-    if not np.isfinite(losses.min(axis=1)).all():
+def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
+    """Lines 6-7: the client's loss, cluster and change of its model, (1, d + 2)."""
+    options = ask.options
+    centers = check_array("centers", ask.arrays[0], min_rows=1, columns=X.shape[1])
+    losses = loss.values(X, y, centers)
+    if not np.isfinite(losses.min()):
         raise ValueError("losses must be finite for at least one model and have no NaN.")
+    label = int(losses.argmin())  # line 6: z_{i,t}, equations 7 and 8
     if len(ask.arrays) > 1 and len(ask.arrays[1]):
-        labels = nearest_group(estimate_alone(X, y) if alone is None else alone, ask.arrays[1])
-    else:
-        labels = losses.argmin(axis=1)  # line 6: z_{i,t}, equations 7 and 8
-    head = np.stack([losses[np.arange(m), labels], labels], axis=1)
-    work: dict[str, Any] = {"n_steps": int(options["n_steps"]), "local": str(options["local"])}
-    work["step"] = float(options["step_size"])
-    change = local_changes(X, y, centers[labels], loss=loss, **work)  # line 7
-    return np.concatenate([head, change], axis=1)[:, None]
+        (label,) = nearest_group(local_estimate(X, y)[None], ask.arrays[1]).tolist()
+    change = local_change(  # line 7
+        *(X, y, centers[label]),
+        step=float(options["step_size"]),
+        n_steps=int(options["n_steps"]),
+        local=str(options["local"]),
+        loss=loss,
+    )
+    return np.concatenate([[losses[label], label], change])[None]
 
 
-def local_changes(
+def local_change(
     X: Matrix, y: Matrix, theta: Matrix, *, step: float, n_steps: int, local: str, loss: Loss
 ) -> Matrix:
-    """Return how the local work of clients of one size moves their models (Phase 2, line 7).
+    """Return how a client's local work moves its model (Phase 2, line 7).
 
     Parameters
     ----------
-    X, y, theta : ndarray of shape (m, n_samples, d), (m, n_samples) and (m, d)
-        Every client's features, responses and model.
+    X, y, theta : ndarray of shape (n_samples, d), (n_samples,) and (d,)
+        Features, responses and model.
     step : float
         The step ``eta``.
     n_steps : int
@@ -111,27 +110,24 @@ def local_changes(
 
     Returns
     -------
-    ndarray of shape (m, d)
-        New models minus old models.
+    ndarray of shape (d,)
+        The new model minus the old one.
     """
     size = X.dtype.type(step)
     if local == "fedavg":
-        ahead, stacked = theta, of_stacks(loss)
+        ahead = theta
         for _ in range(n_steps):
-            ahead = ahead - size * stacked.gradient(X, y, ahead)
+            ahead = ahead - size * loss.gradient(X, y, ahead)
         return ahead - theta
     if not isinstance(loss, SquaredLoss):
-        each = zip(X, y, theta, strict=True)
-        return np.stack([_proximal(*own, float(size), loss) for own in each])
-    n, d = X.shape[1:]
-    across, scale = X.swapaxes(1, 2), size / X.dtype.type(n)
+        return _proximal(X, y, theta, float(size), loss)
+    (n, d), scale = X.shape, size / X.dtype.type(len(X))
     if n <= d:
-        kernel = np.eye(n, dtype=X.dtype) + scale * (X @ across)
-        residual = y[..., None] - X @ theta[..., None]
-        return (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
-    slope = -size * loss.gradient(X, y, theta)
-    kernel = np.eye(d, dtype=X.dtype) + scale * (across @ X)
-    return np.linalg.solve(kernel, slope[..., None])[..., 0]
+        kernel = np.eye(n, dtype=X.dtype) + scale * (X @ X.T)
+        moved: Matrix = scale * (X.T @ np.linalg.solve(kernel, y - X @ theta))
+        return moved
+    kernel = np.eye(d, dtype=X.dtype) + scale * (X.T @ X)
+    return np.linalg.solve(kernel, -size * loss.gradient(X, y, theta))
 
 
 def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> Matrix:
@@ -148,36 +144,10 @@ def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> M
     return change
 
 
-def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
-    """Return every client's local least-squares estimate.
-
-    Parameters
-    ----------
-    X, y : ndarray of shape (n_clients, n, d) and (n_clients, n)
-        Features and responses of clients of one size.
-
-    Returns
-    -------
-    ndarray of shape (n_clients, d)
-
-    Raises
-    ------
-    ValueError
-        If the data are not finite, or of other shapes.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import estimate_alone
-    >>> X = np.random.default_rng(0).standard_normal((2, 10, 2))
-    >>> estimate_alone(X, X[..., 0]).round(6) + 0.0
-    array([[1., 0.],
-           [1., 0.]])
-    """
-    X, y = check_points(X, y, ndim=3)
-    d = X.shape[2]
-    zero, whole = np.zeros(d, X.dtype), np.eye(d, dtype=X.dtype)
-    return np.stack([moment_step(A, b, zero, whole) for A, b in zip(X, y, strict=True)])
+def local_estimate(X: Matrix, y: Matrix) -> Matrix:
+    """Return the client's local least-squares estimate, (d,)."""
+    d = X.shape[1]
+    return moment_step(X, y, np.zeros(d, X.dtype), np.eye(d, dtype=X.dtype))
 
 
 # Server -------------------------------------------------------------------------------------------

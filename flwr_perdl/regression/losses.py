@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -94,8 +94,6 @@ class Loss(Protocol):
 class SquaredLoss:
     """Half the mean squared residual: ``||y - X @ theta||^2 / (2 n)``.
 
-    ``X``, ``y`` and ``theta`` may have further axes in front: many clients of one size at once.
-
     Examples
     --------
     >>> import numpy as np
@@ -117,8 +115,8 @@ class SquaredLoss:
         -------
         ndarray of shape (k,)
         """
-        residuals = y[..., None] - X @ centers.T
-        loss: Matrix = np.einsum("...nk,...nk->...k", residuals, residuals) / (2 * X.shape[-2])
+        residuals = y[:, None] - X @ centers.T
+        loss: Matrix = np.einsum("nk,nk->k", residuals, residuals) / (2 * len(X))
         return loss
 
     def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
@@ -134,11 +132,10 @@ class SquaredLoss:
         -------
         ndarray of shape (d,)
         """
-        residual = X @ theta[..., None] - y[..., None]
-        slope: Matrix = (X.swapaxes(-1, -2) @ residual)[..., 0] / X.shape[-2]
+        slope: Matrix = X.T @ (X @ theta - y) / len(X)
         return slope
 
-    def curvature(self, X: Matrix) -> Any:
+    def curvature(self, X: Matrix) -> float:
         """Return the largest eigenvalue of ``X.T @ X / n``.
 
         Parameters
@@ -149,9 +146,10 @@ class SquaredLoss:
         -------
         float
         """
-        (n, d), across = X.shape[-2:], X.swapaxes(-1, -2)
-        gram = X @ across if n <= d else across @ X
-        return np.maximum(np.linalg.eigvalsh(gram)[..., -1], 0) / n
+        n, d = X.shape
+        gram = X @ X.T if n <= d else X.T @ X
+        largest: float = np.maximum(np.linalg.eigvalsh(gram)[-1], 0) / n
+        return largest
 
 
 class LogisticLoss:
@@ -208,21 +206,19 @@ class LogisticLoss:
         -------
         float
         """
-        return float(SquaredLoss().curvature(X)) / 4
+        return SquaredLoss().curvature(X) / 4
 
 
-def check_points(X: Matrix, y: Matrix, *, ndim: int = 2) -> tuple[Matrix, Matrix]:
+def check_points(X: Matrix, y: Matrix) -> tuple[Matrix, Matrix]:
     """Return a client's features and responses, or raise a ValueError unless they are usable.
 
     At least one point, a response for each, and squares within the dtype's range, which is that of
     ``X`` for both.
     """
-    X = check_array("X", X, ndim=max(ndim, 2))
-    y = check_array("y", y, ndim=X.ndim - 1)
-    if y.shape != X.shape[:-1]:
+    X = check_array("X", X, min_rows=1)
+    y = check_array("y", y, ndim=1)
+    if len(y) != len(X):
         raise ValueError(f"y must have shape {X.shape[:-1]}, one per row of X, got {y.shape}.")
-    if not X.shape[-2]:
-        raise ValueError(f"X must have at least 1 row, got shape {X.shape}.")
     with np.errstate(over="ignore"):  # infinite in float32: rejected
         y = y.astype(X.dtype, copy=False)
     return check_magnitude("X", X), check_magnitude("y", y)
@@ -238,31 +234,6 @@ def check_labels(name: str, y: Matrix, loss: Loss) -> None:
     if isinstance(loss, LogisticLoss) and not (np.abs(y) == 1).all():
         other = float(y[np.abs(y) != 1][0])
         raise ValueError(f"{name} must be -1 or 1 for the logistic loss, got {other:g}.")
-
-
-class EachClient:
-    """A loss of one client, for stacks of clients."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-
-    def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
-        """Return every client's mean loss of every model, (m, k)."""
-        return np.stack([self.loss.values(A, b, centers) for A, b in zip(X, y, strict=True)])
-
-    def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
-        """Return the gradients of every client's mean loss of a model of its own, (m, d)."""
-        each = zip(X, y, theta, strict=True)
-        return np.stack([self.loss.gradient(A, b, own) for A, b, own in each])
-
-    def curvature(self, X: Matrix) -> Matrix:
-        """Return every client's bound, (m,)."""
-        return np.array([self.loss.curvature(A) for A in X])
-
-
-def of_stacks(loss: Loss) -> Any:
-    """Return the loss in the form that takes stacks of clients, one more axis in front."""
-    return loss if type(loss) is SquaredLoss else EachClient(loss)
 
 
 #: The paper's loss.

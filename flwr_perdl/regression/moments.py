@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, as_array, check_array, check_choice, check_flag
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_flag
 from flwr_perdl.regression.losses import check_points
 
 #: Along directions in which a client's points vary less than this, over the most, nothing moves.
@@ -56,10 +56,9 @@ def residual_moment(
     Parameters
     ----------
     X, y : ndarray of shape (n_samples, d) and (n_samples,)
-        Features and responses; with one more axis in front those of many clients of one size.
-    thetas : ndarray of shape (n_copies, n_estimates, d)
-        The estimates; one copy, or two independently perturbed ones (Remark 2), of which each
-        factor of the moment uses its own.
+        Features and responses.
+    thetas : ndarray of shape (n_estimates, d)
+        The estimates.
     Q : ndarray of shape (n_estimates, d, width)
         Columns to multiply with.
     estimate : {"u-statistic", "halves", "pair"}, default "u-statistic"
@@ -71,8 +70,7 @@ def residual_moment(
     Returns
     -------
     ndarray of shape (n_estimates, d, width)
-        Weighted by the number of points (``"pair"``: by 1); zero with fewer than two points. With
-        one more axis in front where ``X`` has it.
+        Weighted by the number of points (``"pair"``: by 1); zero with fewer than two points.
 
     Raises
     ------
@@ -84,43 +82,32 @@ def residual_moment(
     >>> import numpy as np
     >>> from flwr_perdl.regression import residual_moment
     >>> X, y = np.eye(2), np.array([1.0, 2.0])
-    >>> residual_moment(X, y, np.zeros((1, 1, 2)), np.eye(2)[None])
+    >>> residual_moment(X, y, np.zeros((1, 2)), np.eye(2)[None])
     array([[[0., 2.],
             [2., 0.]]])
     """
     check_choice("estimate", estimate, ESTIMATES)
-    X, y = check_points(X, y, ndim=as_array("X", X).ndim)
-    thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[-1], floor=np.inf)
+    X, y = check_points(X, y)
+    thetas = check_array("thetas", thetas, min_rows=1, columns=X.shape[1], floor=np.inf)
     Q = check_array("Q", Q, ndim=3, floor=np.inf)
-    if Q.shape[:2] != thetas.shape[1:]:
-        raise ValueError(f"Q must have shape {(*thetas.shape[1:], 'width')}, got {Q.shape}.")
-    n, across = X.shape[-2], X.swapaxes(-1, -2)
-    if n < 2:
-        return np.zeros((*X.shape[:-2], *Q.shape), Q.dtype)
-    # Remark 2: two copies with noise of their own, so that the noise has no mean in a product.
+    if Q.shape[:2] != thetas.shape:
+        raise ValueError(f"Q must have shape {(*thetas.shape, 'width')}, got {Q.shape}.")
     check_flag("transpose", transpose)
-    first: Matrix = y[..., None, :] - thetas[0] @ across
-    second: Matrix = y[..., None, :] - thetas[-1] @ across
+    if (n := len(X)) < 2:
+        return np.zeros_like(Q)
+    residuals: Matrix = y - thetas @ X.T
     if estimate == "u-statistic":
-        pairs: Matrix = _all_pairs(X, first, second, Q) / (n - 1)
-        return pairs
+        # All pairs are the product of two sums, less the pairs of a point with itself.
+        sums = residuals @ X
+        pairs = sums[..., None] * (sums[:, None] @ Q)
+        same: Matrix = X.T @ ((residuals**2)[..., None] * (X @ Q))
+        return (pairs - same) / (n - 1)
     # Independent halves: the expectation of the product is that of its factors (the paper's).
     half, weight = (1, 1) if estimate == "pair" else (n // 2, n)
-    a = first[..., :half] @ X[..., :half, :] / half
-    b = second[..., half : 2 * half] @ X[..., half : 2 * half, :] / half
+    a, b = (residuals[:, at] @ X[at] / half for at in (slice(half), slice(half, 2 * half)))
     if transpose:
         a, b = b, a
-    return weight * a[..., None] * (b[..., None, :] @ Q)
-
-
-def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
-    """Sum of ``eps_i eps_j'`` over all ordered pairs of different points, symmetrised, times Q."""
-    # All pairs are the product of two sums, less the pairs of a point with itself.
-    a, b = first @ X, second @ X
-    pairs = a[..., None] * (b[..., None, :] @ Q) + b[..., None] * (a[..., None, :] @ Q)
-    X = X[..., None, :, :]  # the same points for every estimate
-    same: Matrix = X.swapaxes(-1, -2) @ ((first * second)[..., None] * (X @ Q))
-    return pairs / 2 - same
+    return weight * a[..., None] * (b[:, None] @ Q)
 
 
 def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = None) -> Matrix:

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core import aggregate, checks
 from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix, check_count, check_kind
-from flwr_perdl.random import spawn
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
 
 #: The steps that a client takes: not in the paper; Phase 1, line 9; lines 10-15; Phase 2.
@@ -107,7 +106,7 @@ def reject_unused(options: Any, where: str, *names: str, **harmless: Any) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class MomentDescent:
-    """Phase 1: coarse models from any start.
+    """Phase 1: coarse models from any start. Other than by default: `TwoPhase.paper`.
 
     Parameters
     ----------
@@ -125,20 +124,11 @@ class MomentDescent:
         The paper's Delta.
     random_start : bool, default False
         Start from ``N(0, I) / sqrt(d)`` instead of zero.
-    perturbation : float, default 0
-        Standard deviation of the noise in the two copies of the anchors' estimates that every
-        client receives (Remark 2); needs ``n_iterations`` above 1.
 
     Raises
     ------
     ValueError
         If an option breaks its rule.
-
-    Examples
-    --------
-    >>> from flwr_perdl.regression import MomentDescent
-    >>> from flwr_perdl.strategies import FedMD
-    >>> strategy = FedMD(3, phase_1=MomentDescent(n_anchors=50))
     """
 
     estimate: str = option("u-statistic", _choice(*ESTIMATES), sent="moment")
@@ -148,7 +138,6 @@ class MomentDescent:
     n_products: int = option(2, _COUNT)
     separation: float | None = option(None, _POSITIVE)
     random_start: bool = option(False, checks.check_flag)
-    perturbation: float = option(0.0, _SIZE, needs=("n_iterations", lambda count: count > 1))
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -234,8 +223,8 @@ class TwoPhase:
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
-    phase_1 : MomentDescent
-        How models are found, at the start and if there are too few.
+    phase_1 : optional
+        How models are found, at the start and if there are too few: that of `paper`.
     phase_2 : Refinement
         How models are refined.
     max_clusters : int, default 8
@@ -431,7 +420,9 @@ class Descent(State):
     >>> from flwr_perdl.regression import Answers, Descent, TwoPhase, answer, two_phases
     >>> X, settings = np.random.default_rng(0).standard_normal((20, 8, 2)), TwoPhase(1)
     >>> run = two_phases(settings, settings.begin())
-    >>> answers = Answers(np.arange(20), np.full(20, 8.0), answer(X, X[..., 0], next(run)))
+    >>> ask = next(run)
+    >>> sent = np.stack([answer(own, own[:, 0], ask) for own in X])
+    >>> answers = Answers(np.arange(20), np.full(20, 8.0), sent)
     >>> state = run.send((answers, np.random.default_rng(1))).state
     >>> isinstance(state, Descent), state.columns.shape
     (True, (1, 2, 2))
@@ -501,9 +492,6 @@ class Ask(NamedTuple):
     per_client : mapping of int to tuple of ndarray
         What these clients receive instead of ``arrays``; only where anchors are named
         (``n_anchors`` or ``n_iterations``).
-    noise, seed : float, int
-        Remark 2: the first array is followed by a second copy, and this noise, a client's own, is
-        added to both.
     shape : tuple of int or None
         The shape of an answer; None in the exchange that finds the dimension.
     state : State, optional
@@ -522,24 +510,12 @@ class Ask(NamedTuple):
     arrays: tuple[Matrix, ...] = ()
     options: Mapping[str, float | int | str] = {}
     per_client: Mapping[int, tuple[Matrix, ...]] = {}
-    noise: float = 0.0
-    seed: int = 0
     shape: tuple[int, ...] | None = None
     state: State = State(centers=np.zeros((0, 0)))
 
-    def draw_seed(self, rng: np.random.Generator) -> Ask:
-        """Return the request with the seed of its noise, if it has any."""
-        return self._replace(seed=int(rng.integers(2**31))) if self.noise else self
-
     def to(self, partition: int) -> Ask:
         """Return the request as this client receives it."""
-        arrays = self.per_client.get(partition, self.arrays)
-        if self.noise:
-            rng = spawn(self.seed, partition)
-            copies = np.concatenate([arrays[0], arrays[0]])
-            copies += self.noise * rng.standard_normal(copies.shape)
-            arrays = (copies, *arrays[1:])
-        return Ask(self.step, arrays, self.options)
+        return Ask(self.step, self.per_client.get(partition, self.arrays), self.options)
 
 
 class Answers(NamedTuple):
@@ -550,7 +526,8 @@ class Answers(NamedTuple):
     >>> import numpy as np
     >>> from flwr_perdl.regression import Answers, Ask, answer
     >>> X = np.random.default_rng(0).standard_normal((3, 10, 2))
-    >>> Answers(np.arange(3), np.full(3, 10.0), answer(X, X[..., 0], Ask("describe"))).partitions
+    >>> sent = np.stack([answer(own, own[:, 0], Ask("describe")) for own in X])
+    >>> Answers(np.arange(3), np.full(3, 10.0), sent).partitions
     array([0, 1, 2])
     """
 

@@ -20,7 +20,7 @@ from flwr_perdl.core.aggregate import CAP, cap_sizes
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update
-from flwr_perdl.regression.losses import SQUARED, Loss, of_stacks
+from flwr_perdl.regression.losses import SQUARED, Loss
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, State, TwoPhase
 
@@ -54,7 +54,8 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
     >>> settings = TwoPhase(2)
     >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
     >>> run = two_phases(settings, settings.begin())
-    >>> sent = answer(X, X[..., 0], next(run))
+    >>> ask = next(run)
+    >>> sent = np.stack([answer(own, own[:, 0], ask) for own in X])
     >>> answers = Answers(np.arange(20), np.full(20, 8.0), sent)
     >>> ask = run.send((answers, np.random.default_rng(1)))
     >>> ask.step, ask.arrays[1].shape
@@ -72,44 +73,38 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
             state = yield from fedx(settings, state)
 
 
-def answer(
-    X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED, alone: Matrix | None = None
-) -> Matrix:
-    """Return the answers of clients of one size that are asked the same, bit by bit as one by one.
+def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
+    """Return a client's answer.
 
     Parameters
     ----------
-    X, y : ndarray of shape (n_clients, n, d) and (n_clients, n)
-        Their features and responses; a single client is a stack of one.
+    X, y : ndarray of shape (n, d) and (n,)
+        Its features and responses.
     ask : Ask
         A request of `two_phases`.
     loss : Loss, default SQUARED
         The loss of Phase 2.
-    alone : ndarray of shape (n_clients, d), optional
-        What `estimate_alone` returns, where it is known: only one-shot clustering's Phase 2, which
-        sends groups to belong to for good, needs it.
 
     Returns
     -------
-    ndarray of shape (n_clients, ...)
-        "describe": the loss's curvature and the features' mean squares, (n_clients, d + 1);
-        "moment": the parts of the products, (n_clients, h, d, width); "anchors": 1 and the
-        estimate, or zeros from who is no anchor, (n_clients, 1 + d); "update": the loss, the
-        cluster and the change of its model, (n_clients, 1, d + 2).
+    ndarray
+        "describe": the loss's curvature and the features' mean squares, (d + 1,); "moment": the
+        parts of the products, (h, d, width); "anchors": 1 and the estimate, or zeros from who is no
+        anchor, (1 + d,); "update": the loss, the cluster and the change of its model, (1, d + 2).
 
     Examples
     --------
     >>> import numpy as np
     >>> from flwr_perdl.regression import Ask, answer
-    >>> X = np.random.default_rng(0).standard_normal((3, 10, 2))
-    >>> answer(X, X[..., 0], Ask("describe")).shape
-    (3, 3)
+    >>> X = np.random.default_rng(0).standard_normal((10, 2))
+    >>> answer(X, X[:, 0], Ask("describe")).shape
+    (3,)
     """
     ask = ask._replace(arrays=tuple(array.astype(X.dtype, copy=False) for array in ask.arrays))
     if ask.step == "update":
-        found = update(X, y, ask, loss, alone)
+        found = update(X, y, ask, loss)
     elif ask.step == "describe":
-        found = np.column_stack([of_stacks(loss).curvature(X), np.mean(X**2, axis=1)])
+        found = np.append(loss.curvature(X), np.mean(X**2, axis=0))
     else:
         found = (moment if ask.step == "moment" else anchor)(X, y, ask)
     return found.astype(X.dtype, copy=False)

@@ -14,9 +14,8 @@ What each party receives:
   clients with fewer than ``min_support`` points don't train. Clients reject models above
   ``max_norm``, and send zeros instead of a row that shows a point.
 - *A client*: the models of all clusters; the step size, which depends on one client's curvature;
-  from the second product on, the basis that the sums over all clients span. With ``n_iterations``
-  above 1, every anchor's last estimate, without names and perturbed by ``perturbation``; without
-  ``n_anchors`` every client with enough points is an anchor.
+  from the second product on, the basis that the sums over all clients span. In the paper's variant,
+  every anchor's last estimate, without names.
 - *Evaluations*: the cluster and mean losses.
 """
 
@@ -56,8 +55,16 @@ from flwr_perdl.protocol.records import Replies, Reply, check_group, to_record
 from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression import MomentDescent, Refinement, TwoPhase, two_phases
-from flwr_perdl.regression.phases import DESCENT, REFINEMENT, Answers, Ask, State, reject_unused
+from flwr_perdl.regression import Refinement, TwoPhase, two_phases
+from flwr_perdl.regression.phases import (
+    DESCENT,
+    REFINEMENT,
+    Answers,
+    Ask,
+    MomentDescent,
+    State,
+    reject_unused,
+)
 from flwr_perdl.strategies._own_models import EndsWithModels, Learned
 
 _COUNT = "rounds"
@@ -142,7 +149,7 @@ class _MixedRegression(EndsWithModels):
         # FedX stays in this loop: the driver ends it, and the next request's model is the result.
         while not (self._phase_1_only and ask.step == "update"):
             rng, before = spawn(options.seed, SERVER, count + 1), ask.state
-            replies = yield _request(ask.draw_seed(rng), count)
+            replies = yield _request(ask, count)
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
@@ -205,8 +212,8 @@ class FedMD(_MixedRegression):
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
-    phase_1 : MomentDescent, optional
-        Options of Phase 1.
+    phase_1 : optional
+        Options of Phase 1: that of `TwoPhase.paper`.
     max_clusters : int, default 8
         See `flwr_perdl.regression.TwoPhase`.
     robust : bool or str, default False
@@ -222,9 +229,8 @@ class FedMD(_MixedRegression):
 
     Examples
     --------
-    >>> from flwr_perdl.regression import MomentDescent
     >>> from flwr_perdl.strategies import FedMD
-    >>> strategy = FedMD(3, phase_1=MomentDescent(n_anchors=50), num_clients=200)
+    >>> strategy = FedMD(3, num_clients=200)
     """
 
     _phase_1_only = True
@@ -257,8 +263,9 @@ class FedX(_MixedRegression):
     start : {"fedmd", "random"}, default "fedmd"
         "fedmd": Phase 1 first, in the same run. "random": draws from ``N(0, I) / sqrt(d)``; without
         checks of the models this is IFCA.
-    phase_1 : MomentDescent, optional
-        How models are found, at the start and where the checks find too few.
+    phase_1 : optional
+        How models are found, at the start and where the checks find too few: that of
+        `TwoPhase.paper`.
     phase_2 : Refinement, optional
         How models are refined, such as ``Refinement(local="fedprox")``.
     max_clusters : int, default 8
@@ -372,7 +379,6 @@ class OneShotClustering(_MixedRegression):
 
 def _request(ask: Ask, count: int) -> Request:
     """Return what is asked as a message."""
-    named = bool(ask.per_client or ask.noise)  # what clients receive is not the same for all
     models = ask.state.centers
     return Request(
         ask.step,
@@ -380,7 +386,7 @@ def _request(ask: Ask, count: int) -> Request:
         {OPTION + name: value for name, value in ask.options.items()},
         {**ask.state.pack(), _COUNT: np.array(count)},
         partial(_check, ask),
-        per_client=(lambda partition: ask.to(partition).arrays) if named else None,
+        per_client=(lambda partition: ask.to(partition).arrays) if ask.per_client else None,
         model=[models] if models.size else (),
         max_values=None if ask.shape is None else prod(ask.shape),
         max_weight=None,

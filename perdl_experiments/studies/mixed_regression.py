@@ -12,7 +12,7 @@ one start, and from several in turn within the same rounds; the one with the low
 continues.
 
 The paper gives s but no eta. Here ``s * eta`` is 3 over the largest curvature of any client for
-s = 5, and eta is the same for other s. All runs are batched (`Clients`), with the Strategies'
+s = 5, and eta is the same for other s. All runs are batched (`Counted`), with the Strategies'
 results; a single federation (one setting, one seed) runs both phases through Flower's messages.
 
 Metrics, over all settings and, where there are several, per setting (``_C1``, …):
@@ -47,8 +47,6 @@ from flwr_perdl.core.threads import in_threads
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.regression import (
-    Answers,
-    Ask,
     Refinement,
     TwoPhase,
     cluster_anchors,
@@ -58,7 +56,7 @@ from flwr_perdl.regression import (
 )
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.strategies import FedX
-from perdl_experiments.batched_regression import Clients, simulate_rounds
+from perdl_experiments.batched_regression import Counted, simulate_rounds
 from perdl_experiments.engine import arranged
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting
@@ -265,22 +263,6 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     )
 
 
-class _Counted(Clients):
-    """Clients that count the floats that each of them sends and receives, the mean of all."""
-
-    def __init__(self, data: Mixed) -> None:
-        super().__init__(data.X, data.y)
-        self.floats: list[tuple[float, float]] = []
-
-    def answer(self, ask: Ask) -> Answers:
-        """Return the answers, and note what they cost."""
-        answers = super().answer(ask)
-        shared = sum(array.size for array in ask.arrays) * (len(self) - len(ask.per_client))
-        own = sum(array.size for arrays in ask.per_client.values() for array in arrays)
-        self.floats.append((float(answers.stack[0].size), (shared + own) / len(self)))
-        return answers
-
-
 class Way(NamedTuple):
     """A method: settings, the models that Phase 2 starts from, and what it took to find these.
 
@@ -295,7 +277,7 @@ class Way(NamedTuple):
 def _one_seed(name: str, seed: int, config: Config) -> Arrays:
     """Return all methods' errors and costs with one seed."""
     data = _data(name, seed)
-    clients = _Counted(data)
+    clients = Counted(data.X, data.y)
 
     def learn(given: tuple[str, Way]) -> Arrays:
         method, way = given
@@ -308,7 +290,7 @@ def _one_seed(name: str, seed: int, config: Config) -> Arrays:
     return kept
 
 
-def _learned(clients: _Counted, data: Mixed, way: Way, n_rounds: int, seed: int) -> Arrays:
+def _learned(clients: Counted, data: Mixed, way: Way, n_rounds: int, seed: int) -> Arrays:
     """Return a method's errors and costs by round; once its models stand still, they are kept."""
     clients.floats, still, spent = list(way.spent[:n_rounds]), 0, len(way.spent)
     errors = np.full(n_rounds, np.nan)
@@ -352,7 +334,7 @@ def paper_start(data: Mixed, rng: np.random.Generator) -> tuple[Matrix, list[tup
     thetas = np.repeat(random_models(1, d, rng), n_anchors, axis=0)
     whole = np.broadcast_to(np.eye(d), (n_anchors, d, d))
     for _ in range(ITERATIONS):
-        product = partial(residual_moment, thetas=thetas[None], Q=whole, estimate="halves")
+        product = partial(residual_moment, thetas=thetas, Q=whole, estimate="halves")
         moments = sum(map(product, data.X, data.y))
         U = np.linalg.svd(moments)[0][:, :, :K]
         steps = zip(anchors, thetas, U, strict=True)
@@ -365,7 +347,7 @@ def paper_start(data: Mixed, rng: np.random.Generator) -> tuple[Matrix, list[tup
 
 
 def _restarts(
-    clients: _Counted, data: Mixed, phase_2: Refinement, starts: Sequence[Matrix], seed: int
+    clients: Counted, data: Mixed, phase_2: Refinement, starts: Sequence[Matrix], seed: int
 ) -> Way:
     """Return IFCA from the start whose models fit best after an equal share of the rounds."""
     settings, each, losses = TwoPhase(K, phase_2=phase_2), BUDGET // len(starts), []
@@ -378,7 +360,7 @@ def _restarts(
     return Way(settings, starts[int(np.argmin(losses))], clients.floats[:rounds])
 
 
-def _methods(config: Config, clients: _Counted, data: Mixed, seed: int) -> dict[str, Way]:
+def _methods(config: Config, clients: Counted, data: Mixed, seed: int) -> dict[str, Way]:
     """Return every method, those that take longest first."""
     paper, truth = _paper(data).phase_2, data.theta
     alike = Refinement(check_every=0)  # checks of the models would run Phase 1

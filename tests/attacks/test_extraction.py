@@ -344,7 +344,7 @@ def test_large_models_are_refused(size: float, loss: Any, largest: float) -> Non
 def test_a_pair_of_points_is_not_sent() -> None:
     """Its columns are the first point, its rows the second."""
     request = (
-        [np.zeros((1, 1, D)), np.eye(D)[None], np.zeros((0, D))],
+        [np.zeros((1, D)), np.eye(D)[None], np.zeros((0, D))],
         for_models("moment", estimate="pair", transpose=0, variance=0.0),
     )
     with pytest.raises(ValueError, match=r"^min_support"):

@@ -85,7 +85,7 @@ def test_the_papers_first_phase_tells_the_clusters_apart() -> None:
 
 def test_restarts_go_on_from_the_start_that_fits_best() -> None:
     data = mixed_regression._data("C1", 0)
-    clients, phase_2 = mixed_regression._Counted(data), Refinement(check_every=0)
+    clients, phase_2 = mixed_regression.Counted(data.X, data.y), Refinement(check_every=0)
     starts = [np.full((3, 100), [[1e-3], [2e-3], [3e-3]]), data.theta]
     way = mixed_regression._restarts(clients, data, phase_2, starts, 0)
     assert way.start is starts[1]

@@ -195,7 +195,6 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     },
     "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
     "cluster_anchors": {"n_clusters": lambda: 3},
-    "estimate_alone": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
     "infer": {"dictionaries": lambda: [np.eye(D)[i : i + 1] for i in range(3)]},
     "lasso": {"start": lambda: np.zeros((N, K))},
     "ModelDiffusion(HuberNMF).fit": {"X": lambda: np.abs(_normal(N, D))},
@@ -203,10 +202,9 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "may_send": {"weights": lambda: np.abs(_normal(N, K)), "min_support": lambda: 2},
     "moment_step": {"step": lambda: "least-squares"},
     "model_error": {"theta": lambda: _normal(2, D)},
-    "MomentDescent": {"n_anchors": lambda: 5},
     "PersonalizedFedAvg": {"private": lambda: ["head.*"]},
     "DiffusionAveraging": {"metrics": lambda: ("loss",), "fraction_evaluate": lambda: 0.0},
-    "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
+    "residual_moment": {"thetas": lambda: _normal(1, D), "Q": lambda: np.eye(D)[None]},
     "sparse_code": {"n_nonzero": lambda: 1},
 }
 #: What needs Ray, a folder, a round of a run, is Flower's own, has *arguments, or is made in every

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from flwr_perdl.regression import SQUARED, LogisticLoss, model_error
-from flwr_perdl.regression.fedx import average_updates, local_changes
+from flwr_perdl.regression.fedx import average_updates, local_change
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -18,12 +18,9 @@ def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rng.standard_normal((n, d)), rng.standard_normal(n), rng.standard_normal(d)
 
 
-def local_change(
-    X: np.ndarray, y: np.ndarray, theta: np.ndarray, step: float, **how: Any
-) -> np.ndarray:
+def changed(X: np.ndarray, y: np.ndarray, theta: np.ndarray, step: float, **how: Any) -> np.ndarray:
     how = {"n_steps": 5, "local": "fedavg", "loss": SQUARED} | how
-    change: np.ndarray = local_changes(X[None], y[None], theta[None], step=step, **how)[0]
-    return change
+    return local_change(X, y, theta, step=step, **how)
 
 
 def lemma_1(gram: np.ndarray, step: float, s: int, local: str) -> np.ndarray:
@@ -39,7 +36,7 @@ def lemma_1(gram: np.ndarray, step: float, s: int, local: str) -> np.ndarray:
 @pytest.mark.parametrize("local", ["fedavg", "fedprox"])
 def test_local_work_is_lemma_1(n: int, s: int, local: str) -> None:
     X, y, theta = client(n)
-    change = local_change(X, y, theta, step=0.1, n_steps=s, local=local)
+    change = changed(X, y, theta, step=0.1, n_steps=s, local=local)
     P = lemma_1(X @ X.T / n, 0.1, s, local)
     np.testing.assert_allclose(change, 0.1 / n * X.T @ P @ (y - X @ theta), atol=1e-12)
     F = lemma_1(X.T @ X / n, 0.1, s, local)
@@ -56,14 +53,14 @@ def test_fedprox_is_scipys_minimum(n: int) -> None:
 
     options = {"gtol": 1e-12, "ftol": 0.0}
     best = minimize(objective, theta, jac=True, method="L-BFGS-B", options=options).x
-    change = local_change(X, y, theta, step=0.3, local="fedprox")
+    change = changed(X, y, theta, step=0.3, local="fedprox")
     np.testing.assert_allclose(theta + change, best, atol=1e-8)
 
 
 def test_fedprox_of_another_loss_is_stationary() -> None:
     X, y, theta = client(9)
     y, loss = np.sign(y), LogisticLoss()
-    moved = theta + local_change(X, y, theta, step=0.4, local="fedprox", loss=loss)
+    moved = theta + changed(X, y, theta, step=0.4, local="fedprox", loss=loss)
     np.testing.assert_allclose(loss.gradient(X, y, moved) + (moved - theta) / 0.4, 0, atol=1e-8)
 
 
@@ -73,7 +70,7 @@ def test_fedavg_of_another_loss_is_gradient_steps() -> None:
     expected = theta.copy()
     for _ in range(3):
         expected -= 0.2 * X.T @ (-y / (1 + np.exp(y * (X @ expected)))) / 9
-    change = local_change(X, y, theta, step=0.2, n_steps=3, loss=loss)
+    change = changed(X, y, theta, step=0.2, n_steps=3, loss=loss)
     np.testing.assert_allclose(theta + change, expected, atol=1e-12)
 
 

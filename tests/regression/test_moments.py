@@ -11,16 +11,16 @@ from flwr_perdl.regression.moments import left_subspace
 
 def client(n: int = 6, d: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(n)
-    return rng.standard_normal((n, d)), rng.standard_normal(n), rng.standard_normal((2, 3, d))
+    return rng.standard_normal((n, d)), rng.standard_normal(n), rng.standard_normal((3, d))
 
 
 def test_u_statistic_is_the_sum_over_all_pairs() -> None:
     X, y, thetas = client()
     found = residual_moment(X, y, thetas, np.tile(np.eye(4), (3, 1, 1)))
     for h in range(3):
-        a, b = ((y - X @ copy[h])[:, None] * X for copy in thetas)
-        pairs = sum(np.outer(a[i], b[j]) for i, j in permutations(range(6), 2))
-        np.testing.assert_allclose(found[h], (pairs + pairs.T) / 2 / 5, atol=1e-12)
+        eps = (y - X @ thetas[h])[:, None] * X
+        pairs = sum(np.outer(eps[i], eps[j]) for i, j in permutations(range(6), 2))
+        np.testing.assert_allclose(found[h], pairs / 5, atol=1e-12)
 
 
 @pytest.mark.parametrize("n", [6, 7])
@@ -30,8 +30,8 @@ def test_halves_are_the_outer_product_of_two_means(n: int) -> None:
     straight = residual_moment(X, y, thetas, Q, estimate="halves")
     across = residual_moment(X, y, thetas, Q, estimate="halves", transpose=True)
     for h in range(3):
-        a, b = ((y - X @ copy[h])[:, None] * X for copy in thetas)
-        Y = n * np.outer(a[:3].mean(axis=0), b[3:6].mean(axis=0))
+        eps = (y - X @ thetas[h])[:, None] * X
+        Y = n * np.outer(eps[:3].mean(axis=0), eps[3:6].mean(axis=0))
         np.testing.assert_allclose(straight[h], Y @ Q[h], atol=1e-12)
         np.testing.assert_allclose(across[h], Y.T @ Q[h], atol=1e-12)
 
@@ -39,8 +39,8 @@ def test_halves_are_the_outer_product_of_two_means(n: int) -> None:
 def test_a_pair_is_the_first_two_points() -> None:
     X, y, thetas = client()
     Q = np.eye(4)[None]
-    found = residual_moment(X, y, thetas[:1, :1], Q, estimate="pair")
-    eps = (y - X @ thetas[0, 0])[:, None] * X
+    found = residual_moment(X, y, thetas[:1], Q, estimate="pair")
+    eps = (y - X @ thetas[0])[:, None] * X
     np.testing.assert_allclose(found[0], np.outer(eps[0], eps[1]), atol=1e-12)
 
 
@@ -73,10 +73,10 @@ def test_federated_orthogonal_iteration_finds_left_singular_vectors() -> None:
 def test_least_squares_in_the_subspace() -> None:
     X, y, thetas = client(20)
     U = np.linalg.qr(np.random.default_rng(1).standard_normal((4, 2)))[0]
-    moved = moment_step(X, y, thetas[0, 0], U)
+    moved = moment_step(X, y, thetas[0], U)
     residual = y - X @ moved
     np.testing.assert_allclose(U.T @ X.T @ residual, 0, atol=1e-12)
-    step = moved - thetas[0, 0]
+    step = moved - thetas[0]
     np.testing.assert_allclose(U @ U.T @ step, step, atol=1e-12)
 
 

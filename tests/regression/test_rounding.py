@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.regression import (
-    Ask,
     TwoPhase,
     choose_mixture,
     model_error,
     sufficient_statistics,
 )
+from flwr_perdl.regression.phases import Ask
 from perdl_experiments.batched_regression import Clients, simulate
 
 N, D, K = 30, 5, 2

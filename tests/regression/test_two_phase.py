@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from flwr_perdl.regression import (
-    Answers,
-    Ask,
     LogisticLoss,
     Refinement,
     TwoPhase,
     model_error,
     two_phases,
 )
+from flwr_perdl.regression.phases import Answers, Ask
 from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle, setting
 
@@ -174,19 +173,6 @@ def test_the_request_holds_nothing_of_an_anchor_by_default() -> None:
     assert [ask.step for ask in asked] == ["describe", "moment", "moment", "anchors", "update"]
     assert not any(ask.per_client for ask in asked)
     assert not any(ask.arrays[0].any() for ask in asked[1:4])
-
-
-def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
-    paper = TwoPhase.paper(3)
-    settings = replace(paper, phase_1=replace(paper.phase_1, perturbation=0.5))
-    ask = recorded(settings, 13, small())[-1][0]
-    assert ask.step == "moment"
-    copies = np.stack([ask.to(i).arrays[0] for i in range(60)])
-    noise = (copies - ask.arrays[0]).reshape(120, -1)
-    assert noise.std() == pytest.approx(0.5, rel=0.05)
-    correlation = np.corrcoef(noise)
-    np.fill_diagonal(correlation, 0)
-    assert np.abs(correlation).max() < 0.5
 
 
 def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:

@@ -25,7 +25,7 @@ from flwr_perdl.clients import (
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.network import Averaging, Topology, metropolis_weights
 from flwr_perdl.privacy import Noise
-from flwr_perdl.regression import MomentDescent, Refinement
+from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Adam,
@@ -216,7 +216,6 @@ CASES = {
     "own": Case(own_protocol.OwnMean, owners, 1, protocols=(own_protocol,)),
 }
 SOME: dict[str, Any] = {"fraction_train": 0.8}
-PERTURBED = MomentDescent(n_products=2, n_iterations=2, perturbation=0.1)
 #: The same with other options, and with clients that are not drawn in every round.
 VARIANTS = {
     "perma, mean": CASES["perma"]._replace(
@@ -231,7 +230,6 @@ VARIANTS = {
     ),
     "fedx, auto": Case(lambda **o: FedX(**SOME, **o), regressions, 6),
     "fedx, random": Case(lambda **o: FedX(2, start="random", **SOME, **o), regressions, 3),
-    "fedx, perturbed": Case(lambda **o: FedX(2, phase_1=PERTURBED, **SOME, **o), regressions, 6),
     "personal, momentum": CASES["personal"]._replace(
         strategy=lambda **o: PersonalizedFedAvg(["head"], optimizer=Momentum(), **SOME, **o)
     ),

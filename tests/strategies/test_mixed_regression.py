@@ -15,11 +15,11 @@ from flwr_perdl.clients import RegressionClient
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
     LogisticLoss,
-    MomentDescent,
     Refinement,
     TwoPhase,
     model_error,
 )
+from flwr_perdl.regression.phases import MomentDescent
 from flwr_perdl.strategies import ProtocolStrategy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from perdl_experiments.batched_regression import Clients, simulate
@@ -326,7 +326,6 @@ def test_only_an_anchor_receives_an_estimate_of_its_own() -> None:
     [
         (lambda: Refinement(local="fedprox", n_steps=3), "n_steps"),
         (lambda: Refinement(step_size=0.1, work=3.0), "work"),
-        (lambda: MomentDescent(perturbation=1.0), "perturbation"),
         (lambda: OneShotClustering(3, **refined(check_every=5)), "check_every"),
         (lambda: FedMD(3, max_clusters=5), "max_clusters"),
         (lambda: FedX(3, start="random", **PAPER), "phase_1"),
