@@ -32,15 +32,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
 from flwr_perdl.clients.base import UNSENT, PrivateState, private_store
-from flwr_perdl.core.checks import (
-    Matrix,
-    brief_repr,
-    check_choice,
-    check_count,
-    check_flag,
-    check_kind,
-    check_real,
-)
+from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count, check_flag
 from flwr_perdl.core.models import Start, change, fixed_entries, is_float, is_plain, settled
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import like, log
@@ -84,8 +76,8 @@ class Transport:
         check_flag("half", self.half)
         check_flag("changes", self.changes)
         if self.share is not None:
-            check_real("share", self.share, 0, 1, open_low=True)
-        for dtype in check_kind("dtypes", self.dtypes, Mapping, "an object").values():
+            TopK(self.share)
+        for dtype in self.dtypes.values():
             check_choice("dtypes", dtype, _FULL)
 
     @classmethod
@@ -94,7 +86,7 @@ class Transport:
         text = str(config_of(message)[TRANSPORT])
         try:
             return cls(**json.loads(text))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{TRANSPORT} must be JSON as {cls(True, None)}, got {brief_repr(text)}: {error}"
             ) from None

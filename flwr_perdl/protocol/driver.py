@@ -603,12 +603,11 @@ class ProtocolRun:
 
     def _limit_metrics(self, partition: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a client's metrics, without new names once it has reported too many."""
-        known = self._metrics.setdefault(partition, set())
-        new = [name for name in metrics if name not in known]
-        dropped = set(new[_MOST_METRICS - len(known) :] if new else ())
         lists = {name: len(own) for name, own in metrics.items() if isinstance(own, list)}
-        if sum(lists.values()) > _MOST_METRICS:
-            dropped |= lists.keys()
+        dropped = {*lists} if sum(lists.values()) > _MOST_METRICS else set()
+        known = self._metrics.setdefault(partition, set())
+        new = [name for name in metrics if name not in known and name not in dropped]
+        dropped |= set(new[_MOST_METRICS - len(known) :] if new else ())
         known |= set(new) - dropped
         if not dropped:
             return metrics

@@ -32,7 +32,6 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import dropwhile, takewhile
 from math import isfinite, isnan, nan
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,8 +68,6 @@ __all__ = [
 Scalar = bool | bytes | float | int | str
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
 _NUMBERS, _TEXTS = (int, float), (bytes, str)
-#: What metrics are besides numbers.
-_OTHERS = (list, str)
 
 #: What Flower calls an array in NumPy's ``.npy`` format.
 NPY = "numpy.ndarray"
@@ -212,7 +209,7 @@ class Reply(NamedTuple):
     num_examples: int
     metrics: dict[str, float]
     names: tuple[str, ...] = ()
-    others: Mapping[str, Any] = MappingProxyType({})
+    others: Mapping[str, Any] = {}
 
     def name(self, position: int) -> str:
         """Return an array's name, by default its position."""
@@ -683,7 +680,7 @@ def read_parts(
     others = {
         name: brief(value) if isinstance(value, str) else [*map(float, value)]
         for name, value in metrics.items()
-        if isinstance(value, _OTHERS)
+        if isinstance(value, list | str)
     }
     listed = ((name, one) for name, own in others.items() if isinstance(own, list) for one in own)
     for name, value in (*numbers.items(), *listed):

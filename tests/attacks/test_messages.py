@@ -290,6 +290,7 @@ def test_a_client_cannot_fill_the_history_with_metrics() -> None:
 
         def fit(self, parameters: Any, config: Any) -> Any:
             fresh = {f"{config['server-round']} {i}": 1.0 for i in range(600)}
+            fresh |= {"list": [0.0] * 1001} if config["server-round"] > 1 else {}
             return parameters, 1, {"loss": 2.0, **(fresh if self.partition == 0 else {})}
 
     strategy = ClusteredFedAvg(1, fraction_evaluate=0.0)
@@ -297,6 +298,7 @@ def test_a_client_cannot_fill_the_history_with_metrics() -> None:
     strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=4)
     names = set().union(*(report.metrics[0] for report in strategy.history))
     assert len(names) == 1001  # and the number of examples
+    assert "list" not in names
     assert all("loss" in report.metrics[0] for report in strategy.history)
     assert strategy.history[-1].metrics[1]["loss"] == 2.0
     assert [sorted(report.anomalies) for report in strategy.history] == [[], [0], [0], [0]]
