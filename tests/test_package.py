@@ -117,7 +117,9 @@ for name in [one for one in sys.modules if f"{one}.".startswith(tuple(f"{g}." fo
 sys.meta_path.insert(0, Gone())
 
 for room in sys.argv[1:]:
-    importlib.import_module(f"flwr_perdl.{room}")
+    loaded = importlib.import_module(f"flwr_perdl.{room}")
+    for name in getattr(loaded, "__all__", ()):
+        getattr(loaded, name)
 from flwr.app import ArrayRecord
 from flwr_perdl import clients, simulations, strategies
 
@@ -142,6 +144,16 @@ except ImportError as error: print(str(error).split(" needs Flower's ")[0])
     command = [sys.executable, "-c", script, *FLOORS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["[array([1.])]", "a secure sum"], done.stderr
+
+
+def test_a_client_app_loads_little() -> None:
+    """A SuperNode starts a process for each message."""
+    script = "import sys; from flwr_perdl.clients import client_app; print(*sys.modules)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert sum(name.startswith("flwr_perdl") for name in loaded) <= 32
+    assert not {"numba", "scipy", "flwr_perdl.dictionary", "flwr_perdl.regression"} & {*loaded}
 
 
 @pytest.mark.parametrize("floor", sorted(FLOORS))

@@ -15,14 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ContextDecorator
 from contextvars import ContextVar, copy_context
 from functools import cache, lru_cache
+from importlib import import_module
 from itertools import chain, islice
 from logging import getLogger
 from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.linalg
-import scipy.linalg
 
 __all__ = ["in_threads", "n_threads", "one_blas_thread"]
 
@@ -30,7 +29,8 @@ __all__ = ["in_threads", "n_threads", "one_blas_thread"]
 @lru_cache(maxsize=1)
 def _libraries() -> list[Any]:
     """Return threadpoolctl's hold on each BLAS library that NumPy and SciPy have loaded."""
-    _ = numpy.linalg, scipy.linalg  # loaded before the libraries are looked up
+    for package in ("numpy.linalg", "scipy.linalg"):  # loaded before their libraries are looked up
+        import_module(package)
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:

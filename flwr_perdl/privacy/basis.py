@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
-from scipy.fft import idctn
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_array, check_count, check_list
 
@@ -80,6 +79,8 @@ class PublicBasis:
                 f"{brief_repr(shape)}."
             )
         check_count("n", n, 1, n_features)
+        from scipy.fft import idctn  # takes longer to load than all that a client needs
+
         where = np.indices(sizes).reshape(len(sizes), -1)
         height = ((where / np.array(sizes)[:, None]) ** 2).sum(axis=0)
         lowest = np.argsort(height, kind="stable")[:n]
