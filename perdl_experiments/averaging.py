@@ -28,9 +28,9 @@ from flwr_perdl.dictionary import (
     principal_directions,
     reconstruct,
     remainder,
-    update_weights,
     warm_start,
 )
+from flwr_perdl.dictionary.learners import update_weights
 from flwr_perdl.privacy import may_send
 from flwr_perdl.random import SERVER, spawn
 from perdl_experiments.baselines import Start

@@ -32,7 +32,8 @@ from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.protocol.records import STEP, Scalar
-from flwr_perdl.regression import Answers, Ask, TwoPhase
+from flwr_perdl.regression import TwoPhase
+from flwr_perdl.regression.phases import Answers, Ask
 from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed
 

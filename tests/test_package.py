@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from perdl_experiments._run_config import all_keys, read_run_config
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flwr_perdl", "perdl_experiments")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NAMES = ROOT / "tests" / "public_names.txt"
 APPS = [file.parent for file in (ROOT / "pyproject.toml", *ROOT.glob("examples/*/pyproject.toml"))]
 
 # An import only ever points down: what each package may import of the others.
@@ -64,6 +66,20 @@ def test_one_version_everywhere() -> None:
     assert f"version: {flwr_perdl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == flwr_perdl.__version__
+
+
+def public_names() -> str:
+    """Return all public names of the library's rooms, a line each."""
+    rooms = [import_module(f"flwr_perdl.{room}") for room in sorted([*ROOMS, "random"])]
+    each = [(room.__name__, name) for room in rooms for name in getattr(room, "__all__", ())]
+    return "".join(f"{room}.{name}\n" for room, name in each)
+
+
+def test_the_public_names_are_those_in_the_list() -> None:
+    assert public_names() == NAMES.read_text(), (
+        "if it is meant: python -c 'import tests.test_package as t; "
+        "t.NAMES.write_text(t.public_names())'"
+    )
 
 
 def test_flower_pins_are_within_the_supported_range() -> None:

@@ -11,9 +11,16 @@ from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_kind, check_real
 from flwr_perdl.protocol.records import EVALUATE, Scalar
-from flwr_perdl.regression import SQUARED, Ask, FeatureMap, Loss, SquaredLoss
-from flwr_perdl.regression.losses import apply_features, check_labels, check_loss, check_points
-from flwr_perdl.regression.phases import RULES
+from flwr_perdl.regression import Loss, SquaredLoss
+from flwr_perdl.regression.losses import (
+    SQUARED,
+    FeatureMap,
+    apply_features,
+    check_labels,
+    check_loss,
+    check_points,
+)
+from flwr_perdl.regression.phases import RULES, Ask
 from flwr_perdl.regression.two_phase import answer
 
 MIXED_REGRESSION = "mixed_regression"

@@ -57,10 +57,10 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     reconstruct,
     refine_local,
-    update_weights,
 )
 from flwr_perdl.dictionary.bounded import bounded_statistics
 from flwr_perdl.dictionary.coding import completed
+from flwr_perdl.dictionary.learners import update_weights
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.privacy.withholding import may_send_entries
 from flwr_perdl.protocol.compat import log

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from flwr_perdl.dictionary.aggregation import (
-    Aggregation,
-    aggregate_atoms,
-    aggregate_statistics,
-    local_statistics,
-)
-from flwr_perdl.dictionary.atoms import (
-    atom_distances,
-    dictionary_distance,
-    normalize_atoms,
-    principal_directions,
-)
+from flwr_perdl.dictionary.aggregation import aggregate_atoms, local_statistics
+from flwr_perdl.dictionary.atoms import dictionary_distance, normalize_atoms, principal_directions
 from flwr_perdl.dictionary.coding import (
     Lasso,
     hard_threshold,
@@ -33,10 +23,8 @@ from flwr_perdl.dictionary.learners import (
     Learner,
     MODLearner,
     OrthogonalLearner,
-    atom_support,
-    update_weights,
 )
-from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global, global_matching
+from flwr_perdl.dictionary.matching import Matching, align_to_global, global_matching
 from flwr_perdl.dictionary.polar import polar_factor
 from flwr_perdl.dictionary.refinement import refine_local
 from flwr_perdl.dictionary.warm_start import WarmStart, iterate, warm_start
@@ -44,8 +32,6 @@ from flwr_perdl.dictionary.warm_start import WarmStart, iterate, warm_start
 __all__ = [
     "AUTO_PENALTY",
     "AUTO_THRESHOLD",
-    "Aggregation",
-    "Alignment",
     "GradientLearner",
     "KSVDLearner",
     "Lasso",
@@ -56,10 +42,7 @@ __all__ = [
     "OrthogonalLearner",
     "WarmStart",
     "aggregate_atoms",
-    "aggregate_statistics",
     "align_to_global",
-    "atom_distances",
-    "atom_support",
     "dictionary_distance",
     "global_matching",
     "hard_threshold",
@@ -75,6 +58,5 @@ __all__ = [
     "remainder",
     "soft_threshold",
     "sparse_code",
-    "update_weights",
     "warm_start",
 ]

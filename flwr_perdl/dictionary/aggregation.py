@@ -226,7 +226,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.dictionary import aggregate_statistics
+    >>> from flwr_perdl.dictionary.aggregation import aggregate_statistics
     >>> stack = np.array([[[4.0, 2.0]], [[2.0, 4.0]]])  # from local_statistics of two clients
     >>> found = aggregate_statistics(stack, np.array([[1.0, 0.0]]), orthogonal=True)
     >>> found.global_atoms.round(3)

@@ -261,7 +261,7 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.dictionary import atom_distances
+    >>> from flwr_perdl.dictionary.atoms import atom_distances
     >>> atom_distances(np.eye(2), -np.eye(2)).round(3)  # signs do not matter
     array([[0.   , 1.414],
            [1.414, 0.   ]])

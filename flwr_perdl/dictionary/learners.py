@@ -190,7 +190,7 @@ def atom_support(C: Matrix) -> Matrix:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.dictionary import atom_support
+    >>> from flwr_perdl.dictionary.learners import atom_support
     >>> atom_support(np.array([[1.0, 5.0], [1.0, 0.0], [-1.0, 0.0]]))
     array([3., 1.])
     """
@@ -223,7 +223,8 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.dictionary import MODLearner, update_weights
+    >>> from flwr_perdl.dictionary import MODLearner
+    >>> from flwr_perdl.dictionary.learners import update_weights
     >>> X, C = np.eye(2), np.array([[1.0, 1.0], [1.0, -1.0]])
     >>> update_weights(MODLearner(2), X, C, np.eye(2)).round(6)
     array([[ 0.5,  0.5],

@@ -19,10 +19,9 @@ Shared observations are in the paper a generalization without equations. Here a 
 with its own samples and those that its neighbors have sent, as if it had observed them itself.
 
 Deviations. The combination takes the psi of the same round (printed: of the last). MOD and K-SVD
-send unit atoms. An atom to which fewer than two samples contribute is not updated
-(`flwr_perdl.dictionary.atom_support`), so that no update shows a raw sample. Dead and double atoms
-are replaced: the paper does not do this, and then rarely finds all atoms; see
-:class:`DataDiffusion`.
+send unit atoms. An atom to which fewer than two samples contribute is not updated, so
+that no update shows a raw sample. Dead and double atoms are replaced: the paper does not do this,
+and then rarely finds all atoms; see :class:`DataDiffusion`.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.dictionary import (
     KSVDLearner,
     MODLearner,
-    atom_support,
     dictionary_distance,
     lasso,
     normalize_atoms,
     omp,
 )
 from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
+from flwr_perdl.dictionary.learners import atom_support
 from flwr_perdl.network._replacement import (
     SLOTS,
     TIE,

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.fedmd import cluster_anchors
-from flwr_perdl.regression.losses import (
-    SQUARED,
-    FeatureMap,
-    LogisticLoss,
-    Loss,
-    Polynomial,
-    SquaredLoss,
-    model_error,
-)
+from flwr_perdl.regression.losses import LogisticLoss, Loss, Polynomial, SquaredLoss, model_error
 from flwr_perdl.regression.moments import moment_step, residual_moment
-from flwr_perdl.regression.phases import (
-    Answers,
-    Ask,
-    Descent,
-    Refinement,
-    State,
-    TwoPhase,
-)
+from flwr_perdl.regression.phases import Refinement, TwoPhase
 from flwr_perdl.regression.statistics import choose_mixture, sufficient_statistics
 from flwr_perdl.regression.two_phase import answer, two_phases
 
 __all__ = [
-    "SQUARED",
-    "Answers",
-    "Ask",
-    "Descent",
-    "FeatureMap",
     "LogisticLoss",
     "Loss",
     "Polynomial",
     "Refinement",
     "SquaredLoss",
-    "State",
     "TwoPhase",
     "answer",
     "choose_mixture",

@@ -417,7 +417,8 @@ class Descent(State):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Answers, Descent, TwoPhase, answer, two_phases
+    >>> from flwr_perdl.regression import TwoPhase, answer, two_phases
+    >>> from flwr_perdl.regression.phases import Answers, Descent
     >>> X, settings = np.random.default_rng(0).standard_normal((20, 8, 2)), TwoPhase(1)
     >>> run = two_phases(settings, settings.begin())
     >>> ask = next(run)
@@ -524,7 +525,8 @@ class Answers(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Answers, Ask, answer
+    >>> from flwr_perdl.regression import answer
+    >>> from flwr_perdl.regression.phases import Answers, Ask
     >>> X = np.random.default_rng(0).standard_normal((3, 10, 2))
     >>> sent = np.stack([answer(own, own[:, 0], Ask("describe")) for own in X])
     >>> Answers(np.arange(3), np.full(3, 10.0), sent).partitions

@@ -50,7 +50,8 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Answers, TwoPhase, answer, two_phases
+    >>> from flwr_perdl.regression import TwoPhase, answer, two_phases
+    >>> from flwr_perdl.regression.phases import Answers
     >>> settings = TwoPhase(2)
     >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
     >>> run = two_phases(settings, settings.begin())
@@ -95,7 +96,8 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Ask, answer
+    >>> from flwr_perdl.regression import answer
+    >>> from flwr_perdl.regression.phases import Ask
     >>> X = np.random.default_rng(0).standard_normal((10, 2))
     >>> answer(X, X[:, 0], Ask("describe")).shape
     (3,)

@@ -80,7 +80,7 @@ from flwr_perdl.protocol.records import (
 from flwr_perdl.protocol.report import summarize
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression import updates
+from flwr_perdl.strategies import _starts
 from flwr_perdl.strategies._models import (
     MEMORY,
     Adam,
@@ -464,7 +464,7 @@ class ClusteredFedAvg(ModelStrategy):
         fixed = [fixed_entries(model[i]) for i in moved]
         own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
         models = [list(model) for _ in range(k)]
-        drawn = updates.perturb(own, k, spawn(self.options.seed, SERVER, 0))
+        drawn = _starts.perturb(own, k, spawn(self.options.seed, SERVER, 0))
         for i, stack, entries in zip(moved, drawn, fixed, strict=True):
             for one, array in zip(models, stack, strict=True):
                 one[i] = settled(array, model[i], entries)
@@ -490,7 +490,7 @@ class ClusteredFedAvg(ModelStrategy):
                 "groups, got other clients only."
             )
         robust = self.robust != "mean"
-        k = updates.smallest_as_good(np.stack(losses), robust)
+        k = _starts.smallest_as_good(np.stack(losses), robust)
         groups, sizes = np.unique(state[_GROUPS][:, k], return_counts=True)
         if robust and sizes.max() > 1:
             groups = groups[sizes > 1]
@@ -578,16 +578,16 @@ class ClusteredFedAvg(ModelStrategy):
         if robust:
             n = 1 if self.k == _AUTO else most
             kept = keep_supported(changes)
-            kept = kept[updates.find_supported_groups(changes[kept], n)]
+            kept = kept[_starts.find_supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(LEFT_OUT, dict.fromkeys(alone, 1.0))
             changes, partitions = changes[kept], partitions[kept]
         most = min(most, len(changes))
         if self.start_from == "anchors":
-            anchors = partitions[updates.choose_anchors(changes, most, robust)].tolist()
+            anchors = partitions[_starts.choose_anchors(changes, most, robust)].tolist()
             return _state([self.whole(model, replies[p].arrays) for p in anchors])
-        groups = updates.nested_groups(changes, most)
+        groups = _starts.nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
         # could not tell that it has several.

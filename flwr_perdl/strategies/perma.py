@@ -69,8 +69,13 @@ from flwr_perdl.clients.perma import (
 )
 from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
-from flwr_perdl.dictionary import Aggregation, aggregate_atoms, global_matching, polar_factor
-from flwr_perdl.dictionary.aggregation import METHODS, aggregate_statistics, finish_atoms
+from flwr_perdl.dictionary import aggregate_atoms, global_matching, polar_factor
+from flwr_perdl.dictionary.aggregation import (
+    METHODS,
+    Aggregation,
+    aggregate_statistics,
+    finish_atoms,
+)
 from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.bounded import BALANCE, denoise_moments
 from flwr_perdl.dictionary.warm_start import pooled_start

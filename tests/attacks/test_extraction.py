@@ -28,7 +28,8 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
     WarmStart,
 )
-from flwr_perdl.regression import SQUARED, LogisticLoss
+from flwr_perdl.regression import LogisticLoss
+from flwr_perdl.regression.losses import SQUARED
 from flwr_perdl.simulations import InProcessGrid
 from tests.grids import context_of
 

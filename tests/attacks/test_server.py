@@ -27,8 +27,9 @@ from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.network import Topology
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.records import Replies, Reply, read_parts, read_reply
-from flwr_perdl.regression import Answers, TwoPhase, two_phases
-from flwr_perdl.regression import State as RegressionState
+from flwr_perdl.regression import TwoPhase, two_phases
+from flwr_perdl.regression.phases import Answers
+from flwr_perdl.regression.phases import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,

@@ -8,12 +8,12 @@ import pytest
 from flwr_perdl.dictionary import (
     LassoLearner,
     aggregate_atoms,
-    aggregate_statistics,
     dictionary_distance,
     local_statistics,
     normalize_atoms,
     polar_factor,
 )
+from flwr_perdl.dictionary.aggregation import aggregate_statistics
 
 ALL = np.ones(3, dtype=bool)
 

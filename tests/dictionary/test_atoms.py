@@ -10,12 +10,8 @@ from hypothesis.extra.numpy import arrays
 from scipy.linalg import polar
 from scipy.optimize import linear_sum_assignment
 
-from flwr_perdl.dictionary import (
-    atom_distances,
-    dictionary_distance,
-    normalize_atoms,
-    polar_factor,
-)
+from flwr_perdl.dictionary import dictionary_distance, normalize_atoms, polar_factor
+from flwr_perdl.dictionary.atoms import atom_distances
 
 numbers = st.floats(-10, 10).map(lambda x: round(x, 3))
 

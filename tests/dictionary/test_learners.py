@@ -11,7 +11,6 @@ from flwr_perdl.dictionary import (
     LassoLearner,
     MODLearner,
     OrthogonalLearner,
-    atom_support,
     dictionary_distance,
     normalize_atoms,
     polar_factor,
@@ -19,6 +18,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.learners import atom_support
 
 PLAIN = [OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner]
 CLASSES = [*PLAIN, LassoLearner]

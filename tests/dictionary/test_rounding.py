@@ -20,15 +20,14 @@ from flwr_perdl.dictionary import (
     Learner,
     MODLearner,
     OrthogonalLearner,
-    aggregate_statistics,
-    atom_support,
     global_matching,
     omp,
     refine_local,
     remainder,
-    update_weights,
     warm_start,
 )
+from flwr_perdl.dictionary.aggregation import aggregate_statistics
+from flwr_perdl.dictionary.learners import atom_support, update_weights
 from flwr_perdl.privacy import may_send
 
 Rng = np.random.Generator

@@ -12,7 +12,6 @@ from flwr_perdl.dictionary import (
     MODLearner,
     OrthogonalLearner,
     aggregate_atoms,
-    aggregate_statistics,
     align_to_global,
     global_matching,
     omp,
@@ -20,6 +19,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.aggregation import aggregate_statistics
 
 KINDS = OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner
 LENGTHS = np.array([1e3, 10.0, 1e-3, 0.5])

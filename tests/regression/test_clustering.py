@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flwr_perdl.regression import SQUARED, LogisticLoss, model_error
+from flwr_perdl.regression import LogisticLoss, model_error
 from flwr_perdl.regression.fedx import average_updates, local_change
+from flwr_perdl.regression.losses import SQUARED
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

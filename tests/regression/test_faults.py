@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression import (
-    Answers,
-    Ask,
-    Descent,
-    Refinement,
-    State,
-    TwoPhase,
-    model_error,
-)
+from flwr_perdl.regression import Refinement, TwoPhase, model_error
+from flwr_perdl.regression.phases import Answers, Ask, Descent, State
 from perdl_experiments.batched_regression import Clients, simulate, simulate_rounds
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 

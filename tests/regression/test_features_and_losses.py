@@ -5,7 +5,8 @@ import pytest
 from scipy.optimize import approx_fprime
 from sklearn.preprocessing import PolynomialFeatures
 
-from flwr_perdl.regression import SQUARED, LogisticLoss, Polynomial
+from flwr_perdl.regression import LogisticLoss, Polynomial
+from flwr_perdl.regression.losses import SQUARED
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
