@@ -69,7 +69,7 @@ INTERNAL = (
     *("answer", "choose", "cluster", "exchange", "first_dictionary", "initialize", "measure"),
     *("own_atoms", "may_send", "DictionaryClient.update", "LearnerClient.global_atoms"),
     *("LearnerClient.result", "ServerSettings.of", "level", "steps", "weights"),
-    *("draw_seed", "to", "pack", "unpack", "outliers", "adapts", "sent_options"),
+    *("adapts", "sent_options"),
     *("most_clusters", "Objective.at", "per_atom", "own_forms", "own_weights", "modulus"),
     *("awake", "broken", "delays", "links", "passable", "turn", "check_linked", "adapted"),
     *("robust_means", "neighbor_terms", "argmax", "decode", "encode", "levels"),

@@ -9,7 +9,7 @@ from flwr.app import Context
 
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
-from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_kind, check_real
+from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind
 from flwr_perdl.protocol.records import EVALUATE, Scalar
 from flwr_perdl.regression import Loss, SquaredLoss
 from flwr_perdl.regression.losses import (
@@ -56,16 +56,14 @@ class RegressionClient(ProtocolClient):
     features : callable, optional
         Feature map phi from inputs to (n_samples, d); the identity by default.
     loss : Loss, default squared
-        The loss of Phase 2, for a linear predictor.
+        The loss of Phase 2, for a linear predictor. With another than the squared one, models of a
+        norm above 5 are rejected: at a large model the gradient is a sum over a few points that the
+        server can choose. Scale features to about 1.
     evaluation : tuple of ndarray, optional
         Held-out inputs and responses for `evaluate`; by default the client's own data.
     min_support : int, default 3
         Fewest points behind each sum that leaves the client; with fewer it does not train.
         The paper's variant sums over half of them.
-    max_norm : float, optional
-        Largest norm of a model in a request. By default 1e9 with the squared loss, and 5 with any
-        other: at a large model the gradient of such a loss is a sum over a few points that the
-        server can choose. Scale features to about 1.
     max_runs : int, default 8
         As in `DictionaryClient`.
     max_requests : int, default 1000
@@ -111,7 +109,6 @@ class RegressionClient(ProtocolClient):
         loss: Loss = SQUARED,
         evaluation: tuple[Matrix, Matrix] | None = None,
         min_support: int = 3,
-        max_norm: float | None = None,
         max_runs: int = 8,
         max_requests: int = 1000,
     ) -> None:
@@ -124,10 +121,7 @@ class RegressionClient(ProtocolClient):
         check_loss(loss)
         self.loss = loss
         self.min_support = check_count("min_support", min_support)
-        usual = _LINEAR_NORM if isinstance(loss, SquaredLoss) else _OTHER_NORM
-        self.max_norm = check_real(
-            "max_norm", usual if max_norm is None else max_norm, 0, LARGE, open_low=True
-        )
+        self._max_norm = _LINEAR_NORM if isinstance(loss, SquaredLoss) else _OTHER_NORM
         self.X, self.y = self._checked(X, y)
         self.held_out = (self.X, self.y)
         if evaluation is not None:
@@ -135,7 +129,7 @@ class RegressionClient(ProtocolClient):
 
     def answer(self, request: StepRequest) -> StepResult:
         """Return what leaves the client: sums over at least ``min_support`` points."""
-        ask, n = _read(request, self.max_norm), len(self.y)
+        ask, n = _read(request, self._max_norm), len(self.y)
         points = {"halves": n // 2, "pair": 1}.get(str(ask.options.get("estimate")), n)
         if points < self.min_support:
             raise ValueError(
@@ -162,7 +156,7 @@ class RegressionClient(ProtocolClient):
         if len(request.arrays) != 1:
             raise ValueError(f"parameters must be [models], got {len(request.arrays)} arrays.")
         centers = check_array("parameters", request.arrays[0], min_rows=1, columns=self.X.shape[1])
-        _check_norms("parameters", centers, self.max_norm)
+        _check_norms("parameters", centers, self._max_norm)
         X, y = self.held_out
         if min(len(self.y), len(y)) < self.min_support:
             return StepResult([], len(y))

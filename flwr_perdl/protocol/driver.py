@@ -201,7 +201,7 @@ class ProtocolRun:
             try:
                 if replies is not None and self.request is not None and self.request.combine:
                     replies.combined = self.request.combine(replies)
-                    if not (self.request.keep_arrays or self.request.reuse_last_reply):
+                    if not self.request.reuse_last_reply:
                         for reply in replies.values():  # they are large, and counted for already
                             reply.arrays.clear()
                 self._take_up(next(self._steps) if replies is None else self._steps.send(replies))

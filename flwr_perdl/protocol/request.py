@@ -40,7 +40,6 @@ from flwr_perdl.core.checks import (
     brief_repr,
     check_choice,
     check_count,
-    check_flag,
     check_function,
     check_kind,
     check_list,
@@ -476,10 +475,8 @@ class Request:
         again and named in the report. For replies that don't refer to an older model. The server,
         and its checkpoints, then hold a reply per client.
     combine : Combine, optional
-        How the good replies are combined, into ``replies.combined``.
-    keep_arrays : bool, default False
-        Whether the replies keep their arrays after ``combine``; by default a round's models are
-        held only until they are combined.
+        How the good replies are combined, into ``replies.combined``; a round's models are held
+        only until then.
     expect : sequence of ndarray, or None, default ()
         A model: the replies' arrays must have these shapes and dtypes, no values that are far too
         large, and the same values where they can't be averaged (`flwr_perdl.core.models`). By
@@ -513,7 +510,6 @@ class Request:
     secure: Channel | None = None
     reuse_last_reply: int = 0
     combine: Combine | None = None
-    keep_arrays: bool = False
     expect: Sequence[Matrix] | None = ()
 
     def __post_init__(self) -> None:
@@ -542,7 +538,6 @@ class Request:
         if self.max_weight is not None:
             check_real("Request.max_weight", self.max_weight, 1)
         check_count("Request.reuse_last_reply", self.reuse_last_reply)
-        check_flag("Request.keep_arrays", self.keep_arrays)
         kinds = {"summed": Summed, "secure": Channel, "combine": Combine}
         for name, kind in kinds.items():
             wanted = f"a {'SecureMean' if kind is Channel else kind.__name__} or None"

@@ -84,22 +84,23 @@ class Momentum:
         return array + self.learning_rate * m, [m]
 
 
+#: The paper's, of `Adam` and `Yogi`.
+_BETA_1, _BETA_2 = 0.9, 0.99
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adam:
     """Server optimizer of FedAdam (Reddi et al. 2021, Algorithm 2).
 
     ``m = beta_1 m + (1 - beta_1) Delta``, ``v = beta_2 v + (1 - beta_2) Delta^2``,
-    ``x = x + learning_rate m / (sqrt(v) + tau)``, from m = 0 and v = tau^2. Flower's FedAdam adds a
-    bias correction, which the paper does not have.
+    ``x = x + learning_rate m / (sqrt(v) + tau)``, from m = 0 and v = tau^2, with the paper's
+    beta_1 = 0.9 and beta_2 = 0.99. Flower's FedAdam adds a bias correction, which the paper does
+    not have.
 
     Parameters
     ----------
     learning_rate : float, default 0.1
         Above 0.
-    beta_1 : float, default 0.9
-        At least 0, below 1.
-    beta_2 : float, default 0.99
-        At least 0, below 1.
     tau : float, default 1e-3
         Above 0: the larger, the less adaptive.
 
@@ -115,16 +116,12 @@ class Adam:
     """
 
     learning_rate: float = 0.1
-    beta_1: float = 0.9
-    beta_2: float = 0.99
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
         """Check the arguments."""
         own_numbers(self)
         check_real("learning_rate", self.learning_rate, 0, LARGE, open_low=True)
-        for name in ("beta_1", "beta_2"):
-            check_real(name, getattr(self, name), 0, np.nextafter(1, 0))
         check_real("tau", self.tau, 1e-12, LARGE)
 
     def begin(self, array: Matrix) -> list[Matrix]:
@@ -135,12 +132,12 @@ class Adam:
         self, array: Matrix, change: Matrix, memory: Sequence[Matrix]
     ) -> tuple[Matrix, list[Matrix]]:
         """Return the next array and memory."""
-        m: Matrix = self.beta_1 * memory[0] + (1 - self.beta_1) * change
+        m: Matrix = _BETA_1 * memory[0] + (1 - _BETA_1) * change
         v = self._second(memory[1], change**2)
         return array + self.learning_rate * (m / (np.sqrt(v) + self.tau)), [m, v]
 
     def _second(self, v: Matrix, square: Matrix) -> Matrix:
-        return self.beta_2 * v + (1 - self.beta_2) * square
+        return _BETA_2 * v + (1 - _BETA_2) * square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +153,7 @@ class Yogi(Adam):
     """
 
     def _second(self, v: Matrix, square: Matrix) -> Matrix:
-        moved: Matrix = v - (1 - self.beta_2) * square * np.sign(v - square)
+        moved: Matrix = v - (1 - _BETA_2) * square * np.sign(v - square)
         return moved
 
 

@@ -11,8 +11,8 @@ What each party receives:
   points), and the estimates of clients with enough points; in Phase 2, its cluster, loss and
   update of one model. In every round: numbers of samples. No message contains a sample or response
   as such, but for a client with one point the mean squares, the loss and the update reveal both:
-  clients with fewer than ``min_support`` points don't train. Clients reject models above
-  ``max_norm``, and send zeros instead of a row that shows a point.
+  clients with fewer than ``min_support`` points don't train. Clients reject models that
+  are too long, and send zeros instead of a row that shows a point.
 - *A client*: the models of all clusters; the step size, which depends on one client's curvature;
   from the second product on, the basis that the sums over all clients span. In the paper's variant,
   every anchor's last estimate, without names.

@@ -13,7 +13,7 @@ paper (Reddi et al.)             here
 ================================ ===========================================================
 ``x_t``, ``Delta_t``             the shared arrays; the mean of the clients', minus them
 ``m_t``, ``v_t``                 the optimizer's memory
-``eta``, ``beta_1``, ``tau``, …  ``learning_rate``, ``beta_1``, ``tau``, …
+``eta``, ``tau``                 ``learning_rate``, ``tau``
 ================================ ===========================================================
 
 What each party receives:

@@ -182,7 +182,6 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "diffusion_averaging": {"initial": lambda: [np.ones(2)], "metrics": lambda: ("loss",)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
-    "aggregate_statistics": {"stack": lambda: np.stack([_atoms(), 2 * _atoms()])},
     "imbalanced_partition": {
         "y": lambda: np.arange(40) % 2,
         "n_clients": lambda: 2,
@@ -211,7 +210,6 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
 #: step by the library alone.
 LEFT_OUT = {
     "Local",  # made by the dispatcher alone
-    "Descent",
     "Inbox",
     "Member",
     "answer",
@@ -334,8 +332,6 @@ INNER = {
     *(
         "TwoPhase.adapts",
         "TwoPhase.sent_options",
-        "State.unpack",
-        "Descent.unpack",
         "ServerSettings.of",
         "Schedule.of",
     ),

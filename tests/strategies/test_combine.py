@@ -110,7 +110,6 @@ def test_a_large_model_may_come_back() -> None:
 
 
 class Median(ProtocolStrategy):
-    keep = False
     seen: list[int]
 
     def protocol(self, initial: list[Any], state: Any) -> Protocol:
@@ -118,9 +117,7 @@ class Median(ProtocolStrategy):
         while True:
             how = Combine(start=[model], rule="median")
             state = {"model": model}
-            answers = yield Request(
-                "median", [model], state=state, combine=how, keep_arrays=self.keep
-            )
+            answers = yield Request("median", [model], state=state, combine=how)
             self.seen = [len(reply.arrays) for reply in answers.values()]
             (model,) = answers.combined
 
@@ -135,13 +132,11 @@ class Client(NumPyClient):
         return [np.full(3 if self.i == 4 else 2, float(self.i**2))], 1, {}
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_the_driver_checks_combines_and_releases(keep: bool) -> None:
+def test_the_driver_checks_combines_and_releases() -> None:
     strategy = Median(fraction_evaluate=0.0)
-    strategy.keep = keep
     result = strategy.start(InProcessGrid(client_app(Client), 5), num_rounds=1)
     assert result.arrays.to_numpy_ndarrays()[0].tolist() == [2.5, 2.5]  # of 0, 1, 4 and 9
     (report,) = strategy.history
     assert "shapes" in report.dropped["client 4"]
     assert report.floats_up == 2
-    assert strategy.seen == [1 if keep else 0] * 4
+    assert strategy.seen == [0] * 4

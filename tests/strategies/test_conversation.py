@@ -358,7 +358,6 @@ def times(log: pytest.LogCaptureFixture, text: str) -> int:
         ({"per_client": ONE}, "per_client"),
         ({"summed": ONE}, "summed"),
         ({"combine": {"group": "a"}}, "combine"),
-        ({"keep_arrays": "no"}, "keep_arrays"),
     ],
 )
 def test_what_a_protocol_asks_is_checked_before_anything_is_sent(
