@@ -32,17 +32,18 @@ def test_rows_of_any_length_have_norm_one(rng, scale):
         np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1, rtol=1e-6)
 
 
-def test_distances_by_hand():
-    A = np.array([[1.0, 0.0]])
-    B = np.array([[0.6, 0.8], [-1.0, 0.0], [0.0, 1.0]])
-    expected = [[np.hypot(0.4, 0.8), 0.0, np.sqrt(2)]]
-    assert np.allclose(atom_distances(A, B), expected, rtol=1e-15)
-
-
-def test_tiny_distances_have_no_floor():
-    A = np.array([[1.0, 0.0]])
-    for tiny in (1e-4, 1e-9, 1e-13):
-        assert atom_distances(A, np.array([[-1.0, tiny]]))[0, 0] == pytest.approx(tiny, rel=1e-12)
+@pytest.mark.parametrize(
+    ("atom", "expected"),
+    [
+        ([0.6, 0.8], np.hypot(0.4, 0.8)),
+        ([-1.0, 0.0], 0.0),
+        ([0.0, 1.0], np.sqrt(2)),
+        *(([-1.0, tiny], tiny) for tiny in (1e-4, 1e-9, 1e-13)),  # no floor
+    ],
+)
+def test_distances_by_hand(atom, expected):
+    found = atom_distances(np.array([[1.0, 0.0]]), np.array([atom]))
+    assert found == pytest.approx(np.array([[expected]]), rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 5), (1, 1), (5, 5)])

@@ -120,19 +120,17 @@ def test_a_dictionary_of_samples_with_30_percent_missing_is_nearly_that_of_whole
     assert missing < 1.08 * complete
 
 
+MOD, PLAIN = MODLearner(3, coding="threshold"), OrthogonalLearner(3)
+
+
 @pytest.mark.parametrize(
-    "learner",
-    [OrthogonalLearner(3), GradientLearner(3), KSVDLearner(3), MODLearner(3, coding="threshold")],
-    ids=repr,
+    "code",
+    [
+        *(learner.code for learner in (PLAIN, GradientLearner(3), KSVDLearner(3), MOD)),
+        lambda X, D: warm_start(X, PLAIN, rng=np.random.default_rng(0)),
+        lambda X, D: sparse_code(X, D, threshold=0.1),
+    ],
 )
-def test_other_learners_reject_it(rng, unit, learner):
-    X, D = with_nan(rng.standard_normal((20, 8))), unit(3, 8)
-    for call in (lambda: learner.code(X, D), lambda: warm_start(X, learner, rng=rng)):
-        with pytest.raises(ValueError, match=r"^X"):
-            call()
-
-
-def test_what_else_is_rejected(rng, unit):
-    X, D = with_nan(rng.standard_normal((20, 8))), unit(3, 8)
+def test_other_coders_reject_it(rng, unit, code):
     with pytest.raises(ValueError, match=r"^X"):
-        sparse_code(X, D, threshold=0.1)
+        code(with_nan(rng.standard_normal((20, 8))), unit(3, 8))

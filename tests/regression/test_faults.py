@@ -54,11 +54,19 @@ def absent(data: Mixed, share: float, seed: int = 0) -> Faulty:
     return Faulty(data, fault)
 
 
-def test_without_faults_and_with_duplicated_rows() -> None:
+@pytest.mark.parametrize(
+    ("change", "rounds", "most"),
+    [
+        (lambda i, A: A, 40, 0.1),
+        (lambda i, A: np.concatenate([A, A]), 40, 0.1),
+        (lambda i, A: A[:1] if i % 2 else A, 150, 0.2),
+    ],
+    ids=["as they are", "rows twice", "one point each at half of the clients"],
+)
+def test_models_are_found(change: Callable[..., Any], rounds: int, most: float) -> None:
     data = planted()
-    assert model_error(run_on(data.X, data.y).centers, data.theta) < 0.1
-    X, y = [np.vstack([A, A]) for A in data.X], [np.concatenate([b, b]) for b in data.y]
-    assert model_error(run_on(X, y).centers, data.theta) < 0.1
+    X, y = ([change(i, A) for i, A in enumerate(own)] for own in (data.X, data.y))
+    assert model_error(run_on(X, y, rounds).centers, data.theta) < most
 
 
 def test_collinear_features() -> None:
@@ -82,13 +90,6 @@ def test_nearly_collinear_features_at_some_clients_make_no_wild_models() -> None
     for state in simulate_rounds(Clients(X, y), TwoPhase(), 40):
         assert np.linalg.norm(state.centers, axis=1).max(initial=0) < longest
     assert len(state.centers) > 1
-
-
-def test_clients_of_one_point() -> None:
-    data = planted()
-    X = [A[:1] if i % 2 else A for i, A in enumerate(data.X)]
-    y = [b[:1] if i % 2 else b for i, b in enumerate(data.y)]
-    assert model_error(run_on(X, y, 150).centers, data.theta) < 0.2
 
 
 @pytest.mark.parametrize(
