@@ -18,6 +18,7 @@ PAGE = Path(__file__).resolve().with_suffix(".md")
 PAPERS = {
     "ATC": ("Sayed, 2014", "https://doi.org/10.1561/2200000051"),
     "Bell": ("SecAgg+, Bell et al., 2020", "https://eprint.iacr.org/2020/704"),
+    "AFL": ("AFL, He et al., 2025", "https://arxiv.org/abs/2405.16240"),
     "BRIDGE": ("BRIDGE, Fang et al., 2022", "https://arxiv.org/abs/1908.08098"),
     "C-GT": ("Liao et al., 2022", "https://arxiv.org/abs/2103.13748"),
     "Chainais": ("Chainais and Richard, 2014", "https://hal.science/hal-01104781"),
@@ -35,6 +36,7 @@ PAPERS = {
     "FedRep": ("Collins et al., 2021", "https://arxiv.org/abs/2102.07078"),
     "FedSA": ("Guo et al., 2025", "https://arxiv.org/abs/2410.01463"),
     "IFCA": ("Ghosh et al., 2020", "https://arxiv.org/abs/2006.04088"),
+    "Laird": ("Laird and Ware, 1982", "https://doi.org/10.2307/2529876"),
     "LEAD": ("Liu et al., 2021", "https://arxiv.org/abs/2007.00232"),
     "LG": ("Liang et al., 2020", "https://arxiv.org/abs/2001.01523"),
     "Noise": ("Kairouz et al., 2021", "https://arxiv.org/abs/2102.06387"),
@@ -45,6 +47,7 @@ PAPERS = {
         "https://proceedings.neurips.cc/paper_files/paper/2023/hash/"
         "9f6f790f28a31fba89644f09faf4e0cb-Abstract-Conference.html",
     ),
+    "Rahimi": ("Rahimi and Recht, 2007", "https://papers.nips.cc/paper/3182"),
     "SGP": ("Assran et al., 2019", "https://arxiv.org/abs/1811.10792"),
     "Su": ("Su et al., 2022", "https://arxiv.org/abs/2206.07279"),
     "Tracking": ("Nedić et al., 2017", "https://arxiv.org/abs/1607.03218"),
@@ -52,12 +55,13 @@ PAPERS = {
     "Zhao": ("Zhao and Sayed, 2015", "https://arxiv.org/abs/1409.6111"),
 }
 
-ANY, ATOMS, LINEAR = "any model", "dictionaries", "linear models"
+ANY, ATOMS, LINEAR, RIDGE = "any model", "dictionaries", "linear models", "ridge regression"
 PERSONAL, CLUSTERS, NEIGHBORS = (
     "keep-a-part-private.md",
     "clustered-learning.md",
     "decentralized-learning.md",
 )
+ONE_EXCHANGE = "one-exchange.md"
 SPARSE, FEW_POINTS = "model-diffusion.md", "clustered-learning.md#linear-models-few-points-each"
 
 
@@ -88,6 +92,20 @@ QUESTIONS = {
             ("Wang",),
             ANY,
         ),
+        Method(
+            "Federated ridge regression (AFL)",
+            ONE_EXCHANGE,
+            'FederatedRidge("shared")',
+            ("AFL", "Rahimi"),
+            RIDGE,
+        ),
+        Method(
+            "Random effects in one exchange",
+            ONE_EXCHANGE,
+            'FederatedRidge("personal")',
+            (),
+            RIDGE,
+        ),
         Method("PerMA", "perma.md", "PerMA()", ("PerMA",), ATOMS),
     ),
     "With whom does a client learn?": (
@@ -100,6 +118,7 @@ QUESTIONS = {
             ("FedProx",),
             ANY,
         ),
+        Method("Groups from sums", ONE_EXCHANGE, 'FederatedRidge("groups")', (), RIDGE),
         Method("FedMD (moment descent, not distillation)", FEW_POINTS, "FedMD(4)", ("Su",), LINEAR),
         Method("FedX with clustering", FEW_POINTS, "FedX(4)", ("Su",), LINEAR),
         Method("One-shot clustering", FEW_POINTS, "OneShotClustering(4)", ("One-shot",), LINEAR),
@@ -155,7 +174,7 @@ HEAD = """# Methods
 This page lists every method with its paper and the code that runs it. Not sure which you need?
 [Choose](which-algorithm.md).
 
-The two bold methods are ours, built on the papers named. All others are published ideas that a
+The four bold methods are ours, built on the papers named. All others are published ideas that a
 class or one of its options implements.
 """
 
@@ -187,6 +206,8 @@ OPTIONS = (
 OURS = {
     "One-shot start, then IFCA": ("One-shot", "IFCA", "Su"),
     "Groups of neighbors": ("Zhao", "PENS"),
+    "Random effects in one exchange": ("Laird", "AFL"),
+    "Groups from sums": ("IFCA", "AFL"),
 }
 
 
@@ -197,7 +218,7 @@ def links(names: tuple[str, ...]) -> str:
 
 def written(method: Method) -> Any:
     """Return what a row says to write."""
-    names = {**vars(strategies), **vars(network)}
+    names = {name: getattr(room, name) for room in (strategies, network) for name in room.__all__}
     names |= {"ring": network.Topology.ring(8), "directed": network.Topology.exponential(8)}
     names |= {"norm_layers": list, "net": ["bn.weight"]}  # PyTorch need not be installed
     return eval(method.write, names)

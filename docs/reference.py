@@ -32,7 +32,7 @@ PACKAGES = {
     "flwr_perdl.pytorch": "PyTorch",
     "flwr_perdl.network": "Networks",
     "flwr_perdl.dictionary": "Dictionary learning",
-    "flwr_perdl.regression": "Mixed regression",
+    "flwr_perdl.regression": "Regression",
     "flwr_perdl.privacy": "Privacy",
     "flwr_perdl.core.checks": "Argument checks",
     "flwr_perdl.core.files": "Files",
@@ -46,7 +46,7 @@ PACKAGES = {
 #: The order of pages: strategies as in the table of methods, all other names by the alphabet.
 ORDER = (
     *("Diagnosis", "PerMA", "PersonalizedFedAvg", "Ditto", "ClusteredFedAvg", "FedX", "FedMD"),
-    *("OneShotClustering", "DiffusionAveraging", "NeighborRelay"),
+    *("OneShotClustering", "FederatedRidge", "DiffusionAveraging", "NeighborRelay"),
 )
 
 #: What a class's page starts with, below its constructor.
@@ -66,6 +66,7 @@ INTERNAL = (
     *("Averaging.start", "Averaging.adapt", "Averaging.message", "Averaging.combine"),
     *("Averaging.observe", "Momentum.begin", "Momentum.step", "Adam.begin", "Adam.step"),
     *("SecureMean.begin", "SecureMean.config", "SecureMean.gather"),
+    *("RidgeClient.moments", "RidgeClient.sums", "RidgeClient.errors", "RidgeClient.solve"),
     *("answer", "choose", "cluster", "exchange", "first_dictionary", "initialize", "measure"),
     *("own_atoms", "may_send", "DictionaryClient.update", "LearnerClient.global_atoms"),
     *("LearnerClient.result", "ServerSettings.of", "level", "steps", "weights"),

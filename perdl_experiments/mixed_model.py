@@ -8,99 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import NamedTuple
 
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
+from flwr_perdl.regression import fit_mixed_model
 
-#: Iterations end where the log-likelihood per point rises by less, or after so many.
-GAIN, ITERATIONS = 1e-6, 1000
-#: Directions along which points vary less do not count; nor does less noise. Shares of the most.
+__all__ = ["fit_mixed_model", "shrink_to_pooled"]
+
+#: Directions along which points vary less do not count. A share of the most.
 _TINY = 1e-10
-
-
-class MixedModel(NamedTuple):
-    """A linear model whose coefficients are normally distributed over clients."""
-
-    common: Matrix
-    #: The clients' own: conditional means given their points, (n_clients, d).
-    models: Matrix
-    #: Covariance of the coefficients over clients, (d, d), and variance of the noise.
-    between: Matrix
-    noise: float
-    #: Log-likelihood by iteration.
-    history: list[float]
-
-
-class _Sums(NamedTuple):
-    """Every client's number of points, X'X, X'y and y'y."""
-
-    n: Matrix
-    XX: Matrix
-    Xy: Matrix
-    yy: Matrix
-
-    def pooled(self) -> Matrix:
-        """Return the least squares of all points."""
-        return _solve(self.XX.sum(axis=0), self.Xy.sum(axis=0))
-
-    def squares(self, models: Matrix) -> float:
-        """Return the sum of squared residuals; ``models`` are (d,), or each client's."""
-        models = np.broadcast_to(models, self.Xy.shape)
-        fitted = np.einsum("mij,mj->mi", self.XX, models)
-        return float(self.yy.sum() + np.sum(models * (fitted - 2 * self.Xy)))
-
-
-def _sums(statistics: Matrix) -> _Sums:
-    d = isqrt(statistics.shape[1] - 1) - 1
-    moments = statistics[:, 1:].reshape(-1, d + 1, d + 1)
-    return _Sums(statistics[:, 0], moments[:, :d, :d], moments[:, :d, d], moments[:, d, d])
-
-
-def _solve(A: Matrix, b: Matrix) -> Matrix:
-    return np.asarray(np.linalg.lstsq(A, b, rcond=_TINY)[0])
-
-
-def fit_mixed_model(statistics: Matrix, *, correlated: bool) -> MixedModel:
-    """Fit random coefficients by expectation-maximization of the likelihood.
-
-    Laird and Ware, "Random-effects models for longitudinal data", Biometrics 1982. The common
-    coefficients are the generalized least squares of each iteration's variances.
-
-    Parameters
-    ----------
-    statistics : ndarray of shape (n_clients, (d + 1)^2 + 1)
-        Every client's sums; of a feature of ones the random coefficient is an intercept.
-    correlated : bool
-        Whether coefficients have covariances too, or a variance each.
-    """
-    sums, history = _sums(statistics), list[float]()
-    n, sizes = sums.n.sum(), np.einsum("mii->i", sums.XX)
-    floor = _TINY * (sums.yy.sum() / n or 1.0)
-    noise = max(sums.squares(sums.pooled()) / n, floor)
-    variances = np.divide(noise * n / len(sizes), sizes, np.zeros(len(sizes)), where=sizes > 0)
-    between = np.diag(variances)
-    while True:
-        values, vectors = np.linalg.eigh(between)
-        root = vectors * np.sqrt(np.maximum(values, 0))
-        inner = np.eye(len(root)) + root.T @ sums.XX @ root / noise
-        spread = root @ np.linalg.inv(inner) @ root.T  # of coefficients, given the points
-        gain = sums.XX @ spread / noise
-        left = sums.Xy - np.einsum("mij,mj->mi", gain, sums.Xy)
-        common = _solve((sums.XX - gain @ sums.XX).sum(axis=0), left.sum(axis=0))
-        rest = sums.Xy - sums.XX @ common
-        own = np.einsum("mij,mj->mi", spread, rest) / noise
-        fit = (sums.squares(common) - np.sum(rest * own)) / noise
-        fit += n * np.log(2 * np.pi * noise) + np.linalg.slogdet(inner)[1].sum()
-        history.append(float(-fit / 2))
-        if len(history) == ITERATIONS or (history[1:] and history[-1] < history[-2] + GAIN * n):
-            return MixedModel(common, common + own, between, noise, history)
-        between = (own.T @ own + spread.sum(axis=0)) / len(own)
-        if not correlated:
-            between *= np.eye(len(root))
-        squares = sums.squares(common + own) + noise * np.einsum("mii->", gain)
-        noise = max(float(squares / n), floor)
 
 
 def shrink_to_pooled(statistics: Matrix, penalties: Sequence[float]) -> Matrix:
@@ -113,14 +30,18 @@ def shrink_to_pooled(statistics: Matrix, penalties: Sequence[float]) -> Matrix:
     penalties : sequence of float
         Of the squared distance from the pooled model; the best for all clients on left-out folds.
     """
-    whole, errors = statistics.sum(axis=1), np.zeros(len(penalties))
-    for fold in np.moveaxis(statistics, 1, 0):
-        kept, held = _sums(whole - fold), _sums(fold)
-        errors += [held.squares(_shrunk(kept, penalty)) for penalty in penalties]
-    return _shrunk(_sums(whole), penalties[int(errors.argmin())])
+    size = isqrt(statistics.shape[-1] - 1)
+    moments = statistics[..., 1:].reshape(*statistics.shape[:2], size, size)
+    whole, errors = moments.sum(axis=1), np.zeros(len(penalties))
+    for fold in np.moveaxis(moments, 1, 0):
+        for i, penalty in enumerate(penalties):
+            turn = np.pad(-_shrunk(whole - fold, penalty), ((0, 0), (0, 1)), constant_values=1)
+            errors[i] += np.einsum("mi,mij,mj->", turn, fold, turn)
+    return _shrunk(whole, penalties[int(errors.argmin())])
 
 
-def _shrunk(sums: _Sums, penalty: float) -> Matrix:
-    pooled = sums.pooled()
-    own = (sums.Xy + penalty * pooled)[..., None]
-    return np.linalg.solve(sums.XX + penalty * np.eye(len(pooled)), own)[..., 0]
+def _shrunk(moments: Matrix, penalty: float) -> Matrix:
+    XX, Xy, total = moments[:, :-1, :-1], moments[:, :-1, -1], moments.sum(axis=0)
+    pooled = np.linalg.lstsq(total[:-1, :-1], total[:-1, -1], rcond=_TINY)[0]
+    own = (Xy + penalty * pooled)[..., None]
+    return np.asarray(np.linalg.solve(XX + penalty * np.eye(len(pooled)), own)[..., 0])

@@ -168,7 +168,7 @@ def test_what_strategies_support_is_on_the_page_as_they_declare_it() -> None:
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
     page = (ROOT / "docs" / "which-algorithm.md").read_text()
     assert f"<!-- begin support -->\n{figures['support']()}<!-- end -->" in page
-    assert len(figures["learners"]()) == 8
+    assert len(figures["learners"]()) == 9
     for strategy in figures["learners"]().values():
         assert strategy.unsupported.keys() <= figures["SUPPORT"].keys()
         for name in ("secure", "privacy", "robust", "reuse_last_reply"):

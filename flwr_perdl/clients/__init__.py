@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flwr_perdl.clients.neighbor_relay import DiffusionClient
     from flwr_perdl.clients.perma import DictionaryClient
     from flwr_perdl.clients.personalized import keep_private
+    from flwr_perdl.clients.ridge import RidgeClient
 
 __all__ = [
     "DictionaryClient",
@@ -26,6 +27,7 @@ __all__ = [
     "PrivateState",
     "ProtocolClient",
     "RegressionClient",
+    "RidgeClient",
     "StepRequest",
     "StepResult",
     "adapt",

@@ -101,6 +101,10 @@ class HasProtocol(typing.Protocol):
     _told: Mapping[str, Scalar]
 
     @property
+    def _evaluates(self) -> bool:
+        """Whether clients are to evaluate."""
+
+    @property
     def options(self) -> ServerSettings:
         """The server's options, complete."""
 
@@ -418,7 +422,7 @@ class ProtocolRun:
         """Return whether clients evaluate the model after ``round_``."""
         options, run = self.options, self.record
         due = options.fraction_evaluate > 0 and round_ % options.evaluate_every == 0
-        due = due and self._clients_evaluate and bool(run.model)
+        due = due and self._clients_evaluate and self._strategy._evaluates and bool(run.model)
         return due and run.evaluated < round_ == run.done
 
     def plan_evaluation(

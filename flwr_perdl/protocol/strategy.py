@@ -180,6 +180,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         return self._options
 
     @property
+    def _evaluates(self) -> bool:
+        """Whether clients are to evaluate, where ``fraction_evaluate`` says so."""
+        return True
+
+    @property
     def history(self) -> list[RoundReport]:
         """One report per training round and per evaluation so far."""
         return History() if self._run is None else self._run.record.history

@@ -123,7 +123,7 @@ def sufficient_statistics(
     return np.stack([np.concatenate([[len(F)], (F.T @ F).ravel()]) for F in folds])
 
 
-def _check_statistics(statistics: Matrix, ndim: int) -> Matrix:
+def check_statistics(statistics: Matrix, ndim: int) -> Matrix:
     """Return the clients' statistics, if there are any and their width is that of some d."""
     statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1).astype(float)
     check_magnitude("statistics", statistics, floor=np.inf)
@@ -312,7 +312,7 @@ def choose_mixture(
     >>> choose_mixture(folds, (1, 2, 3), rng=rng).mixture.centers.shape
     (2, 1)
     """
-    statistics = _check_statistics(statistics, 3)
+    statistics = check_statistics(statistics, 3)
     if statistics.shape[1] < 2:
         raise ValueError(f"statistics must have at least 2 folds, got {statistics.shape[1]}.")
     if not len(check_list("candidates", candidates)):

@@ -17,6 +17,7 @@ from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClusterin
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
 from flwr_perdl.strategies.personalized import PersonalizedFedAvg
+from flwr_perdl.strategies.ridge import FederatedRidge, RidgeLearned
 
 __all__ = [
     "Adam",
@@ -29,6 +30,7 @@ __all__ = [
     "Ditto",
     "FedMD",
     "FedX",
+    "FederatedRidge",
     "Learned",
     "Momentum",
     "NeighborRelay",
@@ -39,6 +41,7 @@ __all__ = [
     "ProtocolStrategy",
     "Replies",
     "Request",
+    "RidgeLearned",
     "RoundReport",
     "SecureMean",
     "ServerOptions",

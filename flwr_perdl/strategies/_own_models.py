@@ -43,6 +43,8 @@ from flwr_perdl.clients.own_models import (
 )
 from flwr_perdl.clients.perma import PERMA
 from flwr_perdl.clients.personalized import Part, check_patterns
+from flwr_perdl.clients.ridge import RIDGE
+from flwr_perdl.clients.ridge import kept_model as kept_by_ridge
 from flwr_perdl.clients.transport import HALF
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
 from flwr_perdl.protocol.driver import ProtocolRun
@@ -72,6 +74,7 @@ _FIND: Mapping[str, Find] = {
     AVERAGING: kept_by_averaging,
     DITTO: kept_by_ditto,
     PERMA: kept_local,
+    RIDGE: kept_by_ridge,
 }
 #: Why a client's own model is not returned.
 AT_HAND = (

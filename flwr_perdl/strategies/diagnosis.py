@@ -139,7 +139,7 @@ class Diagnosed(NamedTuple):
         lines = ["candidate            median        gain    interval  clients that gain"]
         for name, values in self.values.items():
             gains = (values - self.values["fedavg"]) * (1 if self.higher_is_better else -1)
-            gain, width = _middle(gains, len(self.values))
+            gain, width = middle(gains, len(self.values))
             n_gain = f"{int(np.sum(gains > 0))} of {len(gains)}"
             lines.append(
                 f"{name:<15}{np.median(values):>12.4g}{gain:>12.4g}  +-{width:>8.4g}{n_gain:>19}"
@@ -419,10 +419,10 @@ class Diagnosis(ShownAsCalled):
         names = list(found)
         values = dict(zip(names, sign * scores, strict=True))
         choice = names[taken]
-        gains = _middle(scores[best] - scores)[0]
+        gains = middle(scores[best] - scores)[0]
         nearest = next((i for i in np.argsort(gains, kind="stable") if i != best), best)
         over = int(nearest if taken == best else taken)
-        ahead, width = _middle(scores[best] - scores[over], len(names))
+        ahead, width = middle(scores[best] - scores[over], len(names))
         lead = (float(ahead), float(ahead - width), float(ahead + width))
         typical = {name: f"{np.median(own):.4g}" for name, own in values.items()}
         write = WRITE[choice].format(private=parts.get("body" if choice == "body" else "head"))
@@ -479,13 +479,13 @@ def _of_chosen_times(scores: Matrix, half: NDArray[np.bool_]) -> Matrix:
     filled = np.where(np.isnan(scores), np.nan_to_num(np.fmin.reduce(scores)), scores)
     chosen = []
     for choosing in (~half, half):
-        ahead, width = _middle((filled - filled[0])[:, choosing])
+        ahead, width = middle((filled - filled[0])[:, choosing])
         chosen.append(scores[(ahead - width).argmax()])
     scored: Matrix = np.where(half, *chosen)
     return scored
 
 
-def _middle(values: Matrix, n_candidates: int = 2) -> tuple[Matrix, Matrix]:
+def middle(values: Matrix, n_candidates: int = 2) -> tuple[Matrix, Matrix]:
     """Return means along the last axis without outliers, and half the widths of their intervals.
 
     The level of an interval is such that those of all candidates' gains over one hold together.
@@ -511,7 +511,7 @@ def _taken(scores: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     least = _LEAST * np.abs(np.median(scores, axis=-1))
     least_leads, behind = [], np.zeros(scores.shape[:-1], dtype=bool)
     for own in scores:
-        ahead, width = _middle(own - scores, len(scores))
+        ahead, width = middle(own - scores, len(scores))
         least_leads.append(ahead.min(axis=0))
         behind |= ahead > np.maximum(width, least)
     best = np.array(least_leads).argmax(axis=0)

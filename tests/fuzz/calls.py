@@ -37,6 +37,7 @@ from flwr_perdl import (
     simulations,
     strategies,
 )
+from flwr_perdl.regression.ridge import RandomFeatures
 
 ROOMS = (dictionary, regression, network, privacy, strategies, clients, simulations)
 LIMIT = 2.0
@@ -78,6 +79,10 @@ def _folds() -> Any:
     return np.stack(
         [regression.sufficient_statistics(a, b, 4, rng=_rng()) for a, b in zip(X, y, strict=True)]
     )
+
+
+def _features() -> Any:
+    return RandomFeatures.draw(np.zeros(D), np.ones(D), 0, scale=1.0, seed=0)
 
 
 def _atoms() -> Any:
@@ -192,6 +197,11 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
         "n_clients": lambda: 2,
         "n_samples": lambda: 5,
     },
+    "RidgeModel": {"features": _features, "coefficients": lambda: np.ones((1 + D, 2))},
+    "RidgeModel.of": {
+        "arrays": lambda: regression.RidgeModel(_features(), np.ones((1 + D, 2)), 2).to_arrays()
+    },
+    "fit_mixed_model": {"statistics": lambda: _folds().sum(axis=1), "correlated": lambda: False},
     "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
     "cluster_anchors": {"n_clusters": lambda: 3},
     "infer": {"dictionaries": lambda: [np.eye(D)[i : i + 1] for i in range(3)]},
@@ -314,6 +324,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "LogisticLoss": regression.LogisticLoss,
     "PrivateState": lambda: clients.PrivateState(_context(), "run"),
     "PublicBasis": lambda: privacy.PublicBasis(np.eye(2, D)),
+    "RidgeModel": lambda: regression.RidgeModel(_features(), np.ones((1 + D, 2)), 2),
     "RandomQuantization": lambda: network.RandomQuantization(4),
     "RegressionClient": lambda: clients.RegressionClient(_normal(N, D), _normal(N), _context()),
     "SquaredLoss": regression.SquaredLoss,

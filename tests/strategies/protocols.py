@@ -20,6 +20,7 @@ from flwr_perdl.clients import (
     DictionaryClient,
     DiffusionClient,
     RegressionClient,
+    RidgeClient,
     client_app,
 )
 from flwr_perdl.dictionary import OrthogonalLearner
@@ -32,6 +33,7 @@ from flwr_perdl.strategies import (
     ClusteredFedAvg,
     DiffusionAveraging,
     Ditto,
+    FederatedRidge,
     FedMD,
     FedX,
     Momentum,
@@ -142,6 +144,11 @@ def regressions(context: Context, i: int) -> Any:
     return RegressionClient(X[i], X[i] @ SLOPES[i % 2], context)
 
 
+def ridges(context: Context, i: int) -> Any:
+    held_out = X[i], X[i] @ SLOPES[i % 2]
+    return RidgeClient(*held_out, context, held_out=held_out)
+
+
 def models(context: Context, i: int) -> Any:
     return Model(i)
 
@@ -201,6 +208,7 @@ CASES = {
         },
     ),
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
+    "ridge": Case(lambda **o: FederatedRidge("personal", features=3, **o), ridges, 1),
     "relay": Case(relay, nodes, 3),
     "averaging": Case(averaging, models, 3, START, private=True),
     "clusters, parts": Case(
@@ -230,6 +238,12 @@ VARIANTS = {
     ),
     "fedx, auto": Case(lambda **o: FedX(**SOME, **o), regressions, 6),
     "fedx, random": Case(lambda **o: FedX(2, start="random", **SOME, **o), regressions, 3),
+    "ridge, auto": Case(
+        lambda **o: FederatedRidge(scale=(1, 2), features=3, **SOME, **o), ridges, 3
+    ),
+    "ridge, columns": Case(
+        lambda **o: FederatedRidge("personal", random="columns", features=0, **o), ridges, 1
+    ),
     "personal, momentum": CASES["personal"]._replace(
         strategy=lambda **o: PersonalizedFedAvg(["head"], optimizer=Momentum(), **SOME, **o)
     ),

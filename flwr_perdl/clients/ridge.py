@@ -1,0 +1,338 @@
+"""The client of `flwr_perdl.strategies.FederatedRidge`: sums over its samples, and its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from numpy.typing import NDArray
+
+from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
+from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
+from flwr_perdl.clients.local import Local, StepRequest, StepResult
+from flwr_perdl.clients.own_models import Model
+from flwr_perdl.core.checks import (
+    Matrix,
+    as_array,
+    check_array,
+    check_choice,
+    check_count,
+    check_kind,
+)
+from flwr_perdl.protocol.records import EVALUATE, Scalar, encode, view
+from flwr_perdl.random import spawn
+from flwr_perdl.regression.ridge import (
+    RandomFeatures,
+    RidgeModel,
+    column_moments,
+    expect_deviation,
+    fit_deviation,
+    fit_part,
+    ridge_sums,
+)
+
+RIDGE = "ridge"
+MOMENTS, SUMS, ERRORS, SOLVE = "moments", "sums", "errors", "solve"
+#: What requests say: the numbers of random features and of classes (0: regression), into how many
+#: folds samples are parted, what a client's own model is, and which coefficients deviate.
+FEATURES, CLASSES, FOLDS = "perdl.features", "perdl.classes", "perdl.folds"
+LEVEL, RANDOM = "perdl.level", "perdl.random"
+SHARED, GROUPS, PERSONAL, LOCAL = "shared", "groups", "personal", "local"
+#: What is measured, the simplest first, and what a client's own part may be.
+LEVELS = (SHARED, GROUPS, PERSONAL, LOCAL)
+ALL, INTERCEPT, COLUMNS = RANDOMS = ("all", "intercept", "columns")
+N_FOLDS = 3
+#: The most random features and classes that a client computes with.
+_MOST_FEATURES, _MOST_CLASSES = 100_000, 10_000
+#: The name of what a client keeps, and of its group in metrics; those of a mixed model's variances.
+COEFFICIENTS, CLUSTER = "coefficients", "cluster"
+SPREAD, RANDOM_ARRAY = ("variances", "noise"), "random"
+
+
+class RidgeClient(ProtocolClient):
+    """A client that sends sums over its samples once, and solves its own part of the model.
+
+    What leaves it: counts, sums and sums of squares of its columns; then the products of its
+    features and responses, summed over its samples, in three folds; where the server compares
+    levels, its squared error by level; metrics on ``held_out``. The sums of fewer samples than
+    there are features determine these samples up to a rotation: use secure sums where that counts.
+    With fewer than ``min_support`` samples nothing leaves; with fewer than three times as many, all
+    are in one fold. Its own part stays.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, d)
+        Inputs, float64 or float32; NaN where a value is missing.
+    y : ndarray of shape (n_samples,) or (n_samples, q)
+        Classes, integers from 0, or responses.
+    context : Context
+        The argument of the client's factory; identifies the client.
+    held_out : tuple of ndarray, optional
+        Samples ``(X, y)`` for evaluation only; by default there are no metrics.
+    min_support : int, default 3
+        Fewest samples behind each sum and metric that leaves the client.
+    state_dir : str or Path, optional
+        Folder for the client's own part; by default see `private_store`.
+    max_runs : int, default 8
+        As in `DictionaryClient`.
+    max_requests : int, default 100
+        As in `DictionaryClient`: a run takes two to four, and one for each further ``scale``.
+
+    Raises
+    ------
+    ValueError
+        If the data are empty, infinite or of different lengths or widths, or the client's identity
+        is unknown.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import RidgeClient, client_app
+    >>> from flwr_perdl.regression import RidgeModel
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import FederatedRidge
+    >>> X = np.random.default_rng(0).standard_normal((6, 40, 2))
+    >>> def make_client(context):
+    ...     i = context.node_config["partition-id"]
+    ...     return RidgeClient(X[i], X[i] @ [2.0, -1.0] + i, context)
+    >>> strategy = FederatedRidge("personal", features=0)
+    >>> result = strategy.start(InProcessGrid(client_app(make_client), 6))
+    >>> RidgeModel.of(strategy.result.model_of(3)).predict(np.zeros((1, 2))).round(1)
+    array([3.])
+    """
+
+    only = "this strategy learns from the sums of RidgeClient, which has the client's samples"
+
+    def __init__(
+        self,
+        X: Matrix,
+        y: NDArray[Any],
+        context: Context,
+        *,
+        held_out: tuple[Matrix, NDArray[Any]] | None = None,
+        min_support: int = 3,
+        state_dir: str | Path | None = None,
+        max_runs: int = 8,
+        max_requests: int = 100,
+    ) -> None:
+        limits: Any = {"max_runs": max_runs, "max_requests": max_requests}
+        super().__init__(context, algorithm=RIDGE, state_dir=state_dir, **limits)
+        self.X, self.y = _check_data("", X, y)
+        self.held_out: tuple[Matrix, NDArray[Any]] | None = None
+        if held_out is not None:
+            if len(check_kind("held_out", held_out, (tuple, list), "(X, y) or None")) != 2:
+                raise ValueError(f"held_out must be (X, y), got {len(held_out)} entries.")
+            self.held_out = _check_data("held_out ", *held_out, columns=self.X.shape[1])
+        self.min_support = check_count("min_support", min_support)
+
+    def moments(self) -> StepResult:
+        """Return the counts, sums and sums of squares of the columns."""
+        return StepResult([column_moments(self.X)], self._n_samples())
+
+    def sums(self, request: StepRequest) -> StepResult:
+        """Return the products of features and responses, summed by fold."""
+        n, (_, Z, Y) = self._n_samples(), self._points(request)
+        fold = self._folds(request)
+        parts = [ridge_sums(Z[fold == f], Y[fold == f]) for f in range(_n_folds(request))]
+        return StepResult([np.stack(parts)], n)
+
+    def errors(self, request: StepRequest) -> StepResult:
+        """Return the mean squared errors on held-out folds, by level.
+
+        The request has the shared model, and those of groups, without each fold. A client with too
+        few samples for folds says nothing.
+        """
+        n, (_, Z, Y) = self._n_samples(), self._points(request)
+        shared, groups = request.arrays[3:]
+        fold, total = self._folds(request), dict.fromkeys(LEVELS, 0.0)
+        if len(np.unique(fold)) < N_FOLDS:
+            return StepResult([], n)
+        for f in range(N_FOLDS):
+            held = fold == f
+            A, B = Z[~held], Y[~held]
+            models = {
+                SHARED: shared[f],
+                GROUPS: groups[f][_nearest(groups[f], A, B)],
+                PERSONAL: shared[f] + fit_part(A, B - A @ shared[f], _random(request)),
+                LOCAL: fit_deviation(A, B).coefficients,
+            }
+            for level, w in models.items():
+                total[level] += float(np.sum((Y[held] - Z[held] @ w) ** 2))
+        return StepResult([], n, {level: rounded(error / n) for level, error in total.items()})
+
+    def solve(self, request: StepRequest) -> StepResult:
+        """Solve the client's own part, keep the model with it, and measure that."""
+        features, Z, Y = self._points(request)
+        models, *spread = request.arrays[3:]
+        random = _random(request)
+        if request.config.get(LEVEL) == LOCAL:
+            models, random, spread = np.zeros_like(models[:1]), ALL, []
+        own, group = _own_model(models, Z, Y, random, spread)
+        result = self._measured(request, features, own, group)
+        return result._replace(keep={COEFFICIENTS: own}, last=True)
+
+    def measure(self, request: StepRequest, kept: PrivateArrays | None) -> StepResult:
+        """Measure the client's own model on ``held_out``; without one its group's."""
+        features, Z, Y = self._points(request)
+        models = request.arrays[3]
+        group = _nearest(models, Z, Y)
+        own = models[group] if kept is None else kept[COEFFICIENTS]
+        return self._measured(request, features, own, group)
+
+    def adapted(self, request: StepRequest, n_fits: int) -> dict[str, Matrix]:
+        """Return the client's own model by `adapt`; its group's, or the shared one, of no fits."""
+        shared = [{n: view(a) for n, a in model.items()} for model in request.models.values()]
+        models = [RidgeModel.of(model) for model in shared]
+        features, classes = models[0].features, models[0].classes
+        Z, Y = features(self.X), _outputs("y", self.y, classes)
+        spread = [shared[0][name] for name in SPREAD if name in shared[0]]
+        random = RANDOMS[int(shared[0][RANDOM_ARRAY])]
+        each = np.stack([model.coefficients for model in models])
+        own, group = _own_model(each, Z, Y, random, spread)
+        return RidgeModel(features, own if n_fits else each[group], classes).to_arrays()
+
+    def _n_samples(self) -> int:
+        """Return the number of samples, if they are enough for anything to leave."""
+        n = len(self.y)
+        if n < self.min_support:
+            raise ValueError(
+                f"min_support must be at most this client's {n} samples, got {self.min_support}."
+            )
+        return n
+
+    def _points(self, request: StepRequest) -> tuple[RandomFeatures, Matrix, Matrix]:
+        """Return the features that a request describes, of the samples, and their responses."""
+        means, deviations, scale = request.arrays[:3]
+        n_features = check_count(FEATURES, request.config.get(FEATURES), 0, _MOST_FEATURES)
+        if len(means) != self.X.shape[1]:
+            raise ValueError(f"X must have {len(means)} columns, got {self.X.shape[1]}.")
+        features = RandomFeatures.draw(
+            means, deviations, n_features, scale=float(scale[0]), seed=request.seed
+        )
+        return features, features(self.X), _outputs("y", self.y, _n_classes(request))
+
+    def _folds(self, request: StepRequest) -> NDArray[np.intp]:
+        """Return each sample's fold; all are in one where each would have too few."""
+        n, rng = len(self.y), spawn(request.seed, self.partition)
+        n_folds = _n_folds(request)
+        if n < n_folds * max(self.min_support, 1):
+            return np.full(n, rng.integers(n_folds))
+        folds: NDArray[np.intp] = rng.permutation(n) % n_folds
+        return folds
+
+    def _measured(
+        self, request: StepRequest, features: RandomFeatures, w: Matrix, group: int
+    ) -> StepResult:
+        """Return a model's metrics on ``held_out``."""
+        n = len(self.y)
+        metrics: dict[str, Scalar] = {CLUSTER: group} if request.arrays[3].shape[0] > 1 else {}
+        if self.held_out is not None and len(self.held_out[1]) >= max(self.min_support, 1):
+            X, y = self.held_out
+            n, classes, outputs = len(y), _n_classes(request), features(X) @ w
+            rest = _outputs("held_out y", y, classes) - outputs
+            error = rounded(float(np.mean(np.sum(rest**2, axis=1))))
+            if classes:
+                right = outputs.argmax(axis=1) == y
+                metrics |= {"loss": error, "accuracy": rounded(float(right.mean()))}
+            else:
+                metrics |= {"loss": error, "mse": error}
+        return StepResult([], n, metrics)
+
+
+def _check_data(
+    name: str, X: Matrix, y: NDArray[Any], columns: int | None = None
+) -> tuple[Matrix, NDArray[Any]]:
+    """Return a client's samples."""
+    X = check_array(f"{name}X", X, min_rows=1, columns=columns, squares=True, missing=True)
+    given = as_array(f"{name}y", y)
+    if given.dtype.kind not in "iu":
+        given = check_array(f"{name}y", given, ndim=given.ndim, squares=True)
+    if given.ndim not in (1, 2) or len(given) != len(X) or not given.size:
+        raise ValueError(f"{name}y must have a row for each of X's {len(X)}, got {given.shape}.")
+    return X, given
+
+
+def _n_folds(request: StepRequest) -> int:
+    return check_count(FOLDS, request.config.get(FOLDS, N_FOLDS), 1, N_FOLDS)
+
+
+def _n_classes(request: StepRequest) -> int:
+    return check_count(CLASSES, request.config.get(CLASSES), 0, _MOST_CLASSES)
+
+
+def _random(request: StepRequest) -> str:
+    return check_choice(RANDOM, request.config.get(RANDOM), RANDOMS)
+
+
+def _outputs(name: str, y: NDArray[Any], classes: int) -> Matrix:
+    """Return responses as the server counts them, (n, q): of classes one column each."""
+    if not classes:
+        return y.astype(np.float64, copy=False).reshape(len(y), -1)
+    if y.ndim != 1 or y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= classes:
+        raise ValueError(
+            f"{name} must be integers from 0 to {classes - 1} for classes={classes}, got others "
+            f"or an array of {y.dtype} with {y.ndim} dimensions."
+        )
+    one_hot: Matrix = np.eye(classes)[y]
+    return one_hot
+
+
+def _own_model(
+    models: Matrix, Z: Matrix, Y: Matrix, random: str, spread: Sequence[Matrix]
+) -> tuple[Matrix, int]:
+    """Return the coefficients of a client's own model, and of which model it deviates."""
+    group = _nearest(models, Z, Y)
+    rest = Y - Z @ models[group]
+    own = expect_deviation(Z, rest, *spread) if spread else fit_part(Z, rest, random)
+    return models[group] + own, group
+
+
+def _nearest(models: Matrix, Z: Matrix, Y: Matrix) -> int:
+    """Return which model has the least squared error, the first of equals."""
+    if len(models) == 1:
+        return 0
+    return int(np.argmin([np.sum((Y - Z @ w) ** 2) for w in models]))
+
+
+def kept_model(context: Context, run: str, names: Sequence[str]) -> Model | None:
+    """Return what the client keeps of its own model, its coefficients, None without any."""
+    kept = PrivateState(context, run, private_store(context, RIDGE)).newest()
+    return None if kept is None else {COEFFICIENTS: encode(kept[COEFFICIENTS])}
+
+
+@step(RIDGE, MOMENTS, client=RidgeClient)
+def moments(local: Local, request: StepRequest) -> StepResult:
+    """Exchange one: what columns are standardized by."""
+    client: RidgeClient = local.client
+    return client.moments()
+
+
+@step(RIDGE, SUMS, client=RidgeClient)
+def sums(local: Local, request: StepRequest) -> StepResult:
+    """Exchange two: what all models follow from."""
+    client: RidgeClient = local.client
+    return client.sums(request)
+
+
+@step(RIDGE, ERRORS, client=RidgeClient)
+def errors(local: Local, request: StepRequest) -> StepResult:
+    """Measure each level on folds that its models have not seen."""
+    client: RidgeClient = local.client
+    return client.errors(request)
+
+
+@step(RIDGE, SOLVE, client=RidgeClient)
+def solve(local: Local, request: StepRequest) -> StepResult:
+    """Solve the client's own part, which stays."""
+    client: RidgeClient = local.client
+    return client.solve(request)
+
+
+@step(RIDGE, EVALUATE, kind=EVALUATE, client=RidgeClient)
+def evaluate(local: Local, request: StepRequest) -> StepResult:
+    """Measure the client's model on its held-out data."""
+    client: RidgeClient = local.client
+    return client.measure(request, local.kept.after(request.round))

@@ -1,0 +1,287 @@
+"""FederatedRidge: levels, groups and own parts on federations that are planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, RecordDict
+from sklearn.linear_model import Ridge
+
+from flwr_perdl.clients import RidgeClient, adapt, client_app
+from flwr_perdl.regression import RidgeModel
+from flwr_perdl.regression.ridge import (
+    RandomFeatures,
+    column_moments,
+    fit_deviation,
+    standardize,
+)
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import FederatedRidge, TooFewReplies
+from tests.grids import Dying, Tapped, arrays_in, failing
+
+N, D = 8, 4
+RNG = np.random.default_rng(3)
+X = RNG.standard_normal((N, 60, D)) * [1, 2, 3, 4] + [0, 1, 2, 3]
+NOISE = RNG.standard_normal((N, 60))
+COMMON, OTHER = RNG.standard_normal((2, D))
+OWN = RNG.standard_normal((N, D))
+#: By the level that fits: of each client the coefficients, and the standard deviation of the noise.
+PLANTED = {
+    "shared": (np.tile(COMMON, (N, 1)), 1.0),
+    "groups": (np.stack([[COMMON, OTHER][i % 2] for i in range(N)]), 1.0),
+    "personal": (COMMON + 0.3 * OWN, 1.0),
+}
+
+
+def responses(level: str) -> np.ndarray:
+    slopes, noise = PLANTED[level]
+    return np.einsum("ind,id->in", X, slopes) + noise * NOISE
+
+
+def start(
+    *options: Any, y: np.ndarray, n: int = N, grid: Any = None, start: Any = None, **more: Any
+) -> tuple[FederatedRidge, Any]:
+    """Run a strategy on clients that train with 40 of their samples."""
+
+    def make(context: Context) -> RidgeClient:
+        i = int(context.node_config["partition-id"])
+        held_out = X[i, 40:], y[i, 40:]
+        return RidgeClient(X[i, :40], y[i, :40], context, held_out=held_out)
+
+    given = {"kind": InProcessGrid} | (grid or {})
+    made = given.pop("kind")(client_app(make), n, **given)
+    strategy = FederatedRidge(*options, **{"features": 0, **more})
+    strategy.start(made, **(start or {}))
+    return strategy, made
+
+
+def pooled(n: int = N) -> RandomFeatures:
+    total = sum(column_moments(X[i, :40]) for i in range(n))
+    return RandomFeatures.draw(*standardize(total), 5, scale=2.0, seed=0)
+
+
+def test_shared_and_personal_are_the_direct_solutions() -> None:
+    y, features = responses("personal"), pooled()
+    strategy, _ = start("personal", y=y, features=5, penalty=0.5)
+    Z = [features(X[i, :40]) for i in range(N)]
+    ridge = Ridge(0.5, fit_intercept=False).fit(np.vstack(Z), y[:, :40].ravel())
+    shared = RidgeModel.of(strategy.result.shared)
+    np.testing.assert_allclose(shared.coefficients[:, 0], ridge.coef_, rtol=1e-9)
+    for i, own in enumerate(Z):
+        rest = y[i, :40] - own @ ridge.coef_
+
+        def left_out(tau: float, own: Any = own, rest: Any = rest) -> float:
+            kept = ~np.eye(len(own), dtype=bool)
+            fits = [Ridge(tau, fit_intercept=False).fit(own[k], rest[k]) for k in kept]
+            pairs = zip(rest, fits, own, strict=True)
+            return sum((r - fit.predict(z[None])[0]) ** 2 for r, fit, z in pairs)
+
+        tau = min((0.1, 0.3, 1, 3, 10, 30), key=left_out)
+        expected = ridge.coef_ + Ridge(tau, fit_intercept=False).fit(own, rest).coef_
+        found = RidgeModel.of(strategy.result.model_of(i))
+        np.testing.assert_allclose(found.coefficients[:, 0], expected, rtol=1e-9)
+        mse = np.mean((found.predict(X[i, 40:]) - y[i, 40:]) ** 2)
+        assert strategy.history[-1].metrics[i]["mse"] == pytest.approx(mse, rel=1e-5)
+    assert [report.step for report in strategy.history] == ["moments", "sums", "solve"]
+
+
+def test_the_shared_model_takes_two_exchanges_and_an_evaluation() -> None:
+    y = responses("shared")
+    strategy, _ = start("shared", y=y, features=5)
+    assert [report.step for report in strategy.history] == ["moments", "sums", "evaluate"]
+    shared = RidgeModel.of(strategy.result.shared)
+    error = np.mean([(shared.predict(X[i, 40:]) - y[i, 40:]) ** 2 for i in range(N)])
+    assert strategy.history[-1].aggregate["mse"] == pytest.approx(error, rel=1e-5)
+    assert strategy.result.model_of(3) == strategy.result.shared
+    skipped, _ = start("shared", y=y, features=5, columns=(pooled().means, pooled().deviations))
+    assert skipped.history[0].step == "sums"
+    np.testing.assert_allclose(
+        RidgeModel.of(skipped.result.shared).coefficients, shared.coefficients, rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize("level", PLANTED)
+def test_auto_takes_the_level_that_fits_by_what_every_client_measured(level: str) -> None:
+    y = responses(level)
+    strategy, _ = start(y=y)
+    result = strategy.result
+    assert result.level == level
+    assert [*result.errors] == [*range(N)]
+    means = {name: np.mean([own[name] for own in result.errors.values()]) for name in PLANTED}
+    assert means[level] <= 1.02 * min(means.values())
+    error = np.mean(
+        [(RidgeModel.of(result.model_of(i)).predict(X[i, 40:]) - y[i, 40:]) ** 2 for i in range(N)]
+    )
+    assert error < 2 * PLANTED[level][1] ** 2
+    steps = [report.step for report in strategy.history]
+    assert steps[:3] == ["moments", "sums", "errors"]
+    assert steps[3:] == [["solve"], ["evaluate"]][level in ("shared", "groups")]
+
+
+def test_no_federation_where_clients_are_better_alone() -> None:
+    class Measured(Tapped):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = super().send_and_receive(messages, timeout=timeout)
+            for reply in replies:
+                if "local" in reply.content.get("metrics", ()):
+                    reply.content["metrics"]["local"] = 0.1
+            return replies
+
+    y = responses("shared")
+    strategy, _ = start(y=y, grid={"kind": Measured})
+    assert strategy.result.level == "local"
+    total = sum(column_moments(X[i, :40]) for i in range(N))
+    Z = RandomFeatures.draw(*standardize(total), 0, scale=2.0, seed=0)(X[3, :40])
+    alone = fit_deviation(Z, y[3, :40, None]).coefficients
+    found = RidgeModel.of(strategy.result.model_of(3)).coefficients
+    np.testing.assert_array_equal(found, alone)
+
+
+def test_groups_are_found_their_number_too() -> None:
+    y = responses("groups")
+    for options in ({}, {"n_clusters": 2}):
+        strategy, _ = start("groups", y=y, **options)
+        result = strategy.result
+        assert result.groups == {i: i % 2 for i in range(N)}
+        assert [report["cluster"] for report in strategy.history[-1].metrics.values()] == [0, 1] * 4
+        for i in range(N):
+            assert result.model_of(i) == result.models[i % 2]
+    both, _ = start("groups-personal", y=y, random="intercept")
+    changed = [
+        (RidgeModel.of(both.result.model_of(i)).coefficients != result.coefficients)[:, 0].tolist()
+        for i in range(N)
+        for result in [RidgeModel.of(both.result.models[i % 2])]
+    ]
+    assert [True] + D * [False] in changed
+    assert all(not any(own[1:]) for own in changed)
+
+
+def test_classes_are_predicted() -> None:
+    y = (responses("shared") > np.median(responses("shared"))).astype(int)
+    y += responses("shared") > np.quantile(responses("shared"), 0.75)
+    strategy, _ = start("personal", y=y, classes=3, features=50, seed=2)
+    accuracy = strategy.history[-1].aggregate["accuracy"]
+    models = [RidgeModel.of(strategy.result.model_of(i)) for i in range(N)]
+    right = [(m.predict(X[i, 40:]) == y[i, 40:]).mean() for i, m in enumerate(models)]
+    assert accuracy == pytest.approx(np.mean(right), rel=1e-5)
+    assert accuracy > 0.75
+    with pytest.raises(TooFewReplies, match="y must be integers"):
+        start("personal", y=y, classes=2)
+
+
+def test_a_client_without_sums_solves_its_part_and_so_does_a_new_one(tmp_path: Path) -> None:
+    y = responses("personal")
+    absent = {"faults": failing("silence", [2], [1, 2]), "state_dir": tmp_path}
+    strategy, _ = start("personal", y=y, n=6, grid=absent)
+    assert 2 in strategy.history[-1].metrics
+    own = strategy.result.model_of(2)
+    assert own == strategy.result.model_of(2, state_dir=tmp_path)
+    client = Context(7, 7, {"partition-id": 2}, RecordDict(), {})
+    app = client_app(lambda context: RidgeClient(X[2, :40], y[2, :40], context))
+    assert adapt(app, strategy.result, client) != strategy.result.shared
+    adapted = RidgeModel.of(adapt(app, strategy.result, client))
+    np.testing.assert_array_equal(adapted.coefficients, RidgeModel.of(own).coefficients)
+    none = RidgeModel.of(adapt(app, strategy.result, client, fits=0))
+    np.testing.assert_array_equal(
+        none.coefficients, RidgeModel.of(strategy.result.shared).coefficients
+    )
+
+
+def test_variances_by_column_are_of_a_mixed_model() -> None:
+    spread = np.array([0.0, 1.0, 0.0, 0.3])
+    y = np.einsum("ind,id->in", X, COMMON + spread * OWN) + NOISE
+    errors = {}
+    for random in ("all", "columns"):
+        strategy, _ = start("personal", y=y, random=random)
+        errors[random] = strategy.history[-1].aggregate["mse"]
+    assert errors["columns"] < errors["all"]
+    variances = strategy.result.shared["variances"].numpy()[0]
+    assert variances.argmax() == 2  # after the constant
+    own = Context(7, 7, {"partition-id": 2}, RecordDict(), {})
+    app = client_app(lambda context: RidgeClient(X[2, :40], y[2, :40], context))
+    np.testing.assert_array_equal(
+        RidgeModel.of(adapt(app, strategy.result, own)).coefficients,
+        RidgeModel.of(strategy.result.model_of(2)).coefficients,
+    )
+
+
+def test_of_several_scales_the_best_is_taken() -> None:
+    y = np.sin(2 * X[..., 0]) + 0.1 * NOISE
+    found = {}
+    for scale in (0.01, 2.0, (0.01, 2.0)):
+        strategy, _ = start("shared", y=y, features=60, scale=scale)
+        found[scale] = strategy.history[-1].aggregate["mse"]
+    assert found[2.0] < found[0.01] / 2
+    assert found[0.01, 2.0] == found[2.0]
+    assert [report.step for report in strategy.history].count("sums") == 2
+
+
+def test_samples_never_leave_and_sums_do_not_wait_in_memory() -> None:
+    y = responses("personal")
+    _, grid = start("personal", y=y, grid={"kind": Dying})
+    shapes = [array.shape for _, array in arrays_in(grid.replies)]
+    assert set(shapes) == {(3, D), (3, 21)}
+
+
+def test_too_few_samples_say_nothing() -> None:
+    y = responses("shared")
+
+    def make(context: Context) -> RidgeClient:
+        i = int(context.node_config["partition-id"])
+        return RidgeClient(X[i, : 1 + 4 * i], y[i, : 1 + 4 * i], context)
+
+    strategy = FederatedRidge(features=0)
+    strategy.start(InProcessGrid(client_app(make), N))
+    assert [*strategy.history[1].dropped] == ["client 0"]
+    # All of client 1's samples are in one fold: it cannot measure.
+    assert [*strategy.result.errors] == [2, 3, 4, 5, 6, 7]
+
+
+#: What a client claims: more samples than it has; too large a feature; squares of a feature, or of
+#: responses, that are too small for the products.
+LIES = {
+    "count": lambda sums: 2 * sums,
+    "large": lambda sums: sums + 1e6 * np.eye(21)[5],
+    "indefinite": lambda sums: sums - sums * np.eye(21)[5],
+    "responses": lambda sums: sums - 0.99 * sums * np.eye(21)[20],
+}
+
+
+@pytest.mark.parametrize("level", ["personal", "groups"])
+@pytest.mark.parametrize("lie", LIES)
+def test_sums_of_no_samples_are_refused(level: str, lie: str) -> None:
+    y = responses("shared")
+
+    class Lying(Dying):
+        def spoil(self, content: RecordDict) -> None:
+            sums = LIES[lie](content["arrays"]["0"].numpy())
+            content["arrays"] = ArrayRecord({"0": Array(sums)})
+
+    strategy, _ = start(level, y=y, grid={"kind": Lying}, fraction_evaluate=0.0)
+    assert [*strategy.history[1].dropped] == ["client 4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"level": "alone"}, "level"),
+        ({"level": "shared", "classes": 1}, "classes"),
+        ({"features": -1}, "features"),
+        ({"scale": 0}, "scale"),
+        ({"scale": ()}, "scale"),
+        ({"penalty": (1, -1)}, "penalty"),
+        ({"random": "columns"}, "level"),
+        ({"random": "rows"}, "random"),
+        ({"level": "groups", "n_clusters": 0}, "n_clusters"),
+        ({"max_clusters": 0}, "max_clusters"),
+        ({"columns": np.ones(3)}, "columns"),
+        ({"columns": (np.ones(3), np.zeros(3))}, "columns"),
+        ({"level": "personal", "random": "columns", "features": 600}, "random"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        start(y=responses("shared"), **options)
