@@ -36,7 +36,14 @@ from flwr_perdl.clients.local import (
     state_apart,
     within,
 )
-from flwr_perdl.clients.personalized import KeepPrivate, Part, aside, asked_to_keep, check_mods
+from flwr_perdl.clients.personalized import (
+    KeepPrivate,
+    Part,
+    aside,
+    asked_to_keep,
+    check_mods,
+    check_patterns,
+)
 from flwr_perdl.clients.transport import TRANSPORT, Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
@@ -85,6 +92,7 @@ def client_app(
     min_clients: int = MIN_CLIENTS,
     private: str | Sequence[str] = (),
     share: str | Sequence[str] = (),
+    names: Sequence[str] = (),
     privacy: Noise | None = None,
     protocols: Sequence[Any] = (),
 ) -> ClientApp:
@@ -117,6 +125,10 @@ def client_app(
         which ``train_mods`` see the shared arrays only. Arrays without names are "0", "1", ….
     share : str or sequence of str, default ()
         Instead, names or patterns of the only arrays that leave the client.
+    names : sequence of str, default ()
+        With ``private`` or ``share``: the names of all arrays, in the order in which a NumPyClient
+        takes them, so that no server can call a private array by another's name. By default they
+        are "0", "1", …; with a ``state-dir`` those of the client's first run.
     privacy : Noise, optional
         The client answers only requests whose guarantee is at least as strong, with noised sums,
         and only for as many rounds as the guarantee covers: with ``state-dir`` in the node config
@@ -140,7 +152,8 @@ def client_app(
         If an argument has the wrong type.
     ValueError
         If ``min_clients`` is below 2; if an option comes with a ClientApp, which has its own
-        (``min_clients`` and ``private`` only with one of `client_app`); if `keep_private` is among
+        (``min_clients`` and ``private`` only with one of `client_app`); if ``names`` come without
+        ``private`` or ``share``, or one twice; if `keep_private` is among
         the mods, and not the first of a ClientApp's; if one of ``protocols`` has no steps.
 
     Examples
@@ -161,14 +174,16 @@ def client_app(
     check_count("min_clients", min_clients, 2)
     part = Part.of("private", private, share)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
-    steps = steps_of(protocols)
+    steps, names = steps_of(protocols), check_patterns("names", names)
+    if (names and part is None) or len({*names}) < len(names):
+        raise ValueError(f"names must come with private or share, and each once, got {names}.")
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
         own = min_clients != MIN_CLIENTS or part or privacy is not None or steps
-        if train_mods or evaluate_mods or secure or (ours and own):
+        if train_mods or evaluate_mods or secure or names or (ours and own):
             raise ValueError(
-                "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
-                "its own mods, and min_clients, private, privacy and protocols with one of "
+                "train_mods, evaluate_mods, secure and names must be left out with a ClientApp, "
+                "which has its own, and min_clients, private, privacy and protocols with one of "
                 "client_app, got some of them."
             )
         if is_legacy(make_client):
@@ -189,7 +204,7 @@ def client_app(
         if not isinstance(mods, tuple) or mods:
             check_mods(name, mods)
     return NumPyClientApp(
-        make_client, train_mods, evaluate_mods, secure, min_clients, part, privacy, steps
+        make_client, train_mods, evaluate_mods, secure, min_clients, part, privacy, steps, names
     )
 
 
@@ -459,10 +474,11 @@ class NumPyClientApp(AnsweringApp):
         part: Part | None,
         privacy: Noise | None,
         steps: Steps,
+        names: Sequence[str],
     ) -> None:
         super().__init__(min_clients, part, privacy, steps)
         if part is not None:
-            self._keep = KeepPrivate(part, by_position=True)
+            self._keep = KeepPrivate(part, names=names)
         self._make_client = make_client
         self._secure = secure
         self._train_mods = tuple(train_mods)

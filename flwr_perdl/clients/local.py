@@ -104,6 +104,10 @@ class StateLostError(ValueError):
         )
 
 
+class NamesError(ValueError):
+    """A server calls arrays by other names than a client: of their values the error says none."""
+
+
 class HiddenError(ValueError):
     """An error where private arrays are at hand, without the numbers in it: one may be theirs."""
 
@@ -530,7 +534,7 @@ def hide_numbers() -> Iterator[None]:
     """Let an error say no number, nor what it follows from; one without either stays as it is."""
     try:
         yield
-    except (HiddenError, NoEvaluateError, StateLostError, OtherClientError):
+    except (HiddenError, NamesError, NoEvaluateError, StateLostError, OtherClientError):
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

@@ -9,8 +9,8 @@ leave it out of the messages.
 What leaves the client: the other arrays after training, and the rest of the app's reply. What these
 reveal of the samples, and of the private arrays, is not hidden; a shared array that is a copy of a
 private one (tied weights) is rejected. The server names the arrays: an app that takes arrays by
-position, such as a NumPyClient, trusts the names of the first request of its first run, and rejects
-others.
+position, such as a NumPyClient, needs their names (``client_app(names=[...])``); with a
+``state-dir`` it may trust those of its first run, and rejects others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ from flwr.app import (
 )
 
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, StateStore, private_store
-from flwr_perdl.clients.local import StateLostError, hiding, sendable, state_of, unsaid, within
+from flwr_perdl.clients.local import (
+    NamesError,
+    StateLostError,
+    hiding,
+    sendable,
+    state_of,
+    unsaid,
+    within,
+)
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_trained, fixed_entries
@@ -111,10 +119,10 @@ def keep_private(
         If there are no patterns, or both kinds, or one is not a string. When a message comes, as
         the error of the reply and with the stored arrays unchanged: if the patterns match no array
         or all of them (one unused pattern of several is a warning); if names or shapes changed
-        within the run, or, for a client of `client_app` that takes arrays by position, names
-        changed since its first run; if the config has no ``"server-round"``; if the app does not
-        return the arrays that it received, or returns private ones that are not finite, or a shared
-        array of floats that its training changed and that equals a private one (tied weights).
+        within the run, or names are others than a client of `client_app` takes by position; if the
+        config has no ``"server-round"``; if the app does not return the arrays that it received, or
+        returns private ones that are not finite, or a shared array of floats that its training
+        changed and that equals a private one (tied weights).
 
     Notes
     -----
@@ -273,11 +281,12 @@ class KeepPrivate:
     """See `keep_private`."""
 
     def __init__(
-        self, part: Part, *, inside: Sequence[Any] = (), by_position: bool = False
+        self, part: Part, *, inside: Sequence[Any] = (), names: Sequence[str] | None = None
     ) -> None:
         self.part = part
         self._inside = tuple(inside)
-        self._by_position = by_position
+        #: The names of an app's arrays that takes them by position, none if they are not known.
+        self._names = names
 
     def __call__(
         self, message: Message, context: Context, call_next: Call, inside: Sequence[Any] = ()
@@ -300,12 +309,10 @@ class KeepPrivate:
         kept = state.after(round_) if again else state.before(round_)
         part = self._part(given, kept, left_out_of(config))
         config.pop(LEFT_OUT, None)
-        first = _first_names(context, store) if self._by_position else part.names
-        if first not in (None, part.names):
-            raise ValueError(
-                f"arrays must be called {_list(first)}, as in the first run of this client, which "
-                f"takes them by position, got {_list(part.names)}."
-            )
+        first = part.names if self._names is None else _first_names(context, store)
+        if self._names is not None:
+            seen = () if store is None else first or part.names
+            _check_order(part.names, self._names or seen)
         alternate, call_next = bool(config.pop(ALTERNATE, False)), hiding(call_next)
 
         model = _model(part, kept)
@@ -375,6 +382,17 @@ class KeepPrivate:
                     f"it, got {tuple(given[name].shape)}: a changed model needs a new run."
                 )
         return _Part(given, names, private, left_out)
+
+
+def _check_order(names: Sequence[str], known: Sequence[str]) -> None:
+    """Accept the names of an app that takes arrays by position, where none are known numbers."""
+    wanted = [*(known or map(str, range(len(names))))]
+    if names != wanted:
+        how = "" if known else f"; if these are right, give client_app names={[*names]}"
+        raise NamesError(
+            f"arrays must be called {_list(wanted)}, in this order, by a client that takes them by "
+            f"position, got {_list(names)}{how}."
+        )
 
 
 def _list(names: Collection[str]) -> str:

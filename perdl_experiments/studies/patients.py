@@ -377,7 +377,8 @@ def federated(
     def make_client(context: Context) -> Client:
         return Client(own[int(context.node_config[PARTITION_ID])], config.task, length)
 
-    app = client_app(make_client, private=["bias"] if method == "personal" else ())
+    part: Any = {"private": ["bias"], "names": ["weight", "bias"]} if method == "personal" else {}
+    app = client_app(make_client, **part)
     d, found = own[0].train.X.shape[1], []
     for draw, (more, make) in enumerate(tries.items()):
         strategy, grid = make(), InProcessGrid(app, len(own))

@@ -316,7 +316,8 @@ def federated(
     def make_client(context: Context) -> Network:
         return clients[int(context.node_config[PARTITION_ID])]
 
-    app = client_app(make_client, private=PRIVATE.get(method, ()))
+    private = PRIVATE.get(method, ())
+    app = client_app(make_client, private=private, names=clients[0].names if private else ())
     named = zip(clients[0].names, model, strict=True)
     record = ArrayRecord({name: Array(array) for name, array in named})
     grid = InProcessGrid(app, len(clients))

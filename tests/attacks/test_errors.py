@@ -164,15 +164,19 @@ FOR_ANY = [TRAIN, EVALUATE, *(key for key in STEPS if key[0] in ("clustered", "o
 #: What each client has done, and the steps that it is asked for.
 CASES: dict[str, tuple[Any, Key, list[Key]]] = {
     "client": (
-        client_app(lambda _: Learning(), private=["head"]),
+        client_app(lambda _: Learning(), private=["head"], names=[*MODEL]),
         TRAIN,
         [TRAIN, EVALUATE, *STEPS],
     ),
-    "counter": (client_app(lambda _: Counting(), private=["head"]), TRAIN, FOR_ANY),
+    "counter": (client_app(lambda _: Counting(), private=["head"], names=[*MODEL]), TRAIN, FOR_ANY),
     "app": (client_app(as_app(lambda _: Learning()), private=["head"]), TRAIN, FOR_ANY),
     "ditto": (client_app(lambda _: Learning()), ("ditto", "train", "train"), of("ditto")),
     "sealed": (client_app(lambda _: Learning()), EXCHANGE, of(EXCHANGE[0])),
-    "both": (client_app(lambda _: Learning(), private=["head"]), EXCHANGE, of(EXCHANGE[0])),
+    "both": (
+        client_app(lambda _: Learning(), private=["head"], names=[*MODEL]),
+        EXCHANGE,
+        of(EXCHANGE[0]),
+    ),
     "perma": (
         client_app(lambda c: DictionaryClient(DATA, MODLearner(3, n_nonzero=1), c)),
         *(("perma", "train", "update"), of("perma")),

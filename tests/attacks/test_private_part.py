@@ -74,7 +74,9 @@ def test_arrays_that_come_to_zeros_are_not_tied() -> None:
     config = ConfigRecord({"server-round": 1, "perdl.run": "r"})
     arrays = ArrayRecord({name: Array(np.ones(3)) for name in ("body", "head")})
     message = asks(RecordDict({"arrays": arrays, "config": config}))
-    reply = client_app(lambda _: Zeros(), private=["head"])(message, context_of())
+    reply = client_app(lambda _: Zeros(), private=["head"], names=["body", "head"])(
+        message, context_of()
+    )
     assert not reply.content["arrays"]["body"].numpy().any()
 
 
@@ -97,7 +99,8 @@ class Solved(NumPyClient):
 )
 def test_no_error_says_a_private_value(kept: str, start: float) -> None:
     """What cannot be kept is refused without its values; where nothing is private, they leave."""
-    app = client_app(lambda _: Solved(), private=["head"] if kept == "private" else ())
+    own = {"private": ["head"], "names": ["body", "head"]} if kept == "private" else {}
+    app = client_app(lambda _: Solved(), **own)
     arrays = ArrayRecord({"body": Array(np.zeros(3)), "head": Array(np.full(3, start))})
     config: dict[str, Any] = {"server-round": 1, "perdl.run": "r"}
     if kept == "ditto":
@@ -127,29 +130,44 @@ class ByPosition(NumPyClient):
         return [body + 1, np.full_like(head, self.secret)], 1, {}
 
 
-@pytest.mark.parametrize("names", [("body", "head"), ("head", "body")], ids=["own", "swapped"])
-@pytest.mark.parametrize("kept", ["nowhere", "memory", "disk"])
-def test_a_client_by_position_keeps_the_names_of_its_first_run(
-    names: tuple[str, str], kept: str, tmp_path: Path
-) -> None:
-    """A client that nobody has asked before trusts the server's names (the control)."""
+@pytest.mark.parametrize("known", ["nothing", "names", "first run", "numbers", "unknown"])
+def test_no_server_renames_the_arrays_of_a_client_by_position(known: str, tmp_path: Path) -> None:
+    """A client that leaves it to the server what is private follows its names (the control)."""
+    body, head = ("0", "1") if known == "numbers" else ("body", "head")
 
     def grid() -> Tapped:
-        where = {"state-dir": str(tmp_path)} if kept == "disk" else {}
-        app = client_app(ByPosition, private=["head"])
+        private, names = () if known == "nothing" else [head], [body, head] * (known == "names")
+        where = {"state-dir": str(tmp_path)} if known == "first run" else {}
+        app = client_app(ByPosition, private=private, names=names)
         return Tapped(app, 2, node_config=lambda node: where)
 
     def ask(grid: Tapped, *names: str) -> None:
-        PersonalizedFedAvg(["head"], fraction_evaluate=0.0).start(grid, record(*names), 1)
+        PersonalizedFedAvg([head], fraction_evaluate=0.0).start(grid, record(*names), 1)
 
     first = grid()
-    ask(first, "body", "head")
-    assert not seen(first)
-    again = first if kept == "memory" else grid()
-    if kept == "nowhere" or names == ("body", "head"):
-        ask(again, *names)
-        assert seen(again) == (names == ("head", "body"))
+    if known == "unknown":
+        with pytest.raises(TooFewReplies, match=r"names=\['body', 'head'\]"):
+            ask(first, body, head)
         return
-    with pytest.raises(TooFewReplies, match="arrays"):
-        ask(again, *names)
-    assert not seen(again)
+    ask(first, body, head)
+    assert not seen(first)
+    for again in (first, grid()):  # in the same process, and after a restart
+        if known == "nothing":
+            ask(again, head, body)
+            assert seen(again)
+            continue
+        with pytest.raises(TooFewReplies, match="arrays"):
+            ask(again, head, body)
+        assert not seen(again)
+
+
+def test_names_are_checked() -> None:
+    for given in (
+        {"names": ["a"]},
+        {"private": "a", "names": ["a", "a"]},
+        {"share": "a", "names": [1]},
+    ):
+        with pytest.raises(ValueError, match="names"):
+            client_app(ByPosition, **given)
+    with pytest.raises(ValueError, match="names"):
+        client_app(ClientApp(), private="a", names=["a", "b"])

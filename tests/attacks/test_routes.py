@@ -186,6 +186,7 @@ def make(kind: type[Telling]) -> Any:
 
 
 NOISE = Noise(epsilon=1.0)
+PART: Any = {"private": ["head"], "names": [*MODEL]}
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["client", "app"])
@@ -216,16 +217,16 @@ def test_every_step_of_every_protocol_is_in_the_table_with_its_mark() -> None:
     [
         (client_app(make(Telling), privacy=NOISE, protocols=[tell]), False),
         (client_app(own_action(as_app(make(Telling))), privacy=NOISE), False),
-        (client_app(make(Telling), privacy=NOISE, private=["head"]), False),
+        (client_app(make(Telling), privacy=NOISE, **PART), False),
         (client_app(make(Telling), privacy=NOISE, secure=True), True),
         (client_app(make(Telling), protocols=[tell]), True),
         (client_app(OwnMember), True),
         (client_app(own_action(as_app(make(Telling)))), True),
-        (client_app(make(Telling), private=["head"]), True),
+        (client_app(make(Telling), **PART), True),
         (client_app(make(Quiet), secure=True, protocols=[tell]), False),
-        (client_app(make(Quiet), private=["head"]), False),
+        (client_app(make(Quiet), **PART), False),
         (client_app(own_action(as_app(make(Quiet))), private=["head"]), False),
-        (client_app(make(Quiet), private=["head"], secure=True), False),
+        (client_app(make(Quiet), **PART, secure=True), False),
     ],
 )
 def test_nothing_is_in_the_clear_by_whatever_way_a_guarded_client_is_asked(

@@ -154,7 +154,8 @@ def by_position(context: Context) -> NumPyClient:
     ],
 )
 def test_numpy_clients_keep_by_position_or_by_name(start: ArrayRecord, private: Any) -> None:
-    app = pickle.loads(pickle.dumps(client_app(by_position, private=private)))
+    names = () if private == ["1"] else [*start]
+    app = pickle.loads(pickle.dumps(client_app(by_position, private=private, names=names)))
     grid = Tapped(app, 2)
     result = FedAvg().start(grid, start, num_rounds=2)
     assert grid.measured("loss") == {0: 2, 1: 4}
@@ -370,11 +371,11 @@ def test_a_training_reply_has_one_record_of_arrays() -> None:
 def test_noise_and_clipping_see_the_shared_part_alone(which: str) -> None:
     """The steps of the head are longer than the norm that updates are clipped to."""
     mods = [LocalDpMod(100.0, 0.0, 1.0, 0.1), LocalDpMod(100.0, 1e-3, 1.0, 0.1)]
-    private = ["head.*"] if which == "train_mods" else []
+    private = {"private": ["head.*"], "names": NAMES} if which == "train_mods" else {}
     if which == "inside":
         app = client_app(make_app(keep_private("head.*", inside=mods)))
     else:
-        app = client_app(lambda context: ByPosition(context), private=private, train_mods=mods)
+        app = client_app(ByPosition, train_mods=mods, **private)
     grid = Tapped(app, 2)
     strategy = PersonalizedFedAvg(["head.*"]) if which == "the server's names" else FedAvg()
     result = strategy.start(grid, model(), num_rounds=2)

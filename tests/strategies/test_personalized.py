@@ -255,7 +255,7 @@ def test_counters_of_normalization_layers_may_be_private_or_shared() -> None:
 
     arrays = [np.zeros(2, np.float32), np.array(0), np.array(0)]
     given = ArrayRecord({n: Array(a) for n, a in zip(("w", "bn.n", "ln.n"), arrays, strict=True)})
-    grid = Tapped(client_app(lambda context: Counts(), private=["ln*"]), 2)
+    grid = Tapped(client_app(lambda context: Counts(), private=["ln*"], names=[*given]), 2)
     result = PersonalizedFedAvg(["ln*"]).start(grid, given, num_rounds=2)
     weight, count, own = result.arrays.to_numpy_ndarrays()
     assert (weight.dtype, weight.tolist(), count.tolist(), own.tolist()) == (

@@ -243,7 +243,7 @@ def test_a_client_that_trains_in_sums_alone_sends_no_changes() -> None:
 
 @pytest.mark.parametrize("enforced", [False, True])
 def test_only_what_is_shared_travels(enforced: bool) -> None:
-    app = client_app(Adds, share=["body.*"]) if enforced else client_app(Adds)
+    app = client_app(Adds, share=["body.*"], names=[*model()]) if enforced else client_app(Adds)
     grid = CountingGrid(app, 2)
     strategy = PersonalizedFedAvg(share=["body.*"])
     result = strategy.start(grid, model(), num_rounds=2).arrays.to_numpy_ndarrays()
@@ -253,7 +253,7 @@ def test_only_what_is_shared_travels(enforced: bool) -> None:
 
 
 def test_a_client_sends_nothing_but_what_it_shares_whatever_the_server_asks() -> None:
-    grid = InProcessGrid(client_app(Adds, share=["body.*"]), 2)
+    grid = InProcessGrid(client_app(Adds, share=["body.*"], names=[*model()]), 2)
     result = Ditto(fraction_evaluate=0.0)
     with pytest.raises(ValueError, match="Ditto"):
         result.start(grid, model(), num_rounds=1)
