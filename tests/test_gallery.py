@@ -131,6 +131,19 @@ def test_pictures_of_rounds_have_the_numbers_of_the_table() -> None:
         assert f"{nodes} nodes between {min(rounds):.3g} and {max(rounds):.3g}" in gaps["alt"]
 
 
+def test_what_is_framed_as_the_best_is_the_best_that_was_measured() -> None:
+    for entry in (one for one in ENTRIES.values() if one.experiment == "personal"):
+        best: dict[str, float] = {}
+        for metric, value in STORED[entry.name]["defaults"]["metrics"].items():
+            kind = metric.split("_")[1]
+            best[kind] = max(best.get(kind, 0.0), value["median"])
+        drawn = ElementTree.parse(FOLDER / f"{entry.name}-heat.svg").iter(f"{SVG}text")
+        bold = [str(one.text) for one in drawn if "font-weight: 700" in one.get("style", "")]
+        (figure,) = STORED[entry.name]["defaults"]["figures"]
+        if sorted(bold) != sorted(f"{value:.3f}" for value in best.values()):
+            assert "the best shown per type" in figure["caption"]
+
+
 def test_every_series_of_a_picture_has_a_color_of_its_own() -> None:
     pictures = list(FOLDER.glob("*.svg"))
     for picture in pictures:
