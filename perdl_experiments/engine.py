@@ -29,7 +29,7 @@ from flwr.serverapp.strategy import Result
 from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import Matrix, check_choice
 from flwr_perdl.protocol.records import EVALUATE, NEW_STATE
-from flwr_perdl.simulations.grid import InProcessGrid
+from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, RoundReport, ServerSettings, client_report
 from perdl_experiments.words import plural
 

@@ -35,11 +35,10 @@ from scipy.optimize import linear_sum_assignment
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
-from flwr_perdl.network.combine import Inbox
-from flwr_perdl.network.data_diffusion import DataDiffusion, Diffused
+from flwr_perdl.network import DataDiffusion, Inbox, Topology, metropolis_weights
+from flwr_perdl.network.data_diffusion import Diffused
 from flwr_perdl.network.exchange import run_program
 from flwr_perdl.network.schedule import rounds_to_all
-from flwr_perdl.network.topology import Topology, metropolis_weights
 from flwr_perdl.random import spawn
 
 #: A candidate is the mean of at most so many pixels, those most similar to the one that VCA finds.

@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 
 import flwr_perdl
 from perdl_experiments._run_config import all_keys, read_run_config
+from tests.test_reference import PACKAGES as DOCUMENTED
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flwr_perdl", "perdl_experiments")
@@ -100,6 +101,46 @@ def test_the_library_imports_nothing_of_the_application() -> None:
         roots = {module.split(".")[0] for module in imported_modules(file)}
         roots -= {"sklearn"} if file.parent.name == "estimators" else set()
         assert not roots & above, f"{file.name} imports {roots & above}"
+
+
+#: What the application imports and that no public room has, by module.
+INNER = {
+    "clients.base": {"identify"},
+    "clients.perma": {"CHOOSE", "START", "held_out_errors"},
+    "core": {"files"},
+    "core.aggregate": {"LEFT_OUT"},
+    "core.arrays": {"squared_norm"},
+    "core.checks": {"LARGE", "brief_repr", "check_each"},
+    "core.extras": {"load_extra"},
+    "core.npy": {"view_file"},
+    "dictionary.coding": {"nonnegative_from_gram"},
+    "network.averaging": {"AveragingOptions"},
+    "network.averaging_program": {"AveragingProgram"},
+    "network.data_diffusion": {"Diffused", "DictionaryState", "REPLACEMENTS"},
+    "network.exchange": {"run_program"},
+    "network.inference": {"ATC", "ConsensusADMM", "DualInference", "DualState", "ExactDiffusion"},
+    "network.model_diffusion": {"Model", "update_dictionary"},
+    "network.schedule": {"rounds_to_all"},
+    "protocol.report": {"Observers", "OnRound"},
+    "protocol.request": {"FAILED", "REFUSED"},
+    "regression.moments": {"random_models"},
+    "strategies.perma": {"AGGREGATIONS", "MATCHINGS"},
+}
+
+
+def test_the_application_imports_public_names_where_there_are_any() -> None:
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "perdl_experiments").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) and node.module else ""
+            room, _, rest = module.removeprefix("flwr_perdl.").partition(".")
+            if module.startswith("flwr_perdl."):
+                public = {*import_module(f"flwr_perdl.{room}").__dict__.get("__all__", ())}
+                if f"{room}.{rest}" in DOCUMENTED:
+                    public |= {*import_module(module).__all__}
+                if inner := {one.name for one in node.names} - public:
+                    found.setdefault(f"{room}.{rest}".rstrip("."), set()).update(inner)
+    assert found == INNER
 
 
 @pytest.mark.parametrize("package", PACKAGES)

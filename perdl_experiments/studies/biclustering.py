@@ -28,9 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_array, check_count
-from flwr_perdl.network.model_diffusion import ModelDiffusion
-from flwr_perdl.network.objectives import Biclustering
-from flwr_perdl.network.topology import Topology
+from flwr_perdl.network import Biclustering, ModelDiffusion, Topology
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.biclustering import profiles, ssvd

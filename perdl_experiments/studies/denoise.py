@@ -31,10 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.network.inference import exact_dual
-from flwr_perdl.network.model_diffusion import ModelDiffusion
-from flwr_perdl.network.objectives import Objective, SparseSVD
-from flwr_perdl.network.topology import Topology
+from flwr_perdl.network import ModelDiffusion, Objective, SparseSVD, Topology, exact_dual
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.data import (

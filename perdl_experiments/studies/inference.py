@@ -37,16 +37,14 @@ import numpy as np
 from scipy.optimize import minimize
 
 from flwr_perdl.core.checks import Matrix, check_choice
-from flwr_perdl.network import InMemoryNetwork, Topology
+from flwr_perdl.network import HuberNMF, InMemoryNetwork, Objective, SparseSVD, Topology, exact_dual
 from flwr_perdl.network.inference import (
     ATC,
     ConsensusADMM,
     DualInference,
     DualState,
     ExactDiffusion,
-    exact_dual,
 )
-from flwr_perdl.network.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.jacobian_admm import JacobianADMM
 from perdl_experiments.measures import rounds_to

@@ -24,11 +24,12 @@ from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.network import (
     CombinationMatrix,
+    DataDiffusion,
     Topology,
     metropolis_weights,
     relative_degree_variance_weights,
 )
-from flwr_perdl.network.data_diffusion import REPLACEMENTS, DataDiffusion, DictionaryState
+from flwr_perdl.network.data_diffusion import REPLACEMENTS, DictionaryState
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record

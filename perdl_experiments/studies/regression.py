@@ -48,7 +48,7 @@ from flwr_perdl.regression import (
     choose_mixture,
     sufficient_statistics,
 )
-from flwr_perdl.strategies.mixed_regression import FedX
+from flwr_perdl.strategies import FedX
 from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.data import NAMES, by_client, cached_by_file, read_arrays
 from perdl_experiments.engine import arranged
