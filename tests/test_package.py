@@ -114,6 +114,7 @@ INNER = {
     "core.extras": {"load_extra"},
     "core.npy": {"view_file"},
     "dictionary.coding": {"nonnegative_from_gram"},
+    "dictionary.learners": {"update_weights"},
     "network.averaging": {"AveragingOptions"},
     "network.averaging_program": {"AveragingProgram"},
     "network.data_diffusion": {"Diffused", "DictionaryState", "REPLACEMENTS"},
@@ -123,7 +124,9 @@ INNER = {
     "network.schedule": {"rounds_to_all"},
     "protocol.report": {"Observers", "OnRound"},
     "protocol.request": {"FAILED", "REFUSED"},
+    "regression.losses": {"SQUARED"},
     "regression.moments": {"random_models"},
+    "regression.phases": {"Answers", "Ask", "State"},
     "strategies.perma": {"AGGREGATIONS", "MATCHINGS"},
 }
 

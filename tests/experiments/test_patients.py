@@ -60,16 +60,6 @@ def test_rows_come_in_order_and_columns_become_features(tmp_path: Path) -> None:
     assert {*labels[0].test.y} <= {0.0, 1.0}
 
 
-def test_a_mixed_model_wins_where_intercepts_and_slopes_are_random() -> None:
-    metrics = run_study("patients", seeds=2, rounds=2, n_train=12).metrics
-    least = min(metrics[f"error_{name}"] for name in ("pooled", "alone", "intercepts", "fedavg"))
-    assert metrics["error_slopes"] < least
-    assert metrics["error_fedavg-tuned"] < metrics["error_fedavg"]
-    low, lead, high = (metrics[f"{end}_slopes"] for end in ("lead_low", "lead", "lead_high"))
-    assert low < lead < high
-    assert lead == pytest.approx(metrics["error_fedavg-tuned"] - metrics["error_slopes"])
-
-
 @pytest.mark.parametrize(("n", "name"), [(2, "data"), (8, "X")])
 def test_too_few_rows_or_no_feature_is_an_error(n: int, name: str, tmp_path: Path) -> None:
     client = np.repeat([0, 1], n)

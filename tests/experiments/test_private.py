@@ -10,21 +10,7 @@ import pytest
 
 from flwr_perdl.privacy.noise import noise_multiplier
 from perdl_experiments.studies import private
-from tests.studies import config_of, run_study
-
-ERRORS = ("private", "components", "not_private", "alone", "public")
-
-
-def test_noise_costs_more_the_smaller_epsilon_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "EPSILONS", (0.5, 20.0))
-    found = run_study("private", clients=4, rounds=3, epsilon=200.0, trust="central")
-    little, much = found.curves["error_central"][::-1]
-    errors = {name: found.metrics[f"error_{name}"] for name in ERRORS}
-    assert much > little > errors["private"]
-    assert errors["private"] == pytest.approx(errors["not_private"], rel=0.05)
-    assert errors["not_private"] < errors["public"]
-    far, near = found.curves["error_components_central"]
-    assert far > near > errors["components"]
+from tests.studies import config_of
 
 
 @pytest.mark.parametrize(("trust", "shares"), [("distributed", 5 / 4), ("central", 1)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from perdl_experiments.mixed_model import fit_mixed_model, shrink_to_pooled
 from perdl_experiments.mixed_regression_data import mixed_regression as draw
 from perdl_experiments.mixed_regression_data import oracle
 from perdl_experiments.studies import mixed_regression, regression
-from tests.studies import Ran, compute_all, config_of, run_study, save
+from tests.studies import Ran, compute_all, config_of, run_study, save, slopes
 
 
 def run(experiment: Any, keep: Any = compute_all, **options: Any) -> Ran:
@@ -92,78 +91,7 @@ def test_restarts_go_on_from_the_start_that_fits_best() -> None:
     assert len(way.spent) == mixed_regression.BUDGET // 2  # the other start's share
 
 
-@pytest.mark.slow
-def test_a_study_has_the_stable_figures_and_both_panels() -> None:
-    kept: dict[str, Any] = {}
-
-    def keep(name: str, compute: Callable[[], Any], of: int) -> Any:
-        kept[name] = compute()
-        return kept[name]
-
-    options = {"setting": "C1", "seeds": 2, "rounds": 30}
-    outcome = run(mixed_regression, keep, **options)
-    assert set(kept) == {"C1-seed-0", "C1-seed-1"}
-    metrics = outcome.metrics
-    assert {"rounds_max", "share_k_unknown", "share_paper", "share_ifca_same"} < set(metrics)
-    assert metrics["share_within_5pct_of_oracle"] == 1
-    assert metrics["error_over_oracle_max"] == pytest.approx(1, abs=1e-5)
-    assert 5 < metrics["rounds_median"] <= 8
-    assert metrics["error_ours"] == pytest.approx(metrics["error_oracle"], rel=1e-5)
-    assert metrics["error_ours"] < metrics["error_fedavg"]
-    assert all(isinstance(value, float) for value in metrics.values())
-    assert outcome.figures == ["fig1-C1.png"]
-    assert len(outcome.outcome.figures["fig1-C1"].axes) == len(mixed_regression.PANELS)
-    ours, papers = outcome.tables
-    assert len(ours.rows) + len(papers.rows) == len(mixed_regression.METHODS)
-    # The best of five starts is known only after 100 rounds.
-    assert "share_ifca_restarts" in metrics
-    assert "error_ifca_restarts" not in metrics
-    for table in outcome.tables:
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert outcome.outcome.floats_up < outcome.outcome.floats_down
-
-    def refuse() -> Any:
-        raise AssertionError("a resumed run computes nothing again")
-
-    again = run(mixed_regression, lambda name, compute, of: kept.get(name) or refuse(), **options)
-    assert again.metrics == metrics
-
-
-def test_several_settings_have_figures_each() -> None:
-    outcome = run(mixed_regression, setting="C1,C2", seeds=1, rounds=5, k="auto")
-    assert {"error_oracle", "error_oracle_C1", "error_oracle_C2"} < set(outcome.metrics)
-    assert outcome.metrics["rounds_median"] == -1
-    assert outcome.figures == ["fig1-C1.png", "fig2-C2.png"]
-
-
 # Your own data --------------------------------------------------------------------------------
-
-
-def two_kinds(seed: int = 0) -> dict[str, np.ndarray]:
-    """Thirty clients, the even ones with opposite slopes to the odd ones, features of any scale."""
-    rng = np.random.default_rng(seed)
-    client = np.repeat(np.arange(30), rng.integers(20, 60, 30))
-    X = rng.standard_normal((len(client), 3)) * [1.0, 100.0, 0.01] + [5.0, 0.0, 1.0]
-    slopes = np.where(client % 2, 1.0, -1.0)[:, None] * [1.0, 0.01, 50.0]
-    y = 3 + np.sum((X - [5.0, 0.0, 1.0]) * slopes, axis=1) + 0.3 * rng.standard_normal(len(client))
-    return {"X": X, "y": y, "client": np.array([f"c{i:02}" for i in client])}
-
-
-def test_planted_clusters_are_found_and_pay(tmp_path: Path) -> None:
-    data = two_kinds()
-    outcome = run(regression, data=save(tmp_path, **data), splits=1)
-    metrics, clusters = outcome.metrics, outcome.arrays["clusters"]
-    ceiling = 1 - 0.09 / np.var(data["y"])
-    assert metrics["ev_clustered"] > ceiling - 0.05  # the models are shrunk to the pooled one
-    assert metrics["ev_fedx"] > ceiling - 0.02
-    assert metrics["ev_pooled"] < 0.2
-    assert metrics["ev_local"] < metrics["ev_fedx"]
-    for kind in (0, 1):
-        assert set(clusters[kind::2]).isdisjoint(clusters[1 - kind :: 2])
-    assert outcome.arrays["clients"].tolist() == sorted(set(data["client"]))
-    given = run(regression, data=save(tmp_path, **data), splits=1, k="2")
-    assert given.metrics["k"] == len(given.arrays["models"]) == 2
-    assert len(set(given.arrays["clusters"])) == 2
 
 
 def test_few_points_of_clear_clusters_are_not_shrunk(tmp_path: Path) -> None:
@@ -175,28 +103,6 @@ def test_few_points_of_clear_clusters_are_not_shrunk(tmp_path: Path) -> None:
         metrics = run(regression, data=save(tmp_path, X=X, y=y, client=client), splits=1, k=k)
         assert metrics.metrics["k"] == 2
         assert metrics.metrics["ev_clustered"] > 0.99
-
-
-def test_the_clusters_of_the_bundled_tumors_are_the_diagnoses() -> None:
-    outcome = run(regression, splits=2)
-    assert {"ev_clustered", "ev_pooled", "ev_local", "k"} <= set(outcome.metrics)
-    assert outcome.metrics["ev_clustered"] > outcome.metrics["ev_pooled"]
-    assert outcome.figures == ["coefficients.png"]
-    scores, _, members = outcome.tables
-    assert len(scores.rows) == len(regression.METHODS)
-    assert {len(row) for row in scores.rows} == {len(scores.columns)}
-    kinds = [{name.split()[0] for name in row[3].split(", ")} for row in members.rows]
-    assert sorted(map(sorted, kinds)) == [["benign"], ["malignant"]]
-
-
-def test_the_bundled_diabetes_patients_have_one_model() -> None:
-    outcome = run(regression, splits=1, bundled="diabetes", rounds=10)
-    assert outcome.metrics["k"] == 1
-    members = outcome.tables[-1]
-    who = [name for row in members.rows for name in row[3].split(", ") if name]
-    assert sorted(map(int, who)) == list(range(20))
-    assert "gain_over_pooled" in outcome.metrics
-    assert "gain_low_over_pooled" not in outcome.metrics  # one split tells no spread
 
 
 def test_pooled_is_least_squares_on_the_training_points() -> None:
@@ -254,7 +160,7 @@ def test_shrinking_to_the_pooled_model_is_ridge_on_its_residuals() -> None:
 
 
 def test_odd_data_end_well(tmp_path: Path) -> None:
-    data = two_kinds()
+    data = slopes()
     data["X"] = np.column_stack([data["X"], data["X"][:, 0], np.ones(len(data["y"]))])
     keep = np.array([name != "c03" for name in data["client"]])
     keep[np.flatnonzero(~keep)[0]] = True  # a client with one point
@@ -264,14 +170,3 @@ def test_odd_data_end_well(tmp_path: Path) -> None:
     odd["y"] = np.full_like(odd["y"], 2.0)
     constant = run(regression, data=save(tmp_path, **odd), splits=1)
     assert np.isfinite(list(constant.metrics.values())).all()
-
-
-def test_its_clients_and_strategy_run_on_flower(tmp_path: Path) -> None:
-    path = save(tmp_path, **two_kinds())
-    one = config_of("regression", data=path, k="2", clients=30, rounds=12)
-    federated = federate(regression, one)
-    last = federated.history[-1]
-    assert last.step == "evaluate"
-    assert last.aggregate["mse"] < 0.12
-    clusters = np.array([last.metrics[i]["cluster"] for i in range(30)])
-    assert len(set(clusters[::2])) == len(set(clusters[1::2])) == 1

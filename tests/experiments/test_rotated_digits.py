@@ -1,38 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from perdl_experiments.runner import Progress, run_experiment
 from perdl_experiments.studies import rotated_digits
-from tests.studies import Kept, Ran, config_of, run_study
-
-
-@pytest.fixture(scope="module")
-def small() -> Ran:
-    return run_study(
-        "rotated-digits", clients=12, rounds=6, seeds=1, hidden=16, starts="one-shot,given"
-    )
-
-
-def test_one_shot_finds_the_angles_and_is_then_fedavg_per_angle(small: Ran) -> None:
-    assert small.metrics["right_one-shot"] == 1
-    np.testing.assert_allclose(
-        small.curves["accuracy_one-shot"], small.curves["accuracy_oracle"], atol=1e-12
-    )
-    assert small.metrics["accuracy_fedavg"] < small.metrics["accuracy_oracle"] - 0.1
-
-
-def test_progress_names_its_metric_and_ends_with_all_rounds_and_parts() -> None:
-    told: list[Progress] = []
-    options = {"hidden": 4, "seeds": 1, "starts": "one-shot"}
-    ran = run_experiment(
-        "rotated-digits", clients=8, rounds=2, options=options, progress=told.append
-    )
-    assert {one.metric for one in told} == {"accuracy"}
-    assert all(one.done <= one.total for one in told)
-    assert (told[-1].done, told[-1].total) == (3, 3)  # two rounds, and the baselines
-    assert ran["costs_of"] == "one-shot"
+from tests.studies import Kept, config_of, run_study
 
 
 def test_the_best_of_five_starts_has_the_lowest_validation_loss_and_costs_all_five() -> None:

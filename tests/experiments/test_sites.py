@@ -31,22 +31,6 @@ def planted(tmp_path: Path) -> Planted:
     return made
 
 
-def test_the_planted_atoms_are_found_in_the_files_of_a_folder(
-    tmp_path: Path, planted: Planted
-) -> None:
-    results = run_experiment(
-        "sites", data=tmp_path, rounds=8, out=tmp_path / "out", options={**OPTIONS, "n_global": "3"}
-    )
-    with np.load(tmp_path / "out" / "arrays.npz") as arrays:
-        assert dictionary_distance(arrays["global_atoms"], planted.global_atoms) < 1e-6
-    assert results["metrics"]["mse_full"] < 1e-12 < results["metrics"]["mse_global"]
-    assert [row[:2] for row in results["tables"][0]["rows"]] == [
-        ["0", "20"],
-        ["1", "20"],
-        ["2", "20"],
-    ]
-
-
 def test_the_planted_atoms_are_found_where_entries_are_missing(
     tmp_path: Path, planted: Planted
 ) -> None:

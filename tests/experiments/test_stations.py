@@ -11,14 +11,6 @@ from perdl_experiments.studies import stations
 from tests.studies import config_of, run_study, save
 
 
-def test_private_atoms_pay_where_sites_share_half_of_theirs() -> None:
-    ran = run_study("stations", seeds=1, rounds=10, n_atoms=12, n_nonzero=3, days=60)
-    error = {name: ran.metrics[f"error_filled_{name}"] for name in stations.METHODS}
-    assert error["perma"] < min(error["alone"], error["shared"], error["averaging"])
-    assert ran.metrics["lead_shared"] == pytest.approx(1 - error["perma"] / error["shared"])
-    assert ran.metrics["n_global"] < 12
-
-
 def test_days_are_whole_scaled_and_in_one_part_only(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     X = np.cumsum(np.ones((3, 24 * 200, 2)), axis=1) + rng.random((3, 24 * 200, 2))
