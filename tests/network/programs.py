@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl.network import CombinationMatrix, Inbox, Run, Schedule
@@ -72,6 +73,32 @@ class Drift:
 
     def observe(self, state: Drifted) -> dict[str, NDArray[Any]]:
         return {"count": state.count, "norm": np.linalg.norm(state.value, axis=1)}
+
+
+class Quadratic(NumPyClient):
+    """One gradient step on a (w - target)^2 / 2; with a = 0 the model stays as it is."""
+
+    def __init__(self, node: int, a: Any, targets: NDArray[Any]) -> None:
+        self.a, self.target = a, targets[node]
+
+    def get_parameters(self, config: Any) -> list[NDArray[Any]]:
+        return [np.array([self.target, 1.0])]
+
+    def fit(self, parameters: list[NDArray[Any]], config: Any) -> Any:
+        (w,) = parameters
+        return [w - self.a * (w - self.target)], 1, {}
+
+
+def noted(program: Any) -> tuple[Any, list[tuple[NDArray[Any], ...]]]:
+    """Return a program, and a list of which it makes copies of its messages."""
+    message, sent = program.message, list[tuple[NDArray[Any], ...]]()
+
+    def note(state: Any) -> Any:
+        sent.append(tuple(array.copy() for array in message(state)))
+        return sent[-1]
+
+    program.message = note
+    return program, sent
 
 
 def sleeping(

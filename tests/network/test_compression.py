@@ -6,28 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.npy import pack
 from flwr_perdl.network import (
-    CombinationMatrix,
     Faults,
     InMemoryNetwork,
     RandomQuantization,
     Schedule,
     TopK,
-    Topology,
     diffusion_averaging,
-    metropolis_weights,
 )
 from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.topology import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.random import spawn
-from flwr_perdl.simulations import InProcessGrid
-from perdl_experiments.studies.decentralized import Nodes
 from tests.grids import grid_of, relayed
-from tests.studies import config_of
+from tests.network.programs import Quadratic
 
 Array = NDArray[Any]
 
@@ -39,21 +34,15 @@ MINIMUM = (CURVATURE * TARGET).sum(axis=0) / CURVATURE.sum(axis=0)
 TRACKED: dict[str, Any] = {"method": "gradient_tracking", "compression": TopK(0.25)}
 
 
-class Quadratic(NumPyClient):
-    """One gradient step on ``sum h (w - target)^2 / 2``."""
-
+class Client(Quadratic):
     def __init__(self, node: int) -> None:
-        self.node = node
-
-    def fit(self, parameters: list[Array], config: Any) -> Any:
-        (w,), k = parameters, self.node
-        return [w - 0.3 * CURVATURE[k] * (w - TARGET[k])], 1, {}
+        super().__init__(node, 0.3 * CURVATURE[node], TARGET)
 
 
 def learn(rounds: int, network: Any = RING, dtype: type = float, **options: Any) -> Any:
     initial = [np.zeros(SIZE, dtype)]
     return diffusion_averaging(
-        Quadratic, network, rounds, initial=initial, evaluate_every=0, **options
+        Client, network, rounds, initial=initial, evaluate_every=0, **options
     )
 
 
@@ -156,39 +145,10 @@ def test_floats_and_bytes_are_counted(
     assert (learned.curves["bytes-received"] == 2 * each).all()
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-@pytest.mark.parametrize(
-    ("method", "compression"),
-    [
-        ("gradient_tracking", TopK(0.25)),
-        ("exact_diffusion", RandomQuantization(5, seed=1)),
-    ],
-)
-def test_flower_has_the_same_bits(method: str, compression: Any, sealed: bool) -> None:
-    options: dict[str, Any] = {"method": method, "compression": compression}
-    kept: dict[int, list[Array]] = {}
-
-    def make_client(context: Any) -> DiffusionClient:
-        program = program_of(Quadratic, np.float32, **options)
-        return DiffusionClient(
-            program, context, on_end=lambda state: kept.update(program.models(state))
-        )
-
-    grid = InProcessGrid(client_app(make_client), N)
-    run = relayed(grid, RING, 5, sealed=sealed)
-    learned = AveragingOptions(**options).learned(run)
-    for network in (RING, InMemoryNetwork(RING)):
-        here = learn(5, network, np.float32, **options)
-        for name, rows in here.curves.items():
-            np.testing.assert_array_equal(learned.curves[name], rows, err_msg=name)
-        assert (learned.floats_sent, learned.bytes_sent) == (here.floats_sent, here.bytes_sent)
-        assert all((kept[k][0] == w).all() for k, (w,) in here.models.items())
-
-
 def test_a_message_that_is_lost_is_warned_of() -> None:
-    class Fails(Quadratic):
+    class Fails(Client):
         def fit(self, parameters: list[Array], config: Any) -> Any:
-            if config["server-round"] == 2 and self.node == 1:
+            if config["server-round"] == 2 and (self.target == TARGET[1]).all():
                 raise RuntimeError("out of memory")
             return super().fit(parameters, config)
 
@@ -212,7 +172,7 @@ def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any,
                 reply = [reply[0], codes[None, None]]
             return reply, *rest
 
-    program = program_of(Quadratic, method="atc", compression=compression)
+    program = program_of(Client, method="atc", compression=compression)
     run = relayed(grid_of(lambda c, _: Odd(program, c), N), RING, 3)
     with pytest.warns(RuntimeWarning, match="compression"):
         learned = program.options.learned(run)
@@ -225,12 +185,7 @@ TWO = Schedule.of(metropolis_weights(RING), metropolis_weights(Topology.exponent
 
 
 @pytest.mark.parametrize(
-    "network",
-    [
-        TWO,
-        InMemoryNetwork(RING, faults=Faults(drop=0.1)),
-    ],
-    ids=["changing", "faults"],
+    "network", [TWO, InMemoryNetwork(RING, faults=Faults(drop=0.1))], ids=["changing", "faults"]
 )
 def test_public_copies_need_one_network_without_faults(network: Any) -> None:
     with pytest.raises(ValueError, match=r"^network"):
@@ -253,7 +208,7 @@ def test_options_that_exclude_each_other(options: dict[str, Any], name: str) -> 
 
 
 def test_a_compression_that_keeps_nothing_is_rejected_before_any_fit() -> None:
-    class Never(Quadratic):
+    class Never(Client):
         def fit(self, parameters: list[Array], config: Any) -> Any:
             raise AssertionError
 
@@ -261,26 +216,3 @@ def test_a_compression_that_keeps_nothing_is_rejected_before_any_fit() -> None:
         diffusion_averaging(
             Never, RING, 1, initial=[np.zeros(SIZE)], method="atc", compression=TopK(0.05)
         )
-
-
-@pytest.mark.slow
-def test_a_tenth_of_the_values_is_as_good_as_all_on_digits_at_a_sixth_of_the_bytes() -> None:
-    options = {"shards": 2, "step": 0.5, "local_steps": 5, "send": "float32"}
-    nodes = Nodes(config_of("decentralized", clients=16, **options), seed=0)
-    plain, small = (
-        diffusion_averaging(
-            nodes,
-            Topology.exponential(16),
-            200,
-            initial=nodes.initial,
-            method="gradient_tracking",
-            compression=compression,
-            evaluate_every=200,
-            metrics=["accuracy"],
-        )
-        for compression in (None, TopK(0.1))
-    )
-    worst = [learned.curves["evaluate-accuracy"][-1].min() for learned in (plain, small)]
-    assert worst[1] >= worst[0] - 0.01 > 0.94
-    assert plain.bytes_sent == 200 * 16 * 7 * 2 * 650 * 4
-    assert small.bytes_sent <= plain.bytes_sent / 6

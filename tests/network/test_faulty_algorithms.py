@@ -39,21 +39,16 @@ def inferred(
     return found, errors.max(axis=1)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_default_inference_is_exact_although_nodes_sleep(objective: Objective) -> None:
-    found, errors = inferred(objective, "admm", sleep=0.1, seed=1)
-    assert errors.max() < 1e-5
-    assert found.converged
-
-
 @pytest.mark.parametrize("method", INFERENCE)
-def test_every_inference_survives_dropping_links(method: str) -> None:
-    found, errors = inferred(OBJECTIVES[1], method, Faults(drop=0.2, seed=3))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("drop", "sleep"), [(0.2, 0.0), (0.0, 0.1)])
+def test_inference_survives_links_that_drop_and_nodes_that_sleep(
+    drop: float, sleep: float, objective: Objective, method: str
+) -> None:
+    found, errors = inferred(objective, method, Faults(drop, seed=3), sleep=sleep, seed=1)
     assert np.isfinite(found.nu).all()
-    assert errors.max() < 0.3
-    if method == "admm":
-        assert errors.max() < 1e-5
-        assert found.converged
+    assert errors.max() < (1e-5 if method == "admm" else 0.3)
+    assert found.converged or method != "admm"
     # What the agents report is honest: within a factor of ten, or larger than the error.
     assert found.residual.max() > errors.max() / 10
 

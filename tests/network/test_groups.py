@@ -13,14 +13,8 @@ from numpy.testing import assert_array_equal as assert_same_bits
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.network import (
-    InMemoryNetwork,
-    Schedule,
-    TopK,
-    Topology,
-    diffusion_averaging,
-    metropolis_weights,
-)
+from flwr_perdl.network import InMemoryNetwork, Schedule, TopK, diffusion_averaging
+from flwr_perdl.network.topology import Topology, metropolis_weights
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging
@@ -57,11 +51,7 @@ def here(network: Any = PAIRS, rounds: int = ROUNDS, start: Any = START, **more:
 
 
 def relayed(
-    topology: Any = PAIRS,
-    rounds: int = ROUNDS,
-    start: Any = START,
-    grid: Any = None,
-    **more: Any,
+    topology: Any = PAIRS, rounds: int = ROUNDS, start: Any = START, grid: Any = None, **more: Any
 ) -> Any:
     app = client_app(lambda context: Pulled(partition_of(context)))
     strategy = DiffusionAveraging(topology, **{**CHOOSES, **more})
@@ -138,13 +128,13 @@ def test_ties_and_nan_are_not_accepted() -> None:
     assert (found.accepted.sum(), found.met.sum() > 0) == (0, True)
 
 
+ASLEEP = sleeping(metropolis_weights(Topology.complete(N)), 0.3, seed=3)
 NETWORKS: dict[str, dict[str, Any]] = {
     "schedule": {},
     "directed": {"topology": Topology.from_edges(N, [(k, (k + d) % N) for k in range(N)
                                                      for d in (1, 2)], directed=True)},
     "apart": {"topology": Topology.from_edges(N, [(0, 2), (2, 4), (1, 3), (3, 5)])},
-    "stale": {"topology": sleeping(metropolis_weights(Topology.complete(N)), 0.3, seed=3),
-              "staleness": 2},
+    "stale": {"topology": ASLEEP, "staleness": 2},
     "absent": {"topology": Schedule(N, PAIRS.at, PAIRS.window,
                                     present=lambda t: np.arange(N) != (2 if 2 <= t < 5 else N))},
 }  # fmt: skip
@@ -154,11 +144,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [*NETWORKS])
 def test_the_relay_has_the_bits_of_memory(name: str, sealed: bool) -> None:
     given = {"topology": PAIRS, **NETWORKS[name]}
-    topology, rest = given.pop("topology"), given
-    network = topology
-    if rest:
-        network = InMemoryNetwork(topology, **rest)
-    assert_same(relayed(topology, sealed=sealed, **rest), here(network))
+    network = InMemoryNetwork(**given) if given["topology"] is ASLEEP else given["topology"]
+    assert_same(relayed(sealed=sealed, **given), here(network))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -187,15 +174,10 @@ def test_messages_are_empty_while_nodes_train_alone_and_counts_leave_once(tmp_pa
     app = client_app(lambda context: Pulled(partition_of(context)), private=["n"])
     grid = Tapped(app, N, node_config=lambda node: {"state-dir": str(tmp_path)})
     found = relayed(Topology.complete(N), grid=grid)
-    sent = [
-        [*reply.array_records["arrays"].values()]
-        for step, _, reply in grid.exchanges()
-        if step == "exchange" and reply.array_records
-    ]
-    rounds = [sent[N * t : N * (t + 1)] for t in range(ROUNDS)]
-    assert [{len(arrays) for arrays in own} for own in rounds] == [{0}] * LOCAL + [{1}] * (
-        ROUNDS - LOCAL
-    )
+    replies = [reply for step, _, reply in grid.exchanges() if step == "exchange"]
+    sent = [len(reply["arrays"]) for reply in replies if reply.array_records]
+    rounds = [{*sent[N * t : N * (t + 1)]} for t in range(ROUNDS)]
+    assert rounds == [{0}] * LOCAL + [{1}] * (ROUNDS - LOCAL)
     assert grid.errors == []
     assert found.groups == GROUPS
     assert (found.curves["evaluate-n"][-1] == ROUNDS).all()  # each node's own

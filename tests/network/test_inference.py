@@ -9,19 +9,8 @@ import pytest
 
 from flwr_perdl.network import CombinationMatrix, InMemoryNetwork, Topology, metropolis_weights
 from flwr_perdl.network.combine import LONG
-from flwr_perdl.network.inference import (
-    ATC,
-    ConsensusADMM,
-    exact_dual,
-    infer,
-)
-from flwr_perdl.network.objectives import (
-    HuberNMF,
-    Objective,
-    SparseSVD,
-)
-from perdl_experiments.measures import rounds_to
-from perdl_experiments.studies.inference import FOUND, draw, trace
+from flwr_perdl.network.inference import ATC, ConsensusADMM, exact_dual, infer
+from flwr_perdl.network.objectives import HuberNMF, Objective, SparseSVD
 from tests.network.objectives import INFERENCE, each_of, four
 
 OBJECTIVES = four(0.2, 0.5, beta=0.1)
@@ -49,8 +38,10 @@ def problem(
     return X, list(W / np.linalg.norm(W, axis=2, keepdims=True))
 
 
-def by_cvxpy(objective: Objective, x: np.ndarray, W: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes and dual variables from a general convex solver, by (21) as it stands."""
+def by_cvxpy(
+    objective: Objective, x: np.ndarray, W: np.ndarray, low: float = -99.0, high: float = 99.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes, in these bounds, and duals from a general convex solver, by (21) as it is."""
     y, z = cp.Variable(len(W)), cp.Variable(W.shape[1])
     if np.isfinite(objective.bound):
         eta = objective.strong_convexity
@@ -58,7 +49,8 @@ def by_cvxpy(objective: Objective, x: np.ndarray, W: np.ndarray) -> tuple[np.nda
     else:
         loss = cp.sum_squares(x - z) / 2
     penalty = objective.gamma * cp.norm1(y) + objective.delta / 2 * cp.sum_squares(y)
-    limits = [z == W.T @ y, *([y >= 0] if objective.nonnegative else [])]
+    low = 0.0 if objective.nonnegative else low
+    limits = [z == W.T @ y, y >= low, y <= high]
     tight = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-11)
     cp.Problem(cp.Minimize(loss + penalty), limits).solve(solver=cp.CLARABEL, **tight)
     u = x - z.value
@@ -75,13 +67,18 @@ def decibels(found: np.ndarray, truth: np.ndarray) -> float:
 
 @every
 @pytest.mark.parametrize("n_atoms", [1, 3])
-def test_the_exact_dual_agrees_with_cvxpy(objective: Objective, n_atoms: int) -> None:
+def test_what_has_no_bias_agrees_with_cvxpy(objective: Objective, n_atoms: int) -> None:
     X, D = problem(objective, n_atoms=n_atoms, n_samples=2)
-    exact = exact_dual(objective, X, D)
+    exact, graph = exact_dual(objective, X, D), Topology.erdos_renyi(8, 0.4, seed=n_atoms)
+    limits: dict[str, Any] = {"n_rounds": 4000, "tolerance": 1e-8}
+    methods = ("admm", "exact_diffusion")
+    inferred = [infer(objective, X, D, graph, method=method, **limits) for method in methods]
+    assert [found.converged for found in inferred] == [True, True]
     for i, x in enumerate(X):
         codes, nu = by_cvxpy(objective, x, np.concatenate(D))
-        assert decibels(np.concatenate([C[i] for C in exact.codes]), codes) >= 100
-        assert decibels(exact.nu[i], nu) >= 100
+        for found in (exact, *inferred):
+            assert decibels(np.concatenate([C[i] for C in found.codes]), codes) >= 100
+            assert decibels(found.nu[..., i, :], nu) >= 100
     assert (np.abs(exact.gap) <= 1e-12 * exact.cost).all()
     if isinstance(objective, HuberNMF):
         assert (np.abs(exact.nu) == 1).any()
@@ -100,29 +97,6 @@ def test_a_tolerance_bounds_the_error_of_the_exact_dual(objective: Objective, n_
         assert (error <= tolerance).all()
         np.testing.assert_allclose(found.codes[0], exact.codes[0], atol=100 * tolerance)
     assert np.abs(found.nu - exact.nu).max() > 0  # it stops before the exact solution
-
-
-@every
-@pytest.mark.parametrize(
-    ("method", "n_atoms"),
-    [
-        ("admm", 1),
-        ("admm", 3),
-        ("exact_diffusion", 1),
-        ("exact_diffusion", 3),
-    ],
-)
-def test_bias_free_methods_agree_with_cvxpy(
-    objective: Objective, method: str, n_atoms: int
-) -> None:
-    X, D = problem(objective, n_atoms=n_atoms, n_samples=2)
-    topology = Topology.erdos_renyi(8, 0.4, seed=n_atoms)
-    found = infer(objective, X, D, topology, method=method, n_rounds=4000, tolerance=1e-8)
-    assert found.converged
-    for i, x in enumerate(X):
-        codes, nu = by_cvxpy(objective, x, np.concatenate(D))
-        assert decibels(np.concatenate([C[i] for C in found.codes]), codes) >= 100
-        assert decibels(found.nu[:, i], nu) >= 100
 
 
 @pytest.mark.parametrize("eta", [0.2, 0.001])
@@ -219,14 +193,10 @@ def test_codes_may_be_bounded_with_the_diffusions(seed: int, n_features: int) ->
     topology = Topology.small_world(16, 4, 0.3, seed=seed)
     found = infer(objective, X, D, topology, method="exact_diffusion", tolerance=1e-9)
     assert found.converged
-    W, tight = np.concatenate(D), {"tol_gap_abs": 1e-11, "tol_gap_rel": 1e-11, "tol_feas": 1e-11}
     for i, x in enumerate(X):
-        y = cp.Variable(16)
-        penalty = 0.1 * cp.norm1(y) + 0.25 * cp.sum_squares(y)
-        cost = cp.Minimize(cp.sum_squares(x - W.T @ y) / 2 + penalty)
-        cp.Problem(cost, [y >= low, y <= high]).solve(solver=cp.CLARABEL, **tight)
+        wanted, _ = by_cvxpy(objective, x, np.concatenate(D), low, high)
         codes = np.concatenate([C[i] for C in found.codes])
-        np.testing.assert_allclose(codes, y.value, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(codes, wanted, rtol=0, atol=1e-6)
         assert ((codes == low) | (codes == high)).any()
     A = metropolis_weights(topology).matrix.toarray()
     atc = infer(objective, X, D, topology, method="atc", step=0.1, n_rounds=40, tolerance=0)
@@ -237,18 +207,6 @@ def test_codes_may_be_bounded_with_the_diffusions(seed: int, n_features: int) ->
         infer(objective, X, D, topology)
     with pytest.raises(ValueError, match=r"^objective"):
         exact_dual(objective, X, D)
-
-
-def quadratic_minimum(W: np.ndarray, b: np.ndarray, a: float, o: Objective) -> np.ndarray:
-    """Return the minimizer of ``a/2 |nu|^2 - b'nu + h*(W nu)`` by a general solver."""
-    y = cp.Variable(len(W))
-    free = (b - W.T @ y) / np.sqrt(a)
-    penalty = o.gamma * cp.norm1(y) + o.delta / 2 * cp.sum_squares(y)
-    tight = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-11)
-    problem = cp.Problem(cp.Minimize(cp.sum_squares(free) / 2 + penalty))
-    problem.solve(solver=cp.CLARABEL, **tight)
-    nu: np.ndarray = (b - W.T @ y.value) / a
-    return nu
 
 
 @pytest.mark.parametrize(("r", "n"), [(0.5, 12), (0.8, LONG + 3)])
@@ -262,11 +220,13 @@ def test_consensus_admm_is_the_recursion_of_multipliers_and_beliefs(r: float, n:
     D = np.diag(c.sum(axis=1))
     p, q, nu = np.zeros((3, N, n))
     for _ in range(6):
-        for k, W in enumerate(admm.dictionaries):
-            nu[k] = quadratic_minimum(W, x / N + p[k] / 2 - q[k], 1 / N + D[k, k], objective)
+        for k, (w,) in enumerate(admm.dictionaries):
+            b, a = x / N + p[k] / 2 - q[k], 1 / N + D[k, k]
+            s = w @ b / a  # of norm 1, a single atom has a code of its own
+            nu[k] = (b - (s - np.clip(s, -0.2, 0.2)) / (0.5 + 1 / a) * w) / a
         q += r * (D - c) @ nu
         p = (1 - 2 * r) * p + 2 * r * (D + c) @ nu
-    np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
+    np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-12)
 
 
 @every_method
@@ -339,19 +299,30 @@ def test_a_network_gives_the_same_bits(
     assert {a.dtype for a in (memory.nu, memory.residual, *memory.codes)} == {np.dtype(dtype)}
 
 
+PATH = Topology.grid(1, 20)
+
+
 @each
-def test_the_residual_bounds_the_error(objective: Objective) -> None:
+@pytest.mark.parametrize(
+    ("topology", "method"),
+    [
+        *((graph, "admm") for graph in (Topology.ring(12), Topology.star(12), PATH)),
+        (Topology.erdos_renyi(12, 0.3, seed=1), "admm"),
+        (PATH, "exact_diffusion"),
+    ],
+)
+def test_the_residual_bounds_the_error(
+    topology: Topology, method: str, objective: Objective
+) -> None:
     """What an agent knows by itself says how far it is from the answer."""
-    for seed, topology in enumerate(
-        (Topology.ring(12), Topology.star(12), Topology.erdos_renyi(12, 0.3, seed=1))
-    ):
-        X, D = problem(objective, n_agents=12, n_features=30, seed=seed)
-        exact = exact_dual(objective, X, D).nu
-        for tolerance in (1e-2, 1e-4):
-            found = infer(objective, X, D, topology, tolerance=tolerance)
-            assert found.converged
-            errors = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(found.nu, axis=2)
-            assert (errors <= 2 * found.residual.max()).all()
+    X, D = problem(objective, n_agents=topology.n_nodes, n_features=5)
+    exact = exact_dual(objective, X, D).nu
+    for tolerance in (1e-2, 1e-4):
+        limits: dict[str, Any] = {"tolerance": tolerance, "n_rounds": 50_000}
+        found = infer(objective, X, D, topology, method=method, **limits)
+        assert found.converged
+        errors = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(found.nu, axis=2)
+        assert (errors <= 2 * found.residual.max()).all()
 
 
 def test_atc_says_that_it_has_not_converged() -> None:
@@ -360,20 +331,6 @@ def test_atc_says_that_it_has_not_converged() -> None:
     found = infer(objective, X, D, Topology.ring(8), method="atc", n_rounds=5000)
     assert not found.converged
     assert found.rounds == 5000
-
-
-@pytest.mark.parametrize("method", ["admm", "exact_diffusion"])
-def test_over_a_long_path_convergence_is_not_said_too_early(method: str) -> None:
-    rng = np.random.default_rng(0)
-    D = rng.standard_normal((20, 1, 5))
-    D /= np.linalg.norm(D, axis=2, keepdims=True)
-    objective, X = SparseSVD(0.1, 1.0), rng.standard_normal((2, 5))
-    path = Topology.grid(1, 20)
-    found = infer(objective, X, list(D), path, method=method, n_rounds=50_000)
-    exact = exact_dual(objective, X, list(D)).nu
-    error = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(exact, axis=1)
-    assert found.converged
-    assert error.max() <= 2e-3  # the residuals were measured to be 1e-3
 
 
 @every_method
@@ -395,13 +352,6 @@ def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str
     assert max(far.values()) < (1.0 if method == "atc" else 1e-6)
     with pytest.raises(ValueError, match=r"^dictionaries"):
         infer(objective, X, D, InMemoryNetwork(Topology.complete(9)), method=method)
-
-
-def test_a_lone_agent_is_the_exact_dual() -> None:
-    objective = HuberNMF(0.2, 0.5, 0.3)
-    X, D = problem(objective, n_agents=1, n_atoms=4)
-    found = infer(objective, X, D, Topology.from_edges(1, []))
-    np.testing.assert_allclose(found.nu[0], exact_dual(objective, X, D).nu, atol=1e-10)
 
 
 def test_what_is_wrong_is_said_in_a_sentence() -> None:
@@ -449,20 +399,6 @@ def test_samples_of_any_size_get_the_right_answer_or_a_sentence(
     both = np.vstack([X[:1], small * X[1:2]]).astype(dtype)  # a faint sample beside a bright one
     found = infer(objective, both, D, ring, method=method)
     assert decibels(found.nu[:, 1].astype("f8") / small, truth[1]) > 40
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [0.5, 0.15])
-@pytest.mark.parametrize(("loss", "impulses"), [("squared", 0), ("huber", 0), ("huber", 0.05)])
-def test_the_default_reaches_40_db_within_200_rounds(loss: str, impulses: float, p: float) -> None:
-    rounds = []
-    for seed in range(10):
-        case = draw(loss, 50, 300, p, np.random.default_rng(seed), impulses)
-        assert bool((np.abs(case.nu) == 1).any()) == (impulses > 0)
-        admm = ConsensusADMM(case.objective, case.topology, list(case.atoms), case.X)
-        rounds.append(rounds_to(trace(case, admm, 450, top=50)[1], FOUND))
-    assert np.median(rounds) <= 200
-    assert max(rounds) <= 450
 
 
 @pytest.mark.parametrize(

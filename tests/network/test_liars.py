@@ -5,13 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.network import (
-    InMemoryNetwork,
-    Schedule,
-    Topology,
-    diffusion_averaging,
-    metropolis_weights,
-)
+from flwr_perdl.network import InMemoryNetwork, Schedule, diffusion_averaging
+from flwr_perdl.network.topology import Topology, metropolis_weights
 from perdl_experiments.studies.decentralized import among_liars
 from tests.studies import config_of
 

@@ -5,33 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flwr_perdl.network import (
-    Averaging,
-    HuberNMF,
-    InMemoryNetwork,
-    NonnegativeMF,
-    Objective,
-    Topology,
-    exact_dual,
-    infer,
-    local_costs,
-    metropolis_weights,
-)
+from flwr_perdl.network import Averaging, InMemoryNetwork
+from flwr_perdl.network.inference import exact_dual, infer, local_costs
+from flwr_perdl.network.objectives import HuberNMF, NonnegativeMF, Objective
+from flwr_perdl.network.topology import Topology, metropolis_weights
 from tests.network.objectives import each_of, four
 
 NETWORK = Topology.erdos_renyi(7, 0.4, seed=3)
-
-
-class Case:
-    """Samples, atoms, and the exact duals as if every agent had them."""
-
-    def __init__(self, objective: Objective, n_atoms: int = 2) -> None:
-        rng = np.random.default_rng(1)
-        self.X = rng.random((5, 15)) ** 2
-        W = rng.random((7, n_atoms, 15)) ** 3
-        self.W = W / np.linalg.norm(W, axis=2, keepdims=True)
-        self.exact = exact_dual(objective, self.X, list(self.W))
-        self.nu = np.broadcast_to(self.exact.nu, (7, *self.X.shape))
 
 
 @pytest.mark.parametrize("informed", [None, [2], [0, 5, 5]])
@@ -39,11 +19,14 @@ class Case:
 def test_local_costs_add_up_to_the_least_cost(
     objective: Objective, informed: list[int] | None
 ) -> None:
-    case = Case(objective)
-    costs = local_costs(objective, case.X, case.nu, case.W, informed)
-    np.testing.assert_allclose(-costs.sum(axis=0), case.exact.cost, rtol=1e-10)
+    rng = np.random.default_rng(1)
+    X, W = rng.random((5, 15)) ** 2, rng.random((7, 2, 15)) ** 3
+    W /= np.linalg.norm(W, axis=2, keepdims=True)
+    exact = exact_dual(objective, X, list(W))
+    costs = local_costs(objective, X, np.broadcast_to(exact.nu, (7, 5, 15)), W, informed)
+    np.testing.assert_allclose(-costs.sum(axis=0), exact.cost, rtol=1e-10)
     run = InMemoryNetwork(NETWORK).run(Averaging(-7 * costs), 300)
-    wanted = np.broadcast_to(case.exact.cost, costs.shape)
+    wanted = np.broadcast_to(exact.cost, costs.shape)
     np.testing.assert_allclose(run.observed["estimate"], wanted, rtol=1e-9)
 
 

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flwr_perdl.network import (
-    Faults,
-    InMemoryNetwork,
-    Schedule,
-    Topology,
-    metropolis_weights,
-)
+from flwr_perdl.network import Faults, InMemoryNetwork, Schedule, Topology, metropolis_weights
 from flwr_perdl.network.topology import averaging_weights
 from tests.network.programs import Consensus, Held, sleeping
 
@@ -160,26 +156,19 @@ def test_float32_stays_float32_and_inputs_are_not_modified() -> None:
 
 
 def test_callback_and_stop() -> None:
-    values = draw(6)
-    network = InMemoryNetwork(Topology.ring(6))
     seen: list[int] = []
-    program = Consensus(values)
-    run = network.run(
-        program,
-        100,
-        callback=lambda round_, _: seen.append(round_),
-        stop=lambda state: float(np.ptp(state.value, axis=0).max()) < 1e-3,
-    )
+
+    def near(state: Held) -> bool:
+        return float(np.ptp(state.value, axis=0).max()) < 1e-3
+
+    network, program = InMemoryNetwork(Topology.ring(6)), Consensus(draw(6))
+    run = network.run(program, 100, callback=lambda round_, _: seen.append(round_), stop=near)
     assert seen == list(range(1, run.rounds + 1))
     assert run.rounds < 100
 
 
 def test_memory_grows_with_edges_not_with_nodes_squared() -> None:
-    import tracemalloc
-
-    topology = Topology.ring(20_000)
-    network = InMemoryNetwork(topology, metropolis_weights(topology))
-    program = Consensus(np.ones((20_000, 1)))
+    network, program = InMemoryNetwork(Topology.ring(20_000)), Consensus(np.ones((20_000, 1)))
     tracemalloc.start()
     network.run(program, 2)
     _, peak = tracemalloc.get_traced_memory()

@@ -8,24 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.network import (
-    CombinationMatrix,
-    Faults,
-    InMemoryNetwork,
-    Schedule,
-    Topology,
-    diffusion_averaging,
-    push_weights,
-)
+from flwr_perdl.network import Faults, InMemoryNetwork, Schedule, diffusion_averaging
 from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.network.topology import averaging_weights
-from flwr_perdl.simulations import InProcessGrid
-from tests.grids import relayed
-from tests.network.programs import sleeping
+from flwr_perdl.network.topology import CombinationMatrix, Topology, averaging_weights, push_weights
+from tests.network.programs import Quadratic, sleeping
 
 Array = NDArray[Any]
 N = 6
@@ -39,20 +27,6 @@ def one_way(round_: int) -> Topology:
     """Return the graph in which one node sends to all."""
     hub = round_ % N
     return Topology.from_edges(N, [(k, hub) for k in range(N) if k != hub], directed=True)
-
-
-class Quadratic(NumPyClient):
-    """One gradient step on a (w - target)^2 / 2; with a = 0 the model stays as it is."""
-
-    def __init__(self, node: int, a: float, targets: Array) -> None:
-        self.a, self.target = a, targets[node]
-
-    def get_parameters(self, config: Any) -> list[Array]:
-        return [np.array([self.target, 1.0])]
-
-    def fit(self, parameters: list[Array], config: Any) -> Any:
-        (w,) = parameters
-        return [w - self.a * (w - self.target)], 1, {}
 
 
 SAME = partial(Quadratic, a=0.0, targets=np.arange(N) ** 2.0)
@@ -151,9 +125,7 @@ def test_a_one_peer_exponential_graph_finds_the_mean_in_log2_rounds() -> None:
         assert schedule.matrix(t).topology.neighbours(7).tolist() == [(7 + 2 ** (t - 1)) % 8]
         product = schedule.matrix(t).matrix.toarray() @ product
     np.testing.assert_array_equal(product, np.full((8, 8), 1 / 8))
-    np.testing.assert_array_equal(
-        schedule.matrix(4).matrix.toarray(), schedule.matrix(1).matrix.toarray()
-    )
+    assert not (schedule.matrix(4).matrix != schedule.matrix(1).matrix).nnz
 
 
 @pytest.mark.parametrize("carrier", [lambda schedule: schedule, InMemoryNetwork])
@@ -192,36 +164,6 @@ def test_the_default_sends_what_the_method_that_suits_the_network_sends(
 ) -> None:
     """Two parameters: exact diffusion sends these, tracking twice, push-sum a weight besides."""
     assert learn(network, 1).floats_sent == floats * links
-
-
-# The same bits everywhere ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("network", "method"),
-    [
-        (Schedule.random_pairs(N, seed=2), "gradient_tracking"),
-        (Schedule.one_peer_exponential(N), "gradient_tracking"),
-        (Schedule.members(Topology.ring(N), joins={2: 3}, leaves={4: 5}), "atc"),
-        (sleeping(push_weights(UNEQUAL), 0.2), "push_sum"),
-    ],
-)
-@pytest.mark.parametrize("sealed", [False, True])
-def test_flower_in_process(network: Schedule, method: str, sealed: bool) -> None:
-    options = AveragingOptions(method=method, evaluate_every=0)
-    client = partial(Quadratic, a=0.3, targets=np.sqrt(np.arange(N) + 1.0))
-
-    def make_client(context: Any) -> DiffusionClient:
-        return DiffusionClient(options.program(client), context, shows="state")
-
-    grid = InProcessGrid(client_app(make_client), N)
-    here = InMemoryNetwork(network).run(options.program(client), 8)
-    run = relayed(grid, network, 8, sealed=sealed)
-    for name, rows in here.state._asdict().items():
-        np.testing.assert_array_equal(getattr(run.state, name), rows)
-    assert (run.floats_sent, run.alive.tolist()) == (here.floats_sent, here.alive.tolist())
-    plain = learn(network, 8, client, method=method)
-    np.testing.assert_array_equal(values(plain.models), here.state.model_0[:, 0])
 
 
 # What is rejected --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import stat
 import struct
 from pathlib import Path
@@ -14,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.core.npy import pack, unpack
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from tests.clients.test_diffusion import client
@@ -108,22 +106,16 @@ def test_key_files(tmp_path: Path) -> None:
     assert len(bytes.fromhex(public)) == 32
 
 
-def node(key: str, path: Path) -> DiffusionClient:
-    return client(context_of(0, **{key: str(path)}))
-
-
-def test_bad_key_files_are_named(tmp_path: Path) -> None:
+def test_bad_keys_are_named(tmp_path: Path) -> None:
     other = generate_private_key(SECP256R1())
     pem = other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (tmp_path / "other.pem").write_bytes(pem)
-    (tmp_path / "empty.pem").write_text("")
-    for name in ("missing.pem", "empty.pem", "other.pem"):
-        with pytest.raises(ValueError, match=r"^key-file"):
-            node("key-file", tmp_path / name)
-
-
-@pytest.mark.parametrize("key", ["00", "00" * 32])
-def test_bad_keys_of_neighbours_are_named(tmp_path: Path, key: str) -> None:
-    (tmp_path / "pinned.json").write_text(json.dumps({"1": key}))
-    with pytest.raises(ValueError, match=r"^neighbor-keys"):
-        node("neighbor-keys", tmp_path / "pinned.json")
+    (tmp_path / "other").write_bytes(pem)
+    for name, text in (("empty", ""), ("short", '{"1": "00"}'), ("low", f'{{"1": "{"00" * 32}"}}')):
+        (tmp_path / name).write_text(text)
+    for key, names in (
+        ("key-file", ("missing", "empty", "other")),
+        ("neighbor-keys", ("missing", "empty", "short", "low")),
+    ):
+        for name in names:
+            with pytest.raises(ValueError, match=f"^{key}"):
+                client(context_of(0, **{key: str(tmp_path / name)}))

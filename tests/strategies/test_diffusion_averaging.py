@@ -171,7 +171,8 @@ def test_a_node_whose_messages_are_sealed_shows_no_model(sealed: bool) -> None:
 )
 def test_rules_and_compressions_are_those_in_memory(options: dict[str, Any]) -> None:
     net = Topology.complete(N)
-    strategy, _ = start(InProcessGrid(APP, N), topology=net, **options)
+    sealed = "compression" in options
+    strategy, _ = start(InProcessGrid(APP, N), topology=net, sealed=sealed, **options)
     assert_same(strategy, averaged(net, **options))
     plain, _ = start(InProcessGrid(APP, N), topology=net, method=options["method"])
     assert (models_of(plain)[-1] != models_of(strategy)[-1]).any()

@@ -14,8 +14,10 @@ from flwr_perdl.core.npy import pack_arrays
 from flwr_perdl.network import (
     CombinationMatrix,
     InMemoryNetwork,
+    Schedule,
     Topology,
     metropolis_weights,
+    push_weights,
 )
 from flwr_perdl.network.topology import averaging_weights
 from flwr_perdl.random import spawn
@@ -53,18 +55,25 @@ def grid(
 # The same numbers ------------------------------------------------------------------------------
 
 
-AWAY: dict[str, dict[str, Any]] = {
-    "none": {},
-    "gone": {"away": {3: range(4, 99), 1: range(99)}},
-    "asleep": {"sleep": 0.3, "away": {3: range(4, 99)}, "seed": 4},
+SIX = averaging_weights(Topology.erdos_renyi(6, 0.5, seed=5))
+ONE_WAY = Topology.from_edges(
+    6, [*((k, (k + 1) % 6) for k in range(6)), (2, 0), (3, 0), (4, 1)], directed=True
+)
+NETWORKS: dict[str, Any] = {
+    "weights": Schedule.of(SIX),
+    "gone": sleeping(SIX, away={3: range(4, 99), 1: range(99)}),
+    "asleep": sleeping(SIX, 0.3, {3: range(4, 99)}, seed=4),
+    "pairs": Schedule.random_pairs(6, seed=2),
+    "one peer": Schedule.one_peer_exponential(6),
+    "members": Schedule.members(Topology.ring(6), joins={2: 3}, leaves={4: 5}),
+    "one way": sleeping(push_weights(ONE_WAY), 0.2),
 }
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-@pytest.mark.parametrize("away", [*AWAY])
-def test_the_same_numbers_as_in_memory(away: str, sealed: bool) -> None:
-    network = sleeping(averaging_weights(Topology.erdos_renyi(6, 0.5, seed=5)), **AWAY[away])
-    data = values(6)
+@pytest.mark.parametrize("name", [*NETWORKS])
+def test_the_same_numbers_as_in_memory(name: str, sealed: bool) -> None:
+    network, data = NETWORKS[name], values(6)
     run = relayed(grid(data), network, 7, sealed=sealed)
     assert_same(run, InMemoryNetwork(network).run(Drift(data), 7))
 
