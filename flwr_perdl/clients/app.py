@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -15,7 +15,6 @@ from flwr_perdl.clients.base import identify, private_store
 from flwr_perdl.clients.dispatch import (
     ProtocolClient,
     Step,
-    Steps,
     find_step,
     read_step,
     reject_other_client,
@@ -24,10 +23,10 @@ from flwr_perdl.clients.dispatch import (
     take_by,
 )
 from flwr_perdl.clients.local import (
+    CODED,
     Call,
     Local,
     NoEvaluateError,
-    StateLostError,
     StepResult,
     encoded,
     evaluation_of,
@@ -43,6 +42,7 @@ from flwr_perdl.clients.personalized import (
     asked_to_keep,
     check_mods,
     check_patterns,
+    refuse_untrained,
 )
 from flwr_perdl.clients.transport import TRANSPORT, Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
@@ -83,6 +83,16 @@ Factory = Callable[[Context], Any]
 _MADE: ContextVar[Any] = ContextVar("made", default=None)
 
 
+class Guards(NamedTuple):
+    """What a client insists on, whatever its app is, and its own protocols: see `client_app`."""
+
+    min_clients: int = MIN_CLIENTS
+    part: Part | None = None
+    privacy: Noise | None = None
+    steps: Mapping[tuple[str, str, str], Step] = {}
+    evaluate: bool = True
+
+
 def client_app(
     make_client: Factory | ClientApp,
     *,
@@ -93,6 +103,7 @@ def client_app(
     private: str | Sequence[str] = (),
     share: str | Sequence[str] = (),
     names: Sequence[str] = (),
+    evaluate: bool = True,
     privacy: Noise | None = None,
     protocols: Sequence[Any] = (),
 ) -> ClientApp:
@@ -129,6 +140,9 @@ def client_app(
         With ``private`` or ``share``: the names of all arrays, in the order in which a NumPyClient
         takes them, so that no server can call a private array by another's name. By default they
         are "0", "1", …; with a ``state-dir`` those of the client's first run.
+    evaluate : bool, default True
+        Whether the server learns losses: of models that it chooses they tell of the data and of
+        private arrays. False is as if the client defined no evaluation.
     privacy : Noise, optional
         The client answers only requests whose guarantee is at least as strong, with noised sums,
         and only for as many rounds as the guarantee covers: with ``state-dir`` in the node config
@@ -171,20 +185,21 @@ def client_app(
     >>> app = client_app(lambda context: Mean(np.eye(3)))
     """
     check_flag("secure", secure)
+    check_flag("evaluate", evaluate)
     check_count("min_clients", min_clients, 2)
     part = Part.of("private", private, share)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
     steps, names = steps_of(protocols), check_patterns("names", names)
     if (names and part is None) or len({*names}) < len(names):
         raise ValueError(f"names must come with private or share, and each once, got {names}.")
+    guards = Guards(min_clients, part, privacy, steps, evaluate)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        own = min_clients != MIN_CLIENTS or part or privacy is not None or steps
-        if train_mods or evaluate_mods or secure or names or (ours and own):
+        if train_mods or evaluate_mods or secure or names or (ours and guards != Guards()):
             raise ValueError(
                 "train_mods, evaluate_mods, secure and names must be left out with a ClientApp, "
-                "which has its own, and min_clients, private, privacy and protocols with one of "
-                "client_app, got some of them."
+                "which has its own, and min_clients, private, evaluate, privacy and protocols with "
+                "one of client_app, got some of them."
             )
         if is_legacy(make_client):
             raise TypeError(
@@ -194,7 +209,7 @@ def client_app(
         own_mods = mods_of(make_client)
         keeps = part is None and isinstance(next(iter(own_mods), None), KeepPrivate)
         check_mods("mods of the ClientApp", own_mods[keeps:])
-        return make_client if ours else OtherApp(make_client, min_clients, part, privacy, steps)
+        return make_client if ours else OtherApp(make_client, guards)
     if not callable(make_client):
         raise TypeError(
             f"make_client must be a function that makes a client from Flower's Context, got "
@@ -203,9 +218,7 @@ def client_app(
     for name, mods in (("train_mods", train_mods), ("evaluate_mods", evaluate_mods)):
         if not isinstance(mods, tuple) or mods:
             check_mods(name, mods)
-    return NumPyClientApp(
-        make_client, train_mods, evaluate_mods, secure, min_clients, part, privacy, steps, names
-    )
+    return NumPyClientApp(make_client, train_mods, evaluate_mods, secure, names, guards)
 
 
 def _numpy_client(client: Any, *, needs_fit: bool) -> Any:
@@ -240,14 +253,10 @@ class AnsweringApp(ClientApp):
     #: Mods around training, which see what is shared.
     _train_mods: Sequence[Any] = ()
 
-    def __init__(
-        self, min_clients: int, part: Part | None, privacy: Noise | None, steps: Steps
-    ) -> None:
+    def __init__(self, guards: Guards) -> None:
         super().__init__()
-        self._privacy = privacy
-        self._min_clients = min_clients
+        self._min_clients, part, self._privacy, self._steps, self._evaluation = guards
         self._keep = None if part is None else KeepPrivate(part)
-        self._steps = steps
 
     @property
     def kept_part(self) -> Part | None:
@@ -278,7 +287,7 @@ class AnsweringApp(ClientApp):
                     message = like(message, message.content, kind)
                 with apart:
                     answered = self._guarded(kind, message, context)
-        except (NoEvaluateError, StateLostError) as error:  # the server is to tell them from others
+        except CODED as error:  # the server is to tell them from others
             answered = Message(Error(error.code, str(error)), reply_to=message)
         except KeyError as error:
             key = error.args[0] if error.args else None
@@ -310,6 +319,11 @@ class AnsweringApp(ClientApp):
         call: Call = self._answer
         if asked is not None and asked.client is None:
             call = partial(self.take_step, asked)
+        if asked is not None and asked.whole:
+            if not self._evaluation:
+                raise NoEvaluateError
+            if self.kept_part is not None or LEFT_OUT in config_of(message):
+                refuse_untrained(context, str(config_of(message).get(RUN, "")))
         if asked is not None and (asked.whole or seals):
             call = hiding(call)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
@@ -336,9 +350,7 @@ class AnsweringApp(ClientApp):
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
         store = private_store(context, asked.protocol)
-        keeps = self._keep or self.own_keep
-        if keeps is None and LEFT_OUT in config_of(message):
-            keeps = asked_to_keep(message)
+        keeps = self._keep or self.own_keep or asked_to_keep(message)
         call = self._aside if asked.whole else self._answer
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
@@ -368,6 +380,8 @@ class AnsweringApp(ClientApp):
         if keep is None and self.own_keep is None and LEFT_OUT in config_of(message):
             keep = asked_to_keep(message)
         kind, transport = route_of(message)[0], _transport_of(message)
+        if kind == MessageType.EVALUATE and not self._evaluation:
+            raise NoEvaluateError
         begun = dict(message.content.array_records.get(ARRAYS, {})) if transport else {}
         mods = self._train_mods if kind == MessageType.TRAIN else ()
         if keep is None:
@@ -380,7 +394,8 @@ class AnsweringApp(ClientApp):
         if isinstance(who, ConfigRecord):
             if (part := self.kept_part) is not None:
                 who[PRIVATE] = str(part)
-            if self._privacy is None and not self._evaluates(context):
+            evaluates = self._evaluation and self._evaluates(context)
+            if self._privacy is None and not evaluates:
                 who[UNABLE_TO_EVALUATE] = True
             if _pins_keys(context):
                 who[SEALS_ALL] = True
@@ -433,15 +448,8 @@ def _reply(message: Message, asked: Step, result: StepResult) -> Message:
 class OtherApp(AnsweringApp):
     """A ClientApp of somebody else; who the client is this one says for it."""
 
-    def __init__(
-        self,
-        app: ClientApp,
-        min_clients: int,
-        part: Part | None,
-        privacy: Noise | None,
-        steps: Steps,
-    ) -> None:
-        super().__init__(min_clients, part, privacy, steps)
+    def __init__(self, app: ClientApp, guards: Guards) -> None:
+        super().__init__(guards)
         self._app = app
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
@@ -470,15 +478,12 @@ class NumPyClientApp(AnsweringApp):
         train_mods: Sequence[Any],
         evaluate_mods: Sequence[Any],
         secure: bool,
-        min_clients: int,
-        part: Part | None,
-        privacy: Noise | None,
-        steps: Steps,
         names: Sequence[str],
+        guards: Guards,
     ) -> None:
-        super().__init__(min_clients, part, privacy, steps)
-        if part is not None:
-            self._keep = KeepPrivate(part, names=names)
+        super().__init__(guards)
+        if guards.part is not None:
+            self._keep = KeepPrivate(guards.part, names=names)
         self._make_client = make_client
         self._secure = secure
         self._train_mods = tuple(train_mods)

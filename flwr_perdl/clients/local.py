@@ -50,6 +50,7 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEED,
     STATE_LOST,
+    UNTRAINED,
     OtherClientError,
     Scalar,
     encode,
@@ -113,6 +114,23 @@ class HiddenError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(f"{_NUMBER.sub('#', text)} ({_HIDDEN})")
+
+
+class UntrainedError(ValueError):
+    """A client is to evaluate that has a private part, of other runs than the request's."""
+
+    code = UNTRAINED
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this client must train before it evaluates, in every run since its first, as losses "
+            "of models that a server chooses tell of the private part that it keeps, got a request "
+            "to evaluate."
+        )
+
+
+#: Errors that the server is to tell from others.
+CODED = (NoEvaluateError, StateLostError, UntrainedError)
 
 
 class Trained(NamedTuple):
@@ -534,7 +552,7 @@ def hide_numbers() -> Iterator[None]:
     """Let an error say no number, nor what it follows from; one without either stays as it is."""
     try:
         yield
-    except (HiddenError, NamesError, NoEvaluateError, StateLostError, OtherClientError):
+    except (HiddenError, NamesError, *CODED, OtherClientError):
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

@@ -38,10 +38,11 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients.base import PrivateArrays, PrivateState, StateStore, private_store
+from flwr_perdl.clients.base import INNER, PrivateArrays, PrivateState, StateStore, private_store
 from flwr_perdl.clients.local import (
     NamesError,
     StateLostError,
+    UntrainedError,
     hiding,
     sendable,
     state_of,
@@ -77,6 +78,8 @@ KEPT = "kept-private"
 
 #: What the state is of, and its entries: the names of all arrays, and the private ones.
 _ALGORITHM, _NAMES, _ARRAY = "keep-private", "names", "array/"
+#: An entry of the state that says that the private arrays are the server's, until they are trained.
+_UNTRAINED = "untrained"
 #: Where the names of a client's first run are: in ``context.state``, and on disk.
 _FIRST, _FIRST_FILE = "perdl.names", "names.npz"
 
@@ -171,6 +174,18 @@ def kept_private(context: Context, run: str) -> dict[str, Array]:
     state = PrivateState(context, run, private_store(context, _ALGORITHM)).newest() or {}
     own = {name: array for name, array in state.items() if name.startswith(_ARRAY)}
     return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
+
+
+def _is_trained(kept: PrivateArrays | None) -> bool:
+    return kept is not None and _NAMES in kept and _UNTRAINED not in kept
+
+
+def refuse_untrained(context: Context, run: str) -> None:
+    """Raise an UntrainedError where a client has trained a private part, but not in this run."""
+    store = private_store(context, _ALGORITHM)
+    states = (PrivateState(context, run + own, store) for own in ("", INNER))
+    if _first_names(context, store) and not any(_is_trained(one.newest()) for one in states):
+        raise UntrainedError
 
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
@@ -309,7 +324,7 @@ class KeepPrivate:
         kept = state.after(round_) if again else state.before(round_)
         part = self._part(given, kept, left_out_of(config))
         config.pop(LEFT_OUT, None)
-        first = part.names if self._names is None else _first_names(context, store)
+        first = _first_names(context, store)
         if self._names is not None:
             seen = () if store is None else first or part.names
             _check_order(part.names, self._names or seen)
@@ -319,6 +334,8 @@ class KeepPrivate:
         if kept is None:
             self.part.warn(part.names)
         if kind != MessageType.TRAIN:
+            if first is not None and not _is_trained(kept):
+                raise UntrainedError
             message.content[record] = _record(model)
             return _without_arrays(call_next(message, context), run)
 
@@ -349,7 +366,7 @@ class KeepPrivate:
         state = PrivateState(context, run, private_store(context, _ALGORITHM))
         if state.newest() is None:
             part = self._part(_record(model), None, [])
-            state.save(0, _to_keep(part, dict(model)))
+            state.save(0, {**_to_keep(part, dict(model)), _UNTRAINED: np.zeros(1)})
 
     def _part(self, given: ArrayRecord, kept: PrivateArrays | None, left_out: list[str]) -> _Part:
         """Return what a request is about, or say what is wrong with it."""

@@ -35,6 +35,7 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEED,
     STEP,
+    UNTRAINED,
     Limits,
     Replies,
     Reply,
@@ -315,8 +316,9 @@ class ProtocolRun:
         bad = {**lost, **bad}
         if request.max_weight is not None:
             self._cap(good, request.max_weight)
-        self._log_lost(bad)
         self._check_enough(good, bad)
+        bad = self._without_untrained(bad)
+        self._log_lost(bad)
         self._note_lost_state(good)
         floats_up = {p: _n_values(reply.arrays) for p, reply in good.items()}
         # One thread: sums in another order would give other bits on a machine with more cores.
@@ -442,6 +444,10 @@ class ProtocolRun:
         self, replies: Mapping[int, Reply], lost: Mapping[int, Lost]
     ) -> RoundReport | None:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
+        lost = self._without_untrained(lost)
+        if not (lost or replies):
+            self.record.evaluated = self._plan.round
+            return None
         if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
             self._clients_evaluate, self.record.evaluated = False, self._plan.round
             text = "No client defines evaluate, so this run has no further evaluations; with %s"
@@ -490,6 +496,7 @@ class ProtocolRun:
 
     def conclude_after(self, replies: Mapping[int, Reply], lost: Mapping[int, Lost]) -> RoundReport:
         """Note the replies to such a step."""
+        lost = self._without_untrained(lost)
         self._log_lost(lost)
         report = self._report(replies, lost, {})
         self._remember(report)
@@ -622,6 +629,13 @@ class ProtocolRun:
             *(self.roster.label(partition), _MOST_METRICS, len(dropped), min(dropped)),
         )
         return {name: value for name, value in metrics.items() if name not in dropped}
+
+    def _without_untrained(self, lost: Mapping[int, Lost]) -> dict[int, Lost]:
+        """Return who is lost; who evaluates once it has trained in this run was asked too early."""
+        early = {partition for partition, why in lost.items() if why.code == UNTRAINED}
+        for partition in early:
+            self._plan.arrays.pop(partition, None)
+        return {partition: why for partition, why in lost.items() if partition not in early}
 
     def _log_lost(self, lost: Mapping[int, Lost]) -> None:
         """Log who was left out, once until it is back; those with one reason in one line."""

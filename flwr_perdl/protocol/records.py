@@ -137,8 +137,9 @@ EVALUATE = "evaluate"
 UNABLE_TO_EVALUATE, SEALS_ALL = "perdl.no-evaluate", "perdl.seals-all"
 #: The code of the error with which a client answers an evaluation that it does not define.
 NO_EVALUATE = 4501
-#: The code of the error of a client that lacks the state that a request needs.
-STATE_LOST = 4502
+#: The codes of the errors of a client that lacks the state that a request needs; and of one with a
+#: private part from another run that is to evaluate before it trains in this one.
+STATE_LOST, UNTRAINED = 4502, 4503
 
 #: The record of a client's state that says which requests of this run of Flower it has answered.
 ANSWERED = "perdl.answered"

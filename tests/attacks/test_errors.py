@@ -17,7 +17,13 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.client import NumPyClient
 
-from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
+from flwr_perdl.clients import (
+    DictionaryClient,
+    DiffusionClient,
+    RegressionClient,
+    RidgeClient,
+    client_app,
+)
 from flwr_perdl.dictionary import MODLearner
 from flwr_perdl.network import DataDiffusion
 from flwr_perdl.network.messages import Delivery
@@ -103,6 +109,9 @@ def request_for(key: Key, *, sealed: bool = False) -> tuple[dict[str, np.ndarray
     model = {f"{prefix}{name}": array for name, array in MODEL.items()}
     if key[0] in ("perma", "mixed_regression"):
         model = {"0": np.eye(2)}
+    if key[0] == "ridge":
+        given = [np.zeros(2), np.ones(2), np.ones(1), np.zeros((1, 3, 1))]
+        model = {str(i): array for i, array in enumerate(given)}
     if key[0] in ("diffusion_averaging", "neighbor_relay") and key[2] != "tune":
         start = [*MODEL.values()] if key[0] == "diffusion_averaging" else []
         given = Delivery(cards={} if sealed else None, start=start).to_arrays()
@@ -184,6 +193,10 @@ CASES: dict[str, tuple[Any, Key, list[Key]]] = {
     "regression": (
         client_app(lambda c: RegressionClient(DATA, DATA[:, 0], c)),
         *(("mixed_regression", "train", "describe"), of("mixed_regression")),
+    ),
+    "ridge": (
+        client_app(lambda c: RidgeClient(DATA, DATA[:, 0], c)),
+        *(("ridge", "train", "solve"), of("ridge")),
     ),
     "diffusion": (
         client_app(lambda c: DiffusionClient(PROGRAM, c)),

@@ -50,6 +50,7 @@ MARKS: dict[str, dict[str, Any]] = {
 }
 RELAYED = {"perdl.at": 1, "perdl.asleep": ""}
 AVERAGED = {"perdl.averaging": json.dumps(ABOUT), **RELAYED}
+RIDGE = {"perdl.features": 0, "perdl.classes": 0, "perdl.random": "all"}
 #: Every step of every protocol: its mark, what precedes its arrays' names, and its config.
 Key = tuple[str, str, str]
 STEPS: dict[Key, tuple[str, str, dict[str, Any]]] = {
@@ -76,6 +77,11 @@ STEPS: dict[Key, tuple[str, str, dict[str, Any]]] = {
     ("perma", "train", "start"): ("", "", {}),
     ("perma", "train", "choose"): ("", "", {}),
     ("perma", "train", "update"): ("", "", {}),
+    ("ridge", "train", "moments"): ("", "", {}),
+    ("ridge", "train", "sums"): ("", "", RIDGE),
+    ("ridge", "train", "errors"): ("", "", RIDGE),
+    ("ridge", "train", "solve"): ("", "", RIDGE),
+    ("ridge", "evaluate", "evaluate"): ("", "", RIDGE),
     ("perma", "evaluate", "evaluate"): ("", "", {}),
 }
 OWN, FEDAVG = ("own", "train", "tell"), ("", "train", "")

@@ -268,8 +268,8 @@ def test_another_model_than_before_is_refused(
 
 
 def stored(context: Context) -> dict[str, bytes]:
-    (record,) = context.state.array_records.values()
-    return {name: array.data for name, array in record.items()}
+    records = context.state.array_records.items()
+    return {f"{of}/{name}": one.data for of, record in records for name, one in record.items()}
 
 
 @pytest.mark.parametrize("patterns", [("tail.*",), ("tail", "x"), ("*",), ("head.*", "b*")])
