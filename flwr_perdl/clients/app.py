@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from functools import partial
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
+from math import nan
+from typing import Any, NamedTuple, Protocol
 
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -48,9 +49,16 @@ from flwr_perdl.clients.transport import TRANSPORT, Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_client import answer_silently
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
-from flwr_perdl.protocol.compat import FITINS, SECAGG, has_handler, is_legacy, like, mods_of
+from flwr_perdl.protocol.compat import (
+    FITINS,
+    SECAGG,
+    has_handler,
+    is_legacy,
+    lifespan_of,
+    like,
+    mods_of,
+)
 from flwr_perdl.protocol.records import (
     APART,
     ARRAYS,
@@ -64,7 +72,6 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEALED,
     SEALS_ALL,
-    SILENT,
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
     Scalar,
@@ -81,8 +88,6 @@ from flwr_perdl.protocol.records import (
 
 #: Makes a client: an object with ``fit`` and ``evaluate``, or what its ``to_client()`` returns.
 Factory = Callable[[Context], Any]
-#: The client that answers all parts of one message.
-_MADE: ContextVar[Any] = ContextVar("made", default=None)
 
 
 class Guards(NamedTuple):
@@ -99,7 +104,6 @@ def client_app(
     make_client: Factory | ClientApp,
     *,
     train_mods: Sequence[Any] = (),
-    evaluate_mods: Sequence[Any] = (),
     secure: bool = False,
     min_clients: int = MIN_CLIENTS,
     private: str | Sequence[str] = (),
@@ -122,8 +126,8 @@ def client_app(
         the data in ``make_client`` instead of closing over it. Or a ClientApp with its own handlers
         (``@app.train()``, ``@app.evaluate()``): for `ClusteredFedAvg` its evaluation replies need
         the metric ``"loss"`` or ``"eval_loss"``.
-    train_mods, evaluate_mods : sequence of Flower mods
-        Mods around training and evaluation, outermost first. Requests and replies carry one
+    train_mods : sequence of Flower mods
+        Mods around training, outermost first. Requests and replies carry one
         ArrayRecord each, so Flower's differential-privacy mods work; of `ClusteredFedAvg`'s
         requests they see one model at a time.
     secure : bool, default False
@@ -197,9 +201,9 @@ def client_app(
     guards = Guards(min_clients, part, privacy, steps, evaluate)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        if train_mods or evaluate_mods or secure or names or (ours and guards != Guards()):
+        if train_mods or secure or names or (ours and guards != Guards()):
             raise ValueError(
-                "train_mods, evaluate_mods, secure and names must be left out with a ClientApp, "
+                "train_mods, secure and names must be left out with a ClientApp, "
                 "which has its own, and min_clients, private, evaluate, privacy and protocols with "
                 "one of client_app, got some of them."
             )
@@ -217,10 +221,8 @@ def client_app(
             f"make_client must be a function that makes a client from Flower's Context, got "
             f"{make_client!r}."
         )
-    for name, mods in (("train_mods", train_mods), ("evaluate_mods", evaluate_mods)):
-        if not isinstance(mods, tuple) or mods:
-            check_mods(name, mods)
-    return NumPyClientApp(make_client, train_mods, evaluate_mods, secure, names, guards)
+    check_mods("train_mods", train_mods)
+    return NumPyClientApp(make_client, train_mods, secure, names, guards)
 
 
 def _numpy_client(client: Any, *, needs_fit: bool) -> Any:
@@ -266,11 +268,11 @@ class AnsweringApp(ClientApp):
         keep = self._keep or self.own_keep
         return None if keep is None else keep.part
 
-    def made(self, context: Context) -> Any:
-        """Return the client that answers this message, None where handlers do."""
-        return None
+    @abstractmethod
+    def handlers(self, context: Context, client: Any = None) -> Handlers:
+        """Return what answers one message, by this client if there is one."""
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message: Message, context: Context, client: Any = None) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
         kind, action = route_of(message)
         config = config_of(message)
@@ -282,13 +284,13 @@ class AnsweringApp(ClientApp):
                         f"the message's type must be {kind} alone for a client with privacy, "
                         f"private or pinned keys, got the action {action!r}."
                     )
-                answered = self._handle(message, context)
+                answered = self.act(message, context)
             else:
                 # Flower's mods, too, see no training in "train.default".
                 if message.metadata.message_type != kind:
                     message = like(message, message.content, kind)
-                with apart:
-                    answered = self._guarded(kind, message, context)
+                with apart, lifespan_of(self, context):
+                    answered = self._guarded(kind, message, context, client)
         except CODED as error:  # the server is to tell them from others
             answered = Message(Error(error.code, str(error)), reply_to=message)
         except KeyError as error:
@@ -305,11 +307,12 @@ class AnsweringApp(ClientApp):
         answer: Message = reply
         return answer
 
-    def _guarded(self, kind: str, message: Message, context: Context) -> Message:
+    def _guarded(self, kind: str, message: Message, context: Context, client: Any) -> Message:
         """Answer a message with what may leave the client; no key of a query's config counts."""
+        handlers = self.handlers(context, client)
         if kind == MessageType.QUERY:
-            return self._answer(message, context)
-        if self._privacy is not None and kind == MessageType.EVALUATE:
+            return self._tell(handlers, message, context)
+        if kind == MessageType.EVALUATE and (self._privacy or not self._evaluation):
             raise NoEvaluateError
         asked = find_step(config_of(message), kind, self._steps)
         seals = asked is not None and asked.seals and config_of(message).get(SEALED)
@@ -318,9 +321,12 @@ class AnsweringApp(ClientApp):
                 "neighbor-keys in the node config must be left out for such a request: a node "
                 f"that pins keys sends only sealed messages, got one to {kind}."
             )
-        call: Call = self._answer
-        if asked is not None and asked.client is None:
-            call = partial(self.take_step, asked)
+        if asked is None:
+            call = self._around(handlers, message)
+        elif asked.client is None:
+            call = partial(self.take_step, asked, handlers)
+        else:
+            call = self._around(partial(_take_by, asked, handlers), message)
         if asked is not None and asked.whole:
             if not self._evaluation:
                 raise NoEvaluateError
@@ -337,8 +343,6 @@ class AnsweringApp(ClientApp):
                     "sums or privacy, or send no model, got a request with them."
                 )
             message = transport.restored(message)
-        if trains and config_of(message).get(SILENT):
-            return answer_silently(message, context, call)
         if self._secure and trains and not secure and not _is_start(message, asked):
             raise ValueError(
                 "secure=True must be the strategy's option too, got a request to send an update in "
@@ -346,16 +350,22 @@ class AnsweringApp(ClientApp):
             )
         if trains and summed:
             return answer_for_sum(message, context, call, self._min_clients, self._own(context))
-        return call(message, context)
+        begun = dict(message.content.array_records.get(ARRAYS, {})) if transport else {}
+        reply = call(message, context)
+        if asked is None and transport and transport.changes and not reply.has_error():
+            transport.shorten(reply, begun, message, context)
+        return reply
 
-    def take_step(self, asked: Step, message: Message, context: Context) -> Message:
+    def take_step(
+        self, asked: Step, handlers: Handlers, message: Message, context: Context
+    ) -> Message:
         """Take a step that works with any app."""
         record = message.content.array_records[ARRAYS]
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
         store = private_store(context, asked.protocol)
         keeps = self._keep or self.own_keep or asked_to_keep(message)
-        call = self._aside if asked.whole else self._answer
+        call = _aside(handlers) if asked.whole else self._around(handlers, message)
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
         reply, transport = _reply(message, asked, result), _transport_of(message)
@@ -372,54 +382,49 @@ class AnsweringApp(ClientApp):
         store = private_store(context, "noise")
         return Own(self._privacy, *((None, "") if store is None else store[:2]))
 
-    def _who(self, context: Context) -> dict[str, Scalar]:
-        """Return who the client is, and whether it counts what it spends over all runs."""
-        own = self._own(context)
-        uncounted = {} if own is None or own.folder is not None else {UNCOUNTED: True}
-        return {**identify(context), **uncounted}
-
-    def _answer(self, message: Message, context: Context) -> Message:
-        """Answer a message by the handlers, with the client's private arrays in it."""
+    def _around(self, call: Call, message: Message) -> Call:
+        """Return what answers parts of a message, with the client's private arrays in them."""
         keep = self._keep
-        if keep is None and self.own_keep is None and LEFT_OUT in config_of(message):
+        if keep is None and self.own_keep is None:
             keep = asked_to_keep(message)
-        kind, transport = route_of(message)[0], _transport_of(message)
-        if kind == MessageType.EVALUATE and not self._evaluation:
-            raise NoEvaluateError
-        begun = dict(message.content.array_records.get(ARRAYS, {})) if transport else {}
-        mods = self._train_mods if kind == MessageType.TRAIN else ()
-        if keep is None:
-            reply = within(mods, self._handle)(message, context)
-        else:
-            reply = keep(message, context, self._handle, mods)
-        if transport is not None and transport.changes and not reply.has_error():
-            transport.shorten(reply, begun, message, context)
-        who = reply.content.get(CONFIG) if kind == MessageType.QUERY else None
+        if not self._evaluation:
+            call = _without_evaluation(call)
+        if keep is not None:
+            return partial(keep, call_next=call, inside=self._train_mods)
+        in_training = within(self._train_mods, call)
+
+        def answer(part: Message, context: Context) -> Message:
+            trains = route_of(part)[0] == MessageType.TRAIN
+            return (in_training if trains else call)(part, context)
+
+        return answer if self._train_mods else call
+
+    def _tell(self, handlers: Handlers, message: Message, context: Context) -> Message:
+        """Answer who the client is."""
+        reply = self._around(handlers, message)(message, context)
+        who = reply.content.get(CONFIG)
         if isinstance(who, ConfigRecord):
             if (part := self.kept_part) is not None:
                 who[PRIVATE] = str(part)
-            evaluates = self._evaluation and self._evaluates(context)
+            evaluates = self._evaluation and handlers.evaluates
             if self._privacy is None and not evaluates:
                 who[UNABLE_TO_EVALUATE] = True
             if _pins_keys(context):
                 who[SEALS_ALL] = True
         return reply
 
-    def _evaluates(self, context: Context) -> bool:
-        """Whether the handlers define an evaluation."""
-        return True
-
-    def _silent(self, context: Context) -> bool:
+    def silent(self, context: Context) -> bool:
         """Whether no answer of the app to who it is may leave: it may be of its data."""
         return self._privacy is not None or _pins_keys(context)
 
-    def _aside(self, message: Message, context: Context) -> Message:
-        """Answer by the handlers alone, which have the whole model: no array of it leaves."""
-        with aside():
-            return self._handle(message, context)
+    def who(self, context: Context) -> dict[str, Scalar]:
+        """Return who the client is, and whether it counts what it spends over all runs."""
+        own = self._own(context)
+        uncounted = {} if own is None or own.folder is not None else {UNCOUNTED: True}
+        return {**identify(context), **uncounted}
 
-    def _handle(self, message: Message, context: Context) -> Message:
-        """Answer a message by the handlers."""
+    def act(self, message: Message, context: Context) -> Message:
+        """Answer a message to an action of the app's own."""
         return super().__call__(message, context)
 
 
@@ -442,11 +447,60 @@ def _is_start(message: Message, asked: Step | None) -> bool:
 def _reply(message: Message, asked: Step, result: StepResult) -> Message:
     """Return the reply that carries a step's result."""
     trains = asked.kind == MessageType.TRAIN
-    reply = reply_to(message, None, result.num_examples, result.metrics)
+    metrics = dict(result.metrics)
+    if not trains:
+        metrics = with_loss(float(metrics.pop("loss", nan)), metrics)
+    reply = reply_to(message, None, result.num_examples, metrics)
     if trains:
         arrays = [*map(encoded, result.arrays)]
         reply.content[ARRAYS] = named(arrays, result.names, message.content.get(ARRAYS, ()))
     return reply
+
+
+def _without_evaluation(call: Call) -> Call:
+    """Return what answers all but evaluations."""
+
+    def answer(message: Message, context: Context) -> Message:
+        if route_of(message)[0] == MessageType.EVALUATE:
+            raise NoEvaluateError
+        return call(message, context)
+
+    return answer
+
+
+def _aside(call: Call) -> Call:
+    """Return what answers by the handlers alone, with the whole model: no array of it leaves."""
+
+    def answer(message: Message, context: Context) -> Message:
+        with aside():
+            return call(message, context)
+
+    return answer
+
+
+def _take_by(asked: Step, handlers: Handlers, message: Message, context: Context) -> Message:
+    """Take a step that is for clients of a class."""
+    client = handlers.client
+    reject_other_client(asked, client)
+    if isinstance(client, ProtocolClient) and client.answers_itself:
+        return handlers(message, context)
+    arrays, config = read_request(message, writable=not isinstance(client, ProtocolClient))
+    return _reply(message, asked, take_by(client, context, asked, arrays, config))
+
+
+class Handlers(Protocol):
+    """What answers one message, and the messages that a step makes of it."""
+
+    @property
+    def client(self) -> Any:
+        """The client, None where a ClientApp answers."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation is defined."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message."""
 
 
 class OtherApp(AnsweringApp):
@@ -454,23 +508,39 @@ class OtherApp(AnsweringApp):
 
     def __init__(self, app: ClientApp, guards: Guards) -> None:
         super().__init__(guards)
-        self._app = app
+        self.app = app
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
-    def _handle(self, message: Message, context: Context) -> Message:
-        route = route_of(message)
-        asks_who = route == (MessageType.QUERY, DEFAULT)
-        if asks_who and (self._silent(context) or not has_handler(self._app, "query.default")):
-            who = ConfigRecord({**self._who(context)})
-            return Message(RecordDict({CONFIG: who}), reply_to=message)
-        if route == (MessageType.EVALUATE, DEFAULT) and not self._evaluates(context):
-            raise NoEvaluateError
-        if route[1] == DEFAULT and route[0] != MessageType.QUERY:
-            reject_other_client(find_step(config_of(message), route[0], self._steps), self._app)
-        return self._app(message, context)
+    def handlers(self, context: Context, client: Any = None) -> Handlers:
+        """Return what answers a message."""
+        return _AppsHandlers(self)
 
-    def _evaluates(self, context: Context) -> bool:
+    def act(self, message: Message, context: Context) -> Message:
+        """Answer a message to an action of the app's own."""
+        return self.app(message, context)
+
+
+class _AppsHandlers:
+    """A ClientApp's own handlers."""
+
+    client = None
+
+    def __init__(self, outer: OtherApp) -> None:
+        self._outer, self._app = outer, outer.app
+
+    @property
+    def evaluates(self) -> bool:
         return has_handler(self._app, "evaluate.default", unknown=True)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        kind = route_of(message)[0]
+        silent = self._outer.silent(context) or not has_handler(self._app, "query.default")
+        if kind == MessageType.QUERY and silent:
+            who = ConfigRecord({**self._outer.who(context)})
+            return Message(RecordDict({CONFIG: who}), reply_to=message)
+        if kind == MessageType.EVALUATE and not self.evaluates:
+            raise NoEvaluateError
+        return self._app(message, context)
 
 
 class NumPyClientApp(AnsweringApp):
@@ -480,7 +550,6 @@ class NumPyClientApp(AnsweringApp):
         self,
         make_client: Factory,
         train_mods: Sequence[Any],
-        evaluate_mods: Sequence[Any],
         secure: bool,
         names: Sequence[str],
         guards: Guards,
@@ -491,61 +560,39 @@ class NumPyClientApp(AnsweringApp):
         self._make_client = make_client
         self._secure = secure
         self._train_mods = tuple(train_mods)
-        self.train()(self._train)
-        self.evaluate(mods=list(evaluate_mods))(self._evaluate)
-        self.query()(self._query)
-
-    @contextmanager
-    def answering_by(self, client: Any) -> Iterator[None]:
-        """Have this client, from `made`, answer what this thread asks."""
-        token = _MADE.set(client)
-        try:
-            yield
-        finally:
-            _MADE.reset(token)
-
-    # Methods and not closures: Ray pickles the app with every message, these by their names.
-
-    def take_step(self, asked: Step, message: Message, context: Context) -> Message:
-        """Take a step that works with any app."""
-        with self.answering_by(self.made(context)):  # many models, one client: it reads data once
-            return super().take_step(asked, message, context)
 
     def made(self, context: Context) -> Any:
-        """Return the client that answers this message."""
-        client = _MADE.get()
-        if client is not None:
-            return client
+        """Return a node's client."""
         return _numpy_client(self._make_client(context), needs_fit=not self._steps)
 
-    def _evaluates(self, context: Context) -> bool:
-        return has_evaluation(self.made(context))
+    def handlers(self, context: Context, client: Any = None) -> Handlers:
+        """Return what answers a message."""
+        return _ClientsMethods(self, context, client)
 
-    def _train(self, message: Message, context: Context) -> Message:
-        return self._by_client(MessageType.TRAIN, message, context)
 
-    def _evaluate(self, message: Message, context: Context) -> Message:
-        return self._by_client(MessageType.EVALUATE, message, context)
+class _ClientsMethods:
+    """A client's ``fit`` and ``evaluate``; for a message it is made, and reads its data, once."""
 
-    def _by_client(self, kind: str, message: Message, context: Context) -> Message:
-        """Answer by the client's ``fit`` or ``evaluate``, or by a step that is for such clients."""
-        client = self.made(context)
+    def __init__(self, outer: NumPyClientApp, context: Context, client: Any) -> None:
+        self._outer, self._context, self._given = outer, context, client
+
+    @cached_property
+    def client(self) -> Any:
+        return self._outer.made(self._context) if self._given is None else self._given
+
+    @property
+    def evaluates(self) -> bool:
+        return has_evaluation(self.client)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        kind = route_of(message)[0]
+        if kind == MessageType.QUERY:
+            silent = self._outer.silent(context)
+            who = self._outer.who(context) if silent else _properties(self.client, context)
+            return Message(RecordDict({CONFIG: ConfigRecord({**who})}), reply_to=message)
+        client = self.client
         arrays, config = read_request(message, writable=not isinstance(client, ProtocolClient))
-        asked = find_step(config, kind, self._steps)
-        if asked is not None and self._dispatches(asked, client):
-            return _reply(message, asked, take_by(client, context, asked, arrays, config))
         if kind == MessageType.TRAIN:
             return reply_to(message, *client.fit(arrays, config))
         loss, n, metrics = evaluation_of(client)(arrays, config)
         return reply_to(message, None, n, with_loss(loss, metrics))
-
-    def _dispatches(self, asked: Step, client: Any) -> bool:
-        """Whether a step is taken here: a client of the library's protocols takes it in ``fit``."""
-        reject_other_client(asked, client)
-        own = (asked.protocol, asked.kind, asked.name) in self._steps
-        return asked.client is not None and (own or not isinstance(client, ProtocolClient))
-
-    def _query(self, message: Message, context: Context) -> Message:
-        silent = self._silent(context)
-        who = {**self._who(context)} if silent else _properties(self.made(context), context)
-        return Message(RecordDict({CONFIG: ConfigRecord({**who})}), reply_to=message)

@@ -109,8 +109,10 @@ def adapt(
     stamp(message, context.run_id, "adapt")
     found: dict[str, Array] = {}
 
+    handlers = answering.handlers(context)
+
     def adapt_model(local: Local, request: StepRequest) -> StepResult:
-        client = answering.made(context)
+        client = handlers.client
         if isinstance(client, ProtocolClient):
             own = client.adapted(request._replace(arrays=request.arrays[: len(models[0])]), fits)
             found.update(to_record([*own.values()], [*own]))
@@ -125,7 +127,7 @@ def adapt(
 
     own_step = Step(OWN_MODELS, "adapt", MessageType.TRAIN, adapt_model, None, False, True)
     try:
-        answering.take_step(own_step, message, context)
+        answering.take_step(own_step, handlers, message, context)
     except Exception as error:
         raise ValueError(
             f"result must have a model that the client can train, got {[*models[0]]}: {error}"

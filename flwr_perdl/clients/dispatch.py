@@ -422,6 +422,12 @@ class ProtocolClient(Member):
         metrics = dict(result.metrics)
         return float(metrics.pop("loss", nan)), result.num_examples, metrics
 
+    @property
+    def answers_itself(self) -> bool:
+        """Whether a subclass has a ``fit`` or ``evaluate`` of its own, which then answers."""
+        own = type(self)
+        return (own.fit, own.evaluate) != (ProtocolClient.fit, ProtocolClient.evaluate)
+
     def adapted(self, request: StepRequest, n_fits: int) -> Mapping[str, Matrix]:
         """Return the client's own model, by `adapt`, from a finished run's; a subclass's to say.
 

@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
@@ -160,6 +160,13 @@ def has_handler(app: ClientApp, name: str, *, unknown: bool = False) -> bool:
     """Whether a ClientApp has a handler of this name; ``unknown`` where it has no list of them."""
     registered = getattr(app, "_registered_funcs", {})
     return name in registered if registered else unknown
+
+
+def lifespan_of(app: ClientApp, context: Context) -> AbstractContextManager[Any]:
+    """Return what a ClientApp's ``@app.lifespan()`` does around a message."""
+    around = getattr(app, "_lifespan", None)
+    lifespan: AbstractContextManager[Any] = nullcontext() if around is None else around(context)
+    return lifespan
 
 
 def is_legacy(app: ClientApp) -> bool:

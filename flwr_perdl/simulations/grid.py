@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from logging import DEBUG, WARNING
 from pathlib import Path
@@ -53,8 +53,8 @@ class MakesClients(Protocol):
     def made(self, context: Context) -> Any:
         """Return a node's client."""
 
-    def answering_by(self, client: Any) -> AbstractContextManager[None]:
-        """Have this client answer what this thread asks."""
+    def __call__(self, message: Message, context: Context, client: Any = None) -> Message:
+        """Answer a message, by this client if there is one."""
 
 
 class InProcessGrid(ShownAsCalled, LocalGrid):
@@ -251,8 +251,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
             client = None
 
         def call() -> Message | None:
-            with nullcontext() if client is None else app.answering_by(client):
-                return self._call(message, fault)
+            return self._call(message, fault, partial(app, client=client))
 
         return call, getattr(client, "allows_threads", False)
 
@@ -283,7 +282,9 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
     def _context(self, message: Message) -> Context:
         return self.contexts[message.metadata.dst_node_id]
 
-    def _call(self, message: Message, fault: str | None) -> Message | None:
+    def _call(
+        self, message: Message, fault: str | None, app: Callable[..., Message] | None = None
+    ) -> Message | None:
         """Return the reply of the node that ``message`` is for."""
         context, began = self._context(message), time.monotonic()
         if fault == "silence":
@@ -295,7 +296,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
                 raise RuntimeError("a fault was injected")
             # Clients of one round share a message's content; on a network each has its own.
             received = compat.like(message, _copied(message.content))
-            reply = directed(self.app(received, context), received)
+            reply = directed((app or self.app)(received, context), received)
             if time.monotonic() - began >= self._timeout:
                 return None
             if reply is None or reply.has_error():

@@ -47,7 +47,6 @@ MARKS: dict[str, dict[str, Any]] = {
     "promise": {"perdl.promise": promise(epsilon=1e6, clip=1e3, rounds=9, size=4)},
     "left out": {"perdl.left-out": '["head"]'},
     "masks": {},
-    "silent": {"perdl.silent": True},
 }
 RELAYED = {"perdl.at": 1, "perdl.asleep": ""}
 AVERAGED = {"perdl.averaging": json.dumps(ABOUT), **RELAYED}

@@ -408,7 +408,6 @@ def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
         lambda: client_app(make_app(fixedclipping_mod, keep)),
         lambda: client_app(make_app(keep), private=["head.*"]),
         lambda: client_app(by_position, train_mods=[keep]),
-        lambda: client_app(by_position, evaluate_mods=[keep]),
         lambda: keep_private("head.*", inside=[keep]),
     ):
         with pytest.raises(ValueError, match="mods"):

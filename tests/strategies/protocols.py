@@ -132,6 +132,8 @@ class Case(NamedTuple):
         faults: Any = None,
         **guards: Any,
     ) -> Any:
+        if "private" in guards and self.initial:
+            guards["names"] = [*self.initial]
         app = client_app(self.make_client, protocols=self.protocols, **guards)
         return kind(app, n, state_dir=state_dir, faults=faults)
 
@@ -208,13 +210,7 @@ CASES = {
         },
     ),
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
-    "ridge": Case(
-        lambda **o: FederatedRidge("personal", features=3, **o),
-        ridges,
-        1,
-        secure={"secure": True, "min_clients": 3, "bounds": [[-9, 9]] * 3},
-        privacy={**NOISED, "bounds": [[-9, 9]] * 3},
-    ),
+    "ridge": Case(lambda **o: FederatedRidge("personal", features=3, **o), ridges, 1),
     "relay": Case(relay, nodes, 3),
     "averaging": Case(averaging, models, 3, START, private=True),
     "clusters, parts": Case(

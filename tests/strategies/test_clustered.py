@@ -271,9 +271,8 @@ def test_choices_are_evaluated_with_the_evaluation_config() -> None:
         (1, {"fine_tune": 1}, {"report", "select"}),
     ],
 )
-@pytest.mark.parametrize("own", [False, True], ids=["client", "app"])
 def test_mods_see_whether_an_evaluation_chooses_or_is_reported(
-    k: int, options: dict[str, Any], purposes: set[str], own: bool
+    k: int, options: dict[str, Any], purposes: set[str]
 ) -> None:
     seen = []
 
@@ -283,14 +282,10 @@ def test_mods_see_whether_an_evaluation_chooses_or_is_reported(
         reply: Message = call(message, context)
         return reply
 
-    app = client_app(make, evaluate_mods=[mod])
-    if own:
-        app = ClientApp(mods=[mod])
-        handlers = as_app(make)
-        app.train()(handlers)
-        app.evaluate()(handlers)
-        app = client_app(app)
-    run(ClusteredFedAvg(k, **options), 2, app=app)
+    app = ClientApp(mods=[mod])
+    app.train()(as_app(make))
+    app.evaluate()(as_app(make))
+    run(ClusteredFedAvg(k, **options), 2, app=client_app(app))
     assert set(seen) == purposes
 
 
