@@ -3,7 +3,7 @@
 A `Program` is a distributed algorithm in the form adapt, message, combine (Chen, Towfic, Sayed
 2015, eq. 31; Chainais and Richard 2014, Algorithm 1). A network delivers its messages: see
 `flwr_perdl.network`. Every part of a program's state has a leading axis over the nodes that are
-hosted together: all of them in memory, some in a worker process, one on a real node.
+hosted together: all of them in memory, one on a real node.
 
 ==================================  ===================================================
 paper                               here

@@ -290,9 +290,9 @@ def infer(
 ) -> Inference:
     """Infer the duals and codes of samples: every agent has its own atoms and its neighbors.
 
-    In memory, a block of samples ends when every agent's residual is within the tolerance, and
-    blocks run on all cores. On a network of messages, where no agent knows the others' residuals,
-    all ``n_rounds`` are run.
+    On a topology or weights, a block of samples ends when every agent's residual is within the
+    tolerance, and blocks run on all cores. On an `InMemoryNetwork`, as on a federation, where no
+    agent knows the others' residuals, all ``n_rounds`` are run.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ def infer(
     network : Topology, CombinationMatrix or InMemoryNetwork
         Which agents are neighbors: connected, undirected, with doubly stochastic weights
         (``"exact_diffusion"``: symmetric ones; ADMM uses none). A topology has Metropolis
-        weights; the first two run in memory, without faults. With ADMM, which keeps a multiplier
+        weights; the first two run without faults. With ADMM, which keeps a multiplier
         per link, a changing network may have no links that its ``topology`` lacks.
     method : {"admm", "atc", "exact_diffusion"}, default "admm"
         `ConsensusADMM`, `ATC` or `ExactDiffusion`.

@@ -11,8 +11,8 @@ edges that fail with a probability             ``Faults(drop=...)``
 any other                                      `Schedule`, of a function of the round
 =============================================  ====================================================
 
-`LinkPlan` says which messages arrive in a round, and with which weights: the same on every
-transport.
+`LinkPlan` says which messages arrive in a round, and with which weights: the same in
+memory and on a relay.
 """
 
 from __future__ import annotations

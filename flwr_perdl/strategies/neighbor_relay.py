@@ -30,7 +30,7 @@ What each party receives:
   the nodes' public keys instead. In both cases: sender, receiver and size, which messages could not
   be read, in every round what the node's program reports (numbers, in the clear), and at the end
   what each node chooses to show. Never data, or states that are neither sent nor shown.
-- *A node*: the messages of its neighbors, with their ids, its weights for them, and their delays;
+- *A node*: the messages of its neighbors, with their ids, its weights for them, and their ages;
   sealed, also the public keys of its receivers; who is absent in a round of a `Schedule`.
 - *A node that is no neighbor*: nothing.
 
