@@ -36,15 +36,7 @@ from flwr_perdl.clients.local import (
     state_apart,
     within,
 )
-from flwr_perdl.clients.personalized import (
-    KeepPrivate,
-    Part,
-    aside,
-    asked_to_keep,
-    check_mods,
-    check_patterns,
-    refuse_untrained,
-)
+from flwr_perdl.clients.personalized import KeepPrivate, Part, aside, asked_to_keep, check_mods
 from flwr_perdl.clients.transport import TRANSPORT, Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
@@ -195,9 +187,9 @@ def client_app(
     check_count("min_clients", min_clients, 2)
     part = Part.of("private", private, share)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
-    steps, names = steps_of(protocols), check_patterns("names", names)
-    if (names and part is None) or len({*names}) < len(names):
-        raise ValueError(f"names must come with private or share, and each once, got {names}.")
+    steps = steps_of(protocols)
+    if names and part is None:
+        raise ValueError(f"names must come with private or share, got {names} alone.")
     guards = Guards(min_clients, part, privacy, steps, evaluate)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
@@ -331,7 +323,7 @@ class AnsweringApp(ClientApp):
             if not self._evaluation:
                 raise NoEvaluateError
             if self.kept_part is not None or LEFT_OUT in config_of(message):
-                refuse_untrained(context, str(config_of(message).get(RUN, "")))
+                KeepPrivate.refuse_untrained(context, str(config_of(message).get(RUN, "")))
         if asked is not None and (asked.whole or seals):
             call = hiding(call)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
@@ -384,9 +376,7 @@ class AnsweringApp(ClientApp):
 
     def _around(self, call: Call, message: Message) -> Call:
         """Return what answers parts of a message, with the client's private arrays in them."""
-        keep = self._keep
-        if keep is None and self.own_keep is None:
-            keep = asked_to_keep(message)
+        keep = self._keep or (asked_to_keep(message) if self.own_keep is None else None)
         if not self._evaluation:
             call = _without_evaluation(call)
         if keep is not None:
@@ -406,8 +396,7 @@ class AnsweringApp(ClientApp):
         if isinstance(who, ConfigRecord):
             if (part := self.kept_part) is not None:
                 who[PRIVATE] = str(part)
-            evaluates = self._evaluation and handlers.evaluates
-            if self._privacy is None and not evaluates:
+            if self._privacy is None and not (self._evaluation and handlers.evaluates):
                 who[UNABLE_TO_EVALUATE] = True
             if _pins_keys(context):
                 who[SEALS_ALL] = True

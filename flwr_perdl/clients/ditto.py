@@ -14,7 +14,7 @@ from flwr.app import Context
 from flwr_perdl.clients import own_models
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult, hide_numbers, unsaid
+from flwr_perdl.clients.local import Local, StepRequest, StepResult, hide_numbers
 from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
@@ -80,7 +80,7 @@ def _own(kept: PrivateArrays | None, given: Sequence[Matrix]) -> Sequence[Matrix
 def _pulled(name: str, own: Matrix, shared: Matrix, pull: float) -> Matrix:
     """Return the client's trained array on its way to the server's; counters stay as they are."""
     fixed = fixed_entries(shared)
-    with unsaid(name):
+    with hide_numbers():
         check_trained(name, own, shared, fixed)
     if not is_float(own):
         return own

@@ -105,10 +105,6 @@ class StateLostError(ValueError):
         )
 
 
-class NamesError(ValueError):
-    """A server calls arrays by other names than a client: of their values the error says none."""
-
-
 class HiddenError(ValueError):
     """An error where private arrays are at hand, without the numbers in it: one may be theirs."""
 
@@ -123,9 +119,8 @@ class UntrainedError(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this client must train before it evaluates, in every run since its first, as losses "
-            "of models that a server chooses tell of the private part that it keeps, got a request "
-            "to evaluate."
+            "the client must train in a run before it evaluates there, since it keeps a private "
+            "part from another one, got a request to evaluate."
         )
 
 
@@ -548,14 +543,14 @@ def _is_apps_anywhere(name: str) -> bool:
 
 
 @contextmanager
-def hide_numbers() -> Iterator[None]:
+def hide_numbers(where: str = "") -> Iterator[None]:
     """Let an error say no number, nor what it follows from; one without either stays as it is."""
     try:
         yield
-    except (HiddenError, NamesError, *CODED, OtherClientError):
+    except (HiddenError, *CODED, OtherClientError):
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{where}{type(error).__name__}: {error}"
         if not (_NUMBER.search(text) or error.__cause__ or error.__context__):
             raise
         log(WARNING, "This client's error, of which the server gets no number: %s", text)
@@ -574,18 +569,6 @@ def hiding(call: Call) -> Call:
         return reply
 
     return answer
-
-
-@contextmanager
-def unsaid(name: str) -> Iterator[None]:
-    """Let an error about a private array name the array, and none of its values: errors leave."""
-    try:
-        yield
-    except ValueError:
-        raise ValueError(
-            f"array {name!r} must keep its dtype in training, and be finite and not too large but "
-            "for entries that stay as they were sent; it is private, and its values are not shown."
-        ) from None
 
 
 def within(

@@ -40,13 +40,12 @@ from flwr.app import (
 
 from flwr_perdl.clients.base import INNER, PrivateArrays, PrivateState, StateStore, private_store
 from flwr_perdl.clients.local import (
-    NamesError,
     StateLostError,
     UntrainedError,
+    hide_numbers,
     hiding,
     sendable,
     state_of,
-    unsaid,
     within,
 )
 from flwr_perdl.core import files
@@ -176,18 +175,6 @@ def kept_private(context: Context, run: str) -> dict[str, Array]:
     return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
 
 
-def _is_trained(kept: PrivateArrays | None) -> bool:
-    return kept is not None and _NAMES in kept and _UNTRAINED not in kept
-
-
-def refuse_untrained(context: Context, run: str) -> None:
-    """Raise an UntrainedError where a client has trained a private part, but not in this run."""
-    store = private_store(context, _ALGORITHM)
-    states = (PrivateState(context, run + own, store) for own in ("", INNER))
-    if _first_names(context, store) and not any(_is_trained(one.newest()) for one in states):
-        raise UntrainedError
-
-
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
     left_out = left_out_of(config_of(message))
@@ -301,7 +288,9 @@ class KeepPrivate:
         self.part = part
         self._inside = tuple(inside)
         #: The names of an app's arrays that takes them by position, none if they are not known.
-        self._names = names
+        self._names = None if names is None else check_patterns("names", names)
+        if len({*(self._names or ())}) < len(self._names or ()):
+            raise ValueError(f"names must be different, got {names}.")
 
     def __call__(
         self, message: Message, context: Context, call_next: Call, inside: Sequence[Any] = ()
@@ -334,8 +323,7 @@ class KeepPrivate:
         if kept is None:
             self.part.warn(part.names)
         if kind != MessageType.TRAIN:
-            if first is not None and not _is_trained(kept):
-                raise UntrainedError
+            _refuse_untrained(first, kept)
             message.content[record] = _record(model)
             return _without_arrays(call_next(message, context), run)
 
@@ -360,6 +348,13 @@ class KeepPrivate:
             numbers[KEPT] = sum(prod(model[name].shape) for name in part.left_out)
             numbers[NEW_STATE] = int(kept is None)
         return reply
+
+    @staticmethod
+    def refuse_untrained(context: Context, run: str) -> None:
+        """Raise an UntrainedError where a client has trained a private part in other runs alone."""
+        store = private_store(context, _ALGORITHM)
+        states = [PrivateState(context, run + own, store).newest() for own in ("", INNER)]
+        _refuse_untrained(_first_names(context, store), *states)
 
     def begin(self, context: Context, run: str, model: Mapping[str, Array]) -> None:
         """Keep this model's private arrays for requests without them, unless there are some."""
@@ -401,12 +396,18 @@ class KeepPrivate:
         return _Part(given, names, private, left_out)
 
 
+def _refuse_untrained(first: list[str] | None, *states: PrivateArrays | None) -> None:
+    trained = (one is not None and _NAMES in one and _UNTRAINED not in one for one in states)
+    if first is not None and not any(trained):
+        raise UntrainedError
+
+
 def _check_order(names: Sequence[str], known: Sequence[str]) -> None:
     """Accept the names of an app that takes arrays by position, where none are known numbers."""
     wanted = [*(known or map(str, range(len(names))))]
     if names != wanted:
         how = "" if known else f"; if these are right, give client_app names={[*names]}"
-        raise NamesError(
+        raise ValueError(
             f"arrays must be called {_list(wanted)}, in this order, by a client that takes them by "
             f"position, got {_list(names)}{how}."
         )
@@ -508,7 +509,7 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
         shape, wanted = tuple(found[name].shape), tuple(model[name].shape)
         if shape != wanted:
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
-        with unsaid(name):
+        with hide_numbers(f"private array {name!r}: "):
             before, after = view(model[name]), view(sendable(found[name], model[name]))
             check_trained(name, after, before, fixed_entries(before))
         for other in found.keys() - set(private):

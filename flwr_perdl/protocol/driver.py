@@ -445,13 +445,11 @@ class ProtocolRun:
     ) -> RoundReport | None:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
         lost = self._without_untrained(lost)
-        if not (lost or replies):
-            self.record.evaluated = self._plan.round
-            return None
-        if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
-            self._clients_evaluate, self.record.evaluated = False, self._plan.round
+        if not replies and all(why.code == NO_EVALUATE for why in lost.values()):
+            self._clients_evaluate, self.record.evaluated = not lost, self._plan.round
             text = "No client defines evaluate, so this run has no further evaluations; with %s"
-            log(INFO, text, "fraction_evaluate=0 it asks for none.")
+            if lost:
+                log(INFO, text, "fraction_evaluate=0 it asks for none.")
             return None
 
         check, model = self._strategy.check_evaluation, self.record.model

@@ -121,8 +121,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _default_rounds: ClassVar[int | None] = 3
     #: What every request's config says besides.
     _told: Mapping[str, Scalar] = MappingProxyType({})
-    #: Whether clients' messages are sealed; how often clients train once the run is over.
-    sealed, fine_tune = False, 0
+    #: Whether clients' messages are sealed; how often clients train once the run is over; whether
+    #: they choose among models, by their evaluation.
+    sealed, fine_tune, _chooses = False, 0, False
     #: What the lines of a run call it, if not by its class.
     _title: str = ""
 
@@ -572,13 +573,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     def _unfit(self, partition: int) -> str | None:
         """Return why a client can take no part, by what it says of itself; None: it can."""
         roster = self._running().roster
-        if partition not in roster.sealing or (self.sealed and not self.fine_tune):
+        if self._chooses and partition in roster.unable_to_evaluate:
+            why = "clients must define evaluate, by which they choose among models, got none of"
+        elif partition in roster.sealing and (self.fine_tune or not self.sealed):
+            where = "with fine_tune" if self.sealed else "without sealed=True"
+            why = (
+                f"{PINNED_KEYS} must be left out of the node config {where}, since such a node "
+                "answers sealed messages alone, got them at"
+            )
+        else:
             return None
-        where = "with fine_tune" if self.sealed else "without sealed=True"
-        return (
-            f"{PINNED_KEYS} must be left out of the node config {where}, since such a node answers "
-            f"sealed messages alone, got them at {roster.label(partition)}"
-        )
+        return f"{why} {roster.label(partition)}"
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""

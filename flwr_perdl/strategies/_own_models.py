@@ -209,8 +209,6 @@ class EndsWithModels(ProtocolStrategy):
 
     #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
-    #: Whether clients choose among models, by their evaluation.
-    _chooses = False
     _part: Part | None = None
     _initial: Sequence[Matrix]
     _contexts: Mapping[int, Context]
@@ -233,16 +231,6 @@ class EndsWithModels(ProtocolStrategy):
             if report.step == TUNE:
                 metrics = MetricRecord(dict(report.aggregate))
                 result.evaluate_metrics_clientapp[round_ or report.round] = metrics
-
-    def _unfit(self, partition: int) -> str | None:
-        """Return why a client can take no part: it cannot choose a model."""
-        roster = self._running().roster
-        if self._chooses and partition in roster.unable_to_evaluate:
-            return (
-                "clients must define evaluate, by which they choose among models, got none of "
-                f"{roster.label(partition)}"
-            )
-        return super()._unfit(partition)
 
     def shared_models(self) -> list[list[Matrix]]:
         """Return the models of which a client takes one, none if the server has none."""
