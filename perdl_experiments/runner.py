@@ -45,7 +45,7 @@ from perdl_experiments.studies._experiment import FederatedStudy, NetworkStudy
 Options = Mapping[str, Value]
 
 #: What the extra ``experiments`` brings.
-_NEEDED = ("matplotlib", "sklearn", "skimage", "joblib", "psutil")
+_NEEDED = ("matplotlib", "sklearn", "skimage", "joblib")
 _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
 LOCAL_ATOMS = "local-atoms.npz"
