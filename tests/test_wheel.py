@@ -287,7 +287,6 @@ assert not loaded & {HEAVY | {"numba", "perdl_experiments", "rich", "typer"}}, l
     ("extras", "arguments", "missing"),
     [
         ("", "run digits --out here", "experiments"),
-        ("", "up digits --nodes 2", "experiments"),
         ("experiments", "fetch mnist --out here.npz", "datasets"),
     ],
 )
