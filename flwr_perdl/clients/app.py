@@ -41,6 +41,7 @@ from flwr_perdl.clients.transport import TRANSPORT, Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.noised_client import answer_silently
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
 from flwr_perdl.protocol.compat import (
     FITINS,
@@ -64,6 +65,7 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEALED,
     SEALS_ALL,
+    SILENT,
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
     Scalar,
@@ -335,6 +337,8 @@ class AnsweringApp(ClientApp):
                     "sums or privacy, or send no model, got a request with them."
                 )
             message = transport.restored(message)
+        if trains and config_of(message).get(SILENT):
+            return answer_silently(message, context, call)
         if self._secure and trains and not secure and not _is_start(message, asked):
             raise ValueError(
                 "secure=True must be the strategy's option too, got a request to send an update in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,19 @@ from flwr_perdl.core.checks import (
     check_count,
     check_kind,
 )
-from flwr_perdl.protocol.records import EVALUATE, Scalar, encode, view
+from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
+from flwr_perdl.protocol.records import EVALUATE, MAX_WEIGHT, Scalar, encode, view
 from flwr_perdl.random import spawn
 from flwr_perdl.regression.ridge import (
+    ROW_LENGTH,
     RandomFeatures,
     RidgeModel,
+    bounded_sums,
     column_moments,
     expect_deviation,
     fit_deviation,
     fit_part,
+    of_bounds,
     ridge_sums,
 )
 
@@ -128,16 +133,33 @@ class RidgeClient(ProtocolClient):
             self.held_out = _check_data("held_out ", *held_out, columns=self.X.shape[1])
         self.min_support = check_count("min_support", min_support)
 
-    def moments(self) -> StepResult:
-        """Return the counts, sums and sums of squares of the columns."""
-        return StepResult([column_moments(self.X)], self._n_samples())
+    def moments(self, request: StepRequest) -> StepResult:
+        """Return the counts, sums and sums of squares of the columns, of bounds within -1 and 1."""
+        X = self.X
+        for bounds in request.arrays:
+            middles, halves = of_bounds(bounds)
+            X = np.clip((X - middles) / halves, -1, 1)
+        found = column_moments(X)
+        return self._sent(request, found, sqrt(found.size))
 
     def sums(self, request: StepRequest) -> StepResult:
         """Return the products of features and responses, summed by fold."""
-        n, (_, Z, Y) = self._n_samples(), self._points(request)
-        fold = self._folds(request)
-        parts = [ridge_sums(Z[fold == f], Y[fold == f]) for f in range(_n_folds(request))]
-        return StepResult([np.stack(parts)], n)
+        _, Z, Y = self._points(request)
+        for heights in request.arrays[3:]:  # by which responses have norm 1 at most
+            Y = np.clip(Y / heights, *(-1 / sqrt(Y.shape[1]), 1 / sqrt(Y.shape[1])))
+        fold, form = (
+            self._folds(request),
+            ridge_sums if SAMPLE_BOUND.get() is None else bounded_sums,
+        )
+        parts = [form(Z[fold == f], Y[fold == f]) for f in range(_n_folds(request))]
+        return self._sent(request, np.stack(parts), ROW_LENGTH)
+
+    def _sent(self, request: StepRequest, sums: Matrix, length: float) -> StepResult:
+        """Return sums as they leave: where they get noise each sample adds ``bound`` at most."""
+        n, bound = self._n_samples(), SAMPLE_BOUND.get()
+        if bound is not None:
+            return StepResult([sums * (bound / length)], n, {BOUND: bound})
+        return StepResult([sums / n if MAX_WEIGHT in request.config else sums], n)
 
     def errors(self, request: StepRequest) -> StepResult:
         """Return the mean squared errors on held-out folds, by level.
@@ -304,31 +326,13 @@ def kept_model(context: Context, run: str, names: Sequence[str]) -> Model | None
 
 
 @step(RIDGE, MOMENTS, client=RidgeClient)
-def moments(local: Local, request: StepRequest) -> StepResult:
-    """Exchange one: what columns are standardized by."""
-    client: RidgeClient = local.client
-    return client.moments()
-
-
 @step(RIDGE, SUMS, client=RidgeClient)
-def sums(local: Local, request: StepRequest) -> StepResult:
-    """Exchange two: what all models follow from."""
-    client: RidgeClient = local.client
-    return client.sums(request)
-
-
 @step(RIDGE, ERRORS, client=RidgeClient)
-def errors(local: Local, request: StepRequest) -> StepResult:
-    """Measure each level on folds that its models have not seen."""
-    client: RidgeClient = local.client
-    return client.errors(request)
-
-
 @step(RIDGE, SOLVE, client=RidgeClient)
-def solve(local: Local, request: StepRequest) -> StepResult:
-    """Solve the client's own part, which stays."""
-    client: RidgeClient = local.client
-    return client.solve(request)
+def answer(local: Local, request: StepRequest) -> StepResult:
+    """Take the step that is the client's method of that name."""
+    result: StepResult = getattr(local.client, request.step)(request)
+    return result
 
 
 @step(RIDGE, EVALUATE, kind=EVALUATE, client=RidgeClient)

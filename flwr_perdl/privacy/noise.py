@@ -31,6 +31,8 @@ good as a continuous one        distance of two runs' sums over s. A rounded nor
                                 bounds the odds that |x| is not as small. A thousandth of epsilon
                                 and of delta is set aside for it; a grid on which that is too little
                                 is rejected
+sums differ in size, or count   Each is checked as if all were on its grid; the one with the fewest
+for more than one (``units``)   steps then decides. Squared distances over variances add up
 releases are counted            `noise_multiplier`, by dp-accounting: Balle and Wang, "Improving the
                                 Gaussian Mechanism for Differential Privacy", 2018, and Dong, Roth
                                 and Su, "Gaussian Differential Privacy", 2019, are exact; Renyi
@@ -151,6 +153,8 @@ class Noise:
         reach: float,
         n_required: int = 1,
         limit: int = 2**26,
+        units: int = 1,
+        entries: int = 0,
     ) -> Release:
         """Return how each of the run's sums is noised.
 
@@ -169,6 +173,11 @@ class Noise:
             ``trust="central"`` one share is the whole noise.
         limit : int, default 2**26
             Largest magnitude of a client's reply in steps of the grid.
+        units : int, default 1
+            How many of the ``n_releases`` this sum counts as, in what is guaranteed: its noise is
+            smaller by the root of that.
+        entries : int, optional
+            Number of entries of all sums together, where they differ in ``size``.
 
         Returns
         -------
@@ -186,27 +195,32 @@ class Noise:
         check_count("n_required", n_required, 1)
         check_count("limit", limit, 1, _LARGEST)
         budget = (1 - _ASIDE) * self.epsilon, (1 - _ASIDE) * self.delta
-        multiplier = noise_multiplier(*budget, n_releases)
+        check_count("units", units, 1, n_releases)
+        entries = check_count("entries", entries) or n_releases * size
+        multiplier = noise_multiplier(*budget, n_releases) / sqrt(units)
         far = sensitivity * (1 + _SLACK)
         # Of all shares, delta / exp(_RARE) are beyond so many of the sum's standard deviations.
-        rare = log(2 * n_releases * size / self.delta) + 2 * _RARE
+        rare = log(2 * entries / self.delta) + 2 * _RARE
         tail = sqrt(2 * rare) * multiplier / sqrt(n_required)
         # step * limit = reach + tail * (far + sqrt(size) * step), for the share of one client
         room = limit - tail * sqrt(size)
         step = (reach + tail * far) / room if room > 0 else 0.0
         steps = multiplier * (far / step + sqrt(size)) if step else 0.0
-        if not steps or not self._fine(steps, n_releases, size, multiplier):
+        if not steps or not self._fine(steps, entries, sqrt(n_releases / units) / multiplier):
             raise ValueError(
                 f"limit must be larger for {n_releases} sums of {size} entries up to {reach:g} at "
                 f"epsilon {self.epsilon:g}, got {limit}."
             )
         return Release(step, steps / sqrt(n_required), floor(reach / step), limit, n_required)
 
-    def _fine(self, steps: float, n_releases: int, size: int, multiplier: float) -> bool:
-        """Whether what is set aside is enough for noise of so many steps of the grid."""
-        entries = float(n_releases) * size
+    def _fine(self, steps: float, entries: int, distance: float) -> bool:
+        """Whether what is set aside is enough for noise of so many steps of the grid, in all sums.
+
+        The ``distance`` is that of two runs' sums in units of the noise. Where sums differ, the one
+        with the fewest steps decides for all, and each is checked by itself as if it were that one.
+        """
         rare = _RARE - log(self.delta)
-        longest = sqrt(entries) + sqrt(2 * rare) + sqrt(n_releases) / multiplier
+        longest = sqrt(entries) + sqrt(2 * rare) + distance
         eta = (entries + longest**2) / 24 / steps**2
         return eta <= _ASIDE * min(self.epsilon, 0.5)
 

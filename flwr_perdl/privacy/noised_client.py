@@ -89,6 +89,10 @@ class Promise:
     #: What is summed, and the number of first columns that are not.
     of: str
     skip: int = 0
+    #: How many of the ``rounds`` this sum is as good as; the number of values of all sums, where
+    #: they differ in size.
+    units: int = 1
+    entries: int = 0
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Promise:
@@ -101,6 +105,8 @@ class Promise:
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
         check_count(f"skip in {PROMISE}", promise.skip, 0, _MOST)
+        check_count(f"units in {PROMISE}", promise.units, 1, promise.rounds)
+        check_count(f"entries in {PROMISE}", promise.entries, 0, LARGEST_INT)
         check_choice(f"level in {PROMISE}", promise.level, tuple(_KINDS))
         check_choice(f"of in {PROMISE}", promise.of, _KINDS[promise.level])
         return promise
@@ -130,6 +136,8 @@ class Promise:
                     reach=reach,
                     n_required=self.clients if self.trust == "distributed" else 1,
                     limit=self.limit,
+                    units=self.units,
+                    entries=self.entries,
                 )
             except ValueError:
                 if reach <= self.clip:
@@ -203,6 +211,19 @@ def _summand(
             '"record".'
         )
     return values
+
+
+def answer_silently(message: Message, context: Context, call_next: Handler) -> Message:
+    """Let the client take a step of which nothing leaves it, whatever comes of it."""
+    try:
+        reply = call_next(message, context)
+        if reply.has_error():
+            raise ValueError(error_of(reply))
+    except (KeyboardInterrupt, OtherClientError):  # not the data's
+        raise
+    except BaseException as error:
+        log(WARNING, "This client failed, and says nothing: %r", error)
+    return reply_to(message, [], 1, {})
 
 
 def _read(
@@ -286,7 +307,7 @@ def _spend(
     The last round may be asked again where its sum was not opened; where the server is trusted
     (``again``), in any case.
     """
-    names = ("epsilon", "delta", "trust", "level", "rounds")
+    names = ("epsilon", "delta", "trust", "level", *["entries"] * bool(promise.entries), "rounds")
     terms, (run, round_) = json.dumps([getattr(promise, name) for name in names]), at
     with _account(context, own) as kept:
         before = kept.get("terms", terms)
@@ -295,8 +316,10 @@ def _spend(
             last = opened = 0
         if round_ < last or (round_ == last == opened and not again):
             raise ValueError(f"{ROUND} must be more than the last one, {last}, got {round_}.")
-        count, most = kept.get("count", 0) + (round_ > last), json.loads(before)[-1]
-        if count > most:
+        new_sum = int(round_ > last)
+        count, most = kept.get("count", 0) + new_sum * promise.units, json.loads(before)[-1]
+        values = kept.get("values", 0) + new_sum * promise.size * bool(promise.entries)
+        if count > most or values > promise.entries:
             raise ValueError(
                 f"rounds must be more to go on: the budget is for {most} sums, which are spent."
             )
@@ -306,7 +329,7 @@ def _spend(
                 f"{before}."
             )
         new = {"terms": terms, "run": run, "round": round_, "count": count, "opened": opened}
-        kept.update(new, clients=promise.clients)
+        kept.update(new, clients=promise.clients, values=values)
 
 
 def is_summed(of: str, array: Matrix) -> bool:

@@ -84,7 +84,8 @@ class NoisedSum:
                 "budget is, got another interface."
             )
         if not kept:
-            kept |= {_ROUNDS: np.array(rounds), _SPENT: np.array(0)}
+            budget = self.summed.budget
+            kept |= {_ROUNDS: np.array(budget[1] if budget else rounds), _SPENT: np.array(0)}
         return replace(self, kept=kept, n_required=min_clients, save=save)
 
     @property
@@ -94,6 +95,11 @@ class NoisedSum:
         if int(self.kept.get(_SPENT, 0)) < rounds:
             return ""
         return f"epsilon={self.noise.epsilon:g} is spent after {rounds} rounds"
+
+    @property
+    def _units(self) -> int:
+        """How much of the budget the sum takes."""
+        return self.summed.budget[0] if self.summed.budget else 1
 
     @property
     def _distributed(self) -> bool:
@@ -114,6 +120,8 @@ class NoisedSum:
             size=self._size,
             of=self.summed.of,
             skip=self.summed.skip,
+            units=self._units,
+            entries=self.summed.budget[2] if self.summed.budget else 0,
         )
 
     def gather(
@@ -122,10 +130,10 @@ class NoisedSum:
         """Return the noised mean in place of each reply, and who is not in it."""
         gather = self._gather_masked if self._distributed else self._gather_plain
         # Written before a sum is opened: a crash may cost budget, and never gives some back.
-        self._spend(1)
+        self._spend(self._units)
         total, there, lost = gather(grid, sent, round_, limits, timeout)
         if len(there) < self.n_required:
-            self._spend(-1)
+            self._spend(-self._units)
             why = f"{len(there)} clients answered, and the noise needs at least {self.n_required}"
             return {}, {p: Lost(FAILED, why) for p in there} | lost
         sigma = self._release(len(sent)).sigma

@@ -113,6 +113,8 @@ MAX_WEIGHT = "perdl.max-weight"
 NORM = "perdl.norm"
 PROMISE = "perdl.promise"
 SEALED = "perdl.sealed"
+#: Whether nothing leaves the client: whatever comes of the request, the reply is the same.
+SILENT = "perdl.silent"
 #: Keys of a node's config: the file of its lasting private key; that of its neighbors' public keys,
 #: with which it sends sealed messages alone.
 KEY_FILE, PINNED_KEYS = "key-file", "neighbor-keys"

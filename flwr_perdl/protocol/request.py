@@ -407,6 +407,9 @@ class Summed(NamedTuple):
         standard deviation.
     metrics : mapping of str to float
         What a reply in a sum with noise is taken to say.
+    budget : tuple of int, optional
+        What a sum with noise takes of the run's budget, where sums differ in size: how many units
+        of how many in all, and the number of values of all sums. By default each round takes one.
 
     Examples
     --------
@@ -425,6 +428,7 @@ class Summed(NamedTuple):
     earlier: float = 0.0
     finish: Callable[[list[Matrix], float], list[Matrix]] | None = None
     metrics: Mapping[str, float] = {}
+    budget: tuple[int, int, int] | None = None
 
 
 class Promised(typing.Protocol):

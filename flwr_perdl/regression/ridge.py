@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,11 @@ _ROUNDING, EQUAL = 1e-12, 1e-9
 _ODD = 1e-8
 #: Names of a model's arrays.
 MODEL_ARRAYS = ("means", "deviations", "weights", "offsets", "coefficients", "classes")
+#: The norm to which rows of features are cut where sums get noise, with responses of norm 1 that of
+#: a sample's term; and a bound of a sample's term without noise.
+_ROW = 1.5
+ROW_LENGTH = sqrt(_ROW**4 + _ROW**2)
+MOST_NORM = sqrt((_CUT**2 + 3) ** 2 + _CUT**2 + 4)
 #: A simpler model is taken if its error is at most so many times the least.
 SIMPLER = 1.01
 #: Starts of the alternation; how many go on after one pass; the most passes.
@@ -64,6 +70,11 @@ def column_moments(X: Matrix) -> Matrix:
     there = ~np.isnan(X)
     values = np.where(there, X, 0.0).astype(np.float64, copy=False)
     return np.stack([there.sum(axis=0), values.sum(axis=0), (values**2).sum(axis=0)])
+
+
+def of_bounds(bounds: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the middles and half the widths of bounds, (d, 2)."""
+    return bounds.mean(axis=1), np.diff(bounds, axis=1)[:, 0] / 2
 
 
 def standardize(moments: Matrix) -> tuple[Matrix, Matrix]:
@@ -164,6 +175,33 @@ def ridge_sums(Z: Matrix, Y: Matrix) -> Matrix:
 def _upper(p: int) -> NDArray[np.bool_]:
     """Return where the upper triangle of a matrix is."""
     return np.triu(np.ones((p, p), dtype=bool))
+
+
+def bounded_sums(Z: Matrix, Y: Matrix) -> Matrix:
+    """Return `ridge_sums` to which no sample adds a vector longer than ``ROW_LENGTH``.
+
+    Off-diagonal products count by the root of two, so that a sample's are as long as its features'
+    square; there are no squares of responses, of which rows have norm 1 at most.
+    """
+    lengths = np.linalg.norm(Z, axis=1, keepdims=True)
+    sums = ridge_sums(Z * np.minimum(1, _ROW / lengths), Y)
+    return sums * _term_weights(Z.shape[1], Y.shape[1])
+
+
+def _term_weights(p: int, q: int) -> Matrix:
+    weights = np.full((p, p), sqrt(2))
+    weights[np.diag_indices(p)] = 1
+    return np.concatenate([weights[_upper(p)], np.ones(p * q), np.zeros(q)])
+
+
+def denoised_sums(sums: Matrix, p: int, q: int) -> Matrix:
+    """Return sums of `bounded_sums` with noise as `ridge_sums`, positive semidefinite."""
+    weights = _term_weights(p, q)
+    sums = np.where(weights > 0, sums / np.where(weights > 0, weights, 1), 0)
+    gram = unpack_sums(sums, p, q)[0]
+    values, vectors = np.linalg.eigh(gram, UPLO="U")
+    gram = (vectors * np.maximum(values, 0)) @ vectors.T
+    return np.concatenate([gram[_upper(p)], sums[p * (p + 1) // 2 :]])
 
 
 def sums_size(p: int, q: int) -> int:

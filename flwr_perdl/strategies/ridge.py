@@ -16,52 +16,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import sqrt
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from flwr_perdl.clients.ridge import (
-    ALL,
-    CLASSES,
-    CLUSTER,
-    COEFFICIENTS,
-    COLUMNS,
-    ERRORS,
-    FEATURES,
-    FOLDS,
-    GROUPS,
-    LEVEL,
-    LEVELS,
-    LOCAL,
-    MOMENTS,
-    N_FOLDS,
-    PERSONAL,
-    RANDOM,
-    RANDOM_ARRAY,
-    RANDOMS,
-    RIDGE,
-    SHARED,
-    SOLVE,
-    SPREAD,
-    SUMS,
-    RidgeClient,
-)
+from flwr_perdl.clients import ridge as wire
+from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, SPREAD
+from flwr_perdl.core.aggregate import LEFT_OUT, aggregate
 from flwr_perdl.core.checks import (
     LARGE,
     MOST_CLUSTERS,
     Matrix,
-    brief_repr,
     check_array,
     check_choice,
     check_count,
+    check_flag,
     check_list,
+    check_numbers,
     check_real,
     is_auto,
 )
-from flwr_perdl.protocol.options import ServerOptions, check_support
+from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.noised_server import sums_with
+from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
+    SILENT,
     Limits,
     Replies,
     Reply,
@@ -77,43 +59,31 @@ from flwr_perdl.protocol.request import (
     Request,
     Sent,
     State,
+    Summed,
     accept,
     read_replies,
 )
 from flwr_perdl.protocol.roster import LocalGrid
 from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.regression import ridge as maths
 from flwr_perdl.regression.mixed_model import fit_mixed_model
-from flwr_perdl.regression.ridge import (
-    EQUAL,
-    MODEL_ARRAYS,
-    PENALTIES,
-    SIMPLER,
-    RandomFeatures,
-    RidgeModel,
-    check_sums,
-    choose_groups,
-    choose_ridge,
-    joined_moments,
-    solve_ridge,
-    standardize,
-    sums_size,
-)
+from flwr_perdl.regression.ridge import PENALTIES, SIMPLER, RandomFeatures, RidgeModel
 from flwr_perdl.strategies._own_models import EndsWithModels, Learned, Own
 from flwr_perdl.strategies.diagnosis import middle
 
-AUTO, _BOTH = "auto", "groups-personal"
-#: Levels at which each client has a part of its own.
-_HAVE_OWN = (PERSONAL, _BOTH, LOCAL)
-#: The most features whose variances are told apart.
-_MOST_COLUMNS = 100
-_ONLY = RidgeClient.only
-#: Names in a checkpoint: the columns' means and deviations, how many scales were tried, and of the
-#: best its penalty, its error, the clients' sums and who they are; the groups' models and members,
-#: and the models learned without each fold.
-_MEANS, _DEVIATIONS, _TRIED, _SCALE = "means", "deviations", "tried", "scale"
-_PENALTY, _ERROR = "penalty", "error"
-_SUMS, _CLIENTS, _MODELS, _GROUPS = "sums", "clients", "models", "groups"
-_WITHOUT = ("without/shared", "without/groups")
+AUTO, BOTH = "auto", "groups-personal"
+#: Levels at which each client has a part of its own, and options of which only sums are seen.
+_HAVE_OWN, _SUMMED = (PERSONAL, BOTH, LOCAL), ("secure", "privacy")
+#: The most features whose variances are told apart; rows of a client that count in a secure sum
+#: where their number is not known; and the share of a privacy budget that moments take: in the
+#: square of the noise's inverse, which is a quarter of epsilon.
+_MOST_COLUMNS, _MOST_ROWS, _SHARES = 100, 10_000, (1, 15)
+#: Names in a checkpoint: the columns' means and deviations, the most samples of a client, how many
+#: scales were tried, and of the best its penalty, its error, the clients' sums and who they are;
+#: the groups' models and members, and the models learned without each fold.
+_MEANS, _DEVIATIONS, _MOST, _TRIED, _SCALE = "means", "deviations", "most", "tried", "scale"
+_PENALTY, _ERROR, _SUMS, _CLIENTS = "penalty", "error", "sums", "clients"
+_MODELS, _MEMBERS, _WITHOUT = "models", "members", ("without/shared", "without/groups")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -171,8 +141,9 @@ class FederatedRidge(EndsWithModels):
     scale : float or sequence of float, default 2.0
         Number of columns times the variance of the features' directions. Of several the best is
         taken; each takes an exchange.
-    penalty : float or sequence of float, default (0.1, 0.3, 1, 3, 10)
-        Of the shared model; of several the best on held-out folds is taken.
+    penalty : float or sequence of float, optional
+        Of the shared model; of several the best on held-out folds is taken. By default of 0.1, 0.3,
+        1, 3 and 10; with ``privacy`` it follows from the noise.
     random : {"all", "intercept", "columns"}, default "all"
         Which coefficients deviate at a client: all, with one variance that each client chooses by
         leave-one-out; the constant alone; or all, with a variance for each column (at most 100
@@ -184,6 +155,16 @@ class FederatedRidge(EndsWithModels):
     columns : tuple of ndarray, optional
         ``(means, deviations)`` of the columns, by which they are standardized. By default the
         pooled ones, which takes an exchange.
+    bounds : ndarray of shape (d, 2), or with a regression's q outputs (d + q, 2), optional
+        Between which values columns, and responses, are cut; needed with ``secure`` or ``privacy``.
+    robust : bool, default False
+        Whether clients whose sums per sample are inconsistent with the others' are left out.
+    secure : bool or mapping, default False
+        Secure sums: the server sees the clients' totals only. A mapping has options of SecAgg+.
+    privacy : Noise, optional
+        Differential privacy of samples (``level="record"``): the sums get noise (moments a
+        sixteenth of the budget); a sample's features are scaled down to norm 1.5. Nothing else
+        leaves a client: there are no metrics.
     **options
         See `ServerOptions`.
 
@@ -218,16 +199,27 @@ class FederatedRidge(EndsWithModels):
     [0, 1, 0, 1, 0, 1, 0, 1]
     """
 
-    protocol_name = after_protocol = RIDGE
-    labels = (CLUSTER,)
+    protocol_name = after_protocol = wire.RIDGE
+    labels = (wire.CLUSTER,)
     unsupported: ClassVar[Mapping[str, str]] = {
-        "secure": "sums of single clients are read",
-        "privacy": "sums of single clients are read",
-        "robust": "the sums of all clients count",
         "reuse_last_reply": "sums are asked for once",
         "private": "a client's own part is its deviation, which stays there",
     }
+    needs = (
+        Needs(
+            _SUMMED, "level", (SHARED, PERSONAL), "the server then reads no single client's sums"
+        ),
+        Needs(
+            (*_SUMMED, "robust"),
+            "random",
+            ("all", "intercept"),
+            "a mixed model is of single clients' sums",
+        ),
+        Needs(_SUMMED, "robust", (False,), JUDGED),
+        Needs(("robust",), "level", (SHARED, PERSONAL), "groups have too few clients to judge by"),
+    )
     _default_rounds = None
+    privacy: Noise | None
 
     def __init__(
         self,
@@ -237,33 +229,54 @@ class FederatedRidge(EndsWithModels):
         outputs: int = 1,
         features: int = 600,
         scale: float | Sequence[float] = 2.0,
-        penalty: float | Sequence[float] = PENALTIES,
-        random: str = ALL,
+        penalty: float | Sequence[float] | None = None,
+        random: str = "all",
         n_clusters: int | str = AUTO,
         max_clusters: int = 6,
         columns: tuple[Matrix, Matrix] | None = None,
+        bounds: Matrix | None = None,
+        robust: bool = False,
+        secure: bool | Mapping[str, float] = False,
+        privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        self.level = check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, _BOTH))
+        self.level = check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
         self.classes = None if classes is None else check_count("classes", classes, 2, 10_000)
         self.outputs = check_count("outputs", outputs, 1, 10_000)
         self.features = check_count("features", features, 0, 100_000)
         self.scale = _several("scale", scale)
-        self.penalty = sorted(_several("penalty", penalty))
-        self.random = check_choice("random", random, RANDOMS)
+        self.penalty = None if penalty is None else sorted(_several("penalty", penalty))
+        self.random = check_choice("random", random, wire.RANDOMS)
         self.n_clusters: int | str = n_clusters
         if not is_auto("n_clusters", n_clusters):
             self.n_clusters = check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
         self.max_clusters = check_count("max_clusters", max_clusters, 1, MOST_CLUSTERS)
-        self.columns = None if columns is None else _check_columns(columns)
+        self.columns = self.bounds = None
+        if columns is not None:
+            self.columns = check_array("columns", check_numbers("columns", columns) + 0.0, rows=2)
+            if not (self.columns[1] > 0).all():
+                raise ValueError("columns must have deviations above 0, got others.")
+        if bounds is not None:
+            given = check_numbers("bounds", bounds) + 0.0
+            self.bounds = check_array("bounds", given, columns=2, min_rows=1)
+            if not (self.bounds[:, 0] < self.bounds[:, 1]).all():
+                raise ValueError("bounds must have a lower one and a higher one, got others.")
+        self.robust = check_flag("robust", robust)
+        self.secure, self.privacy = secure, privacy
+        if privacy is not None or secure is not False:
+            self._sums = sums_with(privacy, secure)
+            if bounds is None and (columns is None or classes is None):
+                raise ValueError("bounds must be given with secure or privacy, got None.")
+        if privacy is not None and privacy.level != "record":
+            raise ValueError(f'level in privacy must be "record" here, got {privacy.level!r}.')
         check_support(self, locals())
-        if random == COLUMNS and level != PERSONAL:
+        if random == wire.COLUMNS and level != PERSONAL:
             raise ValueError(
                 'level must be "personal" with random="columns", whose variances are of deviations '
                 f"from one model, got {level!r}."
             )
-        self._told = {FEATURES: self.features, CLASSES: self.classes or 0}
+        self._told = {wire.FEATURES: self.features, wire.CLASSES: self.classes or 0}
 
     @property
     def result(self) -> RidgeLearned:
@@ -285,124 +298,186 @@ class FederatedRidge(EndsWithModels):
         if initial:
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
         known: dict[str, Any] = {**(state or {})}
-        if not known:
-            columns = self.columns
-            if columns is None:
-                replies = yield Request(MOMENTS, check=_check_moments, max_weight=None)
-                replies = replies.keep_majority(
-                    lambda reply: reply.arrays[0].shape[1], "{} columns".format
-                )
-                columns = standardize(np.sum([r.arrays[0] for r in replies.values()], axis=0))
-            known = {_MEANS: columns[0], _DEVIATIONS: columns[1], _TRIED: np.array(0)}
-        given = [known[_MEANS], known[_DEVIATIONS]]
-        p, q = 1 + len(given[0]) + self.features, self._q
-        check = partial(_check_reply, p, q, self._n_folds, self.classes is not None)
-        while (tried := int(known[_TRIED])) < len(self.scale):
-            scale = np.array([self.scale[tried]])
-            replies = yield Request(
-                SUMS,
-                [*given, scale],
-                {FOLDS: self._n_folds},
-                known,
-                check if self._single else accept,
-                model=(),
-                max_values=self._n_folds * sums_size(p, q),
-                max_weight=None,
-                secure=None if self._single else Total(check),
-            )
-            known = self._best_of(known, scale, replies, p)
-        if self._groups and _MODELS not in known:
-            known = {**known, **self._grouped(known, p)}
-        elif self.random == COLUMNS and SPREAD[0] not in known:
-            known = {**known, **self._mixed(known, p)}
-        given = [*given, known[_SCALE]]
-        errors = self._errors
-        if self.level == AUTO and not errors:
-            replies = yield Request(
-                ERRORS,
-                [*given, *(known[name] for name in _WITHOUT)],
-                {RANDOM: self.random},
-                known,
-                partial(check_shapes, []),
-                model=(),
-                max_values=0,
-                max_weight=None,
-            )
-            errors = _measured({client: reply.metrics for client, reply in replies.items()})
-        level = self._level_by(errors)
-        models = known[_MODELS] if level in (GROUPS, _BOTH) else known[COEFFICIENTS][None]
-        final = [*given, models, *(known[name] for name in SPREAD if name in known)]
-        self._running().record.kept |= {n: known[n] for n in (_CLIENTS, _GROUPS) if n in known}
-        if level in _HAVE_OWN:
-            yield Request(
-                SOLVE,
-                final,
-                {LEVEL: level, RANDOM: self.random},
-                known,
-                partial(check_shapes, []),
-                model=(),
-                max_values=0,
-                max_weight=None,
-            )
-        return final
-
-    def _best_of(
-        self, known: Mapping[str, Any], scale: Matrix, replies: Replies, p: int
-    ) -> dict[str, Any]:
-        """Return the state with the shared model of a scale, if it is the best so far."""
-        sums = np.stack([reply.arrays[0] for reply in replies.values()])
-        if not self._single:
-            sums = sums[:1]  # every reply holds the total
-        found = choose_ridge(sums.sum(axis=0), p, self._q, self.penalty)
-        state = {**known, _TRIED: known[_TRIED] + 1}
-        if _ERROR not in known or found.error < (1 - EQUAL) * known[_ERROR]:
-            own = {_SUMS: sums, _CLIENTS: np.array(list(replies))} if self._single else {}
-            best = (scale, found.coefficients, found.penalty, found.error)
-            state |= dict(zip((_SCALE, COEFFICIENTS, _PENALTY, _ERROR), best, strict=True)) | own
-        return state
-
-    def _grouped(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
-        """Return the groups' models and members, and for "auto" the models without each fold."""
-        sums, penalty, k = known[_SUMS].swapaxes(0, 1), float(known[_PENALTY]), self.n_clusters
-        numbers = range(1, 1 + min(self.max_clusters, sums.shape[1]))
-        found = choose_groups(
-            sums,
-            p,
-            self._q,
-            [k] if isinstance(k, int) else numbers,
-            penalty,
-            rng=spawn(self._options.seed, SERVER, 1),
-        )
-        total = sums.sum(axis=(0, 1))
-        shared = [solve_ridge(total - own.sum(axis=0), p, self._q, penalty) for own in sums]
-        without = np.stack(shared), np.stack([groups.models for groups in found.without])
-        both = {_MODELS: found.groups.models, _GROUPS: found.groups.members}
-        return {**both, **dict(zip(_WITHOUT, without, strict=True))}
-
-    def _mixed(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
-        """Return the shared model, and variances, of a mixed model of each output."""
-        if p > _MOST_COLUMNS:
+        if not known and self.columns is None:
+            replies = yield self._ask_moments()
+            known = self._standardized(replies)
+        elif not known and self.columns is not None:
+            known = {_MEANS: self.columns[0], _DEVIATIONS: self.columns[1], _TRIED: np.array(0)}
+            known[_MOST] = np.array(_MOST_ROWS)
+        p = 1 + len(known[_MEANS]) + self.features
+        if self.random == wire.COLUMNS and p > _MOST_COLUMNS:
             raise ValueError(
                 f'random must not be "columns" with more than {_MOST_COLUMNS} columns, features '
                 f"and constant included, got {p}."
             )
-        statistics = [joined_moments(own, p, self._q) for own in known[_SUMS].sum(axis=1)]
-        outputs = np.stack(statistics).swapaxes(0, 1)
-        mixed = [fit_mixed_model(own, correlated=False) for own in outputs]
-        common = np.column_stack([one.common for one in mixed])
-        variances = np.stack([np.diag(one.between) for one in mixed])
-        noise = np.array([one.noise for one in mixed])
-        return {COEFFICIENTS: common, SPREAD[0]: variances, SPREAD[1]: noise}
+        while int(known[_TRIED]) < len(self.scale):
+            replies = yield self._ask_sums(known, p)
+            known = self._best_of(known, replies, p)
+        if self._finds_groups and _MODELS not in known:
+            known = {**known, **self._grouped(known, p)}
+        elif self.random == wire.COLUMNS and SPREAD[0] not in known:
+            known = {**known, **self._mixed(known, p)}
+        errors = self._errors
+        given = [known[_MEANS], known[_DEVIATIONS], known[_SCALE]]
+        if self.level == AUTO and not errors:
+            without = [known[name] for name in _WITHOUT]
+            replies = yield self._ask_metrics(wire.ERRORS, [*given, *without], known, {})
+            errors = _measured({client: reply.metrics for client, reply in replies.items()})
+        level = self._level_by(errors)
+        models = known[_MODELS] if level in (GROUPS, BOTH) else known[wire.COEFFICIENTS][None]
+        final = [*given, models, *(known[name] for name in SPREAD if name in known)]
+        self._running().record.kept |= {n: known[n] for n in (_CLIENTS, _MEMBERS) if n in known}
+        if level in _HAVE_OWN:
+            yield self._ask_metrics(wire.SOLVE, final, known, {wire.LEVEL: level})
+        return final
+
+    def _ask_metrics(
+        self, step: str, arrays: list[Matrix], known: State, config: Mapping[str, Scalar]
+    ) -> Request:
+        """Return a request to which only metrics are replied; of secure clients nothing."""
+        return Request(
+            step,
+            arrays,
+            {wire.RANDOM: self.random, **config},
+            known,
+            partial(check_shapes, []),
+            model=(),
+            max_values=0,
+            max_weight=None,
+            secure=None if self._sums is None else Total(accept, {SILENT: True}),
+        )
+
+    def _ask_moments(self) -> Request:
+        """Return the request of exchange one."""
+        d = self._n_columns
+        return Request(
+            wire.MOMENTS,
+            [] if self.bounds is None else [self.bounds[:d]],
+            check=_check_moments if self._sums is None else accept,
+            max_weight=None,
+            summed=self._summed((3, d), sqrt(3 * d), _MOST_ROWS, 0),
+        )
+
+    def _standardized(self, replies: Replies) -> dict[str, Any]:
+        """Return the state with what columns are standardized by."""
+        if self._sums is None:
+            replies = replies.keep_majority(lambda r: r.arrays[0].shape[1], "{} columns".format)
+            moments: Matrix = np.sum([reply.arrays[0] for reply in replies.values()], axis=0)
+        else:
+            moments = self._total(replies, sqrt(3 * self._n_columns), _MOST_ROWS)
+        means, deviations = maths.standardize(moments)
+        if self.bounds is not None:
+            middles, halves = maths.of_bounds(self.bounds[: len(means)])
+            means, deviations = middles + halves * means, halves * deviations
+        most = np.array(max(replies.sizes))
+        return {_MEANS: means, _DEVIATIONS: deviations, _MOST: most, _TRIED: np.array(0)}
+
+    def _ask_sums(self, known: Mapping[str, Any], p: int) -> Request:
+        """Return the request for sums with the next scale."""
+        scale, q, n_folds = self.scale[int(known[_TRIED])], self._q, self._n_folds
+        check = partial(_check_sums, p, q, n_folds, self.classes is not None)
+        single, size = self._single, maths.sums_size(p, q)
+        return Request(
+            wire.SUMS,
+            [known[_MEANS], known[_DEVIATIONS], np.array([scale]), *self._heights],
+            {wire.FOLDS: n_folds},
+            known,
+            check if single else accept,
+            model=(),
+            max_values=n_folds * size,
+            max_weight=10.0 if self.robust else None,
+            summed=self._summed((n_folds, size), maths.MOST_NORM, known[_MOST], 1),
+            secure=None if single or self._sums is not None else Total(check),
+        )
+
+    def _summed(self, shape: tuple[int, ...], norm: float, most: float, which: int) -> Any:
+        """Return what of a reply is summed where the server is to get no single one."""
+        if self._sums is None:
+            return None
+        entries, budget = maths.sums_size(1 + self._n_columns + self.features, self._q), (1, 1)
+        if self.columns is None:
+            entries, budget = entries + 3 * self._n_columns, (_SHARES[which], sum(_SHARES))
+        return Summed(
+            [np.zeros(shape)],
+            norm=norm,
+            max_weight=max(int(most), 1),
+            by_sample=True,
+            budget=(*budget, entries),
+        )
+
+    def _total(self, replies: Replies, length: float, most: float) -> Matrix:
+        """Return the clients' total where each reply holds that, or a mean."""
+        found = next(iter(replies.values())).arrays[0]
+        if self.privacy is not None:  # a client's sums of samples of this length, in units of clip
+            return found * (len(replies) * length / self.privacy.clip)
+        if self._sums is not None:
+            return found * float(np.minimum(replies.sizes, most).sum())
+        return found
+
+    def _best_of(self, known: Mapping[str, Any], replies: Replies, p: int) -> dict[str, Any]:
+        """Return the state with the shared model of a scale, if it is the best so far."""
+        q, penalties, own = self._q, self.penalty or PENALTIES, dict[str, Any]()
+        if not self._single:
+            total = self._total(replies, maths.ROW_LENGTH, float(known[_MOST]))
+            if self.privacy is not None:
+                sigma = next(iter(replies.values())).metrics["sigma"]
+                deviation = sigma * maths.ROW_LENGTH / self.privacy.clip
+                total = maths.denoised_sums(total[0], p, q)[None]
+                penalties = self.penalty or [sqrt(p / 2) * deviation]
+        else:
+            sums = np.stack([reply.arrays[0] for reply in replies.values()])
+            total = sums.sum(axis=0)
+            if self.robust:
+                each = sums.reshape(len(sums), -1) / replies.sizes[:, None]
+                found = aggregate("filtered", each, replies.sizes)
+                total = found.weight * found.value.reshape(total.shape)
+                replies.note(LEFT_OUT, dict(zip(replies, found.outlyingness, strict=True)))
+            else:
+                own = {_SUMS: sums, _CLIENTS: np.array(list(replies))}
+        ridge = maths.choose_ridge(total, p, q, penalties)
+        state = {**known, _TRIED: known[_TRIED] + 1}
+        if _ERROR not in known or ridge.error < (1 - maths.EQUAL) * known[_ERROR]:
+            w = ridge.coefficients
+            for heights in self._heights:
+                w = w * heights
+            scale = np.array([self.scale[int(known[_TRIED])]])
+            best = (scale, w, np.array(ridge.penalty), np.array(ridge.error))
+            names = (_SCALE, wire.COEFFICIENTS, _PENALTY, _ERROR)
+            state |= {**dict(zip(names, best, strict=True)), **own}
+        return state
+
+    def _grouped(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
+        """Return the groups' models and members, and for "auto" the models without each fold."""
+        folds, q, k = known[_SUMS].swapaxes(0, 1), self._q, self.n_clusters
+        penalty, rng = float(known[_PENALTY]), spawn(self._options.seed, SERVER, 1)
+        numbers = range(1, 1 + min(self.max_clusters, folds.shape[1]))
+        tried = [k] if isinstance(k, int) else numbers
+        found = maths.choose_groups(folds, p, q, tried, penalty, rng=rng)
+        rest = folds.sum(axis=(0, 1)) - folds.sum(axis=1)
+        shared = [maths.solve_ridge(one, p, q, penalty) for one in rest]
+        without = np.stack(shared), np.stack([groups.models for groups in found.without])
+        both = {_MODELS: found.groups.models, _MEMBERS: found.groups.members}
+        return {**both, **dict(zip(_WITHOUT, without, strict=True))}
+
+    def _mixed(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
+        """Return the shared model, and variances, of a mixed model of each output."""
+        moments = [maths.joined_moments(own, p, self._q) for own in known[_SUMS].sum(axis=1)]
+        mixed = [fit_mixed_model(own, correlated=False) for own in np.stack(moments, axis=1)]
+        return {
+            wire.COEFFICIENTS: np.column_stack([one.common for one in mixed]),
+            SPREAD[0]: np.stack([np.diag(one.between) for one in mixed]),
+            SPREAD[1]: np.array([one.noise for one in mixed]),
+        }
+
+    @property
+    def _finds_groups(self) -> bool:
+        """Whether groups are looked for."""
+        return self.level in (AUTO, GROUPS, BOTH)
 
     @property
     def _single(self) -> bool:
         """Whether the sums of single clients are read; else their total is enough."""
-        return self._groups or self.random == COLUMNS
-
-    @property
-    def _groups(self) -> bool:
-        """Whether groups are looked for."""
-        return self.level in (AUTO, GROUPS, _BOTH)
+        return self._finds_groups or self.random == wire.COLUMNS or self.robust
 
     @property
     def _q(self) -> int:
@@ -410,19 +485,34 @@ class FederatedRidge(EndsWithModels):
         return self.classes or self.outputs
 
     @property
+    def _n_columns(self) -> int:
+        """The number of columns, where it is given; else 0."""
+        if self.columns is not None:
+            return len(self.columns[0])
+        return 0 if self.bounds is None else len(self.bounds) - (0 if self.classes else self._q)
+
+    @property
+    def _heights(self) -> list[Matrix]:
+        """By what responses are divided that are within bounds."""
+        if self.classes or self._sums is None or self.bounds is None:
+            return []
+        return [sqrt(self._q) * np.abs(self.bounds[-self._q :]).max(axis=1)]
+
+    @property
     def _n_folds(self) -> int:
         """Into how many folds clients part their samples: one where nothing is chosen by them."""
-        return N_FOLDS if len(self.penalty) > 1 or len(self.scale) > 1 or self._groups else 1
+        given = len(self.penalty) == 1 if self.penalty else self.privacy is not None
+        return 1 if given and len(self.scale) == 1 and not self._finds_groups else wire.N_FOLDS
 
     @property
     def _evaluates(self) -> bool:
         """Whether clients evaluate: those that have solved their part have measured it."""
-        return all(report.step != SOLVE for report in self.history)
+        return self._sums is not None or all(one.step != wire.SOLVE for one in self.history)
 
     @property
     def _errors(self) -> dict[int, dict[str, float]]:
         """What clients have measured of each level, by partition."""
-        said = (report.metrics for report in self.history if report.step == ERRORS)
+        said = (report.metrics for report in self.history if report.step == wire.ERRORS)
         return _measured(next(said, {}))
 
     @property
@@ -432,10 +522,8 @@ class FederatedRidge(EndsWithModels):
 
     def _level_by(self, errors: Mapping[int, Mapping[str, float]]) -> str:
         """Return the simplest level that is as good as the best, if one is to be chosen."""
-        if self.level != AUTO:
-            return self.level
-        if not errors:
-            return SHARED
+        if self.level != AUTO or not errors:
+            return SHARED if self.level == AUTO else self.level
         table = np.array([[own[level] for own in errors.values()] for level in LEVELS])
         # As in `Diagnosis`: means of differences, without clients that decide alone.
         means = middle(table[0])[0] - middle(table[0] - table)[0]
@@ -444,47 +532,37 @@ class FederatedRidge(EndsWithModels):
     @property
     def _members(self) -> dict[int, int]:
         """Each client's group: as the server found it, or as a client that came later said."""
-        said = {
-            client: int(own[CLUSTER])
-            for report in self.history
-            for client, own in report.metrics.items()
-            if CLUSTER in own
-        }
+        if self._final_level not in (GROUPS, BOTH):
+            return {}
+        said = (one for report in self.history for one in report.metrics.items())
+        found = {client: int(own[wire.CLUSTER]) for client, own in said if wire.CLUSTER in own}
         kept = self._running().record.kept
-        if self._final_level not in (GROUPS, _BOTH) or _GROUPS not in kept:
-            return said
-        return {**said, **dict(zip(kept[_CLIENTS].tolist(), kept[_GROUPS].tolist(), strict=True))}
+        both = (kept[name].tolist() for name in (_CLIENTS, _MEMBERS) if name in kept)
+        return {**found, **dict(zip(*both, strict=True))}
 
     def _record(self, coefficients: Matrix) -> ArrayRecord:
         """Return what a client of `adapt`, or `RidgeModel.of`, reads of coefficients."""
-        means, deviations, scale, _, *spread = self._running().record.model
-        features = RandomFeatures.draw(
-            means,
-            deviations,
-            self.features,
-            scale=float(scale[0]),
-            seed=self._options.seed,
-        )
+        means, deviations, (scale,), _, *spread = self._running().record.model
+        how: Any = {"scale": float(scale), "seed": self._options.seed}
+        features = RandomFeatures.draw(means, deviations, self.features, **how)
         arrays = RidgeModel(features, coefficients, self.classes or 0).to_arrays()
-        arrays |= {RANDOM_ARRAY: np.array(RANDOMS.index(self.random))}
+        arrays[wire.RANDOM_ARRAY] = np.array(wire.RANDOMS.index(self.random))
         arrays |= dict(zip(SPREAD, spread, strict=False))
         return to_record([*arrays.values()], [*arrays])
 
     @property
     def own(self) -> Own:
         """Where the clients' own models are."""
-        own = super().own
         has_own = self._run is not None and self._final_level in _HAVE_OWN
-        return own if has_own else replace(own, apart=())
+        return super().own if has_own else replace(super().own, apart=())
 
     def _array_names(self) -> list[str]:
-        return [*MODEL_ARRAYS, RANDOM_ARRAY]
+        return [*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY]
 
     def _model_for(self, client: int) -> dict[str, Array] | None:
         """Return the shared model, or that of a client's group."""
         models = self._running().record.model[3:4]
-        group = self._members.get(client, 0)
-        return dict(self._record(models[0][group])) if models else None
+        return dict(self._record(models[0][self._members.get(client, 0)])) if models else None
 
 
 @dataclass(frozen=True)
@@ -495,24 +573,27 @@ class Total:
     ----------
     check : callable
         Raises a ValueError that says what is wrong with a reply.
+    told : mapping of str to scalar
+        What clients are told besides.
     """
 
     check: Callable[[Reply], None]
+    told: Mapping[str, Scalar] = field(default_factory=dict)
     ended = ""
 
     def begin(self, kept: Kept, rounds: int | None, min_clients: int, save: Any) -> Total:
         """Return the channel of a run."""
         return self
 
-    def config(self, n_clients: int) -> dict[str, Scalar]:
+    def config(self, n_clients: int) -> Mapping[str, Scalar]:
         """Return what the clients are told besides."""
-        return {}
+        return self.told
 
     def gather(
         self, grid: Grid, sent: Sent, round_: int, *, limits: Limits, timeout: float | None
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Return the total in place of each reply, and who is not in it."""
-        total: Any = 0.0
+        total: list[Matrix] = []
         good: dict[int, Reply] = {}
         lost: dict[int, Lost] = {}
         # In this process clients are asked one after the other: their sums need not wait together.
@@ -521,10 +602,10 @@ class Total:
             found, wrong = read_replies(part, replies, partial(self._read, limits))
             lost |= wrong
             for partition in sorted(found):
-                reply = found.pop(partition)
-                total = total + reply.arrays[0]
-                good[partition] = reply._replace(arrays=[])
-        return {partition: own._replace(arrays=[total]) for partition, own in good.items()}, lost
+                good[partition] = found[partition]._replace(arrays=total)
+                for array in found.pop(partition).arrays:
+                    total[:] = [total[0] + array if total else array]
+        return good, lost
 
     def _read(self, limits: Limits, message: Message) -> Reply:
         """Return a client's sums."""
@@ -533,32 +614,29 @@ class Total:
         return reply
 
 
-def _measured(metrics: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+def _measured(metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, float]]:
     """Return the errors by level of the clients that have measured them."""
-    return {
-        client: {level: own[level] for level in LEVELS}
-        for client, own in metrics.items()
-        if {*LEVELS} <= own.keys()
-    }
+    each = ((client, own) for client, own in metrics.items() if {*LEVELS} <= own.keys())
+    return {client: {level: own[level] for level in LEVELS} for client, own in each}
 
 
 def _check_moments(reply: Reply) -> None:
     """Accept counts, sums and sums of squares of columns."""
     shapes = [array.shape for array in reply.arrays]
     if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] != 3 or not shapes[0][1]:
-        raise ValueError(f"wrong shapes: [(3, columns)] is asked for, got {shapes}: {_ONLY}")
+        only = wire.RidgeClient.only
+        raise ValueError(f"wrong shapes: [(3, columns)] is asked for, got {shapes}: {only}")
     counts, sums, squares = reply.arrays[0]
     # Cauchy and Schwarz, with room for rounding.
-    if (counts < 0).any() or (counts > reply.num_examples).any() or (squares < 0).any():
-        raise ValueError("the moments must be of at most as many samples as the client has")
-    if (sums**2 > (1 + 1e-9) * counts * squares).any():
-        raise ValueError("the moments must be of samples: a mean is beyond its mean square")
+    possible = (counts >= 0) & (counts <= reply.num_examples) & (squares >= 0)
+    if not (possible & (sums**2 <= (1 + 1e-9) * counts * squares)).all():
+        raise ValueError("the moments must be of as many samples as the client has at most")
 
 
-def _check_reply(p: int, q: int, n_folds: int, classes: bool, reply: Reply) -> None:
+def _check_sums(p: int, q: int, n_folds: int, classes: bool, reply: Reply) -> None:
     """Accept sums of as many samples as the client has."""
-    check_shapes([(n_folds, sums_size(p, q))], reply)
-    check_sums(reply.arrays[0], p, q, reply.num_examples, classes=classes)
+    check_shapes([(n_folds, maths.sums_size(p, q))], reply)
+    maths.check_sums(reply.arrays[0], p, q, reply.num_examples, classes=classes)
 
 
 def _several(name: str, value: float | Sequence[float]) -> list[float]:
@@ -567,15 +645,3 @@ def _several(name: str, value: float | Sequence[float]) -> list[float]:
     if not values:
         raise ValueError(f"{name} must have at least one number, got none.")
     return [check_real(name, one, 0, LARGE, open_low=True) for one in values]
-
-
-def _check_columns(columns: object) -> tuple[Matrix, Matrix]:
-    """Return the means and deviations of columns."""
-    pair: Any = check_list("columns", columns)
-    if len(pair) != 2:
-        raise ValueError(f"columns must be (means, deviations), got {brief_repr(columns)}.")
-    means = check_array("columns", pair[0], ndim=1, min_rows=1)
-    deviations = check_array("columns", pair[1], ndim=1, columns=len(means))
-    if not (deviations > 0).all():
-        raise ValueError(f"columns must have deviations above 0, got {deviations.min():g}.")
-    return means, deviations

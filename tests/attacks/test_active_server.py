@@ -17,10 +17,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from scipy.stats import binom
 
 from benchmarks.active import SAMPLES, read
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient, RidgeClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noise import noise_multiplier, spent
+from flwr_perdl.regression.ridge import sums_size
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 from tests.grids import asks, context_of, promise
@@ -108,3 +109,27 @@ def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
             continue
         found.append(app(message, context_of()).content["arrays"]["0"].numpy())
     assert of == "rows" or 0 < np.linalg.norm(found[1] - found[0]) <= 1e-3 + 1e-9
+
+
+@pytest.mark.parametrize("step", ["moments", "sums"])
+def test_a_record_moves_sums_of_columns_and_of_features_by_the_clip_at_most(step: str) -> None:
+    """One that is as far out as can be moves them by as much."""
+    d, clip = 3, 1e-3
+    noise, sums = Noise(epsilon=2, trust="central", clip=clip), []
+    for record in (None, [9.0, -9.0, 9.0], [0.1, 0.0, 0.0], [np.nan] * 3):
+        X = np.vstack([np.ones((9, d)), *([] if record is None else [record])])
+        y = np.array([1.0] * 9 + [1e6] * (record is not None))
+        size = 3 * d if step == "moments" else sums_size(d + 1, 1)
+        said = promise(delta=noise.delta, level="record", clip=clip, size=size, of="sums")
+        config = {"perdl.step": step, "perdl.run": "r", "perdl.seed": 0, "server-round": 1}
+        config |= {"perdl.protocol": "ridge", "perdl.promise": said, "perdl.folds": 1}
+        config |= {"perdl.features": 0, "perdl.classes": 0}
+        bounds, ones = np.array([[-1.0, 1.0]] * d), np.ones(d)
+        given = [bounds] if step == "moments" else [0 * ones, ones, ones[:1], ones[:1]]
+        content = RecordDict({"arrays": ArrayRecord(given), "config": ConfigRecord(config)})
+        app = client_app(lambda c, X=X, y=y: RidgeClient(X, y, c), privacy=noise)
+        sums.append(app(asks(content), context_of()).content["arrays"]["0"].numpy())
+    moved = [np.linalg.norm(one - sums[0]) for one in sums[1:]]
+    assert max(moved) <= clip + 1e-9
+    assert moved[0] == pytest.approx(clip)
+    assert moved[1] < 0.9 * clip

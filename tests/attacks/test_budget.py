@@ -91,6 +91,22 @@ def test_three_runs_have_one_budget(app: Any, tmp_path: Path) -> None:
     assert answered([restarted(tmp_path)], app=other) == ROUNDS
 
 
+def test_sums_of_unequal_shares_and_sizes_have_one_budget(tmp_path: Path) -> None:
+    """Of 16 units the second sum takes 15; neither more units nor more values are answered."""
+
+    def sums(*asked: tuple[int, int]) -> list[bool]:
+        context = restarted(tmp_path / str(asked))
+        said = (promise(rounds=16, units=u, size=2, entries=n) for u, n in asked)
+        return [gives(context, i, **{"perdl.promise": one}) for i, one in enumerate(said, start=1)]
+
+    assert sums((1, 4), (15, 4)) == [True, True]
+    assert sums((1, 4), (15, 4), (1, 4)) == [True, True, False]
+    assert sums((2, 4), (15, 4)) == [True, False]
+    assert sums((1, 3), (15, 3)) == [True, False]
+    assert sums((1, 4), (15, 8)) == [True, False]
+    assert sums((17, 4)) == [False]
+
+
 def test_a_client_that_restarts_within_a_run_goes_on_counting(tmp_path: Path) -> None:
     rounds = [1, 2, 3, 4, 5, 6, 2]
     assert all(gives(restarted(None), round_) for round_ in rounds)  # the control

@@ -47,6 +47,7 @@ MARKS: dict[str, dict[str, Any]] = {
     "promise": {"perdl.promise": promise(epsilon=1e6, clip=1e3, rounds=9, size=4)},
     "left out": {"perdl.left-out": '["head"]'},
     "masks": {},
+    "silent": {"perdl.silent": True},
 }
 RELAYED = {"perdl.at": 1, "perdl.asleep": ""}
 AVERAGED = {"perdl.averaging": json.dumps(ABOUT), **RELAYED}
@@ -83,6 +84,8 @@ STEPS: dict[Key, tuple[str, str, dict[str, Any]]] = {
     ("ridge", "train", "solve"): ("", "", RIDGE),
     ("ridge", "evaluate", "evaluate"): ("", "", RIDGE),
     ("perma", "evaluate", "evaluate"): ("", "", {}),
+    **{("ridge", "train", name): ("", "", {}) for name in ("moments", "sums", "errors", "solve")},
+    ("ridge", "evaluate", "evaluate"): ("", "", {}),
 }
 OWN, FEDAVG = ("own", "train", "tell"), ("", "train", "")
 CASES = [

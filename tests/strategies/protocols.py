@@ -210,7 +210,13 @@ CASES = {
         },
     ),
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
-    "ridge": Case(lambda **o: FederatedRidge("personal", features=3, **o), ridges, 1),
+    "ridge": Case(
+        lambda **o: FederatedRidge("personal", features=3, **o),
+        ridges,
+        1,
+        secure={"secure": True, "min_clients": 3, "bounds": [[-9, 9]] * 3},
+        privacy={**NOISED, "bounds": [[-9, 9]] * 3},
+    ),
     "relay": Case(relay, nodes, 3),
     "averaging": Case(averaging, models, 3, START, private=True),
     "clusters, parts": Case(

@@ -11,6 +11,8 @@ from flwr.app import Array, ArrayRecord, Context, RecordDict
 from sklearn.linear_model import Ridge
 
 from flwr_perdl.clients import RidgeClient, adapt, client_app
+from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noise import noise_multiplier
 from flwr_perdl.regression import RidgeModel
 from flwr_perdl.regression.ridge import (
     RandomFeatures,
@@ -52,7 +54,8 @@ def start(
         return RidgeClient(X[i, :40], y[i, :40], context, held_out=held_out)
 
     given = {"kind": InProcessGrid} | (grid or {})
-    made = given.pop("kind")(client_app(make), n, **given)
+    guards = {k: given.pop(k) for k in ("secure", "privacy") if k in given}
+    made = given.pop("kind")(client_app(make, **guards), n, **given)
     strategy = FederatedRidge(*options, **{"features": 0, **more})
     strategy.start(made, **(start or {}))
     return strategy, made
@@ -240,6 +243,66 @@ def test_too_few_samples_say_nothing() -> None:
     assert [*strategy.result.errors] == [2, 3, 4, 5, 6, 7]
 
 
+BOUNDS = [[-20.0, 20.0]] * (D + 1)
+
+
+def test_secure_sums_give_the_same_models_and_show_no_single_one() -> None:
+    y = responses("personal")
+    plain, _ = start("personal", y=y, features=5)
+    sums, grid = start(
+        *["personal"],
+        **{"y": y, "features": 5, "secure": True, "bounds": BOUNDS, "min_clients": 3},
+        grid={"kind": Dying, "secure": True},
+    )
+    for i in range(N):
+        models = [RidgeModel.of(one.result.model_of(i)).coefficients for one in (plain, sums)]
+        np.testing.assert_allclose(*models, atol=1e-3)
+    assert not [*arrays_in(grid.replies)]
+    steps = ["moments", "sums", "solve", "evaluate"]
+    assert [report.step for report in sums.history] == steps
+    assert sums.history[-1].aggregate["mse"] == pytest.approx(
+        plain.history[-1].aggregate["mse"], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("trust", ["central", "distributed"])
+def test_a_guarantee_holds_for_both_sums_and_nothing_else_leaves(trust: str) -> None:
+    y, rng = responses("shared") / 10, np.random.default_rng(0)
+    noise = Noise(epsilon=50.0, trust=trust, clip=7.0, rng=lambda: rng)
+    strategy, _ = start(
+        *["personal"],
+        **{"y": y, "privacy": noise, "bounds": [[-8, 12]] * D + [[-3, 3]], "min_clients": N},
+        grid={"kind": Dying, "privacy": noise},
+    )
+    assert [report.step for report in strategy.history] == ["moments", "sums", "solve"]
+    said = {name for report in strategy.history for own in report.metrics.values() for name in own}
+    assert said == {"num-examples", "clip", "sigma", "epsilon"}
+    sigma = [report.metrics[0]["sigma"] for report in strategy.history[:2]]
+    whole = 7 * noise_multiplier(50.0, 1e-5)
+    assert sum(s**-2 for s in sigma) == pytest.approx(whole**-2, rel=0.05)
+    assert sigma[0] == pytest.approx(sigma[1] * 15**0.5, rel=0.05)
+    plain, _ = start("personal", y=y, features=0)
+    errors = []
+    for run in (plain, strategy):
+        models = [RidgeModel.of(run.result.model_of(i)) for i in range(N)]
+        errors.append(np.mean([(w.predict(X[i]) - y[i]) ** 2 for i, w in enumerate(models)]))
+    assert errors[1] < 1.3 * errors[0]
+    assert np.var(y) > 5 * errors[1]
+
+
+@pytest.mark.parametrize("robust", [False, True])
+def test_a_liar_of_ten_counts_only_without_robust(robust: bool) -> None:
+    y = responses("shared")
+    honest, _ = start("shared", y=y)
+    lied = y.copy()
+    lied[3] = -50 * y[3]
+    strategy, _ = start("shared", y=lied, robust=robust, fraction_evaluate=0)
+    off = RidgeModel.of(strategy.result.shared).coefficients
+    near = np.abs(off - RidgeModel.of(honest.result.shared).coefficients).max() < 0.2
+    assert near == robust
+    assert (3 in strategy.history[1].anomalies) == robust
+
+
 #: What a client claims: more samples than it has; too large a feature; squares of a feature, or of
 #: responses, that are too small for the products.
 LIES = {
@@ -280,6 +343,12 @@ def test_sums_of_no_samples_are_refused(level: str, lie: str) -> None:
         ({"columns": np.ones(3)}, "columns"),
         ({"columns": (np.ones(3), np.zeros(3))}, "columns"),
         ({"level": "personal", "random": "columns", "features": 600}, "random"),
+        ({"secure": True, "bounds": BOUNDS}, "level"),
+        ({"level": "shared", "secure": True}, "bounds"),
+        ({"level": "shared", "secure": True, "bounds": [[1, 1]]}, "bounds"),
+        ({"level": "shared", "privacy": Noise(epsilon=1, level="client")}, "privacy"),
+        ({"level": "groups", "robust": True}, "level"),
+        ({"level": "personal", "random": "columns", "robust": True}, "random"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
