@@ -84,8 +84,6 @@ STEPS: dict[Key, tuple[str, str, dict[str, Any]]] = {
     ("ridge", "train", "solve"): ("", "", RIDGE),
     ("ridge", "evaluate", "evaluate"): ("", "", RIDGE),
     ("perma", "evaluate", "evaluate"): ("", "", {}),
-    **{("ridge", "train", name): ("", "", {}) for name in ("moments", "sums", "errors", "solve")},
-    ("ridge", "evaluate", "evaluate"): ("", "", {}),
 }
 OWN, FEDAVG = ("own", "train", "tell"), ("", "train", "")
 CASES = [
