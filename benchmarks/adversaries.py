@@ -1,4 +1,4 @@
-"""What a federation withstands: three clients in ten lie (see `perdl_experiments.liars`).
+"""What a federation withstands: three clients in ten lie (see `benchmarks/_liars.py`).
 
 PerMA on planted dictionaries with noise of 0.05 on the data, and FedMD with FedX in settings C.1
 and C.2: the error over that of the same run in which nobody lies, the largest over seeds, by attack
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _liars import DATA, MESSAGES, NUDGE, LyingDictionaryClient, regress
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
@@ -22,7 +23,6 @@ from flwr_perdl.regression import TwoPhase, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import planted_clients
-from perdl_experiments.liars import DATA, MESSAGES, NUDGE, LyingDictionaryClient, regress
 from perdl_experiments.mixed_regression_data import setting
 
 SHARE = 0.3

@@ -4,7 +4,7 @@ The clients of experiment `personal`, 20 nodes that see digits turned by 0, 90, 
 40 images to train, 20 by which a node chooses its neighbors, and the length of a step and the
 epochs of a round are chosen, others for the accuracy. 40 rounds of ATC; means over the nodes,
 medians over five seeds. Then the same where all see upright digits, over twenty; and, over three,
-16 nodes of the exponential graph, two of them malicious (see `perdl_experiments.liars`). Writes
+16 nodes of the exponential graph, two of them malicious (see `benchmarks/_liars.py`). Writes
 results/groups.md. About ten minutes.
 """
 
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from _digits import Measured
+from _liars import NEIGHBORS, average_among_liars
 
 from flwr_perdl.network import InMemoryNetwork, Schedule, Topology, diffusion_averaging
-from perdl_experiments.liars import NEIGHBORS, average_among_liars
 from perdl_experiments.render import markdown_table
 from perdl_experiments.studies import configure, find
 from perdl_experiments.studies.personal import Client, Split, first_model, splits

@@ -1,4 +1,4 @@
-"""What nodes of `DiffusionAveraging` withstand: two of sixteen lie (see `perdl_experiments.liars`).
+"""What nodes of `DiffusionAveraging` withstand: two of sixteen lie (see `benchmarks/_liars.py`).
 
 Experiment `decentralized` on the exponential graph, 150 rounds of ATC: the accuracy of the worst
 honest node, medians over three seeds, by lie and rule. Writes results/neighbors.md.
@@ -10,10 +10,9 @@ import logging
 from pathlib import Path
 
 import numpy as np
+from _liars import NEIGHBORS, among_liars
 
-from perdl_experiments.liars import NEIGHBORS
 from perdl_experiments.studies import configure, find
-from perdl_experiments.studies.decentralized import among_liars
 
 RULES = {"mean": None, "clip": "clip", "trimmed": "trimmed"}
 LIES = {

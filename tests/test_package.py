@@ -106,7 +106,7 @@ def test_the_library_imports_nothing_of_the_application() -> None:
 #: What the application imports and that no public room has, by module.
 INNER = {
     "clients.base": {"identify"},
-    "clients.perma": {"CHOOSE", "START", "held_out_errors"},
+    "clients.perma": {"CHOOSE", "held_out_errors"},
     "core": {"files"},
     "core.aggregate": {"LEFT_OUT"},
     "core.arrays": {"squared_norm"},
@@ -115,8 +115,6 @@ INNER = {
     "core.npy": {"view_file"},
     "dictionary.coding": {"nonnegative_from_gram"},
     "dictionary.learners": {"update_weights"},
-    "network.averaging": {"AveragingOptions"},
-    "network.averaging_program": {"AveragingProgram"},
     "network.data_diffusion": {"Diffused", "DictionaryState", "REPLACEMENTS"},
     "network.exchange": {"run_program"},
     "network.inference": {"ATC", "ConsensusADMM", "DualInference", "DualState", "ExactDiffusion"},

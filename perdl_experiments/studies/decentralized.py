@@ -31,7 +31,6 @@ import numpy as np
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import (
-    InMemoryNetwork,
     RandomQuantization,
     Schedule,
     TopK,
@@ -41,7 +40,6 @@ from flwr_perdl.network import (
 )
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
-from perdl_experiments.liars import average_among_liars
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -175,22 +173,6 @@ class _Softmax:
         """Return the accuracy on all nodes' common test images."""
         accuracy = self.nodes.accuracy(parameters)
         return 1 - accuracy, len(self.nodes.test[0]), {"accuracy": accuracy}
-
-
-def among_liars(config: Config, seed: int, robust: bool | str, attack: str | None) -> float:
-    """Return the worst honest node's accuracy with two malicious nodes in the exponential graph.
-
-    Without an ``attack`` it is the worst of the same nodes, and all are honest.
-    """
-    nodes, network = Nodes(config, seed), InMemoryNetwork(Topology.exponential(config.clients))
-    liars = [config.clients // 5, config.clients // 2 + 1]
-    options: dict[str, Any] = {"robust": robust, "n_liars": len(liars), "evaluate_every": 0}
-    options |= {"method": config.method, "initial": nodes.initial}
-    if attack is None:
-        models = diffusion_averaging(nodes, network, config.rounds, **options).models
-    else:
-        models = average_among_liars(liars, attack, nodes, network, config.rounds, **options)
-    return min(nodes.accuracy(models[k]) for k in models if k not in liars)
 
 
 def networks(n: int, seed: int, changing: int) -> dict[str, Topology | Schedule]:

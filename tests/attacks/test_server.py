@@ -22,6 +22,7 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from rich.console import Console
 
+from benchmarks._liars import LyingDictionaryClient
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.network import Topology
@@ -44,7 +45,6 @@ from flwr_perdl.strategies import (
     ServerSettings,
 )
 from perdl_experiments import runner
-from perdl_experiments.liars import LyingDictionaryClient
 from perdl_experiments.report import write_report
 from perdl_experiments.terminal import Rows
 from tests.grids import asks, grid_of

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks._liars import MESSAGES, LyingDictionaryClient, regress
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import GradientLearner, OrthogonalLearner, dictionary_distance
 from flwr_perdl.random import DATA as DRAWS
@@ -15,7 +16,6 @@ from flwr_perdl.random import spawn
 from flwr_perdl.regression import TwoPhase, model_error
 from flwr_perdl.strategies import PerMA, client_report
 from perdl_experiments.data import planted_clients
-from perdl_experiments.liars import MESSAGES, LyingDictionaryClient, regress
 from perdl_experiments.mixed_regression_data import Mixed, setting
 from tests.grids import grid_of
 

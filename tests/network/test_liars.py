@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks._liars import among_liars
 from flwr_perdl.network import InMemoryNetwork, Schedule, diffusion_averaging
 from flwr_perdl.network.topology import Topology, metropolis_weights
-from perdl_experiments.studies.decentralized import among_liars
 from tests.studies import config_of
 
 RULES = ("clip", "trimmed")

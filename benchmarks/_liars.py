@@ -1,4 +1,4 @@
-"""Malicious (Byzantine) clients, for studies of what a federation withstands.
+"""Malicious (Byzantine) clients, for tests and benchmarks of what a federation withstands.
 
 =====================  ===========================================================================
 attack                 what a malicious client sends
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network import InMemoryNetwork, Topology, diffusion_averaging
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import AveragingProgram
 from flwr_perdl.protocol.records import STEP, Scalar
@@ -36,6 +36,7 @@ from flwr_perdl.regression import TwoPhase
 from flwr_perdl.regression.phases import Answers, Ask
 from perdl_experiments.batched_regression import Clients, simulate
 from perdl_experiments.mixed_regression_data import Mixed
+from perdl_experiments.studies import decentralized
 
 MESSAGES = ("sign", "scaled", "sign-scaled", "collude", "collude-scaled")
 NUDGE = "nudge"
@@ -224,6 +225,27 @@ def average_among_liars(
     program.liars, program.lie = liars, NEIGHBORS[attack]
     models: dict[int, list[Matrix]] = program.models(network.run(program, n_rounds).state)
     return models
+
+
+def among_liars(
+    config: decentralized.Config, seed: int, robust: bool | str, attack: str | None
+) -> float:
+    """Return the worst honest node's accuracy with two malicious nodes in the exponential graph.
+
+    Without an ``attack`` it is the worst of the same nodes, and all are honest.
+    """
+    nodes, network = (
+        decentralized.Nodes(config, seed),
+        InMemoryNetwork(Topology.exponential(config.clients)),
+    )
+    liars = [config.clients // 5, config.clients // 2 + 1]
+    options: dict[str, Any] = {"robust": robust, "n_liars": len(liars), "evaluate_every": 0}
+    options |= {"method": config.method, "initial": nodes.initial}
+    if attack is None:
+        models = diffusion_averaging(nodes, network, config.rounds, **options).models
+    else:
+        models = average_among_liars(liars, attack, nodes, network, config.rounds, **options)
+    return min(nodes.accuracy(models[k]) for k in models if k not in liars)
 
 
 class _Lies(AveragingProgram):
