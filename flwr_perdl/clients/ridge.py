@@ -48,7 +48,7 @@ LEVEL, RANDOM = "perdl.level", "perdl.random"
 SHARED, GROUPS, PERSONAL, LOCAL = "shared", "groups", "personal", "local"
 #: What is measured, the simplest first, and what a client's own part may be.
 LEVELS = (SHARED, GROUPS, PERSONAL, LOCAL)
-ALL, INTERCEPT, COLUMNS = RANDOMS = ("all", "intercept", "columns")
+RANDOMS = ("all", "intercept", "columns")
 N_FOLDS = 3
 #: The most random features and classes that a client computes with.
 _MOST_FEATURES, _MOST_CLASSES = 100_000, 10_000
@@ -64,8 +64,8 @@ class RidgeClient(ProtocolClient):
     features and responses, summed over its samples, in three folds; where the server compares
     levels, its squared error by level; metrics on ``held_out``. The sums of fewer samples than
     there are features determine these samples up to a rotation: use secure sums where that counts.
-    With fewer than ``min_support`` samples nothing leaves; with fewer than three times as many, all
-    are in one fold. Its own part stays.
+    With fewer than ``min_support`` samples nothing leaves; those of a class of which there are
+    fewer have no part in the sums. Its own part stays.
 
     Parameters
     ----------
@@ -140,25 +140,28 @@ class RidgeClient(ProtocolClient):
             middles, halves = of_bounds(bounds)
             X = np.clip((X - middles) / halves, -1, 1)
         found = column_moments(X)
-        return self._sent(request, found, sqrt(found.size))
+        if SAMPLE_BOUND.get() is None:
+            found[:, found[0] < self.min_support] = 0
+        return self._sent(request, found, len(X), sqrt(found.size))
 
     def sums(self, request: StepRequest) -> StepResult:
         """Return the products of features and responses, summed by fold."""
         _, Z, Y = self._points(request)
         for heights in request.arrays[3:]:  # by which responses have norm 1 at most
-            Y = np.clip(Y / heights, *(-1 / sqrt(Y.shape[1]), 1 / sqrt(Y.shape[1])))
-        fold, form = (
-            self._folds(request),
-            ridge_sums if SAMPLE_BOUND.get() is None else bounded_sums,
-        )
-        parts = [form(Z[fold == f], Y[fold == f]) for f in range(_n_folds(request))]
-        return self._sent(request, np.stack(parts), ROW_LENGTH)
+            most = 1 / sqrt(Y.shape[1])
+            Y = np.clip(Y / heights, -most, most)
+        fold, n_folds = self._folds(request)
+        form = ridge_sums if SAMPLE_BOUND.get() is None else bounded_sums
+        parts = [form(Z[fold == f], Y[fold == f]) for f in range(n_folds)]
+        return self._sent(request, np.stack(parts), int(np.sum(fold >= 0)), ROW_LENGTH)
 
-    def _sent(self, request: StepRequest, sums: Matrix, length: float) -> StepResult:
+    def _sent(self, request: StepRequest, sums: Matrix, n: int, length: float) -> StepResult:
         """Return sums as they leave: where they get noise each sample adds ``bound`` at most."""
-        n, bound = self._n_samples(), SAMPLE_BOUND.get()
+        bound = SAMPLE_BOUND.get()
         if bound is not None:
             return StepResult([sums * (bound / length)], n, {BOUND: bound})
+        if n < max(self.min_support, 1):
+            raise ValueError(f"min_support must be at most {n} here, got {self.min_support}.")
         return StepResult([sums / n if MAX_WEIGHT in request.config else sums], n)
 
     def errors(self, request: StepRequest) -> StepResult:
@@ -167,14 +170,14 @@ class RidgeClient(ProtocolClient):
         The request has the shared model, and those of groups, without each fold. A client with too
         few samples for folds says nothing.
         """
-        n, (_, Z, Y) = self._n_samples(), self._points(request)
+        _, Z, Y = self._points(request)
         shared, groups = request.arrays[3:]
-        fold, total = self._folds(request), dict.fromkeys(LEVELS, 0.0)
-        if len(np.unique(fold)) < N_FOLDS:
-            return StepResult([], n)
-        for f in range(N_FOLDS):
-            held = fold == f
-            A, B = Z[~held], Y[~held]
+        (fold, n_folds), total = self._folds(request), dict.fromkeys(LEVELS, 0.0)
+        each = [fold == f for f in range(n_folds)]
+        if not all(map(np.any, each)):
+            return StepResult([], len(Z))
+        for f, held in enumerate(each):
+            A, B = Z[(fold >= 0) & ~held], Y[(fold >= 0) & ~held]
             models = {
                 SHARED: shared[f],
                 GROUPS: groups[f][_nearest(groups[f], A, B)],
@@ -183,16 +186,17 @@ class RidgeClient(ProtocolClient):
             }
             for level, w in models.items():
                 total[level] += float(np.sum((Y[held] - Z[held] @ w) ** 2))
+        n = int(np.sum(fold >= 0))
         return StepResult([], n, {level: rounded(error / n) for level, error in total.items()})
 
     def solve(self, request: StepRequest) -> StepResult:
         """Solve the client's own part, keep the model with it, and measure that."""
         features, Z, Y = self._points(request)
         models, *spread = request.arrays[3:]
-        random = _random(request)
         if request.config.get(LEVEL) == LOCAL:
-            models, random, spread = np.zeros_like(models[:1]), ALL, []
-        own, group = _own_model(models, Z, Y, random, spread)
+            own, group = fit_deviation(Z, Y).coefficients, 0
+        else:
+            own, group = _own_model(models, Z, Y, _random(request), spread)
         result = self._measured(request, features, own, group)
         return result._replace(keep={COEFFICIENTS: own}, last=True)
 
@@ -211,57 +215,53 @@ class RidgeClient(ProtocolClient):
         features, classes = models[0].features, models[0].classes
         Z, Y = features(self.X), _outputs("y", self.y, classes)
         spread = [shared[0][name] for name in SPREAD if name in shared[0]]
-        random = RANDOMS[int(shared[0][RANDOM_ARRAY])]
         each = np.stack([model.coefficients for model in models])
-        own, group = _own_model(each, Z, Y, random, spread)
+        own, group = _own_model(each, Z, Y, RANDOMS[int(shared[0][RANDOM_ARRAY])], spread)
         return RidgeModel(features, own if n_fits else each[group], classes).to_arrays()
-
-    def _n_samples(self) -> int:
-        """Return the number of samples, if they are enough for anything to leave."""
-        n = len(self.y)
-        if n < self.min_support:
-            raise ValueError(
-                f"min_support must be at most this client's {n} samples, got {self.min_support}."
-            )
-        return n
 
     def _points(self, request: StepRequest) -> tuple[RandomFeatures, Matrix, Matrix]:
         """Return the features that a request describes, of the samples, and their responses."""
-        means, deviations, scale = request.arrays[:3]
-        n_features = check_count(FEATURES, request.config.get(FEATURES), 0, _MOST_FEATURES)
+        (means, deviations, (scale,)), config = request.arrays[:3], request.config
         if len(means) != self.X.shape[1]:
             raise ValueError(f"X must have {len(means)} columns, got {self.X.shape[1]}.")
-        features = RandomFeatures.draw(
-            means, deviations, n_features, scale=float(scale[0]), seed=request.seed
-        )
+        n_features = check_count(FEATURES, config.get(FEATURES), 0, _MOST_FEATURES)
+        how: Any = {"scale": float(scale), "seed": request.seed}
+        features = RandomFeatures.draw(means, deviations, n_features, **how)
         return features, features(self.X), _outputs("y", self.y, _n_classes(request))
 
-    def _folds(self, request: StepRequest) -> NDArray[np.intp]:
-        """Return each sample's fold; all are in one where each would have too few."""
-        n, rng = len(self.y), spawn(request.seed, self.partition)
-        n_folds = _n_folds(request)
-        if n < n_folds * max(self.min_support, 1):
-            return np.full(n, rng.integers(n_folds))
-        folds: NDArray[np.intp] = rng.permutation(n) % n_folds
-        return folds
+    def _folds(self, request: StepRequest) -> tuple[NDArray[np.intp], int]:
+        """Return each sample's fold, and their number; -1: it takes no part.
+
+        A class, or a client, with too few samples for all folds is in one; with too few for one it
+        is left out: its products would be those of single samples. Under noise nothing depends on
+        other samples.
+        """
+        n_folds = check_count(FOLDS, request.config.get(FOLDS, N_FOLDS), 1, N_FOLDS)
+        rng, bounded = spawn(request.seed, self.partition), SAMPLE_BOUND.get() is not None
+        labels = self.y if _n_classes(request) and not bounded else np.zeros(len(self.y))
+        folds, least = np.full(len(labels), -1), 0 if bounded else max(self.min_support, 1)
+        for label in np.unique(labels):
+            own = np.flatnonzero(labels == label)
+            if len(own) >= n_folds * least:
+                folds[own] = rng.permutation(len(own)) % n_folds
+            elif len(own) >= least:
+                folds[own] = rng.integers(n_folds)
+        return folds, n_folds
 
     def _measured(
         self, request: StepRequest, features: RandomFeatures, w: Matrix, group: int
     ) -> StepResult:
         """Return a model's metrics on ``held_out``."""
-        n = len(self.y)
-        metrics: dict[str, Scalar] = {CLUSTER: group} if request.arrays[3].shape[0] > 1 else {}
-        if self.held_out is not None and len(self.held_out[1]) >= max(self.min_support, 1):
-            X, y = self.held_out
-            n, classes, outputs = len(y), _n_classes(request), features(X) @ w
-            rest = _outputs("held_out y", y, classes) - outputs
-            error = rounded(float(np.mean(np.sum(rest**2, axis=1))))
-            if classes:
-                right = outputs.argmax(axis=1) == y
-                metrics |= {"loss": error, "accuracy": rounded(float(right.mean()))}
-            else:
-                metrics |= {"loss": error, "mse": error}
-        return StepResult([], n, metrics)
+        metrics: dict[str, Scalar] = {CLUSTER: group} if len(request.arrays[3]) > 1 else {}
+        if self.held_out is None or len(self.held_out[1]) < max(self.min_support, 1):
+            return StepResult([], len(self.y), metrics)
+        (X, y), classes = self.held_out, _n_classes(request)
+        outputs = features(X) @ w
+        squares = np.sum((_outputs("held_out y", y, classes) - outputs) ** 2, axis=1)
+        metrics["loss"] = rounded(float(squares.mean()))
+        right = float(np.mean(outputs.argmax(axis=1) == y)) if classes else 0.0
+        name, value = ("accuracy", rounded(right)) if classes else ("mse", metrics["loss"])
+        return StepResult([], len(y), {**metrics, name: value})
 
 
 def _check_data(
@@ -275,10 +275,6 @@ def _check_data(
     if given.ndim not in (1, 2) or len(given) != len(X) or not given.size:
         raise ValueError(f"{name}y must have a row for each of X's {len(X)}, got {given.shape}.")
     return X, given
-
-
-def _n_folds(request: StepRequest) -> int:
-    return check_count(FOLDS, request.config.get(FOLDS, N_FOLDS), 1, N_FOLDS)
 
 
 def _n_classes(request: StepRequest) -> int:
@@ -314,8 +310,6 @@ def _own_model(
 
 def _nearest(models: Matrix, Z: Matrix, Y: Matrix) -> int:
     """Return which model has the least squared error, the first of equals."""
-    if len(models) == 1:
-        return 0
     return int(np.argmin([np.sum((Y - Z @ w) ** 2) for w in models]))
 
 

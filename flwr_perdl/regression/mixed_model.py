@@ -40,31 +40,6 @@ class MixedModel(NamedTuple):
     history: list[float]
 
 
-class _Sums(NamedTuple):
-    """Every client's number of points, X'X, X'y and y'y."""
-
-    n: Matrix
-    XX: Matrix
-    Xy: Matrix
-    yy: Matrix
-
-    def pooled(self) -> Matrix:
-        """Return the least squares of all points."""
-        return _solve(self.XX.sum(axis=0), self.Xy.sum(axis=0))
-
-    def squares(self, models: Matrix) -> float:
-        """Return the sum of squared residuals; ``models`` are (d,), or each client's."""
-        models = np.broadcast_to(models, self.Xy.shape)
-        fitted = np.einsum("mij,mj->mi", self.XX, models)
-        return float(self.yy.sum() + np.sum(models * (fitted - 2 * self.Xy)))
-
-
-def _sums(statistics: Matrix) -> _Sums:
-    d = isqrt(statistics.shape[1] - 1) - 1
-    moments = statistics[:, 1:].reshape(-1, d + 1, d + 1)
-    return _Sums(statistics[:, 0], moments[:, :d, :d], moments[:, :d, d], moments[:, d, d])
-
-
 def _solve(A: Matrix, b: Matrix) -> Matrix:
     return np.asarray(np.linalg.lstsq(A, b, rcond=_TINY)[0])
 
@@ -99,29 +74,36 @@ def fit_mixed_model(statistics: Matrix, *, correlated: bool) -> MixedModel:
     True
     """
     check_flag("correlated", correlated)
-    sums, history = _sums(check_statistics(statistics, 2)), list[float]()
-    n, sizes = sums.n.sum(), np.einsum("mii->i", sums.XX)
-    floor = _TINY * (sums.yy.sum() / n or 1.0)
-    noise = max(sums.squares(sums.pooled()) / n, floor)
-    variances = np.divide(noise * n / len(sizes), sizes, np.zeros(len(sizes)), where=sizes > 0)
-    between = np.diag(variances)
+    statistics, history = check_statistics(statistics, 2), list[float]()
+    d, n = isqrt(statistics.shape[1] - 1) - 1, statistics[:, 0].sum()
+    moments = statistics[:, 1:].reshape(-1, d + 1, d + 1)
+    XX, Xy, yy = moments[:, :d, :d], moments[:, :d, d], moments[:, d, d].sum()
+
+    def squares(models: Matrix) -> float:
+        """Return the sum of squared residuals; ``models`` are (d,), or each client's."""
+        fitted = np.einsum("mij,mj->mi", XX, np.broadcast_to(models, Xy.shape))
+        return float(yy + np.sum(models * (fitted - 2 * Xy)))
+
+    sizes, floor = np.einsum("mii->i", XX), _TINY * (yy / n or 1.0)
+    noise = max(squares(_solve(XX.sum(axis=0), Xy.sum(axis=0))) / n, floor)
+    between = np.diag(np.divide(noise * n / d, sizes, np.zeros(d), where=sizes > 0))
     while True:
         values, vectors = np.linalg.eigh(between)
         root = vectors * np.sqrt(np.maximum(values, 0))
-        inner = np.eye(len(root)) + root.T @ sums.XX @ root / noise
+        inner = np.eye(d) + root.T @ XX @ root / noise
         spread = root @ np.linalg.inv(inner) @ root.T  # of coefficients, given the points
-        gain = sums.XX @ spread / noise
-        left = sums.Xy - np.einsum("mij,mj->mi", gain, sums.Xy)
-        common = _solve((sums.XX - gain @ sums.XX).sum(axis=0), left.sum(axis=0))
-        rest = sums.Xy - sums.XX @ common
+        gain = XX @ spread / noise
+        left = Xy - np.einsum("mij,mj->mi", gain, Xy)
+        common = _solve((XX - gain @ XX).sum(axis=0), left.sum(axis=0))
+        rest = Xy - XX @ common
         own = np.einsum("mij,mj->mi", spread, rest) / noise
-        fit = (sums.squares(common) - np.sum(rest * own)) / noise
+        fit = (squares(common) - np.sum(rest * own)) / noise
         fit += n * np.log(2 * np.pi * noise) + np.linalg.slogdet(inner)[1].sum()
         history.append(float(-fit / 2))
         if len(history) == ITERATIONS or (history[1:] and history[-1] < history[-2] + GAIN * n):
             return MixedModel(common, common + own, between, noise, history)
         between = (own.T @ own + spread.sum(axis=0)) / len(own)
         if not correlated:
-            between *= np.eye(len(root))
-        squares = sums.squares(common + own) + noise * np.einsum("mii->", gain)
-        noise = max(float(squares / n), floor)
+            between *= np.eye(d)
+        total = squares(common + own) + noise * np.einsum("mii->", gain)
+        noise = max(float(total / n), floor)

@@ -12,7 +12,7 @@ literature                           here
 ``(Z'Z + penalty I) w = Z'Y``        `solve_ridge`, `choose_ridge`
 ``u = Z'(ZZ' + tau I)^-1 (Y - Zw)``  `fit_deviation`
 ``(R - HR)_i / (1 - H_ii)``          `fit_deviation`: the residual without sample i
-``w_1, ..., w_k``; the groups        `fit_groups`, `choose_groups`
+``w_1, ..., w_k``; the groups        `Grouping`, `choose_groups`
 ===================================  ==============================================================
 
 Rahimi and Recht, "Random features for large-scale kernel machines", NeurIPS 2007. The shared model
@@ -32,14 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
 
-from flwr_perdl.core.checks import (
-    LARGE,
-    Matrix,
-    check_array,
-    check_count,
-    check_kind,
-    check_real,
-)
+from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_kind, check_real
 from flwr_perdl.random import SERVER, spawn
 
 #: Penalties of the shared model, and of a client's deviation from it, that are tried.
@@ -399,12 +392,20 @@ class Groups(NamedTuple):
     models: Matrix
     #: Each client's group, (n_clients,).
     members: NDArray[np.intp]
-    #: The squared error of all clients.
-    error: float
 
 
-class _Grouping:
-    """The models of groups of clients, by who is in them."""
+class Grouping:
+    """Models of groups of clients, from every client's `ridge_sums`.
+
+    Parameters
+    ----------
+    sums : ndarray of shape (n_clients, sums_size(p, q))
+        The sums.
+    p, q : int
+        Numbers of features and of outputs.
+    penalty : float
+        Of each group's model.
+    """
 
     def __init__(self, sums: Matrix, p: int, q: int, penalty: float) -> None:
         self.sums, self._form = sums, (p, q, penalty)
@@ -412,91 +413,44 @@ class _Grouping:
 
     def of(self, group: NDArray[np.bool_]) -> tuple[Matrix, Matrix]:
         """Return a group's model, and each client's squared error with it."""
-        key = group.tobytes()
-        if key not in self._known:
+        if (key := group.tobytes()) not in self._known:
             w = solve_ridge(group.astype(float) @ self.sums, *self._form)
             self._known[key] = w, self.sums @ error_weights(w)
         return self._known[key]
 
     def assign(self, members: NDArray[np.intp], k: int) -> tuple[NDArray[np.intp], float] | None:
         """Return each client's best group after a pass, and the error; None: a group is empty."""
-        groups = [members == j for j in range(k)]
-        if not all(group.any() for group in groups):
+        if len(np.unique(members)) < k:
             return None
-        errors = np.stack([self.of(group)[1] for group in groups])
+        errors = np.stack([self.of(members == j)[1] for j in range(k)])
         return errors.argmin(axis=0), float(errors.min(axis=0).sum())
 
+    def fit(self, k: int, rng: np.random.Generator) -> Groups | None:
+        """Return ``k`` ridge regressions, each of the clients that it fits best.
 
-def fit_groups(
-    sums: Matrix, p: int, q: int, k: int, penalty: float, *, rng: np.random.Generator
-) -> Groups | None:
-    """Return ``k`` ridge regressions, each of the clients that it fits best.
-
-    Assignments and solutions alternate from twelve starts, each of ``k`` clients' own solutions;
-    after one pass the best three go on.
-
-    Parameters
-    ----------
-    sums : ndarray of shape (n_clients, sums_size(p, q))
-        Every client's `ridge_sums`.
-    p, q, k : int
-        Numbers of features, of outputs, and of groups.
-    penalty : float
-        Of each group's model.
-    rng : numpy.random.Generator
-        Source of the starts.
-
-    Returns
-    -------
-    Groups or None
-        None if a group has lost its clients from every start.
-    """
-    return _fit_groups(_Grouping(sums, p, q, penalty), k, rng)
-
-
-def _fit_groups(grouping: _Grouping, k: int, rng: np.random.Generator) -> Groups | None:
-    m = len(grouping.sums)
-    if k > m:
-        return None
-    if k == 1:
-        tried = [(np.zeros(m, dtype=np.intp), 0.0)]
-    else:
-        alone = np.stack([grouping.of(np.arange(m) == i)[1] for i in range(m)])
-        starts = (rng.choice(m, k, replace=False) for _ in range(_STARTS))
-        first = (grouping.assign(alone[start].argmin(axis=0), k) for start in starts)
-        tried = sorted((one for one in first if one is not None), key=lambda one: one[1])[:_BEST]
-    ends = [end for members, _ in tried if (end := _alternate(grouping, members, k)) is not None]
-    if not ends:
-        return None
-    members, error = min(ends, key=lambda end: end[1])
-    _, order = np.unique(members, return_index=True)
-    numbers = members[np.sort(order)]  # by who comes first, whatever start found them
-    models = np.stack([grouping.of(members == j)[0] for j in numbers])
-    return Groups(models, np.argsort(numbers)[members], error)
-
-
-def _alternate(
-    grouping: _Grouping, members: NDArray[np.intp], k: int
-) -> tuple[NDArray[np.intp], float] | None:
-    """Return the members and the error where the alternation ends, None if a group is empty."""
-    for _ in range(_PASSES):
-        if (found := grouping.assign(members, k)) is None:
+        Assignments and solutions alternate from twelve starts, each of ``k`` clients' own
+        solutions; after one pass the best three go on. None if each has lost a group.
+        """
+        m, best = len(self.sums), None
+        starts = [np.zeros(m, dtype=np.intp)]
+        if k > 1:
+            alone = np.stack([self.of(np.arange(m) == i)[1] for i in range(m)])
+            drawn = [rng.choice(m, k, replace=False) for _ in range(_STARTS if k <= m else 0)]
+            passed = (self.assign(alone[start].argmin(axis=0), k) for start in drawn)
+            ranked = sorted((one for one in passed if one), key=lambda one: one[1])
+            starts = [members for members, _ in ranked[:_BEST]]
+        for members in starts:
+            for _ in range(_PASSES):
+                last, found = members, self.assign(members, k)
+                if found is None or np.array_equal(last, members := found[0]):
+                    break
+            if found is not None and (best is None or found[1] < best[1]):
+                best = found
+        if best is None:
             return None
-        last, (members, error) = members, found
-        if np.array_equal(last, members):
-            break
-    return (members, error) if len(np.unique(members)) == k else None
-
-
-class GroupChoice(NamedTuple):
-    """How many groups predict best, and what it was chosen by."""
-
-    groups: Groups
-    #: Numbers of groups that were tried, and the squared error of what was held out for each.
-    candidates: tuple[int, ...]
-    errors: tuple[float, ...]
-    #: For each fold the groups found without it.
-    without: tuple[Groups, ...]
+        numbers = [*dict.fromkeys(best[0].tolist())]  # by who comes first, whatever start it was
+        models = np.stack([self.of(best[0] == j)[0] for j in numbers])
+        return Groups(models, np.array([numbers.index(j) for j in best[0]]))
 
 
 def choose_groups(
@@ -507,8 +461,8 @@ def choose_groups(
     penalty: float,
     *,
     rng: np.random.Generator,
-) -> GroupChoice:
-    """Return the fewest groups whose error on held-out folds is within 1 % of the least.
+) -> tuple[Groups, list[Groups]]:
+    """Return the fewest groups whose held-out error is within 1 % of the least.
 
     Parameters
     ----------
@@ -522,30 +476,30 @@ def choose_groups(
         Of each group's model.
     rng : numpy.random.Generator
         Source of the starts.
+
+    Returns
+    -------
+    groups : Groups
+        Of all folds.
+    without : list of Groups
+        As many, of all folds but one each.
     """
-    total = folds.sum(axis=0)
-    found: dict[int, list[Groups]] = {}
-    errors: dict[int, float] = dict.fromkeys(candidates, 0.0)
+    total, errors = folds.sum(axis=0), dict.fromkeys(candidates, 0.0)
+    found: dict[int, list[Groups]] = {k: [] for k in candidates}
     for fold in folds:
-        grouping = _Grouping(total - fold, p, q, penalty)
+        grouping = Grouping(total - fold, p, q, penalty)
         for k in candidates:
-            groups = _fit_groups(grouping, k, rng)
-            if groups is None:
+            if (groups := grouping.fit(k, rng)) is None:
                 errors[k] = np.inf
-                continue
-            found.setdefault(k, []).append(groups)
-            weights = np.stack([error_weights(w) for w in groups.models])
-            errors[k] += float((fold * weights[groups.members]).sum())
-    whole = _Grouping(total, p, q, penalty)
-    for k in candidates:
-        if errors[k] <= SIMPLER * min(errors.values()) < np.inf:
-            groups = _fit_groups(whole, k, rng)
-            if groups is not None:
-                kept = tuple(found[k])
-                return GroupChoice(groups, tuple(candidates), tuple(errors.values()), kept)
-    raise ValueError(
-        f"candidates must have a number of groups that clients form, got {candidates}."
-    )
+            else:
+                found[k].append(groups)
+                weights = np.stack([error_weights(w) for w in groups.models])
+                errors[k] += float((fold * weights[groups.members]).sum())
+    whole, most = Grouping(total, p, q, penalty), SIMPLER * min(errors.values())
+    for k in (k for k in candidates if errors[k] <= most < np.inf):
+        if (groups := whole.fit(k, rng)) is not None:
+            return groups, found[k]
+    raise ValueError(f"n_clusters must be a number of groups that clients form, got {candidates}.")
 
 
 @dataclass(frozen=True, eq=False)

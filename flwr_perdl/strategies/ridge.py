@@ -78,12 +78,8 @@ _HAVE_OWN, _SUMMED = (PERSONAL, BOTH, LOCAL), ("secure", "privacy")
 #: where their number is not known; and the share of a privacy budget that moments take: in the
 #: square of the noise's inverse, which is a quarter of epsilon.
 _MOST_COLUMNS, _MOST_ROWS, _SHARES = 100, 10_000, (1, 15)
-#: Names in a checkpoint: the columns' means and deviations, the most samples of a client, how many
-#: scales were tried, and of the best its penalty, its error, the clients' sums and who they are;
-#: the groups' models and members, and the models learned without each fold.
-_MEANS, _DEVIATIONS, _MOST, _TRIED, _SCALE = "means", "deviations", "most", "tried", "scale"
-_PENALTY, _ERROR, _SUMS, _CLIENTS = "penalty", "error", "sums", "clients"
-_MODELS, _MEMBERS, _WITHOUT = "models", "members", ("without/shared", "without/groups")
+#: Accepts a reply that has metrics alone.
+_NO_ARRAYS: Callable[[Reply], None] = partial(check_shapes, [])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,15 +202,8 @@ class FederatedRidge(EndsWithModels):
         "private": "a client's own part is its deviation, which stays there",
     }
     needs = (
-        Needs(
-            _SUMMED, "level", (SHARED, PERSONAL), "the server then reads no single client's sums"
-        ),
-        Needs(
-            (*_SUMMED, "robust"),
-            "random",
-            ("all", "intercept"),
-            "a mixed model is of single clients' sums",
-        ),
+        Needs(_SUMMED, "level", (SHARED, PERSONAL), "others read single clients' sums"),
+        Needs((*_SUMMED, "robust"), "random", wire.RANDOMS[:2], "variances need single sums"),
         Needs(_SUMMED, "robust", (False,), JUDGED),
         Needs(("robust",), "level", (SHARED, PERSONAL), "groups have too few clients to judge by"),
     )
@@ -252,30 +241,26 @@ class FederatedRidge(EndsWithModels):
         if not is_auto("n_clusters", n_clusters):
             self.n_clusters = check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
         self.max_clusters = check_count("max_clusters", max_clusters, 1, MOST_CLUSTERS)
-        self.columns = self.bounds = None
-        if columns is not None:
-            self.columns = check_array("columns", check_numbers("columns", columns) + 0.0, rows=2)
-            if not (self.columns[1] > 0).all():
-                raise ValueError("columns must have deviations above 0, got others.")
-        if bounds is not None:
-            given = check_numbers("bounds", bounds) + 0.0
-            self.bounds = check_array("bounds", given, columns=2, min_rows=1)
-            if not (self.bounds[:, 0] < self.bounds[:, 1]).all():
-                raise ValueError("bounds must have a lower one and a higher one, got others.")
+        self.columns = None if columns is None else _numbers("columns", columns, rows=2)
+        if self.columns is not None and not (self.columns[1] > 0).all():
+            raise ValueError("columns must have deviations above 0, got others.")
+        self.bounds = None if bounds is None else _numbers("bounds", bounds, columns=2)
+        if self.bounds is not None and not (self.bounds[:, 0] < self.bounds[:, 1]).all():
+            raise ValueError("bounds must have a lower one and a higher one, got others.")
         self.robust = check_flag("robust", robust)
         self.secure, self.privacy = secure, privacy
         if privacy is not None or secure is not False:
             self._sums = sums_with(privacy, secure)
-            if bounds is None and (columns is None or classes is None):
-                raise ValueError("bounds must be given with secure or privacy, got None.")
-        if privacy is not None and privacy.level != "record":
-            raise ValueError(f'level in privacy must be "record" here, got {privacy.level!r}.')
-        check_support(self, locals())
-        if random == wire.COLUMNS and level != PERSONAL:
+        if (bounds is None) == (self._sums is not None):
+            raise ValueError("bounds must be given with secure or privacy, and only then.")
+        if privacy is not None and (privacy.level != "record" or len(self.scale) > 1):
             raise ValueError(
-                'level must be "personal" with random="columns", whose variances are of deviations '
-                f"from one model, got {level!r}."
+                f'privacy must be of level="record", with one scale, got {privacy.level!r} and '
+                f"scale={scale}."
             )
+        check_support(self, locals())
+        if random == wire.RANDOMS[2] and level != PERSONAL:
+            raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
         self._told = {wire.FEATURES: self.features, wire.CLASSES: self.classes or 0}
 
     @property
@@ -285,7 +270,9 @@ class FederatedRidge(EndsWithModels):
             raise RuntimeError("the run must have got as far as a model.")
         models = [self._record(w) for w in model[3]]
         shared: Any = models[0] if len(models) == 1 else models
-        found = self._members, self._final_level, self._errors
+        said = [report.metrics for report in self.history if report.step == wire.ERRORS]
+        errors = _measured(said[0]) if said else {}
+        found = self._members, self._final_level, errors
         return RidgeLearned(shared, self.own, models, *found)
 
     def _least_rounds(self) -> int:
@@ -299,113 +286,88 @@ class FederatedRidge(EndsWithModels):
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
         known: dict[str, Any] = {**(state or {})}
         if not known and self.columns is None:
-            replies = yield self._ask_moments()
+            d, bounds = self._n_columns, [] if self.bounds is None else [self.bounds]
+            replies = yield self._request(
+                wire.MOMENTS, [own[:d] for own in bounds], None, _check_moments, shape=(3, d)
+            )
             known = self._standardized(replies)
         elif not known and self.columns is not None:
-            known = {_MEANS: self.columns[0], _DEVIATIONS: self.columns[1], _TRIED: np.array(0)}
-            known[_MOST] = np.array(_MOST_ROWS)
-        p = 1 + len(known[_MEANS]) + self.features
-        if self.random == wire.COLUMNS and p > _MOST_COLUMNS:
+            known = dict(zip(("means", "deviations"), self.columns, strict=True))
+            known |= {"most": np.array(_MOST_ROWS), "tried": np.array(0)}
+        p, mixed = 1 + len(known["means"]) + self.features, self.random == wire.RANDOMS[2]
+        if mixed and p > _MOST_COLUMNS:
             raise ValueError(
                 f'random must not be "columns" with more than {_MOST_COLUMNS} columns, features '
                 f"and constant included, got {p}."
             )
-        while int(known[_TRIED]) < len(self.scale):
-            replies = yield self._ask_sums(known, p)
+        shape = self._n_folds, maths.sums_size(p, self._q)
+        check = partial(_check_sums, p, self._q, self._n_folds, self.classes is not None)
+        while (tried := int(known["tried"])) < len(self.scale):
+            given = known["means"], known["deviations"], np.array([self.scale[tried]])
+            replies = yield self._request(
+                wire.SUMS, [*given, *self._heights], known, check, shape=shape
+            )
             known = self._best_of(known, replies, p)
-        if self._finds_groups and _MODELS not in known:
+        if self._finds_groups and "models" not in known:
             known = {**known, **self._grouped(known, p)}
-        elif self.random == wire.COLUMNS and SPREAD[0] not in known:
+        elif mixed and SPREAD[0] not in known:
             known = {**known, **self._mixed(known, p)}
-        errors = self._errors
-        given = [known[_MEANS], known[_DEVIATIONS], known[_SCALE]]
-        if self.level == AUTO and not errors:
-            without = [known[name] for name in _WITHOUT]
-            replies = yield self._ask_metrics(wire.ERRORS, [*given, *without], known, {})
+        found = [known["means"], known["deviations"], known["scale"]]
+        if self.level == AUTO and "level" not in known:
+            without = [known["shared-without"], known["groups-without"]]
+            replies = yield self._request(wire.ERRORS, [*found, *without], known)
             errors = _measured({client: reply.metrics for client, reply in replies.items()})
-        level = self._level_by(errors)
-        models = known[_MODELS] if level in (GROUPS, BOTH) else known[wire.COEFFICIENTS][None]
-        final = [*given, models, *(known[name] for name in SPREAD if name in known)]
-        self._running().record.kept |= {n: known[n] for n in (_CLIENTS, _MEMBERS) if n in known}
+            known = {**known, "level": np.array(_best_level(errors))}
+        kept = {n: own for n, own in known.items() if n in ("clients", "members", "level")}
+        self._running().record.kept.update(kept)
+        level = self._final_level
+        models = known["models"] if level in (GROUPS, BOTH) else known[wire.COEFFICIENTS][None]
+        found += [models, *(known[name] for name in SPREAD if name in known)]
         if level in _HAVE_OWN:
-            yield self._ask_metrics(wire.SOLVE, final, known, {wire.LEVEL: level})
-        return final
+            yield self._request(wire.SOLVE, found, known, level=level)
+        return found
 
-    def _ask_metrics(
-        self, step: str, arrays: list[Matrix], known: State, config: Mapping[str, Scalar]
+    def _request(
+        self,
+        step: str,
+        arrays: Sequence[Matrix],
+        known: State | None,
+        check: Callable[[Reply], None] = _NO_ARRAYS,
+        *,
+        shape: tuple[int, int] = (0, 0),
+        level: str = "",
     ) -> Request:
-        """Return a request to which only metrics are replied; of secure clients nothing."""
+        """Return a request to which sums of this shape are replied, or nothing but metrics."""
+        sums, moments, channel, summed = step == wire.SUMS, step == wire.MOMENTS, None, None
+        if self._sums is not None and not (sums or moments):
+            channel = Total(accept, {SILENT: True})
+        elif self._sums is not None:
+            given, d = self.columns is not None, self._n_columns
+            entries = maths.sums_size(1 + d + self.features, self._q) + (0 if given else 3 * d)
+            budget = (1, 1) if given else (_SHARES[sums], sum(_SHARES))
+            summed = Summed(
+                [np.zeros(shape)],
+                norm=sqrt(3 * d) if moments else maths.MOST_NORM,
+                max_weight=_MOST_ROWS if known is None else int(known["most"]),
+                by_sample=True,
+                budget=(*budget, entries),
+            )
+        elif sums and not self._single:
+            channel = Total(check)
         return Request(
             step,
             arrays,
-            {wire.RANDOM: self.random, **config},
+            {wire.RANDOM: self.random, wire.FOLDS: self._n_folds, wire.LEVEL: level},
             known,
-            partial(check_shapes, []),
+            accept if summed is not None or channel is not None else check,
             model=(),
-            max_values=0,
-            max_weight=None,
-            secure=None if self._sums is None else Total(accept, {SILENT: True}),
+            max_values=None if moments else shape[0] * shape[1],
+            max_weight=10.0 if sums and self.robust else None,
+            summed=summed,
+            secure=channel,
         )
 
-    def _ask_moments(self) -> Request:
-        """Return the request of exchange one."""
-        d = self._n_columns
-        return Request(
-            wire.MOMENTS,
-            [] if self.bounds is None else [self.bounds[:d]],
-            check=_check_moments if self._sums is None else accept,
-            max_weight=None,
-            summed=self._summed((3, d), sqrt(3 * d), _MOST_ROWS, 0),
-        )
-
-    def _standardized(self, replies: Replies) -> dict[str, Any]:
-        """Return the state with what columns are standardized by."""
-        if self._sums is None:
-            replies = replies.keep_majority(lambda r: r.arrays[0].shape[1], "{} columns".format)
-            moments: Matrix = np.sum([reply.arrays[0] for reply in replies.values()], axis=0)
-        else:
-            moments = self._total(replies, sqrt(3 * self._n_columns), _MOST_ROWS)
-        means, deviations = maths.standardize(moments)
-        if self.bounds is not None:
-            middles, halves = maths.of_bounds(self.bounds[: len(means)])
-            means, deviations = middles + halves * means, halves * deviations
-        most = np.array(max(replies.sizes))
-        return {_MEANS: means, _DEVIATIONS: deviations, _MOST: most, _TRIED: np.array(0)}
-
-    def _ask_sums(self, known: Mapping[str, Any], p: int) -> Request:
-        """Return the request for sums with the next scale."""
-        scale, q, n_folds = self.scale[int(known[_TRIED])], self._q, self._n_folds
-        check = partial(_check_sums, p, q, n_folds, self.classes is not None)
-        single, size = self._single, maths.sums_size(p, q)
-        return Request(
-            wire.SUMS,
-            [known[_MEANS], known[_DEVIATIONS], np.array([scale]), *self._heights],
-            {wire.FOLDS: n_folds},
-            known,
-            check if single else accept,
-            model=(),
-            max_values=n_folds * size,
-            max_weight=10.0 if self.robust else None,
-            summed=self._summed((n_folds, size), maths.MOST_NORM, known[_MOST], 1),
-            secure=None if single or self._sums is not None else Total(check),
-        )
-
-    def _summed(self, shape: tuple[int, ...], norm: float, most: float, which: int) -> Any:
-        """Return what of a reply is summed where the server is to get no single one."""
-        if self._sums is None:
-            return None
-        entries, budget = maths.sums_size(1 + self._n_columns + self.features, self._q), (1, 1)
-        if self.columns is None:
-            entries, budget = entries + 3 * self._n_columns, (_SHARES[which], sum(_SHARES))
-        return Summed(
-            [np.zeros(shape)],
-            norm=norm,
-            max_weight=max(int(most), 1),
-            by_sample=True,
-            budget=(*budget, entries),
-        )
-
-    def _total(self, replies: Replies, length: float, most: float) -> Matrix:
+    def _total(self, replies: Replies, length: float, most: int) -> Matrix:
         """Return the clients' total where each reply holds that, or a mean."""
         found = next(iter(replies.values())).arrays[0]
         if self.privacy is not None:  # a client's sums of samples of this length, in units of clip
@@ -414,54 +376,64 @@ class FederatedRidge(EndsWithModels):
             return found * float(np.minimum(replies.sizes, most).sum())
         return found
 
+    def _standardized(self, replies: Replies) -> dict[str, Any]:
+        """Return the state with what columns are standardized by."""
+        if self.bounds is None:
+            replies = replies.keep_majority(lambda r: r.arrays[0].shape[1], "{} columns".format)
+            moments = np.sum([reply.arrays[0] for reply in replies.values()], axis=0)
+            means, deviations = maths.standardize(moments)
+        else:
+            moments = self._total(replies, sqrt(3 * self._n_columns), _MOST_ROWS)
+            middles, halves = maths.of_bounds(self.bounds[: self._n_columns])
+            means, deviations = (halves * own for own in maths.standardize(moments))
+            means = means + middles
+        most = np.array(max(replies.sizes))
+        return {"means": means, "deviations": deviations, "most": most, "tried": np.array(0)}
+
     def _best_of(self, known: Mapping[str, Any], replies: Replies, p: int) -> dict[str, Any]:
         """Return the state with the shared model of a scale, if it is the best so far."""
         q, penalties, own = self._q, self.penalty or PENALTIES, dict[str, Any]()
-        if not self._single:
-            total = self._total(replies, maths.ROW_LENGTH, float(known[_MOST]))
-            if self.privacy is not None:
-                sigma = next(iter(replies.values())).metrics["sigma"]
-                deviation = sigma * maths.ROW_LENGTH / self.privacy.clip
-                total = maths.denoised_sums(total[0], p, q)[None]
-                penalties = self.penalty or [sqrt(p / 2) * deviation]
-        else:
+        if self._single:
             sums = np.stack([reply.arrays[0] for reply in replies.values()])
             total = sums.sum(axis=0)
+            own = {"sums": sums, "clients": np.array(list(replies))}
             if self.robust:
                 each = sums.reshape(len(sums), -1) / replies.sizes[:, None]
-                found = aggregate("filtered", each, replies.sizes)
-                total = found.weight * found.value.reshape(total.shape)
-                replies.note(LEFT_OUT, dict(zip(replies, found.outlyingness, strict=True)))
-            else:
-                own = {_SUMS: sums, _CLIENTS: np.array(list(replies))}
+                judged = aggregate("filtered", each, replies.sizes)
+                total, own = judged.weight * judged.value.reshape(total.shape), {}
+                replies.note(LEFT_OUT, dict(zip(replies, judged.outlyingness, strict=True)))
+        else:
+            total = self._total(replies, maths.ROW_LENGTH, int(known["most"]))
+        if self.privacy is not None:
+            noise = next(iter(replies.values())).metrics["sigma"] / self.privacy.clip
+            total = maths.denoised_sums(total[0], p, q)[None]
+            penalties = self.penalty or [sqrt(p / 2) * noise * maths.ROW_LENGTH]
         ridge = maths.choose_ridge(total, p, q, penalties)
-        state = {**known, _TRIED: known[_TRIED] + 1}
-        if _ERROR not in known or ridge.error < (1 - maths.EQUAL) * known[_ERROR]:
-            w = ridge.coefficients
-            for heights in self._heights:
-                w = w * heights
-            scale = np.array([self.scale[int(known[_TRIED])]])
-            best = (scale, w, np.array(ridge.penalty), np.array(ridge.error))
-            names = (_SCALE, wire.COEFFICIENTS, _PENALTY, _ERROR)
-            state |= {**dict(zip(names, best, strict=True)), **own}
+        state, scale = {**known, "tried": known["tried"] + 1}, self.scale[int(known["tried"])]
+        if "error" not in known or ridge.error < (1 - maths.EQUAL) * known["error"]:
+            w = ridge.coefficients * next(iter(self._heights), 1.0)
+            state |= {wire.COEFFICIENTS: w, "scale": np.array([scale]), **own}
+            state |= {"penalty": np.array(ridge.penalty), "error": np.array(ridge.error)}
         return state
 
     def _grouped(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
         """Return the groups' models and members, and for "auto" the models without each fold."""
-        folds, q, k = known[_SUMS].swapaxes(0, 1), self._q, self.n_clusters
-        penalty, rng = float(known[_PENALTY]), spawn(self._options.seed, SERVER, 1)
+        folds, q, k = known["sums"].swapaxes(0, 1), self._q, self.n_clusters
+        penalty, rng = float(known["penalty"]), spawn(self._options.seed, SERVER, 1)
         numbers = range(1, 1 + min(self.max_clusters, folds.shape[1]))
         tried = [k] if isinstance(k, int) else numbers
-        found = maths.choose_groups(folds, p, q, tried, penalty, rng=rng)
+        groups, without = maths.choose_groups(folds, p, q, tried, penalty, rng=rng)
         rest = folds.sum(axis=(0, 1)) - folds.sum(axis=1)
-        shared = [maths.solve_ridge(one, p, q, penalty) for one in rest]
-        without = np.stack(shared), np.stack([groups.models for groups in found.without])
-        both = {_MODELS: found.groups.models, _MEMBERS: found.groups.members}
-        return {**both, **dict(zip(_WITHOUT, without, strict=True))}
+        return {
+            "models": groups.models,
+            "members": groups.members,
+            "shared-without": np.stack([maths.solve_ridge(one, p, q, penalty) for one in rest]),
+            "groups-without": np.stack([own.models for own in without]),
+        }
 
     def _mixed(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
         """Return the shared model, and variances, of a mixed model of each output."""
-        moments = [maths.joined_moments(own, p, self._q) for own in known[_SUMS].sum(axis=1)]
+        moments = [maths.joined_moments(own, p, self._q) for own in known["sums"].sum(axis=1)]
         mixed = [fit_mixed_model(own, correlated=False) for own in np.stack(moments, axis=1)]
         return {
             wire.COEFFICIENTS: np.column_stack([one.common for one in mixed]),
@@ -477,7 +449,7 @@ class FederatedRidge(EndsWithModels):
     @property
     def _single(self) -> bool:
         """Whether the sums of single clients are read; else their total is enough."""
-        return self._finds_groups or self.random == wire.COLUMNS or self.robust
+        return self._finds_groups or self.random == wire.RANDOMS[2] or self.robust
 
     @property
     def _q(self) -> int:
@@ -486,15 +458,13 @@ class FederatedRidge(EndsWithModels):
 
     @property
     def _n_columns(self) -> int:
-        """The number of columns, where it is given; else 0."""
-        if self.columns is not None:
-            return len(self.columns[0])
+        """The number of columns, where bounds say it; else 0."""
         return 0 if self.bounds is None else len(self.bounds) - (0 if self.classes else self._q)
 
     @property
     def _heights(self) -> list[Matrix]:
         """By what responses are divided that are within bounds."""
-        if self.classes or self._sums is None or self.bounds is None:
+        if self.classes or self.bounds is None:
             return []
         return [sqrt(self._q) * np.abs(self.bounds[-self._q :]).max(axis=1)]
 
@@ -510,24 +480,10 @@ class FederatedRidge(EndsWithModels):
         return self._sums is not None or all(one.step != wire.SOLVE for one in self.history)
 
     @property
-    def _errors(self) -> dict[int, dict[str, float]]:
-        """What clients have measured of each level, by partition."""
-        said = (report.metrics for report in self.history if report.step == wire.ERRORS)
-        return _measured(next(said, {}))
-
-    @property
     def _final_level(self) -> str:
         """What a client's model is."""
-        return self._level_by(self._errors)
-
-    def _level_by(self, errors: Mapping[int, Mapping[str, float]]) -> str:
-        """Return the simplest level that is as good as the best, if one is to be chosen."""
-        if self.level != AUTO or not errors:
-            return SHARED if self.level == AUTO else self.level
-        table = np.array([[own[level] for own in errors.values()] for level in LEVELS])
-        # As in `Diagnosis`: means of differences, without clients that decide alone.
-        means = middle(table[0])[0] - middle(table[0] - table)[0]
-        return LEVELS[int(np.argmax(means <= SIMPLER * means.min()))]
+        chosen = self._running().record.kept.get("level", np.array(0))
+        return LEVELS[int(chosen)] if self.level == AUTO else self.level
 
     @property
     def _members(self) -> dict[int, int]:
@@ -537,7 +493,7 @@ class FederatedRidge(EndsWithModels):
         said = (one for report in self.history for one in report.metrics.items())
         found = {client: int(own[wire.CLUSTER]) for client, own in said if wire.CLUSTER in own}
         kept = self._running().record.kept
-        both = (kept[name].tolist() for name in (_CLIENTS, _MEMBERS) if name in kept)
+        both = (kept[name].tolist() for name in ("clients", "members") if name in kept)
         return {**found, **dict(zip(*both, strict=True))}
 
     def _record(self, coefficients: Matrix) -> ArrayRecord:
@@ -620,6 +576,16 @@ def _measured(metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, f
     return {client: {level: own[level] for level in LEVELS} for client, own in each}
 
 
+def _best_level(errors: Mapping[int, Mapping[str, float]]) -> int:
+    """Return the number of the simplest level that is as good as the best."""
+    if not errors:
+        return LEVELS.index(SHARED)
+    table = np.array([[own[level] for own in errors.values()] for level in LEVELS])
+    # As in `Diagnosis`: means of differences, without clients that decide alone.
+    means = middle(table[0])[0] - middle(table[0] - table)[0]
+    return int(np.argmax(means <= SIMPLER * means.min()))
+
+
 def _check_moments(reply: Reply) -> None:
     """Accept counts, sums and sums of squares of columns."""
     shapes = [array.shape for array in reply.arrays]
@@ -637,6 +603,11 @@ def _check_sums(p: int, q: int, n_folds: int, classes: bool, reply: Reply) -> No
     """Accept sums of as many samples as the client has."""
     check_shapes([(n_folds, maths.sums_size(p, q))], reply)
     maths.check_sums(reply.arrays[0], p, q, reply.num_examples, classes=classes)
+
+
+def _numbers(name: str, values: object, **rules: Any) -> Matrix:
+    """Return numbers as a matrix of floats."""
+    return check_array(name, check_numbers(name, values) + 0.0, min_rows=1, **rules)
 
 
 def _several(name: str, value: float | Sequence[float]) -> list[float]:

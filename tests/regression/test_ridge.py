@@ -8,6 +8,7 @@ from sklearn.linear_model import Ridge
 
 from flwr_perdl.regression import RidgeModel
 from flwr_perdl.regression.ridge import (
+    Grouping,
     RandomFeatures,
     choose_groups,
     choose_ridge,
@@ -15,7 +16,6 @@ from flwr_perdl.regression.ridge import (
     error_weights,
     expect_deviation,
     fit_deviation,
-    fit_groups,
     fit_part,
     ridge_sums,
     solve_ridge,
@@ -140,20 +140,20 @@ def federation(n_groups: int, m: int = 9) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_groups_and_their_number_are_found(k: int) -> None:
     folds, models = federation(k)
-    found = choose_groups(folds, 4, 1, range(1, 6), 0.1, rng=np.random.default_rng(0))
-    np.testing.assert_array_equal(found.groups.members, np.arange(9) % k)
-    np.testing.assert_allclose(found.groups.models, models, atol=0.1)
+    rng = np.random.default_rng(0)
+    found, without = choose_groups(folds, 4, 1, range(1, 6), 0.1, rng=rng)
+    np.testing.assert_array_equal(found.members, np.arange(9) % k)
+    np.testing.assert_allclose(found.models, models, atol=0.1)
     direct = np.stack([solve_ridge(folds[:, j::k].sum(axis=(0, 1)), 4, 1, 0.1) for j in range(k)])
-    np.testing.assert_allclose(found.groups.models, direct)
-    assert len(found.without) == 3
-    assert found.errors[k - 1] <= 1.01 * min(found.errors)
+    np.testing.assert_allclose(found.models, direct)
+    assert [len(own.models) for own in without] == [k] * 3
 
 
 def test_more_groups_than_clients_end_every_start() -> None:
     folds, _ = federation(2, 2)
     rng = np.random.default_rng(0)
-    assert fit_groups(folds.sum(axis=0), 4, 1, 3, 1.0, rng=rng) is None
-    assert len(choose_groups(folds, 4, 1, (1, 2, 3), 1.0, rng=rng).groups.models) == 2
+    assert Grouping(folds.sum(axis=0), 4, 1, 1.0).fit(3, rng) is None
+    assert len(choose_groups(folds, 4, 1, (1, 2, 3), 1.0, rng=rng)[0].models) == 2
 
 
 def test_a_model_is_complete_in_its_arrays() -> None:
