@@ -38,7 +38,7 @@ from flwr_perdl.clients.local import (
 )
 from flwr_perdl.clients.personalized import KeepPrivate, Part, aside, asked_to_keep, check_mods
 from flwr_perdl.clients.transport import TRANSPORT, Transport
-from flwr_perdl.core.checks import check_count, check_flag, check_kind
+from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_client import answer_silently
@@ -189,7 +189,7 @@ def client_app(
     check_count("min_clients", min_clients, 2)
     part = Part.of("private", private, share)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
-    steps = steps_of(protocols)
+    steps, names = steps_of(protocols), [*check_list("names", names)]
     if names and part is None:
         raise ValueError(f"names must come with private or share, got {names} alone.")
     guards = Guards(min_clients, part, privacy, steps, evaluate)

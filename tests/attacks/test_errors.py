@@ -32,6 +32,7 @@ from tests.grids import as_app, asks, context_of
 
 #: Whatever a client has, it has these digits, as a fraction and as a whole number.
 DIGITS, SECRET = "73519", np.array([0.73519, 73519.5])
+TRANSPORT, CHANGES = "perdl.transport", '{"half": true, "share": 0.5, "changes": true}'
 EXCHANGE: Key = ("diffusion_averaging", "train", "exchange")
 DATA = np.random.default_rng(0).standard_normal((40, 2)) * SECRET
 
@@ -96,10 +97,10 @@ def odd_models(model: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray
 
 def odd_configs(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield configs that a server may send in place of one."""
-    for key in [*config, "perdl.left-out", "perdl.alternate", "perdl.again", "no-loss"]:
+    for key in [*config, "perdl.left-out", "perdl.alternate", "perdl.again", "no-loss", TRANSPORT]:
         if key in config:
             yield {k: v for k, v in config.items() if k != key}
-        for value in (-1, 10**18, "x", "[", '["head"]', b"\0"):
+        for value in (-1, 10**18, "x", "[", '["head"]', b"\0", CHANGES):
             yield {**config, key: value}
 
 

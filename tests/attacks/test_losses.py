@@ -74,6 +74,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ditto's tune": ("train", {"perdl.protocol": "ditto", **TUNE}),
     "node's tune": ("train", {"perdl.protocol": "diffusion_averaging", **TUNE}),
     "node": ("evaluate", {}),
+    "half floats": ("evaluate", {"perdl.transport": '{"half": true, "share": null}'}),
     "earlier round": ("evaluate", {"server-round": 0, "perdl.run": "trained"}),
 }
 

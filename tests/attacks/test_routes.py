@@ -45,6 +45,7 @@ MARKS: dict[str, dict[str, Any]] = {
     "sealed": {"perdl.sealed": True},
     "unsealed": {"perdl.sealed": False},
     "promise": {"perdl.promise": promise(epsilon=1e6, clip=1e3, rounds=9, size=4)},
+    "changes": {"perdl.transport": '{"half": false, "share": 0.5, "changes": true}'},
     "left out": {"perdl.left-out": '["head"]'},
     "masks": {},
     "silent": {"perdl.silent": True},
