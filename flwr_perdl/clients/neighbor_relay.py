@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from logging import WARNING
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
 from flwr_perdl.network.averaging_program import BYTES
-from flwr_perdl.network.averaging_program import FLOATS as RECEIVED
 from flwr_perdl.network.combine import (
     Array,
     Program,
@@ -242,14 +241,14 @@ class DiffusionClient(ProtocolClient):
         inbox, rejected = screened(self.program, kept.state, inbox)
         state = check_state("combine", self.program.combine(kept.state, inbox), 1)
         reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
-        told = (RECEIVED, BYTES) if self.pins else reports
-        metrics: dict[str, Scalar] = {k: reports[k] for k in told if isfinite(reports.get(k, nan))}
+        metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
         if self.half and BYTES in metrics:  # the inbox has them in full
             whole = self._message(kept.state)
             sizes = [sum(array.nbytes for array in some) for some in (self._halved(whole), whole)]
             metrics[BYTES] = float(metrics[BYTES]) * sizes[0] / sizes[1]
-        left_out |= {one.sender: one.reason for one in rejected}
-        return state, metrics | self._left_out(left_out)
+        metrics |= self._left_out({one.sender: one.reason for one in rejected})
+        # With pinned keys no number that follows from a model leaves, nor whether it is too large.
+        return state, ({} if self.pins else metrics) | self._left_out(left_out)
 
     def _message(self, state: Any) -> list[Array]:
         """Return the node's message, without the axis of nodes."""

@@ -22,7 +22,7 @@ from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.network import DataDiffusion, Topology
 from flwr_perdl.privacy.sealed import Keys, make_key
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, DiffusionAveraging
+from flwr_perdl.strategies import ClusteredFedAvg, DiffusionAveraging, ServerSettings
 from tests.grids import Tapped, context_of
 
 N_ATOMS, N_FEATURES = 3, 8
@@ -122,17 +122,24 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: DiffusionAveraging(Topology.ring(3), sealed=True, evaluate_every=1), None),
         (lambda: DiffusionAveraging(Topology.ring(3), sealed=True, fine_tune=1), "fine_tune"),
         (lambda: DiffusionAveraging(Topology.ring(3)), "sealed=True"),
         (lambda: ClusteredFedAvg(1), "sealed=True"),
     ],
 )
 def test_what_nodes_with_pinned_keys_do_not_answer_is_refused_before_round_one(
-    make: Any, named: str | None, tmp_path: Path
+    make: Any, named: str, tmp_path: Path
 ) -> None:
-    public = {str(node): make_key(tmp_path / f"{node}.pem") for node in range(3)}
-    (tmp_path / "keys.json").write_text(json.dumps(public))
+    grid, strategy = nodes(tmp_path, pins=True), make()
+    with pytest.raises(ValueError, match=f"neighbor-keys.*{named}.*client 0"):
+        strategy.start(grid, ArrayRecord([np.ones(2)]), num_rounds=2)
+    assert {message.metadata.message_type for message in grid.asked} == {"query"}
+
+
+def nodes(folder: Path, *, pins: bool) -> Tapped:
+    """Return a grid of three nodes with keys, which they may pin."""
+    public = {str(node): make_key(folder / f"{node}.pem") for node in range(3)}
+    (folder / "keys.json").write_text(json.dumps(public))
 
     class Half(NumPyClient):
         def fit(self, parameters: Any, config: Any) -> Any:
@@ -142,20 +149,30 @@ def test_what_nodes_with_pinned_keys_do_not_answer_is_refused_before_round_one(
             return float(parameters[0][0]), 1, {}
 
     def keys(node: int) -> dict[str, Any]:
-        return {
-            "key-file": str(tmp_path / f"{node}.pem"),
-            "neighbor-keys": str(tmp_path / "keys.json"),
-        }
+        pinned = {"neighbor-keys": str(folder / "keys.json")} if pins else {}
+        return {"key-file": str(folder / f"{node}.pem"), **pinned}
 
-    grid, strategy = Tapped(client_app(lambda _: Half()), 3, node_config=keys), make()
-    if named is None:
-        strategy.start(grid, ArrayRecord([np.ones(2)]), num_rounds=2)
-        assert strategy.result.floats_sent > 0
-        assert not grid.measured("evaluate-loss")
-        return
-    with pytest.raises(ValueError, match=f"neighbor-keys.*{named}.*client 0"):
-        strategy.start(grid, ArrayRecord([np.ones(2)]), num_rounds=2)
-    assert {message.metadata.message_type for message in grid.asked} == {"query"}
+    return Tapped(client_app(lambda _: Half()), 3, node_config=keys)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_no_bound_that_the_server_sets_tells_of_what_nodes_with_pinned_keys_send(
+    pins: bool, tmp_path: Path
+) -> None:
+    """A node that says whose message is beyond a bound says, bound by bound, how large it is."""
+    grid = nodes(tmp_path, pins=pins)
+    options: Any = {"sealed": True, "server": ServerSettings(max_magnitude=50.0)}
+    strategy = DiffusionAveraging(Topology.ring(3), evaluate_every=0, **options)
+    strategy.start(grid, ArrayRecord([np.full(2, 200.0)]), num_rounds=2)
+    assert strategy.result.floats_sent > 0
+    metrics = {
+        name
+        for reply in grid.replies
+        if "metrics" in reply.content
+        for name in reply.content["metrics"]
+    }
+    assert ("rejected-0" in metrics) == (not pins)
+    assert not pins or metrics == {"num-examples", "floats"}
 
 
 HUGE = 1e300
