@@ -31,9 +31,10 @@ from flwr_perdl.strategies._own_models import Learned, Own
 
 __all__ = ["load", "save", "save_best"]
 
-#: Files that `save` makes of a result, the list of them, and the card and what it begins with.
+#: Files that `save` makes of a result; the list of them, its format and most bytes; the card and
+#: what it begins with.
 _MADE = re.compile(r"(shared|(cluster|client)-\d+)\.(safetensors|npz)")
-_LIST, _FORMAT = "models.json", 1
+_LIST, _FORMAT, _MOST_BYTES = "models.json", 1, 2**26
 _CARD, _TITLE = "README.md", "# Models of a federated run\n"
 
 
@@ -365,7 +366,7 @@ def _listed(folder: Path, planned: set[str] | None = None) -> set[str]:
     present = {one.name for one in folder.iterdir()} if folder.exists() else set()
     own, listed, card = {_CARD, _LIST}, set[str](), folder / _CARD
     try:
-        listed = {*_read_list(folder)["files"]}
+        listed = {one for one in _read_list(folder)["files"] if not (folder / one).is_dir()}
         own.discard(_LIST)
     except ValueError:
         planned = None
@@ -385,7 +386,8 @@ def _read_list(folder: Path) -> dict[str, Any]:
     """Return what the list in a folder says; its files have names that `save` gives."""
     path = folder / _LIST
     try:
-        about = json.loads(path.read_bytes()) if path.is_file() else None
+        small = path.is_file() and path.stat().st_size <= _MOST_BYTES
+        about = json.loads(path.read_bytes()) if small else None
     except (RecursionError, ValueError):
         about = None
     if not isinstance(about, dict) or about.get("format") != _FORMAT:

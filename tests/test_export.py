@@ -189,6 +189,16 @@ def test_what_the_list_lacks_is_not_replaced(tmp_path: Path) -> None:
     assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == before
 
 
+def test_a_folder_in_place_of_a_model_is_left_as_it_is(tmp_path: Path) -> None:
+    save(tmp_path, RESULT)
+    shared = tmp_path / f"shared{suffix_of(tmp_path)}"
+    shared.unlink()
+    shared.mkdir()
+    with pytest.raises(ValueError, match=r"^path .*shared"):
+        save(tmp_path, RESULT)
+    assert shared.is_dir()
+
+
 def suffix_of(folder: Path) -> str:
     (file,) = folder.glob("shared.*")
     return file.suffix
@@ -233,6 +243,7 @@ def test_a_prepared_folder_is_refused(tmp_path: Path) -> None:
         {**about, "clients": {"0": {**row, "file": []}}},
         {**about, "arrays": 5},
         {**about, "files": ["shared.npz", "client-5.npz"]},
+        json.dumps(about) + " " * 2**26,
     ):
         text = changed if isinstance(changed, str) else json.dumps(changed)
         (tmp_path / "models.json").write_text(text)

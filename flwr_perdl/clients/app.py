@@ -32,6 +32,7 @@ from flwr_perdl.clients.local import (
     encoded,
     evaluation_of,
     has_evaluation,
+    hide_numbers,
     hiding,
     state_apart,
     within,
@@ -273,10 +274,10 @@ class AnsweringApp(ClientApp):
         apart = state_apart(context, str(config.get(RUN))) if APART in config else nullcontext()
         try:
             if action != DEFAULT:  # nothing here knows what an app's own actions send
-                if self._privacy or self._keep or _pins_keys(context):
+                if self._privacy or self._keep or not self._evaluation or _pins_keys(context):
                     raise ValueError(
                         f"the message's type must be {kind} alone for a client with privacy, "
-                        f"private or pinned keys, got the action {action!r}."
+                        f"private, evaluate=False or pinned keys, got the action {action!r}."
                     )
                 answered = self.act(message, context)
             else:
@@ -305,7 +306,8 @@ class AnsweringApp(ClientApp):
         """Answer a message with what may leave the client; no key of a query's config counts."""
         handlers = self.handlers(context, client)
         if kind == MessageType.QUERY:
-            return self._tell(handlers, message, context)
+            with hide_numbers() if _pins_keys(context) else nullcontext():
+                return self._tell(handlers, message, context)
         if kind == MessageType.EVALUATE and (self._privacy or not self._evaluation):
             raise NoEvaluateError
         asked = find_step(config_of(message), kind, self._steps)
@@ -533,7 +535,9 @@ class _AppsHandlers:
             return Message(RecordDict({CONFIG: who}), reply_to=message)
         if kind == MessageType.EVALUATE and not self.evaluates:
             raise NoEvaluateError
-        return self._app(message, context)
+        reply: Message = self._app(message, context)
+        check_kind(f"the reply to {kind}", reply, Message, "a Message")
+        return reply
 
 
 class NumPyClientApp(AnsweringApp):

@@ -134,7 +134,7 @@ def _read_about(given: str) -> tuple[dict[str, Matrix], AveragingOptions, dict[s
 @step(AVERAGING, TUNE, whole=True)
 def tune(local: Local, request: StepRequest) -> StepResult:
     """Fine-tune the node's own model."""
-    return own_models.tune(local, request, kept_model)
+    return own_models.tune(local, request, kept_model, INNER)
 
 
 def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:

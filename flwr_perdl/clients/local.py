@@ -28,7 +28,7 @@ from flwr.app import (
 from numpy.typing import NDArray
 
 from flwr_perdl.clients.base import PrivateState, StateStore, identify
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import Matrix, brief_repr, check_real
 from flwr_perdl.core.keys import PURPOSE, REPORT, SELECT
 from flwr_perdl.core.models import as_dtype
 from flwr_perdl.protocol.compat import NumPyClient, like, log
@@ -38,6 +38,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     HIGHER_IS_BETTER,
+    LARGEST_INT,
     LEFT_OUT,
     LOSSES,
     MEASURING,
@@ -385,6 +386,8 @@ class Local:
         content = self._ask(MessageType.EVALUATE, [*map(encoded, arrays)], names, config)
         metrics, n = metrics_of(content)
         numbers = numbers_in(metrics)
+        if odd := [name for name in LOSSES if name in metrics.keys() - numbers.keys()]:
+            raise ValueError(f"{odd[0]} must be a number, got {brief_repr(metrics[odd[0]])}.")
         loss = next((float(numbers[name]) for name in LOSSES if name in numbers), nan)
         return loss, n, metrics
 
@@ -478,7 +481,7 @@ def metrics_of(content: RecordDict) -> tuple[dict[str, Any], int]:
     if not isinstance(record, MetricRecord) or NUM_EXAMPLES not in record:
         raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
     metrics: dict[str, Any] = {**texts_in(content), **record}
-    return metrics, int(metrics.pop(NUM_EXAMPLES))
+    return metrics, int(check_real(NUM_EXAMPLES, metrics.pop(NUM_EXAMPLES), 0, LARGEST_INT))
 
 
 def copy_records(context: Context) -> dict[str, Any]:

@@ -42,8 +42,15 @@ Find = Callable[[Context, str, Sequence[str]], Model | None]
 
 
 @step(OWN_MODELS, TUNE, whole=True)
-def tune(local: Local, request: StepRequest, find: Find | None = None) -> StepResult:
-    """Train the client's own model up to so many times, and keep the best by its ``evaluate``."""
+def tune(
+    local: Local, request: StepRequest, find: Find | None = None, inside: str = ""
+) -> StepResult:
+    """Train the client's own model up to so many times, and keep the best by its ``evaluate``.
+
+    ``inside`` follows the run's token where the client keeps its private arrays.
+    """
+    if local.keeps is not None:
+        local.keeps.check_whole(local.context, request.run + inside, request.models.values())
     model, numbers = _own_model(local, request, find)
     best, result = keep_best(local, model, request.config.get(N_FITS))
     state = own_state(local.context, request.run)

@@ -16,7 +16,7 @@ position, such as a NumPyClient, needs their names (``client_app(names=[...])``)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -300,7 +300,7 @@ class KeepPrivate:
             return call_next(message, context)
         kind = route_of(message)[0]
         if kind == MessageType.QUERY:
-            return _without_arrays(call_next(message, context), str(context.run_id))
+            return _without_arrays(hiding(call_next)(message, context), str(context.run_id))
         record, given = _only_arrays(message.content, "a request")
         configs = _of_kind(message.content, ConfigRecord).values()
         config = next((one for one in configs if ROUND in one), ConfigRecord())
@@ -325,7 +325,9 @@ class KeepPrivate:
         if kind != MessageType.TRAIN:
             _refuse_untrained(first, kept)
             message.content[record] = _record(model)
-            return _without_arrays(call_next(message, context), run)
+            reply = _without_arrays(call_next(message, context), run)
+            _mark(reply, {NEW_STATE: 1} if kept is None and RUN in config else {})
+            return reply
 
         mods = (*self._inside, *inside)
         shared = [name for name in part.names if name not in part.private]
@@ -343,10 +345,9 @@ class KeepPrivate:
             _keep_names(context, store, part.names)
         answered, _ = _only_arrays(reply.content, "a training reply")
         reply.content[answered] = _record(_to_send(part, model))
-        numbers = reply.content.get(METRICS)
-        if part.left_out and isinstance(numbers, MetricRecord):
-            numbers[KEPT] = sum(prod(model[name].shape) for name in part.left_out)
-            numbers[NEW_STATE] = int(kept is None)
+        n_kept = sum(prod(model[name].shape) for name in part.left_out)
+        marks = {KEPT: n_kept} if part.left_out else {}
+        _mark(reply, {**marks, NEW_STATE: int(kept is None)} if RUN in config else {})
         return reply
 
     @staticmethod
@@ -355,6 +356,19 @@ class KeepPrivate:
         store = private_store(context, _ALGORITHM)
         states = [PrivateState(context, run + own, store).newest() for own in ("", INNER)]
         _refuse_untrained(_first_names(context, store), *states)
+
+    @staticmethod
+    def check_whole(context: Context, run: str, models: Iterable[Collection[str]]) -> None:
+        """Accept the names of whole models, if the client has trained in the run: as it has there.
+
+        Else a private array by another name would be the server's.
+        """
+        store = private_store(context, _ALGORITHM)
+        kept = PrivateState(context, run, store).newest()
+        _refuse_untrained(_first_names(context, store), kept)
+        if kept is not None and _NAMES in kept:
+            for given in models:
+                _check_called(_read_names(kept[_NAMES]), given)
 
     def begin(self, context: Context, run: str, model: Mapping[str, Array]) -> None:
         """Keep this model's private arrays for requests without them, unless there are some."""
@@ -382,10 +396,8 @@ class KeepPrivate:
                 f"{self.part.argument} must keep all that the server leaves out, "
                 f"{_list(left_out)}, got {_list(self.part.patterns)}."
             )
-        if list(given) not in (names, [name for name in names if name not in left_out]):
-            raise ValueError(
-                f"arrays must be called {_list(names)}, as in this run before, got {_list(given)}."
-            )
+        if list(given) != [name for name in names if name not in left_out]:
+            _check_called(names, given)
         for name in private:
             before = own.get(f"{_ARRAY}{name}")
             if name in given and before is not None and tuple(given[name].shape) != before.shape:
@@ -400,6 +412,14 @@ def _refuse_untrained(first: list[str] | None, *states: PrivateArrays | None) ->
     trained = (one is not None and _NAMES in one and _UNTRAINED not in one for one in states)
     if first is not None and not any(trained):
         raise UntrainedError
+
+
+def _check_called(names: Sequence[str], given: Collection[str]) -> None:
+    """Accept the names that a model's arrays have in the run."""
+    if [*given] != names:
+        raise ValueError(
+            f"arrays must be called {_list(names)}, as in this run before, got {_list(given)}."
+        )
 
 
 def _check_order(names: Sequence[str], known: Sequence[str]) -> None:
@@ -442,6 +462,13 @@ def _without_arrays(reply: Message, run: str) -> Message:
         del reply.content[name]
         _warn_dropped(run)
     return reply
+
+
+def _mark(reply: Message, marks: Mapping[str, int]) -> None:
+    """Add metrics to a reply that has some."""
+    numbers = None if reply.has_error() else reply.content.get(METRICS)
+    if isinstance(numbers, MetricRecord):
+        numbers.update(marks)
 
 
 @cache

@@ -50,8 +50,9 @@ SHARED, GROUPS, PERSONAL, LOCAL = "shared", "groups", "personal", "local"
 LEVELS = (SHARED, GROUPS, PERSONAL, LOCAL)
 RANDOMS = ("all", "intercept", "columns")
 N_FOLDS = 3
-#: The most random features and classes that a client computes with.
-_MOST_FEATURES, _MOST_CLASSES = 100_000, 10_000
+#: The most random features, of whose products there are as many as their square, and classes that a
+#: client computes with.
+MOST_FEATURES, MOST_CLASSES = 5_000, 10_000
 #: The name of what a client keeps, and of its group in metrics; those of a mixed model's variances.
 COEFFICIENTS, CLUSTER = "coefficients", "cluster"
 SPREAD, RANDOM_ARRAY = ("variances", "noise"), "random"
@@ -224,7 +225,7 @@ class RidgeClient(ProtocolClient):
         (means, deviations, (scale,)), config = request.arrays[:3], request.config
         if len(means) != self.X.shape[1]:
             raise ValueError(f"X must have {len(means)} columns, got {self.X.shape[1]}.")
-        n_features = check_count(FEATURES, config.get(FEATURES), 0, _MOST_FEATURES)
+        n_features = check_count(FEATURES, config.get(FEATURES), 0, MOST_FEATURES)
         how: Any = {"scale": float(scale), "seed": request.seed}
         features = RandomFeatures.draw(means, deviations, n_features, **how)
         return features, features(self.X), _outputs("y", self.y, _n_classes(request))
@@ -270,15 +271,15 @@ def _check_data(
     """Return a client's samples."""
     X = check_array(f"{name}X", X, min_rows=1, columns=columns, squares=True, missing=True)
     given = as_array(f"{name}y", y)
-    if given.dtype.kind not in "iu":
-        given = check_array(f"{name}y", given, ndim=given.ndim, squares=True)
     if given.ndim not in (1, 2) or len(given) != len(X) or not given.size:
         raise ValueError(f"{name}y must have a row for each of X's {len(X)}, got {given.shape}.")
+    if given.dtype.kind not in "iu":
+        given = check_array(f"{name}y", given, ndim=given.ndim, squares=True)
     return X, given
 
 
 def _n_classes(request: StepRequest) -> int:
-    return check_count(CLASSES, request.config.get(CLASSES), 0, _MOST_CLASSES)
+    return check_count(CLASSES, request.config.get(CLASSES), 0, MOST_CLASSES)
 
 
 def _random(request: StepRequest) -> str:
@@ -294,7 +295,7 @@ def _outputs(name: str, y: NDArray[Any], classes: int) -> Matrix:
             f"{name} must be integers from 0 to {classes - 1} for classes={classes}, got others "
             f"or an array of {y.dtype} with {y.ndim} dimensions."
         )
-    one_hot: Matrix = np.eye(classes)[y]
+    one_hot: Matrix = (y[:, None] == np.arange(classes)).astype(np.float64)
     return one_hot
 
 

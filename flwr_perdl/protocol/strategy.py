@@ -626,7 +626,10 @@ def evaluate_model(
         and (one.default is one.empty or one.name == "cluster")
         for one in third
     )
-    return evaluate_fn(round_, model, *([cluster] if takes else []))
+    found = evaluate_fn(round_, model, *([cluster] if takes else []))
+    kinds = (MetricRecord, Mapping, type(None))
+    check_kind("what evaluate_fn returns", found, kinds, "a MetricRecord or None")
+    return found
 
 
 def _check_start(

@@ -253,6 +253,7 @@ class EndsWithModels(ProtocolStrategy):
             return Own()
         record, names = self._run.record, self.client_names
         apart = {p for one in self.history if one.step == TUNE for p in one.metrics}
+        apart |= {*self._run.roster.private}
         return Own(
             f"{type(self).__name__}, rounds: {self._shown_rounds(record.done)}",
             record.token,

@@ -231,9 +231,9 @@ class FederatedRidge(EndsWithModels):
     ) -> None:
         super().__init__(**options)
         self.level = check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
-        self.classes = None if classes is None else check_count("classes", classes, 2, 10_000)
+        self.classes = None if classes is None else check_count("classes", classes, 2, wire.MOST_CLASSES)
         self.outputs = check_count("outputs", outputs, 1, 10_000)
-        self.features = check_count("features", features, 0, 100_000)
+        self.features = check_count("features", features, 0, wire.MOST_FEATURES)
         self.scale = _several("scale", scale)
         self.penalty = None if penalty is None else sorted(_several("penalty", penalty))
         self.random = check_choice("random", random, wire.RANDOMS)

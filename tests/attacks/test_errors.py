@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import (
     DictionaryClient,
@@ -23,7 +24,9 @@ from flwr_perdl.clients import (
     RegressionClient,
     RidgeClient,
     client_app,
+    keep_private,
 )
+from flwr_perdl.clients.app import AnsweringApp
 from flwr_perdl.dictionary import MODLearner
 from flwr_perdl.network import DataDiffusion
 from flwr_perdl.network.messages import Delivery
@@ -213,6 +216,26 @@ def test_no_error_says_a_number_of_what_stays_at_the_client(name: str) -> None:
     assert attack.digits
     for key in keys:
         assert attack.found(key) == {}
+
+
+@pytest.mark.parametrize(
+    ("app", "node"),
+    [
+        (lambda make: client_app(make, private=["head"], names=[*MODEL]), {}),
+        (lambda make: ClientApp(mods=[keep_private("head")]), {}),
+        (client_app, {"neighbor-keys": "keys.json"}),
+    ],
+)
+def test_nor_does_one_of_who_the_client_is(app: Any, node: Any) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError(f"row {SECRET} is odd")
+
+    asked = app(fails)
+    if not isinstance(asked, AnsweringApp):
+        asked.query()(fails)
+    with pytest.raises(ValueError, match=r"row .* is odd") as caught:
+        asked(asks(RecordDict(), kind="query"), context_of(1, **node))
+    assert DIGITS not in "".join(traceback.format_exception(caught.value)).replace(".", "")
 
 
 def test_where_nothing_stays_errors_say_what_was_wrong() -> None:

@@ -90,7 +90,7 @@ class Server:
     def ask(self, kind: str, run: str, b: float, **config: Any) -> Mapping[str, Any]:
         """Return the reply's records, none where it is an error."""
         self.round += 1
-        arrays = {"slope": np.zeros(1), "intercept": np.array(b)}
+        arrays = {"slope": np.zeros(1), config.pop("called", "intercept"): np.array(b)}
         prefix = config.pop("prefix", "")
         told = {"server-round": self.round, "perdl.run": run, "perdl.seed": 0}
         told |= {**self.left_out, **config}
@@ -168,6 +168,19 @@ def test_no_losses_of_models_that_a_server_chooses_tell_of_a_private_part(
         assert np.isnan(server.loss("evaluate", "after", 1.0))
 
 
+@pytest.mark.parametrize("name", ["client", "app", "mod"])
+def test_a_whole_model_has_the_private_arrays_of_its_run(name: str) -> None:
+    """A server gets no own value in by another name, nor with the part of a run inside."""
+    server, tune = Server(APPS[name](), context_of(1), left_out=False), WAYS["tune"][1]
+    assert server.ask("train", "run", 0.0)
+    assert server.loss("tune", "run", 0.0) == server.loss("tune", "run", 9.0)
+    with pytest.raises(ValueError, match="must be called 'slope', 'intercept'"):
+        server.ask("train", "run", 9.0, **tune, called="other")
+    assert server.ask("train", "inside/app", 0.0)
+    assert np.isnan(server.loss("tune", "inside", 9.0))
+    assert server.codes == {UNTRAINED}
+
+
 @pytest.mark.parametrize("name", APPS)
 def test_who_has_not_trained_in_a_run_is_not_asked_and_has_not_failed(name: str) -> None:
     grid = Tapped(APPS[name](), 6)
@@ -198,6 +211,8 @@ def test_a_client_without_evaluation_sends_no_losses(app: Any) -> None:
     server = Server(closed, context_of(1), left_out=False)
     assert np.isnan([server.loss(way, "run", 0.0) for way in WAYS if way != "node"]).all()
     assert server.codes == {NO_EVALUATE}
+    with pytest.raises(ValueError, match=r"evaluate alone for a client with .*evaluate=False"):
+        client_app(app, evaluate=False)(asks(RecordDict(), kind="evaluate.own"), context_of(1))
     grid = Tapped(closed, 3)
     start = ArrayRecord({name: Array(np.zeros(1)) for name in NAMES})
     with pytest.raises(ValueError, match="evaluate"):

@@ -304,6 +304,19 @@ def test_a_lost_state_is_in_the_report(name: str) -> None:
 JOINED = ["clustered", "clustered, private", "personalized", "ditto", *KINDS]
 
 
+def test_a_private_part_that_the_server_knows_nothing_of_is_lost_aloud() -> None:
+    grid = Restarting(client_app(Linear, private=PRIVATE, names=[*start()]), N_CLIENTS)
+    grid.which = slice(1)
+    strategy = ClusteredFedAvg(1)
+    strategy.start(grid, start(), num_rounds=3)
+    lost = [report.metrics[0]["state-lost"] for report in strategy.history]
+    assert lost == [0, 1, 1, 1, 1, 1]
+    assert not any(report.metrics[1].get("state-lost") for report in strategy.history)
+    assert strategy.result.model_of(1)["intercept"].numpy() != 0
+    with pytest.raises(ValueError, match="client 0"):  # the shared model is none of its own
+        strategy.result.model_of(0)
+
+
 @pytest.mark.parametrize("name", JOINED)
 def test_a_new_client_is_as_well_off_as_those_that_took_part(name: str) -> None:
     strategy, _ = run(name, 20)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from sklearn.linear_model import Ridge
 
 from flwr_perdl.clients import RidgeClient, adapt, client_app
@@ -22,7 +22,7 @@ from flwr_perdl.regression.ridge import (
 )
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FederatedRidge, TooFewReplies
-from tests.grids import Dying, Tapped, arrays_in, failing
+from tests.grids import Dying, Tapped, arrays_in, asks, context_of, failing
 
 N, D = 8, 4
 RNG = np.random.default_rng(3)
@@ -229,6 +229,19 @@ def test_samples_never_leave_and_sums_do_not_wait_in_memory() -> None:
     assert set(shapes) == {(3, D), (3, 21)}
 
 
+def test_no_server_asks_for_more_than_a_client_can_hold() -> None:
+    """Of 100,000 features the products take 75 GB."""
+    context = context_of(1)
+    given = ArrayRecord([np.zeros(3), np.ones(3), np.ones(1)])
+    told = {"perdl.protocol": "ridge", "perdl.step": "sums", "perdl.classes": 0, "perdl.seed": 0}
+    told |= {"server-round": 1, "perdl.run": "run", "perdl.features": 100_000}
+    content = RecordDict({"arrays": given, "config": ConfigRecord(told)})
+    with pytest.raises(ValueError, match=r"perdl\.features must be"):
+        client_app(lambda c: RidgeClient(np.eye(3), np.ones(3), c))(asks(content), context)
+    with pytest.raises(ValueError, match="y must have a row"):
+        RidgeClient(np.eye(3), np.float64(1), context)
+
+
 def test_too_few_samples_say_nothing() -> None:
     y = responses("shared")
 
@@ -333,6 +346,7 @@ def test_sums_of_no_samples_are_refused(level: str, lie: str) -> None:
         ({"level": "alone"}, "level"),
         ({"level": "shared", "classes": 1}, "classes"),
         ({"features": -1}, "features"),
+        ({"features": 5_001}, "features"),
         ({"scale": 0}, "scale"),
         ({"scale": ()}, "scale"),
         ({"penalty": (1, -1)}, "penalty"),
