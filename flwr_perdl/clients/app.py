@@ -435,8 +435,8 @@ def _pins_keys(context: Context) -> bool:
 
 def _is_start(message: Message, asked: Step | None) -> bool:
     """Whether a client of the library is asked for its start; any other client would train."""
-    kind = None if asked is None else asked.client
-    return kind is not None and issubclass(kind, ProtocolClient) and not message.content.get(ARRAYS)
+    starts = asked is not None and getattr(asked.client, "starts_open", False)
+    return starts and not message.content.get(ARRAYS)
 
 
 def _reply(message: Message, asked: Step, result: StepResult) -> Message:

@@ -354,6 +354,8 @@ class ProtocolClient(Member):
 
     #: What the error says where a step needs a client of this class, and has another.
     only: ClassVar[str]
+    #: Whether a first step, whose request has no arrays, is answered in the clear if it is secure.
+    starts_open: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -98,6 +98,7 @@ class RegressionClient(ProtocolClient):
         "this strategy clusters the linear models of RegressionClient, with any feature map and "
         "loss; ClusteredFedAvg clusters any model with the clients' fit"
     )
+    starts_open = False
 
     def __init__(
         self,

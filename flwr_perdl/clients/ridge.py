@@ -111,6 +111,7 @@ class RidgeClient(ProtocolClient):
     """
 
     only = "this strategy learns from the sums of RidgeClient, which has the client's samples"
+    starts_open = False
 
     def __init__(
         self,

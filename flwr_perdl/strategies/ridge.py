@@ -231,7 +231,8 @@ class FederatedRidge(EndsWithModels):
     ) -> None:
         super().__init__(**options)
         self.level = check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
-        self.classes = None if classes is None else check_count("classes", classes, 2, wire.MOST_CLASSES)
+        most = wire.MOST_CLASSES
+        self.classes = None if classes is None else check_count("classes", classes, 2, most)
         self.outputs = check_count("outputs", outputs, 1, 10_000)
         self.features = check_count("features", features, 0, wire.MOST_FEATURES)
         self.scale = _several("scale", scale)

@@ -18,7 +18,14 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from sklearn.datasets import load_digits
 
-from flwr_perdl.clients import DictionaryClient, StepResult, client_app, step
+from flwr_perdl.clients import (
+    DictionaryClient,
+    RegressionClient,
+    RidgeClient,
+    StepResult,
+    client_app,
+    step,
+)
 from flwr_perdl.core.npy import view_file
 from flwr_perdl.dictionary import (
     LassoLearner,
@@ -585,6 +592,27 @@ def test_a_client_that_insists_sends_no_update_for_no_arrays(secure: bool, own: 
         return
     with pytest.raises(ValueError, match="secure=True"):
         app(message, context_of(0))
+
+
+@pytest.mark.parametrize(
+    ("client", "protocol", "first"),
+    [
+        (RidgeClient, "ridge", "moments"),
+        (RegressionClient, "mixed_regression", "describe"),
+    ],
+)
+def test_what_begins_with_sums_has_no_start_in_the_clear(
+    client: Any, protocol: str, first: str
+) -> None:
+    told = {"perdl.protocol": protocol, "perdl.step": first, "perdl.seed": 0, "server-round": 1}
+    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(told)})
+    for secure in (False, True):
+        app = client_app(lambda c: client(np.eye(4), np.ones(4), c), secure=secure)
+        if not secure:  # the control
+            assert app(asks(content), context_of(1)).content["arrays"]
+            continue
+        with pytest.raises(ValueError, match="secure=True"):
+            app(asks(content), context_of(1))
 
 
 def test_learners_of_two_kinds_are_not_summed() -> None:
