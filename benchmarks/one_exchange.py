@@ -22,12 +22,13 @@ patients   The study `patients` (parkinsons.npz, as its page has it): root mean 
            splits. No random features, the constant deviates, penalties of deviations as everywhere;
            "validated": the rows by which others choose are used for training, since there is
            nothing to choose. "newest" (added after the first run): trained as without; then each
-           client solves its part by `adapt` on those rows, which are its newest.
+           client solves its part by `adapt` on those rows, which are its newest; so was
+           random="columns".
 heart      The same study (heart.npz, as its page has it): share of wrong classes.
 beijing    The study `forecast` (beijing.npz), ten seeds: mean squared error, paired with the stored
            errors of exact diffusion. Four scales (0.03, 0.1, 0.3, 1) and six penalties (0.3, 1, 3,
-           10, 30, 100), chosen by folds of the training days. "by validation" (added after the first
-           run): three scales (0.1, 0.3, 1) and the penalties, of which the mean loss on the study's
+           10, 30, 100), chosen by folds of the training days. "by validation" (added after the
+           first run): three scales (0.1, 0.3, 1) and the penalties, of which the mean loss on the study's
            validation days chooses, as for every other method there.
 noise      phones (300 features) and schools, three draws, at epsilon 8, 2 and 0.5, delta 1e-5:
            columns' means and deviations given as if they were public (those of all rows), or
@@ -330,7 +331,7 @@ def natural(
                 X, y = (np.concatenate([getattr(r, n) for r in part]) for n in ("X", "y"))
                 y = y.astype(int) if classes else y
                 clients.append((X, y, np.arange(len(y)) < len(y) - len(part[-1].y)))
-            for random in ("intercept", "all"):
+            for random in ("intercept", "all", "columns"):
                 how: Any = {"random": random, "features": 0, "seed": seed, **classes}
                 strategy, models = run(clients, "personal", **how)
                 each = zip(clients, models, strict=True)
