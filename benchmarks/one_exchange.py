@@ -28,8 +28,8 @@ heart      The same study (heart.npz, as its page has it): share of wrong classe
 beijing    The study `forecast` (beijing.npz), ten seeds: mean squared error, paired with the stored
            errors of exact diffusion. Four scales (0.03, 0.1, 0.3, 1) and six penalties (0.3, 1, 3,
            10, 30, 100), chosen by folds of the training days. "by validation" (added after the
-           first run): three scales (0.1, 0.3, 1) and the penalties, of which the mean loss on the study's
-           validation days chooses, as for every other method there.
+           first run): three scales (0.1, 0.3, 1) and the penalties, of which the mean loss on the
+           study's validation days chooses, as for every other method there.
 noise      phones (300 features) and schools, three draws, at epsilon 8, 2 and 0.5, delta 1e-5:
            columns' means and deviations given as if they were public (those of all rows), or
            learned from noised moments within bounds (the least and the largest value of a column).
