@@ -15,29 +15,13 @@ from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.clients.own_models import Model
-from flwr_perdl.core.checks import (
-    Matrix,
-    as_array,
-    check_array,
-    check_choice,
-    check_count,
-    check_kind,
-)
+from flwr_perdl.core import checks
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.protocol.records import EVALUATE, MAX_WEIGHT, Scalar, encode, view
 from flwr_perdl.random import spawn
-from flwr_perdl.regression.ridge import (
-    ROW_LENGTH,
-    RandomFeatures,
-    RidgeModel,
-    bounded_sums,
-    column_moments,
-    expect_deviation,
-    fit_deviation,
-    fit_part,
-    of_bounds,
-    ridge_sums,
-)
+from flwr_perdl.regression import ridge as maths
+from flwr_perdl.regression.ridge import RandomFeatures, RidgeModel
 
 RIDGE = "ridge"
 MOMENTS, SUMS, ERRORS, SOLVE = "moments", "sums", "errors", "solve"
@@ -130,18 +114,18 @@ class RidgeClient(ProtocolClient):
         self.X, self.y = _check_data("", X, y)
         self.held_out: tuple[Matrix, NDArray[Any]] | None = None
         if held_out is not None:
-            if len(check_kind("held_out", held_out, (tuple, list), "(X, y) or None")) != 2:
+            if len(checks.check_kind("held_out", held_out, (tuple, list), "(X, y) or None")) != 2:
                 raise ValueError(f"held_out must be (X, y), got {len(held_out)} entries.")
             self.held_out = _check_data("held_out ", *held_out, columns=self.X.shape[1])
-        self.min_support = check_count("min_support", min_support)
+        self.min_support = checks.check_count("min_support", min_support)
 
     def moments(self, request: StepRequest) -> StepResult:
         """Return the counts, sums and sums of squares of the columns, of bounds within -1 and 1."""
         X = self.X
         for bounds in request.arrays:
-            middles, halves = of_bounds(bounds)
+            middles, halves = maths.of_bounds(bounds)
             X = np.clip((X - middles) / halves, -1, 1)
-        found = column_moments(X)
+        found = maths.column_moments(X)
         if SAMPLE_BOUND.get() is None:
             found[:, found[0] < self.min_support] = 0
         return self._sent(request, found, len(X), sqrt(found.size))
@@ -153,9 +137,9 @@ class RidgeClient(ProtocolClient):
             most = 1 / sqrt(Y.shape[1])
             Y = np.clip(Y / heights, -most, most)
         fold, n_folds = self._folds(request)
-        form = ridge_sums if SAMPLE_BOUND.get() is None else bounded_sums
+        form = maths.ridge_sums if SAMPLE_BOUND.get() is None else maths.bounded_sums
         parts = [form(Z[fold == f], Y[fold == f]) for f in range(n_folds)]
-        return self._sent(request, np.stack(parts), int(np.sum(fold >= 0)), ROW_LENGTH)
+        return self._sent(request, np.stack(parts), int(np.sum(fold >= 0)), maths.ROW_LENGTH)
 
     def _sent(self, request: StepRequest, sums: Matrix, n: int, length: float) -> StepResult:
         """Return sums as they leave: where they get noise each sample adds ``bound`` at most."""
@@ -183,8 +167,8 @@ class RidgeClient(ProtocolClient):
             models = {
                 SHARED: shared[f],
                 GROUPS: groups[f][_nearest(groups[f], A, B)],
-                PERSONAL: shared[f] + fit_part(A, B - A @ shared[f], _random(request)),
-                LOCAL: fit_deviation(A, B).coefficients,
+                PERSONAL: shared[f] + maths.fit_part(A, B - A @ shared[f], _random(request)),
+                LOCAL: maths.fit_deviation(A, B).coefficients,
             }
             for level, w in models.items():
                 total[level] += float(np.sum((Y[held] - Z[held] @ w) ** 2))
@@ -196,7 +180,7 @@ class RidgeClient(ProtocolClient):
         features, Z, Y = self._points(request)
         models, *spread = request.arrays[3:]
         if request.config.get(LEVEL) == LOCAL:
-            own, group = fit_deviation(Z, Y).coefficients, 0
+            own, group = maths.fit_deviation(Z, Y).coefficients, 0
         else:
             own, group = _own_model(models, Z, Y, _random(request), spread)
         result = self._measured(request, features, own, group)
@@ -226,7 +210,7 @@ class RidgeClient(ProtocolClient):
         (means, deviations, (scale,)), config = request.arrays[:3], request.config
         if len(means) != self.X.shape[1]:
             raise ValueError(f"X must have {len(means)} columns, got {self.X.shape[1]}.")
-        n_features = check_count(FEATURES, config.get(FEATURES), 0, MOST_FEATURES)
+        n_features = checks.check_count(FEATURES, config.get(FEATURES), 0, MOST_FEATURES)
         how: Any = {"scale": float(scale), "seed": request.seed}
         features = RandomFeatures.draw(means, deviations, n_features, **how)
         return features, features(self.X), _outputs("y", self.y, _n_classes(request))
@@ -238,7 +222,7 @@ class RidgeClient(ProtocolClient):
         is left out: its products would be those of single samples. Under noise nothing depends on
         other samples.
         """
-        n_folds = check_count(FOLDS, request.config.get(FOLDS, N_FOLDS), 1, N_FOLDS)
+        n_folds = checks.check_count(FOLDS, request.config.get(FOLDS, N_FOLDS), 1, N_FOLDS)
         rng, bounded = spawn(request.seed, self.partition), SAMPLE_BOUND.get() is not None
         labels = self.y if _n_classes(request) and not bounded else np.zeros(len(self.y))
         folds, least = np.full(len(labels), -1), 0 if bounded else max(self.min_support, 1)
@@ -270,21 +254,21 @@ def _check_data(
     name: str, X: Matrix, y: NDArray[Any], columns: int | None = None
 ) -> tuple[Matrix, NDArray[Any]]:
     """Return a client's samples."""
-    X = check_array(f"{name}X", X, min_rows=1, columns=columns, squares=True, missing=True)
-    given = as_array(f"{name}y", y)
+    X = checks.check_array(f"{name}X", X, min_rows=1, columns=columns, squares=True, missing=True)
+    given = checks.as_array(f"{name}y", y)
     if given.ndim not in (1, 2) or len(given) != len(X) or not given.size:
         raise ValueError(f"{name}y must have a row for each of X's {len(X)}, got {given.shape}.")
     if given.dtype.kind not in "iu":
-        given = check_array(f"{name}y", given, ndim=given.ndim, squares=True)
+        given = checks.check_array(f"{name}y", given, ndim=given.ndim, squares=True)
     return X, given
 
 
 def _n_classes(request: StepRequest) -> int:
-    return check_count(CLASSES, request.config.get(CLASSES), 0, MOST_CLASSES)
+    return checks.check_count(CLASSES, request.config.get(CLASSES), 0, MOST_CLASSES)
 
 
 def _random(request: StepRequest) -> str:
-    return check_choice(RANDOM, request.config.get(RANDOM), RANDOMS)
+    return checks.check_choice(RANDOM, request.config.get(RANDOM), RANDOMS)
 
 
 def _outputs(name: str, y: NDArray[Any], classes: int) -> Matrix:
@@ -306,7 +290,7 @@ def _own_model(
     """Return the coefficients of a client's own model, and of which model it deviates."""
     group = _nearest(models, Z, Y)
     rest = Y - Z @ models[group]
-    own = expect_deviation(Z, rest, *spread) if spread else fit_part(Z, rest, random)
+    own = maths.expect_deviation(Z, rest, *spread) if spread else maths.fit_part(Z, rest, random)
     return models[group] + own, group
 
 

@@ -25,33 +25,14 @@ from flwr.serverapp import Grid
 
 from flwr_perdl.clients import ridge as wire
 from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, SPREAD
+from flwr_perdl.core import checks
 from flwr_perdl.core.aggregate import LEFT_OUT, aggregate
-from flwr_perdl.core.checks import (
-    LARGE,
-    MOST_CLUSTERS,
-    Matrix,
-    check_array,
-    check_choice,
-    check_count,
-    check_flag,
-    check_list,
-    check_numbers,
-    check_real,
-    is_auto,
-)
+from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_server import sums_with
+from flwr_perdl.protocol import records
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import (
-    SILENT,
-    Limits,
-    Replies,
-    Reply,
-    Scalar,
-    check_shapes,
-    read_reply,
-    to_record,
-)
+from flwr_perdl.protocol.records import Limits, Replies, Reply, Scalar
 from flwr_perdl.protocol.request import (
     Kept,
     Lost,
@@ -79,7 +60,7 @@ _HAVE_OWN, _SUMMED = (PERSONAL, BOTH, LOCAL), ("secure", "privacy")
 #: square of the noise's inverse, which is a quarter of epsilon.
 _MOST_COLUMNS, _MOST_ROWS, _SHARES = 100, 10_000, (1, 15)
 #: Accepts a reply that has metrics alone.
-_NO_ARRAYS: Callable[[Reply], None] = partial(check_shapes, [])
+_NO_ARRAYS: Callable[[Reply], None] = partial(records.check_shapes, [])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -230,25 +211,25 @@ class FederatedRidge(EndsWithModels):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        self.level = check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
+        self.level = checks.check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
         most = wire.MOST_CLASSES
-        self.classes = None if classes is None else check_count("classes", classes, 2, most)
-        self.outputs = check_count("outputs", outputs, 1, 10_000)
-        self.features = check_count("features", features, 0, wire.MOST_FEATURES)
+        self.classes = None if classes is None else checks.check_count("classes", classes, 2, most)
+        self.outputs = checks.check_count("outputs", outputs, 1, 10_000)
+        self.features = checks.check_count("features", features, 0, wire.MOST_FEATURES)
         self.scale = _several("scale", scale)
         self.penalty = None if penalty is None else sorted(_several("penalty", penalty))
-        self.random = check_choice("random", random, wire.RANDOMS)
+        self.random = checks.check_choice("random", random, wire.RANDOMS)
         self.n_clusters: int | str = n_clusters
-        if not is_auto("n_clusters", n_clusters):
-            self.n_clusters = check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
-        self.max_clusters = check_count("max_clusters", max_clusters, 1, MOST_CLUSTERS)
+        if not checks.is_auto("n_clusters", n_clusters):
+            self.n_clusters = checks.check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
+        self.max_clusters = checks.check_count("max_clusters", max_clusters, 1, MOST_CLUSTERS)
         self.columns = None if columns is None else _numbers("columns", columns, rows=2)
         if self.columns is not None and not (self.columns[1] > 0).all():
             raise ValueError("columns must have deviations above 0, got others.")
         self.bounds = None if bounds is None else _numbers("bounds", bounds, columns=2)
         if self.bounds is not None and not (self.bounds[:, 0] < self.bounds[:, 1]).all():
             raise ValueError("bounds must have a lower one and a higher one, got others.")
-        self.robust = check_flag("robust", robust)
+        self.robust = checks.check_flag("robust", robust)
         self.secure, self.privacy = secure, privacy
         if privacy is not None or secure is not False:
             self._sums = sums_with(privacy, secure)
@@ -341,7 +322,7 @@ class FederatedRidge(EndsWithModels):
         """Return a request to which sums of this shape are replied, or nothing but metrics."""
         sums, moments, channel, summed = step == wire.SUMS, step == wire.MOMENTS, None, None
         if self._sums is not None and not (sums or moments):
-            channel = Total(accept, {SILENT: True})
+            channel = Total(accept, {records.SILENT: True})
         elif self._sums is not None:
             given, d = self.columns is not None, self._n_columns
             entries = maths.sums_size(1 + d + self.features, self._q) + (0 if given else 3 * d)
@@ -505,7 +486,7 @@ class FederatedRidge(EndsWithModels):
         arrays = RidgeModel(features, coefficients, self.classes or 0).to_arrays()
         arrays[wire.RANDOM_ARRAY] = np.array(wire.RANDOMS.index(self.random))
         arrays |= dict(zip(SPREAD, spread, strict=False))
-        return to_record([*arrays.values()], [*arrays])
+        return records.to_record([*arrays.values()], [*arrays])
 
     @property
     def own(self) -> Own:
@@ -566,7 +547,7 @@ class Total:
 
     def _read(self, limits: Limits, message: Message) -> Reply:
         """Return a client's sums."""
-        reply = read_reply(message.content, limits)
+        reply = records.read_reply(message.content, limits)
         self.check(reply)
         return reply
 
@@ -602,18 +583,18 @@ def _check_moments(reply: Reply) -> None:
 
 def _check_sums(p: int, q: int, n_folds: int, classes: bool, reply: Reply) -> None:
     """Accept sums of as many samples as the client has."""
-    check_shapes([(n_folds, maths.sums_size(p, q))], reply)
+    records.check_shapes([(n_folds, maths.sums_size(p, q))], reply)
     maths.check_sums(reply.arrays[0], p, q, reply.num_examples, classes=classes)
 
 
 def _numbers(name: str, values: object, **rules: Any) -> Matrix:
     """Return numbers as a matrix of floats."""
-    return check_array(name, check_numbers(name, values) + 0.0, min_rows=1, **rules)
+    return checks.check_array(name, checks.check_numbers(name, values) + 0.0, min_rows=1, **rules)
 
 
 def _several(name: str, value: float | Sequence[float]) -> list[float]:
     """Return one number above 0, or several."""
-    values = list(check_list(name, value)) if np.ndim(value) else [value]
+    values = list(checks.check_list(name, value)) if np.ndim(value) else [value]
     if not values:
         raise ValueError(f"{name} must have at least one number, got none.")
-    return [check_real(name, one, 0, LARGE, open_low=True) for one in values]
+    return [checks.check_real(name, one, 0, LARGE, open_low=True) for one in values]
