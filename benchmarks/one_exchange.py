@@ -51,6 +51,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, RecordDict
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from flwr_perdl.clients import RidgeClient, adapt, client_app
 from flwr_perdl.core.checks import Matrix
@@ -482,12 +483,17 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
         ]
         titles = [part, "mean", "range", "draws"]
         parts.append(markdown_table(titles, cells))
+        pairs: list[tuple[str, str]] = []
         if part == "beijing":
             others = [name for name in rows if name.startswith("stored")]
-            for name, other in product([name for name in rows if "shared" in name], others):
-                gains = np.array(rows[name]) - rows[other]
-                half = 2.262 * gains.std(ddof=1) / np.sqrt(len(gains))
-                parts.append(f"{name} minus {other}: {gains.mean():.4f} +- {half:.4f}\n")
+            pairs = [*product([name for name in rows if "shared" in name], others)]
+        if part == "rivals" and "phones" in found:
+            pairs = [("personal" + ", drawn" * ("drawn" in name), name) for name in rows]
+            rows = {**found["phones"], **rows}
+        for one, other in pairs:
+            gains = np.array(rows[one]) - rows[other]
+            half = stdtrit(len(gains) - 1, 0.975) * gains.std(ddof=1) / np.sqrt(len(gains))
+            parts.append(f"{one} minus {other}: {gains.mean():.4f} +- {half:.4f}\n")
     return "\n".join(parts)
 
 

@@ -138,8 +138,10 @@ class RidgeClient(ProtocolClient):
             Y = np.clip(Y / heights, -most, most)
         fold, n_folds = self._folds(request)
         form = maths.ridge_sums if SAMPLE_BOUND.get() is None else maths.bounded_sums
-        parts = [form(Z[fold == f], Y[fold == f]) for f in range(n_folds)]
-        return self._sent(request, np.stack(parts), int(np.sum(fold >= 0)), maths.ROW_LENGTH)
+        sums = np.empty((n_folds, maths.sums_size(Z.shape[1], Y.shape[1])))
+        for f in range(n_folds):
+            sums[f] = form(Z[fold == f], Y[fold == f])
+        return self._sent(request, sums, int(np.sum(fold >= 0)), maths.ROW_LENGTH)
 
     def _sent(self, request: StepRequest, sums: Matrix, n: int, length: float) -> StepResult:
         """Return sums as they leave: where they get noise each sample adds ``bound`` at most."""

@@ -534,15 +534,19 @@ class Total:
         total: list[Matrix] = []
         good: dict[int, Reply] = {}
         lost: dict[int, Lost] = {}
-        # In this process clients are asked one after the other: their sums need not wait together.
-        for part in [[one] for one in sent] if isinstance(grid, LocalGrid) else [sent]:
+
+        def add(part: Sent) -> None:
             replies = grid.send_and_receive([message for _, message in part], timeout=timeout)
             found, wrong = read_replies(part, replies, partial(self._read, limits))
-            lost |= wrong
-            for partition in sorted(found):
-                good[partition] = found[partition]._replace(arrays=total)
-                for array in found.pop(partition).arrays:
-                    total[:] = [total[0] + array if total else array]
+            lost.update(wrong)
+            for partition, reply in sorted(found.items()):
+                for array in reply.arrays:
+                    total[:] = [np.add(total[0], array, out=total[0]) if total else array.copy()]
+                good[partition] = reply._replace(arrays=total)
+
+        # In this process clients are asked one after the other: their sums need not wait together.
+        for part in [[one] for one in sent] if isinstance(grid, LocalGrid) else [sent]:
+            add(part)
         return good, lost
 
     def _read(self, limits: Limits, message: Message) -> Reply:
