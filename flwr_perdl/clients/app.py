@@ -138,9 +138,10 @@ def client_app(
     share : str or sequence of str, default ()
         Instead, names or patterns of the only arrays that leave the client.
     names : sequence of str, default ()
-        With ``private`` or ``share``: the names of all arrays, in the order in which a NumPyClient
-        takes them, so that no server can call a private array by another's name. By default they
-        are "0", "1", …; with a ``state-dir`` those of the client's first run.
+        With ``private`` or ``share``: the names of all arrays, in the order in which the app takes
+        them, so that no server can call a private array by another's name. Of a NumPyClient they
+        are by default "0", "1", …, with a ``state-dir`` those of the client's first run; a
+        ClientApp is by default trusted to take arrays by their names.
     evaluate : bool, default True
         Whether the server learns losses: of models that it chooses they tell of the data and of
         private arrays. False is as if the client defined no evaluation.
@@ -196,11 +197,11 @@ def client_app(
     guards = Guards(min_clients, part, privacy, steps, evaluate)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        if train_mods or secure or names or (ours and guards != Guards()):
+        if train_mods or secure or (ours and guards != Guards()):
             raise ValueError(
-                "train_mods, secure and names must be left out with a ClientApp, "
-                "which has its own, and min_clients, private, evaluate, privacy and protocols with "
-                "one of client_app, got some of them."
+                "train_mods and secure must be left out with a ClientApp, which has its own mods, "
+                "and min_clients, private, evaluate, privacy and protocols with one of client_app, "
+                "got some of them."
             )
         if is_legacy(make_client):
             raise TypeError(
@@ -210,7 +211,7 @@ def client_app(
         own_mods = mods_of(make_client)
         keeps = part is None and isinstance(next(iter(own_mods), None), KeepPrivate)
         check_mods("mods of the ClientApp", own_mods[keeps:])
-        return make_client if ours else OtherApp(make_client, guards)
+        return make_client if ours else OtherApp(make_client, guards, names or None)
     if not callable(make_client):
         raise TypeError(
             f"make_client must be a function that makes a client from Flower's Context, got "
@@ -252,10 +253,10 @@ class AnsweringApp(ClientApp):
     #: Mods around training, which see what is shared.
     _train_mods: Sequence[Any] = ()
 
-    def __init__(self, guards: Guards) -> None:
+    def __init__(self, guards: Guards, names: Sequence[str] | None = None) -> None:
         super().__init__()
         self._min_clients, part, self._privacy, self._steps, self._evaluation = guards
-        self._keep = None if part is None else KeepPrivate(part)
+        self._keep = None if part is None else KeepPrivate(part, names=names)
 
     @property
     def kept_part(self) -> Part | None:
@@ -501,8 +502,8 @@ class Handlers(Protocol):
 class OtherApp(AnsweringApp):
     """A ClientApp of somebody else; who the client is this one says for it."""
 
-    def __init__(self, app: ClientApp, guards: Guards) -> None:
-        super().__init__(guards)
+    def __init__(self, app: ClientApp, guards: Guards, names: Sequence[str] | None = None) -> None:
+        super().__init__(guards, names)
         self.app = app
         self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
@@ -551,9 +552,7 @@ class NumPyClientApp(AnsweringApp):
         names: Sequence[str],
         guards: Guards,
     ) -> None:
-        super().__init__(guards)
-        if guards.part is not None:
-            self._keep = KeepPrivate(guards.part, names=names)
+        super().__init__(guards, names)
         self._make_client = make_client
         self._secure = secure
         self._train_mods = tuple(train_mods)

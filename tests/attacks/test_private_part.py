@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.strategies import PersonalizedFedAvg, TooFewReplies
-from tests.grids import Tapped, arrays_in, asks, context_of, partition_of
+from tests.grids import Tapped, arrays_in, as_app, asks, context_of, partition_of
 
 SECRET = 1234.5
 
@@ -130,15 +130,19 @@ class ByPosition(NumPyClient):
         return [body + 1, np.full_like(head, self.secret)], 1, {}
 
 
-@pytest.mark.parametrize("known", ["nothing", "names", "first run", "numbers", "unknown"])
+WAYS = ["nothing", "names", "names of an app", "first run", "numbers", "unknown"]
+
+
+@pytest.mark.parametrize("known", WAYS)
 def test_no_server_renames_the_arrays_of_a_client_by_position(known: str, tmp_path: Path) -> None:
     """A client that leaves it to the server what is private follows its names (the control)."""
     body, head = ("0", "1") if known == "numbers" else ("body", "head")
 
     def grid() -> Tapped:
-        private, names = () if known == "nothing" else [head], [body, head] * (known == "names")
+        private, names = () if known == "nothing" else [head], [body, head] * ("names" in known)
         where = {"state-dir": str(tmp_path)} if known == "first run" else {}
-        app = client_app(ByPosition, private=private, names=names)
+        own = as_app(ByPosition) if "app" in known else ByPosition
+        app = client_app(own, private=private, names=names)
         return Tapped(app, 2, node_config=lambda node: where)
 
     def ask(grid: Tapped, *names: str) -> None:
@@ -169,5 +173,3 @@ def test_names_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match="names"):
             client_app(ByPosition, **given)
-    with pytest.raises(ValueError, match="names"):
-        client_app(ClientApp(), private="a", names=["a", "b"])
