@@ -331,7 +331,7 @@ def _table(
     better = ["", *("" if "over" in one else one.get("better", "") for one, _ in columns)]
     best = _best(rows, better, along=spec.get("best", "column"))
     columns_ = [say(spec.get("head", ""), facts), *heads]
-    return Table(title, caption, columns_, rows, best, better if field in _CLIENTS else ())
+    return Table(title, caption, columns_, rows, best, better if field in _CLIENTS else [])
 
 
 def brief(table: Mapping[str, Any]) -> Mapping[str, Any]:
