@@ -121,23 +121,27 @@ class RidgeClient(ProtocolClient):
 
     def moments(self, request: StepRequest) -> StepResult:
         """Return the counts, sums and sums of squares of the columns, of bounds within -1 and 1."""
-        X = self.X
+        X, noised = self.X, SAMPLE_BOUND.get() is not None
         for bounds in request.arrays:
             middles, halves = maths.of_bounds(bounds)
-            X = np.clip((X - middles) / halves, -1, 1)
+            X = (X - middles) / halves
+        if noised or request.arrays:  # whatever the request says, a sample is bounded
+            X = np.clip(X, -1, 1)
         found = maths.column_moments(X)
-        if SAMPLE_BOUND.get() is None:
+        if not noised:
             found[:, found[0] < self.min_support] = 0
         return self._sent(request, found, len(X), sqrt(found.size))
 
     def sums(self, request: StepRequest) -> StepResult:
         """Return the products of features and responses, summed by fold."""
         _, Z, Y = self._points(request)
-        for heights in request.arrays[3:]:  # by which responses have norm 1 at most
-            most = 1 / sqrt(Y.shape[1])
-            Y = np.clip(Y / heights, -most, most)
+        noised, most = SAMPLE_BOUND.get() is not None, 1 / sqrt(Y.shape[1])
+        for heights in request.arrays[3:]:
+            Y = Y / heights
+        if not _n_classes(request) and (noised or request.arrays[3:]):  # of norm 1 at most
+            Y = np.clip(Y, -most, most)
         fold, n_folds = self._folds(request)
-        form = maths.ridge_sums if SAMPLE_BOUND.get() is None else maths.bounded_sums
+        form = maths.bounded_sums if noised else maths.ridge_sums
         sums = np.empty((n_folds, maths.sums_size(Z.shape[1], Y.shape[1])))
         for f in range(n_folds):
             sums[f] = form(Z[fold == f], Y[fold == f])
@@ -224,8 +228,9 @@ class RidgeClient(ProtocolClient):
         is left out: its products would be those of single samples. Under noise nothing depends on
         other samples.
         """
-        n_folds = checks.check_count(FOLDS, request.config.get(FOLDS, N_FOLDS), 1, N_FOLDS)
         rng, bounded = spawn(request.seed, self.partition), SAMPLE_BOUND.get() is not None
+        most = 1 if bounded else N_FOLDS  # folds of noised sums would depend on other samples
+        n_folds = checks.check_count(FOLDS, request.config.get(FOLDS), 1, most)
         labels = self.y if _n_classes(request) and not bounded else np.zeros(len(self.y))
         folds, least = np.full(len(labels), -1), 0 if bounded else max(self.min_support, 1)
         for label in np.unique(labels):

@@ -112,8 +112,11 @@ def test_a_record_moves_nothing_by_more_than_the_clip(of: str) -> None:
 
 
 @pytest.mark.parametrize("step", ["moments", "sums"])
-def test_a_record_moves_sums_of_columns_and_of_features_by_the_clip_at_most(step: str) -> None:
-    """One that is as far out as can be moves them by as much."""
+@pytest.mark.parametrize("told", [True, False], ids=["bounds", "no bounds"])
+def test_a_record_moves_sums_of_columns_and_of_features_by_the_clip_at_most(
+    step: str, told: bool
+) -> None:
+    """One that is as far out as can be moves them by as much; whether the server says bounds."""
     d, clip = 3, 1e-3
     noise, sums = Noise(epsilon=2, trust="central", clip=clip), []
     for record in (None, [9.0, -9.0, 9.0], [0.1, 0.0, 0.0], [np.nan] * 3):
@@ -126,6 +129,7 @@ def test_a_record_moves_sums_of_columns_and_of_features_by_the_clip_at_most(step
         config |= {"perdl.features": 0, "perdl.classes": 0}
         bounds, ones = np.array([[-1.0, 1.0]] * d), np.ones(d)
         given = [bounds] if step == "moments" else [0 * ones, ones, ones[:1], ones[:1]]
+        given = given if told else given[:-1]
         content = RecordDict({"arrays": ArrayRecord(given), "config": ConfigRecord(config)})
         app = client_app(lambda c, X=X, y=y: RidgeClient(X, y, c), privacy=noise)
         sums.append(app(asks(content), context_of()).content["arrays"]["0"].numpy())
@@ -133,3 +137,17 @@ def test_a_record_moves_sums_of_columns_and_of_features_by_the_clip_at_most(step
     assert max(moved) <= clip + 1e-9
     assert moved[0] == pytest.approx(clip)
     assert moved[1] < 0.9 * clip
+
+
+def test_noised_sums_are_in_no_folds_which_would_depend_on_the_number_of_samples() -> None:
+    noise = Noise(epsilon=2, trust="central")
+    said = promise(delta=noise.delta, level="record", size=3 * sums_size(2, 1), of="sums")
+    config = {"perdl.step": "sums", "perdl.run": "r", "perdl.seed": 0, "server-round": 1}
+    config |= {"perdl.protocol": "ridge", "perdl.promise": said, "perdl.folds": 3}
+    config |= {"perdl.features": 0, "perdl.classes": 0}
+    one = np.ones(1)
+    content = RecordDict(
+        {"arrays": ArrayRecord([0 * one, one, one, one]), "config": ConfigRecord(config)}
+    )
+    app = client_app(lambda c: RidgeClient(np.ones((9, 1)), np.ones(9), c), privacy=noise)
+    assert not app(asks(content), context_of()).content["arrays"]["0"].numpy().any()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
+from flwr_perdl.network import Faults, InMemoryNetwork, Topology, diffusion_averaging
 from flwr_perdl.regression import RidgeModel
 from flwr_perdl.regression.ridge import (
     Grouping,
@@ -154,6 +157,23 @@ def test_more_groups_than_clients_end_every_start() -> None:
     rng = np.random.default_rng(0)
     assert Grouping(folds.sum(axis=0), 4, 1, 1.0).fit(3, rng) is None
     assert len(choose_groups(folds, 4, 1, (1, 2, 3), 1.0, rng=rng)[0].models) == 2
+
+
+def test_sums_by_consensus_are_the_total_though_a_fifth_of_the_links_fails() -> None:
+    own = [ridge_sums(Z[i::12], Y[i::12]) for i in range(12)]
+
+    class Node:
+        def __init__(self, node: int) -> None:
+            self.sums = own[node]
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return ([self.sums] if config["server-round"] == 1 else parameters), 1, {}
+
+    network = InMemoryNetwork(Topology.exponential(12), faults=Faults(drop=0.2, seed=1))
+    how: Any = {"method": "push_sum", "evaluate_every": 0}
+    run = diffusion_averaging(Node, network, 60, initial=[np.zeros_like(own[0])], **how)
+    for model in run.models.values():
+        np.testing.assert_allclose(12 * model[0], np.sum(own, axis=0), atol=1e-10)
 
 
 def test_a_model_is_complete_in_its_arrays() -> None:
