@@ -426,9 +426,9 @@ class ProtocolClient(Member):
 
     @property
     def answers_itself(self) -> bool:
-        """Whether a subclass has a ``fit`` or ``evaluate`` of its own, which then answers."""
-        own = type(self)
-        return (own.fit, own.evaluate) != (ProtocolClient.fit, ProtocolClient.evaluate)
+        """Whether it has another ``fit`` or ``evaluate`` than this class, which then answers."""
+        functions = [getattr(method, "__func__", None) for method in (self.fit, self.evaluate)]
+        return functions != [ProtocolClient.fit, ProtocolClient.evaluate]
 
     def adapted(self, request: StepRequest, n_fits: int) -> Mapping[str, Matrix]:
         """Return the client's own model, by `adapt`, from a finished run's; a subclass's to say.
