@@ -91,7 +91,7 @@ def test_in_process_it_prints_what_its_readme_says(
         "perdl-clustered": {f"cluster-{j}" for j in range(4)},
         "perdl-personal": {"shared", *(f"client-{i}" for i in range(16))},  # here heads are at hand
     }
-    assert files - {"README"} == found.get(name, set())
+    assert files - {"README", "models"} == found.get(name, set())
     assert out.is_file() == (name == "perdl-perma")
 
 
