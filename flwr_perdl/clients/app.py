@@ -122,9 +122,9 @@ def client_app(
         (``@app.train()``, ``@app.evaluate()``): for `ClusteredFedAvg` its evaluation replies need
         the metric ``"loss"`` or ``"eval_loss"``.
     train_mods : sequence of Flower mods
-        Mods around training, outermost first. Requests and replies carry one
-        ArrayRecord each, so Flower's differential-privacy mods work; of `ClusteredFedAvg`'s
-        requests they see one model at a time.
+        Mods around training, outermost first. Requests and replies carry one ArrayRecord each, so
+        Flower's differential-privacy mods work; of `ClusteredFedAvg`'s requests they see one model
+        at a time.
     secure : bool, default False
         Whether to train in secure rounds only (`PerMA` with ``secure=True``, `SecureMean`), except
         for a protocol's first step, whose request has no arrays, such as PerMA's. By default the
@@ -159,8 +159,8 @@ def client_app(
     ClientApp
         Training replies have ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"`` with
         the loss as ``"loss"``, unless it is NaN; metrics that are texts are in a ConfigRecord
-        ``"texts"``. A query returns the client's properties, with the
-        context's ``partition-id`` if the client does not say its own.
+        ``"texts"``. A query returns the client's properties, with the context's ``partition-id`` if
+        the client does not say its own.
 
     Raises
     ------
@@ -169,8 +169,8 @@ def client_app(
     ValueError
         If ``min_clients`` is below 2; if an option comes with a ClientApp, which has its own
         (``min_clients`` and ``private`` only with one of `client_app`); if ``names`` come without
-        ``private`` or ``share``, or one twice; if `keep_private` is among
-        the mods, and not the first of a ClientApp's; if one of ``protocols`` has no steps.
+        ``private`` or ``share``, or one twice; if `keep_private` is among the mods, and not the
+        first of a ClientApp's; if one of ``protocols`` has no steps.
 
     Examples
     --------
@@ -318,12 +318,12 @@ class AnsweringApp(ClientApp):
                 "neighbor-keys in the node config must be left out for such a request: a node "
                 f"that pins keys sends only sealed messages, got one to {kind}."
             )
-        if asked is None:
-            call = self._around(handlers, message)
-        elif asked.client is None:
+        call: Call
+        if asked is not None and asked.client is None:
             call = partial(self.take_step, asked, handlers)
         else:
-            call = self._around(partial(_take_by, asked, handlers), message)
+            inner = handlers if asked is None else partial(_take_by, asked, handlers)
+            call = self._around(inner, self._outer_keep(message))
         if asked is not None and asked.whole:
             if not self._evaluation:
                 raise NoEvaluateError
@@ -363,8 +363,9 @@ class AnsweringApp(ClientApp):
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
         store = private_store(context, asked.protocol)
-        keeps = self._keep or self.own_keep or asked_to_keep(message)
-        call = _aside(handlers) if asked.whole else self._around(handlers, message)
+        keep = self._outer_keep(message)
+        call = _aside(handlers) if asked.whole else self._around(handlers, keep)
+        keeps = keep or self.own_keep
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
         reply, transport = _reply(message, asked, result), _transport_of(message)
@@ -381,9 +382,12 @@ class AnsweringApp(ClientApp):
         store = private_store(context, "noise")
         return Own(self._privacy, *((None, "") if store is None else store[:2]))
 
-    def _around(self, call: Call, message: Message) -> Call:
+    def _outer_keep(self, message: Message) -> KeepPrivate | None:
+        """Return what keeps private arrays around the handlers; None where their own app does."""
+        return self._keep or (None if self.own_keep else asked_to_keep(message))
+
+    def _around(self, call: Call, keep: KeepPrivate | None) -> Call:
         """Return what answers parts of a message, with the client's private arrays in them."""
-        keep = self._keep or (asked_to_keep(message) if self.own_keep is None else None)
         if not self._evaluation:
             call = _without_evaluation(call)
         if keep is not None:
@@ -398,7 +402,7 @@ class AnsweringApp(ClientApp):
 
     def _tell(self, handlers: Handlers, message: Message, context: Context) -> Message:
         """Answer who the client is."""
-        reply = self._around(handlers, message)(message, context)
+        reply = self._around(handlers, self._outer_keep(message))(message, context)
         who = reply.content.get(CONFIG)
         if isinstance(who, ConfigRecord):
             if (part := self.kept_part) is not None:

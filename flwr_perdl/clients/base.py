@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
@@ -268,14 +268,6 @@ class PrivateState:
         dict of str to ndarray, or None
         """
         return self._newest(files.LAST_ROUND)
-
-    @property
-    def last_round(self) -> int:
-        """The last round in which a state was saved, or 0."""
-        on_disk: Sequence[int] = ()
-        if self._store is not None:
-            on_disk = files.rounds_in(run_folder(self._store, self._run))
-        return max((*self._held, *on_disk), default=0)
 
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._held if r <= last), default=-1)
