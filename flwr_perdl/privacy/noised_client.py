@@ -192,15 +192,10 @@ def _summand(
     bound: float | None = promise.clip
     token = SAMPLE_BOUND.set(bound if by_sample else None)
     try:
-        found, bound = _read(promise, given, message, call())
-        if found.shape == values.shape:
-            values = found if by_sample else _clip(found, promise.clip)
-    except (KeyboardInterrupt, OtherClientError):  # not the data's
-        raise
-    # SystemExit and the panics of extension modules, which are no Exception, may depend on the
-    # data as any error may.
-    except BaseException as error:
-        log(WARNING, "This client failed, and adds nothing to the sum: %r", error)
+        with _unsaid("adds nothing to the sum"):
+            found, bound = _read(promise, given, message, call())
+            if found.shape == values.shape:
+                values = found if by_sample else _clip(found, promise.clip)
     finally:
         SAMPLE_BOUND.reset(token)
     if found.size != promise.size:
@@ -215,15 +210,24 @@ def _summand(
 
 def answer_silently(message: Message, context: Context, call_next: Handler) -> Message:
     """Let the client take a step of which nothing leaves it, whatever comes of it."""
-    try:
+    with _unsaid("says nothing"):
         reply = call_next(message, context)
         if reply.has_error():
             raise ValueError(error_of(reply))
+    return reply_to(message, [], 1, {})
+
+
+@contextmanager
+def _unsaid(instead: str) -> Iterator[None]:
+    """Let a failure be in the client's log alone, which says what the client does instead."""
+    try:
+        yield
     except (KeyboardInterrupt, OtherClientError):  # not the data's
         raise
+    # SystemExit and the panics of extension modules, which are no Exception, may depend on the
+    # data as any error may.
     except BaseException as error:
-        log(WARNING, "This client failed, and says nothing: %r", error)
-    return reply_to(message, [], 1, {})
+        log(WARNING, f"This client failed, and {instead}: %r", error)
 
 
 def _read(
