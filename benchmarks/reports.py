@@ -47,11 +47,7 @@ def after(n_clients: int) -> None:
     results = to_results(
         outcome,
         study.page,
-        experiment=study.name,
-        about=study.about,
-        source=study.source,
-        guide=study.page["guide"],
-        config={name: one for name, one in config.options.items() if name != "experiment"},
+        **study.describe(config),
         seed=0,
         engine="in-process",
         seconds=0.0,

@@ -161,11 +161,7 @@ def run_experiment(
         results = to_results(
             outcome,
             experiment.page,
-            experiment=experiment.name,
-            about=experiment.about,
-            source=experiment.source,
-            guide=experiment.page["guide"],
-            config={name: v for name, v in config.options.items() if name != "experiment"},
+            **experiment.describe(config),
             seed=config.seed,
             engine=engine if isinstance(engine, str) else "flower",
             seconds=time.perf_counter() - started,

@@ -331,6 +331,16 @@ class Experiment:
         """The files of all figures that it may write."""
         return [one["file"] for one in self.page.get("figures", ())]
 
+    def describe(self, config: Config) -> dict[str, Any]:
+        """Return what results.json says of the experiment, and of the options of a run."""
+        return {
+            "experiment": self.name,
+            "about": self.about,
+            "source": self.source,
+            "guide": self.page["guide"],
+            "config": {name: own for name, own in config.options.items() if name != "experiment"},
+        }
+
 
 def load(name: str) -> Experiment:
     """Return the experiment that ``NAME.toml`` in this folder describes.
