@@ -47,9 +47,8 @@ class RoundReport(NamedTuple):
         Every good reply's metrics, by partition: numbers, lists of numbers, and texts.
     aggregate : dict of str to float, or list of float
         The means of numbers, and of lists as long as each other, weighted by numbers of examples,
-        and ``"clients"`` and ``"dropped"``; with
-        ``privacy`` also ``"uncounted-runs"``: at how many clients each Flower run has its own
-        budget.
+        and ``"clients"`` and ``"dropped"``; with ``privacy`` also ``"uncounted-runs"``: at how many
+        clients each Flower run has its own budget.
     dropped : dict of str to str
         Who was left out, and why.
     floats_down, floats_up : float

@@ -345,9 +345,10 @@ def test_what_adapt_is_given() -> None:
 
     adapt(client_app(Reads), strategy.result, context, fits=1, train_config={"lr": 0.5})
     assert for_training == [0.5]
-    for wrong in (0.5, np.zeros(2), {"lr": np.zeros(2)}, {"lr": None}, {1: 2}):
+    configs: list[Any] = [0.5, np.zeros(2), {"lr": np.zeros(2)}, {"lr": None}, {1: 2}]
+    for wrong in configs:
         with pytest.raises(TypeError, match="train_config"):
-            adapt(app, strategy.result, context, train_config=wrong)  # type: ignore[arg-type]
+            adapt(app, strategy.result, context, train_config=wrong)
     with pytest.raises(TypeError, match="app"):
         adapt(None, strategy.result, context)  # type: ignore[arg-type]
 

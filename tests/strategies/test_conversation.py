@@ -463,7 +463,8 @@ def test_texts_and_lists_among_metrics_are_kept_and_lists_averaged_as_fedavg_doe
         assert not {"site", "odd"} & {*report.aggregate}
         assert not {"site", "odd", "recall"} & {*report.numbers[2]}
     assert result.evaluate_metrics_clientapp[3]["recall"] == pytest.approx(mean)
-    assert "recall" in strategy.history._repr_html_()  # type: ignore[attr-defined]
+    history: Any = strategy.history
+    assert "recall" in history._repr_html_()
     assert "loss" in capsys.readouterr().err
 
 
