@@ -66,6 +66,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     return TABS.sub(lambda blocks: TAB.sub(tab, blocks[0]), markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Put diagrams into the page: their text can be selected, and their colors are the page's."""
+
+    def drawn(found: re.Match[str]) -> str:
+        picture = (ROOT / "docs" / "images" / "diagrams" / found[2]).read_text()
+        return picture.replace("<svg ", f'<svg role="img" aria-label="{found[1]}" ', 1)
+
+    return re.sub(r'<img alt="([^"]*)" src="[^"]*/diagrams/([\w-]+\.svg)" ?/?>', drawn, html)
+
+
 def links(page: Path) -> list[re.Match[str]]:
     """Return the links of a page to files."""
     return list(LINK.finditer(page.read_text()))
