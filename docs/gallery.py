@@ -9,7 +9,7 @@ not run again, what was interrupted goes on. Runs use OpenBLAS's kernel `KERNEL`
 each, so that a processor's own kernel doesn't change the third digit of what hangs on a choice.
 
 An entry that needs a file of the papers' data is run only with ``--data FOLDER`` (``make gallery
-DATA=FOLDER``), the folder of these files; ``flwr-perdl fetch`` lists where each can be had. Without
+DATA=FOLDER``), the folder of these files; ``flwr-perdl fetch`` builds them. Without
 it the page keeps its stored figures, with the checksum of the data that they were measured on.
 
 What the runs came to is ``gallery/results.json``; the pages are made of that and the entries alone.
@@ -44,6 +44,7 @@ from PIL import Image, ImageOps
 
 from perdl_experiments import run_experiment
 from perdl_experiments.data import digest
+from perdl_experiments.fetch import PAPERS
 from perdl_experiments.outcome import CHART
 from perdl_experiments.render import (
     SHARE,
@@ -54,7 +55,7 @@ from perdl_experiments.render import (
     number,
 )
 from perdl_experiments.studies import configure, find
-from perdl_experiments.words import data_size, megabytes
+from perdl_experiments.words import data_size, megabytes, plural
 
 ROOT = Path(__file__).resolve().parent.parent
 README, PAGES = ROOT / "README.md", ROOT / "docs" / "gallery"
@@ -854,7 +855,8 @@ def pages(results: Mapping[str, Any]) -> dict[str, str]:
         if there:
             found[page] = [(entry, Found(entry, results)) for entry in there]
     made = {f"{page.name}.md": "\n".join(_page(page, one)) for page, one in found.items()}
-    return {"index.md": "\n".join(_index(found)), **made}
+    whole = {"index.md": _index(found), "papers.md": _papers(found)}
+    return {name: "\n".join(lines) for name, lines in whole.items()} | made
 
 
 Section = tuple[Entry, "Found"]
@@ -868,7 +870,8 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     words = [answer(one, of).word for entry, of in every for one in entry.questions]
     own = ", ".join(f"{words.count(one)} {one}" for one in (YES, NO, UNDECIDED))
     yield "# Gallery\n"
-    yield f"**Experiments of the papers: {papers_}. Our own {len(words)} questions: {own}.**\n"
+    yield f"**[Experiments of the papers](papers.md): {papers_}."
+    yield f"Our own {len(words)} questions: {own}.**\n"
     question = ""
     for page, sections in found.items():
         if page.question != question:
@@ -879,13 +882,13 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "</div>\n"
     yield "## Run it\n"
     yield "```sh\nmake gallery                  # all, resumable: runs/gallery"
-    yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch"
+    yield "make gallery DATA=FOLDER      # with the papers' data: papers.md#data"
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # by page\n```\n"
     runs = [one for _, of in every for one in of.runs.values()]
     kernels = ", ".join(f"`{one}`" for one in sorted({run["kernel"] for run in runs}))
-    minutes = _minutes([one["seconds"] for one in runs])
-    yield f"All runs took {minutes} with OpenBLAS's kernel {kernels} "
+    minutes = _minutes(of for _, of in every)
+    yield f"All runs took {plural(minutes, 'minute')} with OpenBLAS's kernel {kernels} "
     yield "(`OPENBLAS_CORETYPE`); another kernel may change the third digit of close choices. "
     yield "[results.json](results.json) has every metric and each commit.\n"
     yield "## How verdicts are computed\n"
@@ -917,12 +920,61 @@ def _page(page: Page, sections: Sequence[Section]) -> Iterator[str]:
     yield "## Limitations\n"
     yield from _once(f"- {markdown_text(f.fill(one))}" for e, f in sections for one in e.limits)
     runs = [one for _, found in sections for one in found.runs.values() if "data" in one]
-    files = _once(f"`{one['data']['file']}` (SHA-256 `{one['data']['sha256']}`)" for one in runs)
-    if files:
-        yield f"- `flwr-perdl fetch` says where the data are: {', '.join(files)}."
+    for one in _once(json.dumps(run["data"]) for run in runs):
+        yield _measured_on(**json.loads(one))
     versions = (found.runs[found.first]["versions"] for _, found in sections)
     yield from _once(f"- {', '.join(f'{n} {v}' for n, v in one.items())}." for one in versions)
     yield ""
+
+
+def _measured_on(file: str, sha256: str) -> str:
+    """Return an item about a data file: how it is made, and how that differs from this one."""
+    name = file.removesuffix(".npz")
+    differs = PAPERS[name].get("differs")
+    built = f"; `flwr-perdl fetch {name}`: {differs}" if differs else ""
+    return f"- [`{file}`](papers.md#data), SHA-256 `{sha256}`{built}."
+
+
+def _papers(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
+    """Yield the page of all figures and tables of the papers, and of the data files."""
+    yield "# The papers\n"
+    yield "**Every figure and table of results of the four papers, with one command each.**\n"
+    rows = [
+        [
+            f"[{papers()[entry.paper]['name']}]({papers()[entry.paper]['link']})",
+            f"[{', '.join(entry.shows)}]({page.name}.md)",
+            verdict(entry, of).capitalize(),
+            f"`make gallery ARGS={entry.name}{' DATA=FOLDER' if entry.files else ''}`",
+            str(_minutes([of])),
+            ", ".join(f"[`{file}`](#data)" for file in entry.files) or "made by the run",
+        ]
+        for page, sections in found.items()
+        for entry, of in sections
+        if entry.shows
+    ]
+    order = [one["name"] for one in papers().values()]
+    rows.sort(key=lambda row: (order.index(row[0][1:].partition("]")[0]), row[1]))
+    heads = ["paper", "figure or table", "verdict", "command", "minutes", "data"]
+    yield markdown_table(heads, rows)
+    yield f"Minutes: all seeds, one after the other. [How verdicts are computed]({RULES_AT}).\n"
+    yield "## Data\n"
+    yield "No data set may be passed on here. `flwr-perdl fetch NAME` downloads the originals, or"
+    yield "takes them from `--folder FOLDER`, and builds the file; `make gallery DATA=FOLDER` looks"
+    yield "for it in FOLDER. The converters are tested on small files of the originals' layout, not"
+    yield "on the originals.\n"
+    yield markdown_table(
+        ["file", "what it has", "original", "command", "against the measured file"],
+        [
+            [
+                f"`{name}.npz`",
+                said["arrays"],
+                f"[{said['source']}]({said['home']})",
+                f"`flwr-perdl fetch {name}`" if said["originals"] else "none",
+                said.get("differs", "the same construction" if said["originals"] else "-"),
+            ]
+            for name, said in PAPERS.items()
+        ],
+    )
 
 
 def _once(texts: Iterable[str]) -> list[str]:
@@ -1020,10 +1072,10 @@ def _measured(metric: str, found: Found) -> str:
     return f"{number(scale * found.get(metric))}{span}"
 
 
-def _minutes(seconds: Sequence[Mapping[str, Any]]) -> str:
-    """Return how long runs took, one after the other."""
-    total = sum(one["median"] * len(one["values"]) for one in seconds) / 60
-    return f"{np.ceil(total):.0f} minutes"
+def _minutes(found: Iterable[Found]) -> int:
+    """Return how long all runs took, one after the other."""
+    seconds = [one["seconds"] for of in found for one in of.runs.values()]
+    return int(np.ceil(sum(one["median"] * len(one["values"]) for one in seconds) / 60))
 
 
 def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
@@ -1039,10 +1091,10 @@ def _commands(page: Page, sections: Sequence[Section]) -> str:
     """Return the commands of the page and of each of its runs."""
     folder = " DATA=FOLDER" if any(entry.files for entry, _ in sections) else ""
     extras = ",".join(_once(one for entry, _ in sections for one in entry.extras.split(",")))
-    runs = [one["seconds"] for _, found in sections for one in found.runs.values()]
+    minutes = plural(_minutes(found for _, found in sections), "minute")
     lines = [
         f"pip install '.[{extras}]'",
-        f"make gallery ARGS={page.name}{folder}   # all seeds, {_minutes(runs)}; or one run:",
+        f"make gallery ARGS={page.name}{folder}   # all seeds, {minutes}; or one run:",
     ]
     for entry, _ in sections:
         for run, options in entry.runs.items():

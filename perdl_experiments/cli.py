@@ -190,12 +190,13 @@ def run(
 
 
 @app.command(
-    help="Fetch public images for --data, as an .npz file.\n\n"
-    f"NAME is one of {', '.join([*HUB, *SCIKIT_LEARN])}, or any image data set of the Hugging Face "
-    "Hub. Without NAME: list the papers' data that the gallery uses, with their sources."
+    help="Fetch public data for --data, as an .npz file.\n\n"
+    f"NAME is a file of the gallery, built from its originals ({', '.join(PAPERS)}), an image set "
+    f"({', '.join([*HUB, *SCIKIT_LEARN])}), or any image data set of the Hugging Face Hub. Without "
+    "NAME: list the gallery's files, with their sources."
 )
 def fetch(
-    name: Annotated[str | None, typer.Argument(help="Which images.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Which data.")] = None,
     out: Annotated[Path | None, typer.Option(help="The .npz file; NAME.npz by default.")] = None,
     image: Annotated[str | None, typer.Option(help="Column of the images on the Hub.")] = None,
     label: Annotated[str | None, typer.Option(help="Column of the labels.")] = None,
@@ -203,14 +204,18 @@ def fetch(
     split: Annotated[str | None, typer.Option(help="train, test, …")] = None,
     limit: Annotated[int | None, typer.Option(help="Number of images to keep.")] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="With imagefolder: your folder of folders, one per label.")
+        Path | None,
+        typer.Option(
+            help="With imagefolder: your folder of folders, one per label. With a file of the "
+            "gallery: the folder of its originals; those that are missing are downloaded to it."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Write images, labels and, where they are known, clients to an .npz file."""
+    """Write public data to an .npz file."""
     if name is None:
         for file, said in PAPERS.items():
-            print(f"{file}: {said['arrays']}\n    from {said['source']}")
+            print(f"{file}.npz: {said['arrays']}\n    from {said['source']}: {said['home']}")
         return
     path = out or Path(f"{name.replace('/', '-')}.npz")
     with _errors_in_a_sentence():
@@ -226,6 +231,11 @@ def fetch(
             folder=None if folder is None else str(folder),
         )
         save(path, arrays)
+    if name in PAPERS:
+        shapes = (f"{key} {value.shape}" for key, value in arrays.items())
+        differs = PAPERS[name].get("differs", "")
+        print(f"{path}: {', '.join(shapes)}" + (f"; {differs}." if differs else "."))
+        return
     n, height, width = arrays["X"].shape
     whose = f" of {plural(arrays['client'].max() + 1, 'client')}" if "client" in arrays else ""
     labels = plural(len(set(arrays["y"].tolist())), "label")

@@ -1,4 +1,4 @@
-"""Public image sets as ``.npz`` files for ``--data``: Flower Datasets' and scikit-learn's."""
+"""Public data as ``.npz`` files for ``--data``: image sets, and the gallery's files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import check_count
 from flwr_perdl.core.files import replacing
+from perdl_experiments import originals
 
 #: The most pixels of a set, four gigabytes, and how many image files are read at a time.
 _PIXELS, _AT_ONCE = 2**32, 100
@@ -32,8 +33,8 @@ class Source(NamedTuple):
 _SAID = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 #: Sets that Flower Datasets fetches, by short name. Any other name is looked up on the Hub.
 HUB = {name: Source(**said) for name, said in _SAID["hub"].items()}
-#: The files of the papers' data: what is in each (``arrays``), and its ``source``.
-PAPERS: dict[str, dict[str, str]] = _SAID["papers"]
+#: The gallery's data files, by their names without ending; the fields are in ``fetch.toml``.
+PAPERS: dict[str, dict[str, Any]] = _SAID["papers"]
 
 
 def fetch(
@@ -46,12 +47,14 @@ def fetch(
     limit: int | None = None,
     folder: str | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Fetch labeled images; at the first use from the network, then from where they are kept.
+    """Fetch labeled images, or build a data file of the gallery from its originals.
+
+    Image sets are kept where Flower Datasets and scikit-learn keep them.
 
     Parameters
     ----------
     name : str
-        A key of `HUB` or `SCIKIT_LEARN`, or a dataset's own name on the Hugging Face Hub
+        A key of `HUB`, `SCIKIT_LEARN` or `PAPERS`, or a dataset's own name on the Hugging Face Hub
         (``"imagefolder"``: images that are already here, see ``folder``).
     image, label : str, optional
         Columns of a dataset of the Hub; by default ``"image"`` and ``"label"``.
@@ -62,14 +65,16 @@ def fetch(
     limit : int, optional
         Keep the first so many images.
     folder : str, optional
-        For ``"imagefolder"``: a folder with a folder of images per label.
+        For ``"imagefolder"``: a folder with a folder of images per label. For a key of `PAPERS`:
+        where its originals are, or are downloaded to.
 
     Returns
     -------
     dict
         ``X`` (n, height, width), gray, bytes or float32; ``y`` (n,), integers; where the labels
         have names (as folders have) ``names`` (n_labels,), by label; with natural clients
-        ``client`` (n,), integers from 0 on in the order of the clients' names.
+        ``client`` (n,), integers from 0 on in the order of the clients' names. For a key of
+        `PAPERS` the arrays that it says.
 
     Raises
     ------
@@ -79,11 +84,12 @@ def fetch(
     """
     if limit is not None:
         check_count("limit", limit, 1)
+    given = {"image": image, "label": label, "client": client, "split": split}
+    if name in PAPERS:
+        _check_unused(name, {**given, "limit": limit})
+        return originals.build(name, PAPERS[name], None if folder is None else Path(folder))
     if name in SCIKIT_LEARN:
-        given = {"image": image, "label": label, "client": client, "split": split, "folder": folder}
-        odd = sorted(key for key, value in given.items() if value is not None)
-        if odd:
-            raise ValueError(f"{', '.join(odd)} must not be given for {name!r}.")
+        _check_unused(name, {**given, "folder": folder})
         X, y = _at_the_first_use(name, SCIKIT_LEARN[name])
         return {"X": X[:limit], "y": y[:limit]}
     known = HUB.get(name, Source(name))
@@ -95,6 +101,12 @@ def fetch(
     )
     rows = _at_the_first_use(name, lambda: _from_the_hub(source, folder))
     return columns(rows if limit is None else rows.select(range(min(limit, len(rows)))), source)
+
+
+def _check_unused(name: str, given: dict[str, Any]) -> None:
+    odd = sorted(key for key, value in given.items() if value is not None)
+    if odd:
+        raise ValueError(f"{', '.join(odd)} must not be given for {name!r}.")
 
 
 def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
@@ -289,16 +301,8 @@ def _labeled_faces() -> tuple[NDArray[Any], NDArray[Any]]:
     return faces.images, faces.target
 
 
-def _mnist_from_openml() -> tuple[NDArray[Any], NDArray[Any]]:
-    from sklearn.datasets import fetch_openml
-
-    mnist = fetch_openml("mnist_784", version=1, as_frame=False)
-    return mnist.data.reshape(-1, 28, 28).astype(np.uint8), mnist.target.astype(np.int64)
-
-
 #: Sets that scikit-learn fetches.
 SCIKIT_LEARN: dict[str, Callable[[], tuple[NDArray[Any], NDArray[Any]]]] = {
     "olivetti": _olivetti,
     "lfw": _labeled_faces,
-    "mnist-openml": _mnist_from_openml,
 }

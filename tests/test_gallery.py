@@ -20,6 +20,7 @@ from scipy.stats import binom
 from sklearn.datasets import load_digits
 
 from perdl_experiments import run_experiment
+from perdl_experiments.fetch import PAPERS as FETCHED
 from perdl_experiments.render import PLACE
 from perdl_experiments.studies import EXPERIMENTS, configure
 
@@ -103,13 +104,26 @@ def test_pages_say_what_the_results_make_and_nothing_else() -> None:
     assert f"\n\n{gallery.readme(STORED)}\n" in gallery.README.read_text()
     assert {page.name: page.read_text() for page in FOLDER.glob("*.md")} == made
     pages = gallery.listed()
-    assert made.keys() == {"index.md", *(f"{page.name}.md" for page in pages)}
+    assert made.keys() == {"index.md", "papers.md", *(f"{page.name}.md" for page in pages)}
     assert sorted(name for page in pages for name in page.entries) == sorted(ENTRIES)
     most = {name: 41 * len(pages) if name == "index.md" else 900 for name in made}
     assert {name: n for name, text in made.items() if (n := len(text.split())) > most[name]} == {}
     for name, text in made.items():
         prose = re.sub("```.*?```|`.*?`", "", text, flags=re.DOTALL)
         assert {one[0] for one in AVOIDED.finditer(prose)} == set(), name
+    rows = [
+        line.split(" | ") for line in made["papers.md"].splitlines() if "make gallery ARGS" in line
+    ]
+    papers = {entry.name: entry for entry in ENTRIES.values() if entry.shows}
+    named = [re.search(r"ARGS=(\S+?)[ `]", row[3])[1] for row in rows]
+    assert sorted(named) == sorted(papers)
+    for name, row in zip(named, rows, strict=True):
+        entry, found = papers[name], gallery.Found(papers[name], STORED)
+        seconds = [value for run in found.runs.values() for value in run["seconds"]["values"]]
+        assert all(one in row[1] for one in entry.shows)
+        assert row[2].lower() == gallery.verdict(entry, found)
+        assert abs(float(row[4]) - sum(seconds) / 60) < 1 + 0.1 * sum(seconds) / 60
+        assert all(one in row[5] and one.removesuffix(".npz") in FETCHED for one in entry.files)
     for page in pages:
         verdict, picture = made[f"{page.name}.md"].split("\n\n")[1:3]
         assert "**" in verdict
