@@ -31,7 +31,7 @@ import sys
 import textwrap
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from hashlib import file_digest, sha256
@@ -40,7 +40,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from scipy.stats import t as student_t
 
 from perdl_experiments import run_experiment
 from perdl_experiments.data import digest
@@ -74,7 +76,7 @@ BETTER, REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE = (
     "not reproduced",
     "not comparable",
 )
-YES, NO, UNDECIDED = "yes", "no", "undecided"
+YES, NO, UNDECIDED, CONFIRMED = "yes", "no", "undecided", "confirmed"
 #: The rules, as the index page shows them.
 MEANING = {
     BETTER: "Even our worst run beats the paper's number by more than the tolerance.",
@@ -82,16 +84,17 @@ MEANING = {
     "paper has no number, each of its claims is true of our medians.",
     NOT_REPRODUCED: "Neither.",
     NOT_COMPARABLE: "The paper doesn't say enough to run the same experiment.",
-    YES: "A question of our own: the intervals of the paired differences to all methods that it "
-    "names exclude 0 (errors: in percent).",
+    YES: "A question of our own: the intervals of all paired differences exclude 0, or the margin "
+    "that it names. Positive is better; errors are in percent.",
     NO: "Another is better: we lose.",
-    UNDECIDED: "An interval includes 0.",
+    UNDECIDED: "An interval includes 0, or there are fewer than five seeds.",
 }
 RULES = (
     "The tolerance is 5 % of the paper's number, unless [entries.toml](entries.toml) has another. "
-    f"A claim compares medians, which must differ by more than {SHARE:.0%}.",
-    f"Numbers are medians over seeds, with the {LEVEL:.0%} bootstrap interval of the median; for "
-    "five seeds or fewer, with the range. Where a page says so, clients are resampled. "
+    f"A claim compares medians, which must differ by more than {100 * SHARE:g} %.",
+    "Numbers are medians over seeds, or means where a page says so, with the "
+    f"{100 * LEVEL:g} % bootstrap interval of the same statistic; for five seeds or fewer, with "
+    "the range. Where a page says so, clients are resampled. "
     "Pictures are of the first run. In bold: what a page is about.",
 )
 RULES_AT = "index.md#how-verdicts-are-computed"
@@ -667,11 +670,12 @@ class Found:
         return values
 
     def interval(self, reference: str | float) -> tuple[float, float]:
-        """Return the bootstrap interval of a metric's median."""
+        """Return the bootstrap interval of a metric: of its mean where that is the number."""
         values = self.values(str(reference))
-        if len(values) <= 5:  # then the interval is the range, see `bootstrap`
+        if len(values) <= REPEATS:  # then the interval is the range, see `bootstrap`
             return self.get(reference, "low"), self.get(reference, "high")
-        return bootstrap(values)
+        is_mean = np.isclose(self.get(reference), np.mean(values))
+        return bootstrap(values, np.mean if is_mean else np.median)
 
     def fill(self, template: str) -> str:
         """Return a sentence with its metrics filled in."""
@@ -714,40 +718,67 @@ def holds(claim: Claim, found: Found) -> bool:
     return claim_holds(claim.less, found.get, claim.factor)
 
 
+class Gain(NamedTuple):
+    """By how much ours is better than a rival, and the p-value of a paired t-test, if any."""
+
+    low: float
+    middle: float
+    high: float
+    p: float | None = None
+    pairs: float = np.inf
+
+
+#: Answers by entry and number.
+Confirmed = Set[tuple[str, int]]
+
+
 class Answer(NamedTuple):
-    """A question's answer, and how far ours is from the best rival's."""
+    """A question's answer, how far ours is from the best rival's, and the p-value, if any."""
 
     word: str
     difference: str
     interval: str
     rival: str
+    p: float | None
 
 
 def answer(question: Question, found: Found) -> Answer:
     """Return a question's answer: yes if the paired differences to all of its rivals say so.
 
     It names the rival that decides. Where a lower number is better, a difference is a share of the
-    rival's.
+    rival's. A yes is as probable by chance as its least certain difference.
     """
     margin, lower = question.margin, question.better == "lower"
     gains = {name: _gains(question, rival, found) for name, rival in question.rivals.items()}
-    rival = min(gains, key=lambda name: (gains[name][2] + margin >= 0, gains[name]))
-    low, middle, high = gains[rival]
-    word = YES if low + margin > 0 else NO if high + margin < 0 else UNDECIDED
-    if lower:  # as a change of the error
-        low, middle, high = -high, -middle, -low
-    scale = 100 if lower else 1
-    shown = [f"{scale * one:+.3g}" if one else "0" for one in (middle, low, high)]
-    unit = " %" if lower else ""
-    return Answer(word, f"{shown[0]}{unit}", f"{shown[1]} to {shown[2]}{unit}", rival)
+    rival = min(gains, key=lambda name: (gains[name].low + margin >= 0, gains[name]))
+    gain = gains[rival]
+    word = YES if gain.low + margin > 0 else NO if gain.high + margin < 0 else UNDECIDED
+    of = [one.p for one in (gains.values() if word == YES else [gain])]
+    p = None if None in of else max(one for one in of if one is not None)
+    if gain.pairs < REPEATS:
+        word = UNDECIDED
+    if lower:
+        return Answer(word, _lower(gain.middle), _lower(gain.low, gain.high), rival, p)
+    low, middle, high = (f"{one:+.3g}" if one else "0" for one in gain[:3])
+    return Answer(word, middle, f"{low} to {high}", rival, p)
 
 
-def _gains(question: Question, rival: str | float, found: Found) -> tuple[float, float, float]:
-    """Return by how much ours is better than a rival: low, middle and high."""
+def _lower(*gains: float) -> str:
+    """Return by how much an error is lower or higher, with an interval's ends in words."""
+    words = {one: "lower" if one > 0 else "higher" if one < 0 else "" for one in gains}
+    senses = {*words.values()} - {""}
+    if len(senses) < 2:
+        sizes = sorted(abs(100 * one) for one in gains)
+        return " ".join([" to ".join(f"{one:.3g}" for one in sizes), "%", *(senses or ["lower"])])
+    return " to ".join(f"{abs(100 * one):.3g} % {word}" for one, word in words.items())
+
+
+def _gains(question: Question, rival: str | float, found: Found) -> Gain:
+    """Return by how much ours is better than a rival."""
     lower = question.better == "lower"
     if question.interval:
         low, high = (found.get(metric) for metric in question.interval)
-        return low, found.get(question.ours), high
+        return Gain(low, found.get(question.ours), high)
     if question.over != "seeds":
 
         def gain(pairs: Any, axis: int) -> Any:
@@ -757,11 +788,25 @@ def _gains(question: Question, rival: str | float, found: Found) -> tuple[float,
 
         both = np.transpose([found.clients(one) for one in (question.ours, rival)])
         low, high = bootstrap(both.tolist(), gain)
-        return low, float(gain(both, 0)), high
+        return Gain(low, float(gain(both, 0)), high, _chance(np.diff(both)[:, 0], 0), len(both))
     pairs = found.values(question.ours), found.values(str(rival))
     gains = [_gain(ours, theirs, lower=lower) for ours, theirs in zip(*pairs, strict=True)]
     low, high = (min(gains), max(gains)) if len(gains) <= REPEATS else bootstrap(gains)
-    return low, float(np.median(gains)), high
+    p = _chance(gains, question.margin)
+    return Gain(low, float(np.median(gains)), high, p, len(gains))
+
+
+def _chance(gains: Sequence[float] | NDArray[Any], margin: float) -> float | None:
+    """Return the p-value of a t-test of gains against a margin; None where there are too few."""
+    away = np.asarray(gains) + margin
+    if len(away) < REPEATS:
+        return None
+    if not np.isfinite(away).all():  # a method that never gets there
+        return 1.0
+    error = away.std(ddof=1) / np.sqrt(len(away))
+    if error < TINY:  # all alike: a sign test
+        return float(2.0 ** (1 - len(away))) if away.all() else 1.0
+    return float(2 * student_t.sf(abs(away.mean()) / error, len(away) - 1))
 
 
 def _gain(ours: float, theirs: float, *, lower: bool) -> float:
@@ -784,20 +829,45 @@ def verdict(entry: Entry, found: Found) -> str:
     return BETTER if figures and set(figures) == {BETTER} else REPRODUCED
 
 
-def judgement(entry: Entry, found: Found) -> Iterator[str]:
+def judgement(entry: Entry, found: Found, sure: Confirmed) -> Iterator[str]:
     """Yield an item for each claim of the paper, and for each question its answer."""
     for claim in entry.claims:
         good = holds(claim, found)
         said = markdown_text(found.fill(claim.holds if good else claim.fails))
         word = REPRODUCED if good else NOT_REPRODUCED
         yield f"- **{word.capitalize()}** ({claim.source}): {said}"
-    for question in entry.questions:
+    for i, question in enumerate(entry.questions):
         one = answer(question, found)
         lead = f"lead over {one.rival} {one.difference}"
-        said = lead if question.interval else f"{one.difference} against {one.rival}"
+        said = lead if question.interval else f"{one.difference} {_than(question)} {one.rival}"
         said += f" (interval {one.interval})."
         said = f"{said} {found.fill(question.says)}".strip()
-        yield f"- {question.asks} **{one.word.capitalize()}**: {markdown_text(said)}"
+        word = f"{one.word.capitalize()}{f', {CONFIRMED}' * ((entry.name, i) in sure)}"
+        yield f"- {question.asks} **{word}**: {markdown_text(said)}"
+
+
+def _than(question: Question) -> str:
+    """Return the word before a rival's name."""
+    return "than" if question.better == "lower" and not question.interval else "against"
+
+
+def confirmed(results: Mapping[str, Any]) -> tuple[Confirmed, int]:
+    """Return which answers stand Holm's correction, and of how many questions it is."""
+    every = [
+        (one.p, one.word, (entry.name, i))
+        for entry in entries()
+        if entry.name in results
+        for i, question in enumerate(entry.questions)
+        for one in [answer(question, Found(entry, results))]
+        if one.p is not None
+    ]
+    found = set()
+    for rank, (p, word, which) in enumerate(sorted(every)):
+        if p > (1 - LEVEL) / (len(every) - rank):
+            break
+        if word != UNDECIDED:
+            found.add(which)
+    return found, len(every)
 
 
 # The pages -----------------------------------------------------------------------------------
@@ -854,21 +924,26 @@ def pages(results: Mapping[str, Any]) -> dict[str, str]:
         there = [known[name] for name in page.entries if name in results]
         if there:
             found[page] = [(entry, Found(entry, results)) for entry in there]
-    made = {f"{page.name}.md": "\n".join(_page(page, one)) for page, one in found.items()}
-    whole = {"index.md": _index(found), "papers.md": _papers(found)}
+    sure = confirmed(results)
+    made = {f"{page.name}.md": "\n".join(_page(page, one, sure[0])) for page, one in found.items()}
+    whole = {"index.md": _index(found, *sure), "papers.md": _papers(found)}
     return {name: "\n".join(lines) for name, lines in whole.items()} | made
 
 
 Section = tuple[Entry, "Found"]
 
 
-def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
+def _index(
+    found: Mapping[Page, Sequence[Section]], sure: Confirmed, n_tested: int
+) -> Iterator[str]:
     every = [section for sections in found.values() for section in sections]
     verdicts = [verdict(*section) for section in every if section[0].shows]
     counts = {one: verdicts.count(one) for one in MEANING if one in verdicts}
     papers_ = ", ".join(f"{n} {one}" for one, n in counts.items())
-    words = [answer(one, of).word for entry, of in every for one in entry.questions]
+    said = [answer(one, of) for entry, of in every for one in entry.questions]
+    words = [one.word for one in said]
     own = ", ".join(f"{words.count(one)} {one}" for one in (YES, NO, UNDECIDED))
+    judged = sum(one.word != UNDECIDED and one.p is not None for one in said)
     yield "# Gallery\n"
     yield f"**[Experiments of the papers](papers.md): {papers_}."
     yield f"Our own {len(words)} questions: {own}.**\n"
@@ -893,7 +968,11 @@ def _index(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     yield "[results.json](results.json) has every metric and each commit.\n"
     yield "## How verdicts are computed\n"
     yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
-    yield "".join(f"- {rule}\n" for rule in RULES)
+    holm = (
+        f"**Confirmed**: paired t-tests of the {n_tested} questions with at least five pairs, with "
+        f"Holm's correction, stand by {len(sure)} of {judged} yes or no."
+    )
+    yield "".join(f"- {rule}\n" for rule in (holm, *RULES))
 
 
 def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
@@ -906,13 +985,13 @@ def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
     yield f"    **[{page.title}]({page.name}.md)**<br>{said}\n"
 
 
-def _page(page: Page, sections: Sequence[Section]) -> Iterator[str]:
+def _page(page: Page, sections: Sequence[Section], sure: Confirmed) -> Iterator[str]:
     yield f"# {page.title}\n"
     captions: set[str] = set()
     for entry, found in sections:
         if entry.name != page.entries[0]:
             yield f"## {entry.title}\n"
-        yield from _section(entry, found, captions)
+        yield from _section(entry, found, captions, sure)
     yield "## How to run\n"
     yield f"```sh\n{_commands(page, sections)}\n```\n"
     code = ", ".join(_once(_source(entry) for entry, _ in sections))
@@ -981,7 +1060,7 @@ def _once(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _section(entry: Entry, found: Found, said: set[str]) -> Iterator[str]:
+def _section(entry: Entry, found: Found, said: set[str], sure: Confirmed) -> Iterator[str]:
     """Yield the verdict, the pictures, what was found, and the numbers."""
     asked = "" if entry.shows else f"{entry.questions[0].asks} "
     why = f" {entry.incomparable}" if entry.incomparable else ""
@@ -1001,7 +1080,7 @@ def _section(entry: Entry, found: Found, said: set[str]) -> Iterator[str]:
                 said.add(figure["caption"])
     yield f"**{markdown_text(found.fill(entry.finding))}**\n"
     yield " ".join(entry.about.split()) + "\n"
-    yield from judgement(entry, found)
+    yield from judgement(entry, found, sure)
     yield ""
     yield from filter(None, [_methods(entry, found), _figures(entry, found)])
     yield from [" ".join(entry.tuning.split()) + "\n"] if entry.tuning else []
@@ -1079,12 +1158,15 @@ def _minutes(found: Iterable[Found]) -> int:
 
 
 def _verdict(entry: Entry, found: Found, *, against: bool = False) -> str:
-    """Return a section's verdict; of a question of our own with its interval."""
+    """Return a section's verdict; of a question of our own with its interval, or difference."""
     if entry.shows:
         return verdict(entry, found).capitalize()
     one = answer(entry.questions[0], found)
-    rival = f" against {one.rival}" if against else ""
-    return f"{one.word.capitalize()} ({one.interval}{rival})"
+    word = one.word.capitalize()
+    if not against:
+        return f"{word} ({one.interval})"
+    than = f" ({one.difference} {_than(entry.questions[0])} {one.rival})"
+    return f"{word}{than * (one.word != UNDECIDED)}"
 
 
 def _commands(page: Page, sections: Sequence[Section]) -> str:
