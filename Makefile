@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: help run test test-long test-all coverage test-kernels torch trackers lint bench bench-check rivals docs-figures gallery gallery-check tutorials site site-version fuzz fuzz-properties dist clean
+.PHONY: help run test test-long test-all test-lowest coverage test-kernels torch trackers lint bench bench-check rivals docs-figures gallery gallery-check tutorials site site-version fuzz fuzz-properties dist clean
 .DEFAULT_GOAL := help
 
 help:  # this list
@@ -49,6 +49,11 @@ test-long:  # the tests that `make test` leaves out
 test-all:  # long tests, all runs on Ray and SuperLinks, clean environments too
 	$(MAKE) test WHICH=
 
+# Each dependency at its lower bound in pyproject.toml; lint and the longer runs are the newest's.
+test-lowest: .venv-lowest/.installed  # the quick tests with the lowest versions allowed
+	.venv-lowest/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	    -m "not $(LONG)" $(ARGS)
+
 # Tracing doubles the time of the tests: not in `.ci/run`.
 coverage:  # test-all, and the lines that no test runs
 	$(MAKE) test-all ARGS="--cov --cov-report=term:skip-covered $(ARGS)"
@@ -71,10 +76,14 @@ torch: $(venv)/.installed  # installs PyTorch for its examples' tests
 trackers: $(venv)/.installed  # installs MLflow, TensorBoard and W&B for their tests
 	$(python) -m pip install --quiet mlflow-skinny tensorboard tensorboardX wandb safetensors
 
-lint: $(venv)/.installed  # ruff and mypy --strict
+lint: $(venv)/.installed  # ruff, mypy --strict, spelling, the workflow files
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+	git ls-files '*.py' '*.md' | xargs $(venv)/bin/codespell
+	$(venv)/bin/zizmor --offline --quiet .github
+	$(venv)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(venv)/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 
 # On another Python, as in `make smoke-3.13`: does it install and run?
 smoke-%: .venv-smoke-%/.installed  # does it install and run on Python %, as in make smoke-3.14?
@@ -169,6 +178,10 @@ clean:  # removes environments and caches
 
 $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	.ci/venv $(venv) --editable '$(target)' flwr==$(FLWR)
+	@touch $@
+
+.venv-lowest/.installed: pyproject.toml .ci/lowest.txt
+	.ci/venv .venv-lowest --editable '.[test]' --constraint .ci/lowest.txt
 	@touch $@
 
 .venv-site/.installed: pyproject.toml

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flwr_perdl", "perdl_experiments")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NAMES = ROOT / "tests" / "public_names.txt"
-APPS = [file.parent for file in (ROOT / "pyproject.toml", *ROOT.glob("examples/*/pyproject.toml"))]
+APPS = [file.parent for file in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 
 # An import only ever points down: what each package may import of the others.
 ROOMS = [
@@ -93,6 +93,34 @@ def test_flower_pins_are_within_the_supported_range() -> None:
     assert "1.26.1" in flwr.specifier
     assert "1.26.0" not in flwr.specifier
     assert version("flwr") in flwr.specifier
+
+
+def bounds(*extras: str) -> dict[str, str]:
+    """Return the lower bound of each dependency, with those of the extras."""
+    optional = PYPROJECT["project"]["optional-dependencies"]
+    lines = PYPROJECT["project"]["dependencies"] + [one for own in extras for one in optional[own]]
+    found = {}
+    for requirement in map(Requirement, lines):
+        if requirement.name != "flwr-perdl":
+            (found[requirement.name],) = (s.version for s in requirement.specifier if ">" in str(s))
+    return found
+
+
+def test_make_test_lowest_takes_each_dependency_at_its_lower_bound() -> None:
+    extras = ("experiments", "benchmarks", "privacy", "test")
+    lines = (ROOT / ".ci" / "lowest.txt").read_text().partition("\n\n")[0].splitlines()
+    assert lines == [f"{name}=={low}" for name, low in sorted(bounds(*extras).items())]
+
+
+def test_install_md_says_what_each_extra_is_for() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    for extra in PYPROJECT["project"]["optional-dependencies"]:
+        assert re.search(rf"`(?:pip install '\.\[)?{extra}(?:\]')?`", page), extra
+
+
+def test_one_word_of_maturity() -> None:
+    (status,) = (one for one in PYPROJECT["project"]["classifiers"] if one.startswith("Dev"))
+    assert f"Status: {status.split(' - ')[1].lower()};" in (ROOT / "README.md").read_text()
 
 
 def test_the_library_imports_nothing_of_the_application() -> None:
@@ -263,8 +291,7 @@ def test_every_option_of_every_federated_experiment_is_a_run_config_key() -> Non
 @pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
 def test_an_app_bundle_follows_format_1(app: Path) -> None:
     """What Flower demands of it, also where the installed Flower does not know the format."""
-    if app != ROOT:  # whose bundle is built below
-        build_fab_from_disk(app)
+    build_fab_from_disk(app)
     project = tomllib.loads((app / "pyproject.toml").read_text())
     about = project["tool"]["flwr"]["app"]
     (flwr,) = (
@@ -272,6 +299,8 @@ def test_an_app_bundle_follows_format_1(app: Path) -> None:
     )
     assert about["fab-format-version"] == 1
     assert about["publisher"]
+    assert project["project"]["description"]
+    assert {*about["components"]} == {"clientapp", "serverapp"}
     assert {">=", "<"} == {bound.operator for bound in flwr.specifier}
     assert about["flwr-version-target"] in flwr.specifier
     assert project["project"]["license"] == {"file": "LICENSE"}
