@@ -9,10 +9,19 @@ from functools import cached_property, partial
 from math import nan
 from typing import Any, NamedTuple, Protocol
 
-from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MessageType,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients.base import identify, private_store
+from flwr_perdl.clients.base import UNSENT, PrivateState, identify, private_store
 from flwr_perdl.clients.dispatch import (
     ProtocolClient,
     Step,
@@ -37,8 +46,8 @@ from flwr_perdl.clients.local import (
     state_apart,
     within,
 )
-from flwr_perdl.clients.personalized import KeepPrivate, Part, aside, asked_to_keep, check_mods
-from flwr_perdl.clients.transport import TRANSPORT, Transport
+from flwr_perdl.clients.personalized import KeepPrivate, Patterns, aside, asked_to_keep, check_mods
+from flwr_perdl.clients.transport import Transport
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
@@ -52,7 +61,9 @@ from flwr_perdl.protocol.compat import (
     lifespan_of,
     like,
     mods_of,
+    new_record,
 )
+from flwr_perdl.protocol.part import Part, classes_in, parts_of
 from flwr_perdl.protocol.records import (
     APART,
     ARRAYS,
@@ -63,6 +74,7 @@ from flwr_perdl.protocol.records import (
     PINNED_KEYS,
     PRIVATE,
     PROMISE,
+    ROUND,
     RUN,
     SEALED,
     SEALS_ALL,
@@ -89,10 +101,11 @@ class Guards(NamedTuple):
     """What a client insists on, whatever its app is, and its own protocols: see `client_app`."""
 
     min_clients: int = MIN_CLIENTS
-    part: Part | None = None
+    part: Patterns | None = None
     privacy: Noise | None = None
     steps: Mapping[tuple[str, str, str], Step] = {}
     evaluate: bool = True
+    parts: Mapping[str, type[Part]] = {}
 
 
 def client_app(
@@ -107,6 +120,7 @@ def client_app(
     evaluate: bool = True,
     privacy: Noise | None = None,
     protocols: Sequence[Any] = (),
+    parts: Sequence[Any] = (),
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
@@ -153,6 +167,8 @@ def client_app(
     protocols : sequence of modules or functions, default ()
         Your own protocols: modules with functions registered by `step`, or such functions. If they
         are all that is asked, the client needs no ``fit``.
+    parts : sequence of modules or classes, default ()
+        Your own parts of strategies: modules with subclasses of `Part`, or these classes.
 
     Returns
     -------
@@ -189,19 +205,19 @@ def client_app(
     check_flag("secure", secure)
     check_flag("evaluate", evaluate)
     check_count("min_clients", min_clients, 2)
-    part = Part.of("private", private, share)
+    part = Patterns.of("private", private, share)
     check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
     steps, names = steps_of(protocols), [*check_list("names", names)]
     if names and part is None:
         raise ValueError(f"names must come with private or share, got {names} alone.")
-    guards = Guards(min_clients, part, privacy, steps, evaluate)
+    guards = Guards(min_clients, part, privacy, steps, evaluate, classes_in(parts))
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
         if train_mods or secure or (ours and guards != Guards()):
             raise ValueError(
                 "train_mods and secure must be left out with a ClientApp, which has its own mods, "
-                "and min_clients, private, evaluate, privacy and protocols with one of client_app, "
-                "got some of them."
+                "and min_clients, private, evaluate, privacy, protocols and parts with one of "
+                "client_app, got some of them."
             )
         if is_legacy(make_client):
             raise TypeError(
@@ -255,11 +271,11 @@ class AnsweringApp(ClientApp):
 
     def __init__(self, guards: Guards, names: Sequence[str] | None = None) -> None:
         super().__init__()
-        self._min_clients, part, self._privacy, self._steps, self._evaluation = guards
+        self._min_clients, part, self._privacy, self._steps, self._evaluation, self._parts = guards
         self._keep = None if part is None else KeepPrivate(part, names=names)
 
     @property
-    def kept_part(self) -> Part | None:
+    def kept_part(self) -> Patterns | None:
         """Which arrays stay at the client whatever a server asks."""
         keep = self._keep or self.own_keep
         return None if keep is None else keep.part
@@ -333,13 +349,13 @@ class AnsweringApp(ClientApp):
             call = hiding(call)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
         summed = self._privacy or secure or PROMISE in config_of(message)
-        if (transport := _transport_of(message)) is not None:
+        if parts := self._parts_for(message):
             if summed or self._secure or (asked is not None and asked.client is not None):
                 raise ValueError(
-                    "transport and compression must be left out where clients require secure "
-                    "sums or privacy, or send no model, got a request with them."
+                    "transport, compression and parts must be left out where clients require "
+                    "secure sums or privacy, or send no model, got a request with them."
                 )
-            message = transport.restored(message)
+            message = _received(message, parts)
         if trains and config_of(message).get(SILENT):
             return answer_silently(message, context, call)
         if self._secure and trains and not secure and not _is_start(message, asked):
@@ -349,11 +365,16 @@ class AnsweringApp(ClientApp):
             )
         if trains and summed:
             return answer_for_sum(message, context, call, self._min_clients, self._own(context))
-        begun = dict(message.content.array_records.get(ARRAYS, {})) if transport else {}
+        begun = dict(message.content.array_records.get(ARRAYS, {})) if parts else {}
         reply = call(message, context)
-        if asked is None and transport and transport.changes and not reply.has_error():
-            transport.shorten(reply, begun, message, context)
+        if parts and asked is None and trains and not reply.has_error():
+            _send(parts, reply, begun, message, context)
         return reply
+
+    def _parts_for(self, message: Message) -> list[Part]:
+        """Return what changes a message's arrays, and those of its reply, in turn."""
+        transport = Transport.of(message)
+        return [*parts_of(config_of(message), self._parts), *([transport] if transport else [])]
 
     def take_step(
         self, asked: Step, handlers: Handlers, message: Message, context: Context
@@ -368,11 +389,11 @@ class AnsweringApp(ClientApp):
         keeps = keep or self.own_keep
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
-        reply, transport = _reply(message, asked, result), _transport_of(message)
-        if transport is not None and transport.changes:
+        reply = _reply(message, asked, result)
+        if asked.kind == MessageType.TRAIN and (parts := self._parts_for(message)):
             names = reply.content.array_records[ARRAYS]
             begun = dict(zip(names, result.start, strict=True)) if result.start else record
-            transport.shorten(reply, begun, message, context)
+            _send(parts, reply, begun, message, context)
         return reply
 
     def _own(self, context: Context) -> Own | None:
@@ -428,9 +449,35 @@ class AnsweringApp(ClientApp):
         return super().__call__(message, context)
 
 
-def _transport_of(message: Message) -> Transport | None:
-    """Return how a message's arrays travel, None if as they are."""
-    return Transport.of(message) if TRANSPORT in config_of(message) else None
+def _received(message: Message, parts: Sequence[Part]) -> Message:
+    """Return a request with its arrays as the step sees them."""
+    arrays = dict(message.content.array_records[ARRAYS])
+    for part in reversed(parts):
+        arrays = part.receive(arrays)
+    return like(message, RecordDict({**message.content, ARRAYS: new_record(ArrayRecord, arrays)}))
+
+
+def _send(
+    parts: Sequence[Part],
+    reply: Message,
+    begun: Mapping[str, Array],
+    message: Message,
+    context: Context,
+) -> None:
+    """Replace the arrays of a reply by what its parts send, and save what these keep."""
+    config, arrays = config_of(message), dict(reply.content.array_records[ARRAYS])
+    round_, run = check_count(ROUND, config.get(ROUND)), str(config.get(RUN, context.run_id))
+    state = PrivateState(context, run + UNSENT, private_store(context, "parts"))
+    before = state.before(round_) or {}
+    after: dict[str, Any] = {}
+    for part in parts:
+        start = f"{part.name}/"
+        own = {n.removeprefix(start): one for n, one in before.items() if n.startswith(start)}
+        arrays = part.send(arrays, begun, own)
+        after |= {start + name: one for name, one in own.items()}
+    if after:
+        state.save(round_, after)
+    reply.content[ARRAYS] = new_record(ArrayRecord, arrays)
 
 
 def _pins_keys(context: Context) -> bool:

@@ -19,10 +19,12 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import escape
-from logging import WARNING
+from itertools import cycle
+from logging import INFO, WARNING
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,10 +52,12 @@ from flwr_perdl.clients.local import (
 )
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
-from flwr_perdl.core.models import check_trained, fixed_entries
+from flwr_perdl.core.models import check_dtypes, check_trained, fixed_entries
+from flwr_perdl.core.npy import as_file
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.privacy.secure_client import OTHER_MOD
 from flwr_perdl.protocol.compat import like, log, older_mod
+from flwr_perdl.protocol.part import Arrays, Asked, Kept, Part, split
 from flwr_perdl.protocol.records import (
     AGAIN,
     ALTERNATE,
@@ -62,6 +66,8 @@ from flwr_perdl.protocol.records import (
     NEW_STATE,
     ROUND,
     RUN,
+    Reply,
+    Scalar,
     config_of,
     encode,
     left_out_of,
@@ -159,7 +165,7 @@ def keep_private(
     [array([3.]), array([1.])]
     """
     own = tuple(one for some in patterns for one in check_patterns("patterns", some))
-    part = Part.of("patterns", own, share)
+    part = Patterns.of("patterns", own, share)
     if part is None:
         raise ValueError("patterns must name at least one array, got none.")
     return KeepPrivate(part, inside=check_mods("inside", inside))
@@ -178,7 +184,7 @@ def kept_private(context: Context, run: str) -> dict[str, Array]:
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
     left_out = left_out_of(config_of(message))
-    return KeepPrivate(Part("patterns", tuple(map(escape, left_out)))) if left_out else None
+    return KeepPrivate(Patterns("patterns", tuple(map(escape, left_out)))) if left_out else None
 
 
 def check_mods(name: str, mods: Any) -> tuple[Any, ...]:
@@ -219,7 +225,7 @@ def matched(name: str, patterns: Sequence[str], names: Collection[str]) -> list[
     return found
 
 
-class Part(NamedTuple):
+class Patterns(NamedTuple):
     """Which arrays of a model are private: those with names that match, or all but those."""
 
     #: What the patterns are called in errors: "share" where they are of what is shared.
@@ -227,7 +233,7 @@ class Part(NamedTuple):
     patterns: tuple[str, ...]
 
     @classmethod
-    def of(cls, argument: str, private: Any, share: Any) -> Part | None:
+    def of(cls, argument: str, private: Any, share: Any) -> Patterns | None:
         """Return the part by one of the two lists of patterns, None if both are empty."""
         given = {
             argument: check_patterns(argument, private),
@@ -254,7 +260,100 @@ class Part(NamedTuple):
         return "all but " * (self.argument == "share") + ", ".join(map(repr, self.patterns))
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Private(Part):
+    """The server's half of a private part: the algorithm sees the shared arrays alone.
+
+    Clients receive the initial private arrays until they have trained, and leave theirs out of
+    replies (the client's half is `KeepPrivate`, around the app's handlers).
+
+    Parameters
+    ----------
+    patterns : Patterns
+        Which arrays are private.
+    """
+
+    name = "private"
+    rank = 0
+
+    patterns: Patterns
+    #: Of a run: the names of a model's arrays; of those that stay at the clients; the initial
+    #: private ones of each model; who has its own.
+    names: list[str] = field(default_factory=list)
+    stays: list[str] = field(default_factory=list)
+    initial: list[dict[str, Matrix]] = field(default_factory=list)
+    trained: set[int] = field(default_factory=set)
+
+    def begin(
+        self, names: Sequence[str], model: list[Matrix], kept: Kept
+    ) -> tuple[Private, list[str], list[Matrix]]:
+        """Keep the initial private arrays; the algorithm gets the others."""
+        private = self.patterns.private(names) if names else []
+        models = [dict(zip(names, own, strict=True)) for own in split(model, len(names))]
+        if not any(f"{self.name}/0/{name}" in kept for name in private):
+            self.patterns.warn(names)
+            for j, own in enumerate(models):
+                check_dtypes("initial_arrays", [*own], [*own.values()])
+                kept |= {f"{self.name}/{j}/{name}": as_file(own[name]) for name in private}
+        # Clients may lose their part while a run is not on: a resumed one begins with nobody known.
+        held = [name.split("/", 2)[1:] for name in kept if name.startswith(f"{self.name}/")]
+        initial: list[dict[str, Matrix]] = [{} for _ in {number for number, _ in held}]
+        for number, name in held:
+            initial[int(number)][name] = kept[f"{self.name}/{number}/{name}"]
+        shared = [name for name in names if name not in private]
+        part = Private(self.patterns, [*names], private, initial)
+        return part, shared, [own[name] for own in models for name in shared]
+
+    def log_begin(self, *, evaluates: bool) -> None:
+        """Say what the result is not."""
+        log(
+            WARNING if evaluates else INFO,
+            "Private arrays have their initial values in the result%s; clients have their own.",
+            " and for evaluate_fn" if evaluates else "",
+        )
+
+    def whole(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return models with the initial private arrays in their places."""
+        found: list[Matrix] = []
+        n_private = len(self.initial[0])
+        for j, own in enumerate(split(model, len(self.names) - n_private)):
+            private, rest = self.initial[min(j, len(self.initial) - 1)], iter(own)
+            found += [private[name] if name in private else next(rest) for name in self.names]
+        return found
+
+    def keep_all(self) -> None:
+        """Have clients keep all arrays from here on, once they have received the shared ones."""
+        self.stays[:] = self.names
+        self.trained.clear()
+
+    def case(self, partition: int) -> bool:
+        """Whether a client has its own private arrays."""
+        return partition in self.trained
+
+    def to_client(
+        self, partition: int, arrays: Arrays, asked: Asked
+    ) -> tuple[Arrays, dict[str, Scalar]]:
+        """Leave out what a client has of its own."""
+        told: dict[str, Scalar] = {LEFT_OUT: json.dumps(self.stays)}
+        if partition not in self.trained:
+            return arrays, told
+        pairs = zip(arrays.items(), cycle(self.names), strict=False)
+        return {key: array for (key, array), name in pairs if name not in self.stays}, told
+
+    def from_client(self, reply: Reply, asked: Asked) -> Reply:
+        """Accept a reply of a client that keeps its part."""
+        sends_model = asked.request is not None and asked.request.models is not None
+        if sends_model and KEPT not in reply.metrics:
+            raise ValueError(f"metrics must have {KEPT!r}, got {sorted(reply.metrics)}")
+        return reply
+
+    def conclude(self, asked: Collection[int], good: Collection[int]) -> None:
+        """Note that who has trained has a private part of its own."""
+        self.trained.difference_update(asked)
+        self.trained.update(good)
+
+
+class _About(NamedTuple):
     """What one message is about."""
 
     #: The arrays as the server sent them.
@@ -283,7 +382,7 @@ class KeepPrivate:
     """See `keep_private`."""
 
     def __init__(
-        self, part: Part, *, inside: Sequence[Any] = (), names: Sequence[str] | None = None
+        self, part: Patterns, *, inside: Sequence[Any] = (), names: Sequence[str] | None = None
     ) -> None:
         self.part = part
         self._inside = tuple(inside)
@@ -377,7 +476,7 @@ class KeepPrivate:
             part = self._part(_record(model), None, [])
             state.save(0, {**_to_keep(part, dict(model)), _UNTRAINED: np.zeros(1)})
 
-    def _part(self, given: ArrayRecord, kept: PrivateArrays | None, left_out: list[str]) -> _Part:
+    def _part(self, given: ArrayRecord, kept: PrivateArrays | None, left_out: list[str]) -> _About:
         """Return what a request is about, or say what is wrong with it."""
         own = {} if kept is None else kept
         if own and _NAMES not in own:
@@ -405,7 +504,7 @@ class KeepPrivate:
                     f"array {name!r} must have shape {before.shape}, which this client keeps of "
                     f"it, got {tuple(given[name].shape)}: a changed model needs a new run."
                 )
-        return _Part(given, names, private, left_out)
+        return _About(given, names, private, left_out)
 
 
 def _refuse_untrained(first: list[str] | None, *states: PrivateArrays | None) -> None:
@@ -478,7 +577,7 @@ def _warn_dropped(run: str) -> None:
     log(WARNING, text)
 
 
-def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:
+def _model(part: _About, kept: PrivateArrays | None) -> dict[str, Array]:
     """Return what the app receives."""
     own = {} if kept is None else kept
     private = {n: encode(own[f"{_ARRAY}{n}"]) for n in part.private if f"{_ARRAY}{n}" in own}
@@ -490,7 +589,7 @@ def _trained(
     context: Context,
     mods: Sequence[Any],
     call: Call,
-    part: _Part,
+    part: _About,
     model: Mapping[str, Array],
 ) -> tuple[Message, dict[str, Array]]:
     """Return the app's reply, and the model after training; mods see its shared arrays alone."""
@@ -556,7 +655,7 @@ def _equal(one: Array, other: Array) -> bool:
     return np.array_equal(view(one).ravel(), view(other).ravel(), equal_nan=True)
 
 
-def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
+def _to_keep(part: _About, model: Mapping[str, Array]) -> PrivateArrays:
     own = {f"{_ARRAY}{name}": view(model[name]) for name in part.private}
     return {_NAMES: _written_names(part.names), **own}
 
@@ -593,7 +692,7 @@ def _keep_names(context: Context, store: StateStore | None, names: Sequence[str]
         files.save(path, *locked({_NAMES: written}, {"client": store.client}))
 
 
-def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:
+def _to_send(part: _About, model: Mapping[str, Array]) -> dict[str, Array]:
     """Return what leaves: of the private arrays the server's own values, or nothing."""
     return {
         name: part.given[name] if name in part.private else model[name]

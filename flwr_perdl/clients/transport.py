@@ -23,20 +23,19 @@ the statistics of batch normalization are sent whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, Message
 
-from flwr_perdl.clients.base import UNSENT, PrivateState, private_store
-from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count, check_flag
-from flwr_perdl.core.models import Start, change, fixed_entries, is_float, is_plain, settled
-from flwr_perdl.network.compression import TopK
-from flwr_perdl.protocol.compat import like, log
-from flwr_perdl.protocol.records import ARRAYS, ROUND, RUN, Reply, config_of, encode, view
+from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_flag
+from flwr_perdl.core.models import change, fixed_entries, is_float, is_plain, settled
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.part import Arrays, Asked, Kept, Part
+from flwr_perdl.protocol.records import Reply, Scalar, config_of, encode, view
 
 #: The key of a request's config that says as JSON how it travels, and its reply.
 TRANSPORT = "perdl.transport"
@@ -51,14 +50,14 @@ _FULL = ("float16", _USUAL, "float64")
 
 
 @dataclass(frozen=True)
-class Transport:
+class Transport(Part):
     """How a message's arrays travel.
 
     Parameters
     ----------
     half : bool
         Whether as half floats.
-    share : float or None
+    share : float, optional
         The share of the entries that clients send of a change; None: all.
     changes : bool, default False
         Whether the reply is a model, of which changes are sent.
@@ -66,8 +65,11 @@ class Transport:
         By name, the dtypes that half floats stand for, where they are unusual.
     """
 
+    name = "transport"
+    rank = 2
+
     half: bool
-    share: float | None
+    share: float | None = None
     changes: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
@@ -76,14 +78,16 @@ class Transport:
         check_flag("half", self.half)
         check_flag("changes", self.changes)
         if self.share is not None:
-            TopK(self.share)
+            _top(self.share)
         for dtype in self.dtypes.values():
             check_choice("dtypes", dtype, _FULL)
 
     @classmethod
-    def of(cls, message: Message) -> Transport:
-        """Return what a message says."""
-        text = str(config_of(message)[TRANSPORT])
+    def of(cls, message: Message) -> Transport | None:
+        """Return how a message's arrays travel, None if as they are."""
+        if TRANSPORT not in (config := config_of(message)):
+            return None
+        text = str(config[TRANSPORT])
         try:
             return cls(**json.loads(text))
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -97,19 +101,28 @@ class Transport:
 
     # At the server --------------------------------------------------------------------------
 
-    def shortened(self, record: ArrayRecord) -> tuple[ArrayRecord, dict[str, str]]:
-        """Return a record as it is sent, and the unusual dtypes in it."""
-        sent, dtypes = ArrayRecord(), dict[str, str]()
-        for name, array in record.items():
+    def recodes(self, asked: Asked) -> bool:
+        """Whether replies are changes of a model."""
+        return asked.trains and asked.request is not None and asked.request.models is not None
+
+    def to_client(
+        self, partition: int, arrays: Arrays, asked: Asked
+    ) -> tuple[Arrays, dict[str, Scalar]]:
+        """Return a request's arrays as they are sent, and the unusual dtypes among them."""
+        sent, dtypes = Arrays(), dict[str, str]()
+        for name, array in arrays.items():
             sent[name] = own = self._halved(name, array)
             if own.dtype == HALF.name and array.dtype != _USUAL:
                 dtypes[name] = array.dtype
-        return sent, dtypes
+        return sent, {TRANSPORT: str(replace(self, changes=self.recodes(asked), dtypes=dtypes))}
 
-    def received(self, reply: Reply, starts: Sequence[Start], names: Sequence[str]) -> Reply:
-        """Return a reply with the model that came of ``starts``, or raise a ValueError."""
+    def from_client(self, reply: Reply, asked: Asked) -> Reply:
+        """Return a reply with the model that came of what it began with, or raise a ValueError."""
+        if asked.request is None or asked.request.models is None:
+            return reply
         given: dict[str, Any] = dict(zip(reply.names, reply.arrays, strict=True))
         arrays: list[Matrix] = []
+        names, starts = asked.names, asked.request.models.begun(reply)
         pairs = list(zip(names, starts, strict=True))
         wanted = [f"{_CHANGE * is_float(start)}{name}" for name, (start, _) in pairs]
         if {one for one in given if not one.startswith(_AT)} != set(wanted):
@@ -122,7 +135,7 @@ class Transport:
             if is_float(start):
                 at = given.get(f"{_AT}{name}")
                 if at is not None:
-                    array = TopK(1).decode((array, at), start.size).reshape(start.shape)
+                    array = _top(1).decode((array, at), start.size).reshape(start.shape)
                 if array.shape != start.shape:
                     raise ValueError(
                         f"array {key!r} must have shape {start.shape}, got {array.shape}"
@@ -134,53 +147,53 @@ class Transport:
 
     # At a client ------------------------------------------------------------------------------
 
-    def restored(self, message: Message) -> Message:
-        """Return a request with its arrays in their dtypes."""
-        content = RecordDict(dict(message.content))
-        content[ARRAYS] = full = ArrayRecord()
-        for name, array in message.content.array_records[ARRAYS].items():
+    def receive(self, arrays: Arrays) -> Arrays:
+        """Return a request's arrays in their dtypes."""
+        full = Arrays()
+        for name, array in arrays.items():
             dtype = self.dtypes.get(name, _USUAL)
             same = array.dtype != HALF.name or dtype == HALF.name
             full[name] = array if same or not self.half else encode(view(array).astype(dtype))
-        return like(message, content)
+        return full
 
-    def shorten(
-        self, reply: Message, begun: Mapping[str, Array], message: Message, context: Context
-    ) -> None:
-        """Replace the model in a reply by its changes from what it began with."""
-        config, record = config_of(message), reply.content.array_records[ARRAYS]
-        round_ = check_count(ROUND, config.get(ROUND))
-        run = str(config.get(RUN, context.run_id))
-        state = PrivateState(context, run + UNSENT, private_store(context, "transport"))
-        before, unsent, sent = state.before(round_) or {}, dict[str, Matrix](), ArrayRecord()
-        for name, array in record.items():
-            start = view(begun[name])
-            if not is_float(start):
+    def send(self, arrays: Arrays, start: Mapping[str, Array], kept: Kept) -> Arrays:
+        """Return a model's changes from what it began with; what is not sent is kept."""
+        if not self.changes:
+            return arrays
+        sent = Arrays()
+        for name, array in arrays.items():
+            begun = view(start[name])
+            if not is_float(begun):
                 sent[name] = array
                 continue
-            moved = change(view(array), start, fixed_entries(start))
+            moved = change(view(array), begun, fixed_entries(begun))
             if not np.isfinite(moved).all():
                 raise ValueError(f"array {name!r} must be finite after training, got others.")
-            if self.share is None or is_plain(name, start) or not start.size:
+            if self.share is None or is_plain(name, begun) or not begun.size:
                 sent[_CHANGE + name] = self._halved(name, encode(moved))
                 continue
-            moved = moved + before.get(name, 0)
-            top = TopK(max(self.share, 1 / start.size))
+            moved = moved + kept.get(name, 0)
+            top = _top(max(self.share, 1 / begun.size))
             found: Any = top.encode(moved.ravel(), np.random.default_rng(0))
             values, at = found
             sent[_CHANGE + name] = values_ = self._halved(name, encode(values))
             sent[_AT + name] = encode(at)
-            kept = moved - top.decode((view(values_), at), start.size).reshape(start.shape)
-            unsent[name] = kept.astype(moved.dtype)
-        if unsent:
-            state.save(round_, unsent)
-        reply.content[ARRAYS] = sent
+            rest = moved - top.decode((view(values_), at), begun.size).reshape(begun.shape)
+            kept[name] = rest.astype(moved.dtype)
+        return sent
 
     def _halved(self, name: str, array: Array) -> Array:
         """Return an array in half floats, or as it is if these do not have all of its numbers."""
         own = view(array)
         sent = halved(name, own) if self.half else own
         return array if sent is own else encode(sent)
+
+
+def _top(share: float) -> Any:
+    """Return a `TopK`, of a room that most clients never load."""
+    from flwr_perdl.network.compression import TopK
+
+    return TopK(share)
 
 
 def halved(name: str, array: Matrix) -> Matrix:

@@ -23,6 +23,7 @@ from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerSettings
+from flwr_perdl.protocol.part import Asked, Part, own_parts, unstack
 from flwr_perdl.protocol.records import (
     AFTER,
     EVALUATE,
@@ -97,6 +98,8 @@ class HasProtocol(typing.Protocol):
     protocol_name: typing.ClassVar[str]
     flags: typing.ClassVar[tuple[str, ...]]
     labels: typing.ClassVar[tuple[str, ...]]
+    numbered: typing.ClassVar[bool]
+    _n_stacked: int
     privacy: Promised | None
     _sums: Callable[[Summed], Channel] | None
     _told: Mapping[str, Scalar]
@@ -111,9 +114,6 @@ class HasProtocol(typing.Protocol):
 
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options."""
-
-    def take_names(self, names: Sequence[str]) -> None:
-        """Take up what the arrays are called."""
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Return the protocol's generator."""
@@ -167,10 +167,12 @@ class ProtocolRun:
                 f"num_rounds must be at least the {self.record.done} rounds that the run to resume "
                 f"has done, got {rounds}."
             )
-        strategy.take_names(self.record.array_names or [*map(str, range(len(initial)))])
-        # A checkpoint may have the result: no generator is needed, and no client is asked.
-        if not self.record.finished:
-            self._begin_protocol(initial)
+        #: The parts of this run, and what the algorithm calls a model's arrays.
+        self.parts: list[Part] = []
+        self.names: Sequence[str] = self.record.array_names
+        #: The number of values that each client was sent in the exchange that is on.
+        self.sent_values: dict[int, int] = {}
+        self.initial = initial
 
     def _load(self) -> None:
         """Open the folder of checkpoints, and take up the run that is there, if any."""
@@ -180,6 +182,7 @@ class ProtocolRun:
             "protocol": type(self._strategy).__name__,
             "seed": options.seed,
             "fraction_train": options.fraction_train,
+            **own_parts(options.parts),
         }
         self._checkpoints = Checkpoints(options, identity, self.record)
         if options.resume:
@@ -188,12 +191,20 @@ class ProtocolRun:
             for partition, metrics in report.metrics.items():
                 self._metrics.setdefault(partition, set()).update(metrics.keys() - {NUM_EXAMPLES})
 
-    def _begin_protocol(self, initial: list[Matrix]) -> None:
-        """Start the generator, from a saved state where there is one."""
+    def begin(self) -> None:
+        """Begin the parts, and start the generator, from a saved state where there is one."""
+        initial, strategy = self.initial, self._strategy
+        if strategy._n_stacked and initial:
+            initial = unstack(initial, strategy._n_stacked)
+        for part in self.options.parts:
+            begun, self.names, initial = part.begin(self.names, initial, self.record.kept)
+            self.parts.append(begun)
+        if self.record.finished:  # no generator is needed, and no client is asked
+            return
         if self._space is not None:
             initial = [self._space.project(array) for array in initial]
         state = None if self._resumed is None else self.record.state
-        self._steps = self._strategy.protocol(initial, state)
+        self._steps = strategy.protocol(initial, state)
         if not isinstance(self._steps, Generator):
             raise ValueError(
                 f"protocol must be a generator, with yield Request(...), got {self._steps!r}."
@@ -226,8 +237,10 @@ class ProtocolRun:
 
     # What a run logs ------------------------------------------------------------------------
 
-    def log_begin(self) -> None:
-        """Log what is off with ``privacy``."""
+    def log_begin(self, *, evaluates: bool) -> None:
+        """Log what users should know of the run's parts, and what is off with ``privacy``."""
+        for part in self.parts:
+            part.log_begin(evaluates=evaluates)
         if self._privacy is not None:
             log(
                 INFO,
@@ -254,6 +267,25 @@ class ProtocolRun:
     # Training ------------------------------------------------------------------------------
 
     @property
+    def asked(self) -> Asked:
+        """What the exchange that is on asks for."""
+        return Asked(self._plan.step != EVALUATE, self.names, self.request)
+
+    def received(self, reply: Reply) -> Reply:
+        """Return a reply to training in the algorithm's terms."""
+        for part in reversed(self.parts):
+            reply = part.from_client(reply, self.asked)
+        return reply
+
+    def names_for(self, partition: int) -> Sequence[str]:
+        """Return the names of the arrays in a client's request, whole models."""
+        names, request = self.record.array_names, self.request
+        numbers = None if request is None or request.numbers is None else request.numbers(partition)
+        if self._plan.step == EVALUATE and self._strategy.numbered:
+            numbers = range(len(self.record.model) // len(names))
+        return names if numbers is None else [f"{j}/{name}" for j in numbers for name in names]
+
+    @property
     def limits(self) -> Limits:
         """What a reply to the last plan may be, decided before its arrays are read."""
         given, request = self.options.max_magnitude, self.request
@@ -266,6 +298,8 @@ class ProtocolRun:
             return limits
         n_bytes = self.options.max_reply_bytes or request.max_bytes
         expect = request.expect if request.models is None else request.models.expected
+        if any(part.recodes(self.asked) for part in self.parts):
+            expect = None
         return limits._replace(n_bytes=n_bytes, max_values=request.max_values, expect=expect)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
@@ -286,11 +320,14 @@ class ProtocolRun:
         # Drawn by the round, not by a generator that lives on: a resumed run asks the same clients.
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
         request, own, same = self.request, self.request.per_client, list(self.request.arrays)
-        arrays = dict.fromkeys(chosen, same)
+        arrays = dict.fromkeys(chosen, self._whole(same))
         if own is not None:
             # The first thing that a state from another program would break.
             with self._going_on():
-                arrays = {p: check_arrays("Request.per_client(partition)", own(p)) for p in chosen}
+                given = {p: own(p) for p in chosen}
+                name = "Request.per_client(partition)"
+                once = {id(one): self._whole(check_arrays(name, one)) for one in given.values()}
+                arrays = {p: once[id(one)] for p, one in given.items()}
         secure = {} if request.secure is None else request.secure.config(len(chosen))
         return self._begin_exchange(round_, request.step, arrays, {**request.config, **secure})
 
@@ -322,6 +359,8 @@ class ProtocolRun:
         self._note_lost_state(good)
         floats_up = {p: _n_values(reply.arrays) for p, reply in good.items()}
         # One thread: sums in another order would give other bits on a machine with more cores.
+        for part in self.parts:
+            part.conclude(self._plan.arrays, good)
         with one_blas_thread():
             self._advance(self._with_absent(request, good))
         self._resumed = None
@@ -534,7 +573,7 @@ class ProtocolRun:
             common[PROTOCOL] = protocol or self._strategy.protocol_name
         whole = {**self._strategy._told, **config, **common}
         plain_config = {name: plain(value) for name, value in whole.items()}
-        self._plan = Plan(round_, step, arrays, plain_config)
+        self._plan, self.sent_values = Plan(round_, step, arrays, plain_config), {}
         return self._plan
 
     def _take_up(self, request: object) -> None:
@@ -558,7 +597,13 @@ class ProtocolRun:
     def _lift(self, model: Sequence[Matrix]) -> list[Matrix]:
         """Return a model as evaluations and the result see it."""
         space = self._space
-        return list(model) if space is None else [space.lift(array) for array in model]
+        return self._whole(model if space is None else [space.lift(array) for array in model])
+
+    def _whole(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return an algorithm's model with all arrays of the initial one."""
+        for part in reversed(self.parts):
+            model = part.whole(model)
+        return list(model)
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -599,7 +644,8 @@ class ProtocolRun:
         if uncounted := self.roster.uncounted & good.keys():
             aggregate["uncounted-runs"] = float(len(uncounted))
         ups = [floats_up.get(partition, 0) for partition in good]
-        downs = [_n_values(self._plan.arrays[partition]) for partition in good]
+        arrays, sent = self._plan.arrays, self.sent_values
+        downs = [sent[p] if p in sent else _n_values(arrays[p]) for p in good]
         return RoundReport(
             *self._plan[:2],
             metrics,

@@ -6,7 +6,7 @@ and ``needs``, what an option demands of others. docs/which-algorithm.md shows b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_real, own_numbers
+from flwr_perdl.protocol.part import Part, in_turn
 from flwr_perdl.protocol.records import LARGEST_INT
 from flwr_perdl.protocol.report import OnRound, list_observers
 
@@ -113,6 +114,7 @@ class ServerSettings:
     seed: int = field(default=0, init=False)
     checkpoint_dir: str | Path | None = field(default=None, init=False)
     on_round: OnRound = field(default=None, init=False)
+    parts: Sequence[Part] = field(default=(), init=False)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ServerSettings:
@@ -165,6 +167,7 @@ class ServerSettings:
         kinds = (str, Path, type(None))
         check_kind("checkpoint_dir", self.checkpoint_dir, kinds, "a path or None")
         list_observers(self.on_round)
+        in_turn(self.parts)
         nodes = self.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
         if nodes is not None and not nodes:
@@ -194,6 +197,9 @@ class ServerOptions(TypedDict, total=False):
     on_round : callable, or sequence of callables, optional
         Called with each `RoundReport` during the run, such as `print` or one of
         `flwr_perdl.trackers`. An error in it is logged once, and the run goes on.
+    parts : sequence of Part, default ()
+        Your own parts: what all messages go through, see `Part`. Clients need
+        ``client_app(parts=[...])``.
     server : ServerSettings
         Everything else: ``resume``, ``events``, ``clients_by_node``, …
 
@@ -212,6 +218,7 @@ class ServerOptions(TypedDict, total=False):
     seed: int
     checkpoint_dir: str | Path | None
     on_round: OnRound
+    parts: Sequence[Part]
     server: ServerSettings
 
 

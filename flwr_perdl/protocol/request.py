@@ -458,6 +458,9 @@ class Request:
         Raises a ValueError that says what is wrong with a reply, which is then left out.
     per_client : callable, optional
         ``partition -> arrays``: what each client receives instead of ``arrays``.
+    numbers : callable, optional
+        ``partition -> numbers``: of the models that a client receives, where these are several;
+        their arrays are then called "NUMBER/NAME".
     model : sequence of ndarray, optional
         The model for evaluations and the result; by default ``arrays``.
     max_values : int, optional
@@ -506,6 +509,7 @@ class Request:
     state: State | None = None
     check: Callable[[Reply], object] = accept
     per_client: Callable[[int], Sequence[Matrix]] | None = None
+    numbers: Callable[[int], Sequence[int]] | None = None
     model: Sequence[Matrix] | None = None
     max_values: int | None = None
     metrics: Sequence[str] = ()
@@ -535,6 +539,7 @@ class Request:
         if not callable(self.check):
             raise TypeError(f"Request.check must be a function, got {brief_repr(self.check)}.")
         check_function("Request.per_client", self.per_client)
+        check_function("Request.numbers", self.numbers)
         if self.max_values is not None:
             check_count("Request.max_values", self.max_values)
         for name in check_list("Request.metrics", self.metrics):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from logging import INFO, WARNING
+from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled
-from flwr_perdl.protocol.compat import log, poll_faster
+from flwr_perdl.protocol.compat import log, new_record, poll_faster
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import (
     Needs,
@@ -28,12 +28,12 @@ from flwr_perdl.protocol.options import (
     refuse_unknown,
     spell_fields,
 )
+from flwr_perdl.protocol.part import own_parts
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     NEW_STATE,
     PINNED_KEYS,
-    Limits,
     Reply,
     Scalar,
     read_reply,
@@ -109,6 +109,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     unsupported: ClassVar[Mapping[str, str]] = {}
     #: What options need of others.
     needs: ClassVar[tuple[Needs, ...]] = ()
+    #: Whether its models are several, by number, so that evaluations call arrays "NUMBER/NAME".
+    numbered: ClassVar[bool] = False
+    #: How many models the initial arrays are stacks of, if not one.
+    _n_stacked: int = 0
     #: Whether another strategy's `start` may call this one's steps.
     _wrappable: ClassVar[bool] = True
     #: What a run promises of privacy, for all of its sums; None: nothing.
@@ -202,14 +206,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Return the strategy's own options by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def take_names(self, names: Sequence[str]) -> None:
-        """Take up what the arrays are called that the run began with; a subclass's to use."""
+    @property
+    def model_names(self) -> Sequence[str]:
+        """What the algorithm's arrays are called, of one model."""
+        return self._running().names
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
         self._returned = None
-        self._run = ProtocolRun(self, initial, names, self._num_rounds)
-        return self._run
+        self._run = run = ProtocolRun(self, initial, names, self._num_rounds)
+        run.begin()
+        return run
 
     # Flower's interface --------------------------------------------------------------------
 
@@ -287,7 +294,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._train_config = train_config
         run = self.open(to_arrays(initial), initial)
         show = show_run(mode, self._title or type(self).__name__, self._shown_rounds(rounds))
-        run.log_begin()
+        run.log_begin(evaluates=evaluate_fn is not None)
         with poll_faster(grid), show as self._show:
             if isinstance(grid, LocalGrid):
                 grid.begin_run(self._show.replies)
@@ -515,12 +522,12 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if self._sent is None:
             report = run.past(round_, evaluation=evaluation)
         else:
-            limits, names = run.limits, () if evaluation else run.record.array_names
+            limits, names = run.limits, () if evaluation else run.names
 
             def read(reply: Message) -> Reply:
                 if evaluation:
                     return read_reply(reply.content, limits, with_arrays=False)
-                return self._read_trained(reply.content, limits, names)
+                return run.received(read_reply(reply.content, limits, names=names))
 
             good, lost = self._gathered or read_replies(self._sent, replies, read)
             phase = "aggregate_evaluate" if evaluation else "aggregate_train"
@@ -530,10 +537,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if report is not None:
             self._tell(report)
         return report
-
-    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
-        """Return what a reply to training says."""
-        return read_reply(content, limits, names=names)
 
     def _check_returned(self, arrays: ArrayRecord) -> None:
         """Refuse a model that is not the one that the last aggregation returned.
@@ -593,24 +596,37 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         sampled, all_of_them = len(plan.arrays), len(nodes)
         log(INFO, "%s: Sampled %d nodes (out of %d)%s%s", phase, sampled, all_of_them, step, wait)
 
-    def _names_of(self, plan: Plan, partition: int) -> Collection[str]:
-        """Return the names of the arrays that a client receives, if they have so many."""
-        return self._running().record.array_names
-
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
         """Return a message per client; as in Flower's own strategies they share their content."""
-        shared = ConfigRecord({**config, **plan.config})
-        contents: dict[int, RecordDict] = {}
+        run, told = self._running(), {**config, **plan.config}
+        contents: dict[Any, RecordDict] = {}
         self._sent = []
-        records = to_records(plan.arrays, partial(self._names_of, plan))
+        records = to_records(plan.arrays, run.names_for)
         for partition, record in records.items():
-            if id(record) not in contents:
-                contents[id(record)] = RecordDict({ARRAYS: record, CONFIG: shared})
-            message = Message(contents[id(record)], nodes[partition], message_type)
+            case = (id(record), *(part.case(partition) for part in run.parts))
+            if case not in contents:
+                contents[case] = self._content(run, partition, record, told)
+            message = Message(contents[case], nodes[partition], message_type)
             self._sent.append((partition, message))
+            if run.parts:
+                sent = contents[case].array_records[ARRAYS]
+                run.sent_values[partition] = sum(prod(one.shape) for one in sent.values())
         return [message for _, message in self._sent]
+
+    @staticmethod
+    def _content(
+        run: ProtocolRun, partition: int, record: ArrayRecord, told: Mapping[str, Any]
+    ) -> RecordDict:
+        """Return a message's content, as the run's parts make it."""
+        if not run.parts:
+            return RecordDict({ARRAYS: record, CONFIG: ConfigRecord({**told})})
+        arrays, config = dict(record), {**told, **own_parts(run.parts)}
+        for part in run.parts:
+            arrays, own = part.to_client(partition, arrays, run.asked)
+            config |= own
+        return RecordDict({ARRAYS: new_record(ArrayRecord, arrays), CONFIG: ConfigRecord(config)})
 
 
 def evaluate_model(

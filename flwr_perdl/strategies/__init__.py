@@ -2,6 +2,7 @@
 
 from flwr_perdl.privacy.secure_server import SecureMean
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
+from flwr_perdl.protocol.part import Part
 from flwr_perdl.protocol.records import Replies
 from flwr_perdl.protocol.report import RoundReport, client_report
 from flwr_perdl.protocol.request import Combine, Protocol, Request, TooFewReplies
@@ -35,6 +36,7 @@ __all__ = [
     "Momentum",
     "NeighborRelay",
     "OneShotClustering",
+    "Part",
     "PerMA",
     "PersonalizedFedAvg",
     "Protocol",

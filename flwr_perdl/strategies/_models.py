@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import cycle
-from logging import INFO, WARNING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from logging import WARNING
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
-from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients.personalized import KEPT
-from flwr_perdl.clients.transport import TRANSPORT, Transport
+from flwr_perdl.clients.personalized import Patterns, Private
+from flwr_perdl.clients.transport import Transport
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
@@ -28,9 +24,8 @@ from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain
 from flwr_perdl.core.npy import as_file
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Plan, ProtocolRun
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import ARRAYS, CONFIG, LEFT_OUT, Limits, Reply, read_reply
+from flwr_perdl.protocol.part import Part
 from flwr_perdl.protocol.request import State
 from flwr_perdl.strategies._own_models import TrainsModels
 
@@ -186,133 +181,26 @@ class ModelStrategy(TrainsModels):
     ) -> None:
         own: dict[str, Any] = {"private": private, "share": share, "fine_tune": fine_tune}
         own |= {"metric": metric, "higher_is_better": higher_is_better}
-        super().__init__(transport=transport, **own, **options)
-        self._is_private: list[bool] = []
-        #: Who has a private part, who is asked in this round, and to whom none is sent: not a part
-        #: of the state, since clients may lose theirs while a run is not on.
-        self._known: set[int] = set()
-        self._asked_now: set[int] = set()
-        self._cut: set[int] = set()
         kinds = (TopK, type(None))
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
-        top = None if compression is None else compression.share
+        parts = [*options.pop("parts", ()), *given(private, share, transport, compression)]
+        super().__init__(transport=transport, parts=parts, **own, **options)
         check_support(self, {"robust": robust, "compression": compression})
-        self._wire: Transport | None = None
-        if transport is not None or top is not None:
-            self._wire = Transport(transport is not None, top)
         steps = (Momentum, Adam, type(None))
         self.optimizer: Momentum | Adam | None = check_kind(
             "optimizer", optimizer, steps, "a Momentum, Adam or Yogi, or None"
         )
         self.robust = check_robust(robust, RULES)
 
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
-        """Begin a run, or take it up from its checkpoint."""
-        self._known, self._asked_now, self._cut = set(), set(), set()
-        return super().open(initial, names)
-
-    def take_names(self, names: Sequence[str]) -> None:
-        """Find which arrays are private."""
-        self._names, own = list(names), list[str]()
-        if self._part is not None and names:
-            own = self._part.private(names)
-            self._part.warn(names)
-        self._is_private = [name in own for name in names]
-
-    def _run_rounds(self, *arguments: Any) -> Result:
-        """Take the rounds, and say what the result is not."""
-        evaluate_fn = arguments[5]
-        if self._part is not None:
-            log(
-                INFO if evaluate_fn is None else WARNING,
-                "Private arrays have their initial values in the result%s; clients have their own.",
-                "" if evaluate_fn is None else " and for evaluate_fn",
-            )
-        return super()._run_rounds(*arguments)
-
-    def _array_names(self) -> list[str]:
-        """Return the names of the model's arrays, once a run is on."""
-        run = self._running().record
-        return run.array_names or self._names or [*map(str, range(len(run.model)))]
-
-    def private_names(self) -> list[str]:
-        """Return the names of the arrays that stay at the clients."""
-        pairs = zip(self._array_names(), self._is_private, strict=True)
-        return [name for name, private in pairs if private]
-
-    def shared(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return what belongs to shared arrays of a list with an entry per array, of any models."""
-        if self._part is None:
-            return list(arrays)
-        pairs = zip(arrays, cycle(self._is_private), strict=False)
-        return [one for one, private in pairs if not private]
-
-    def whole(self, model: Sequence[Matrix], shared: Sequence[Matrix]) -> list[Matrix]:
-        """Return a model with other shared arrays."""
-        if self._part is None:
-            return list(shared)
-        rest, pairs = iter(shared), zip(model, self._is_private, strict=True)
-        return [array if private else next(rest) for array, private in pairs]
-
-    def trained_by(self, replies: Collection[int]) -> None:
-        """Note that clients have trained: they have a private part of their own."""
-        self._known = (self._known - self._asked_now) | set(replies)
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """The metrics of a client that keeps what it is to keep."""
-        return () if self._part is None else (KEPT,)
-
-    def _ask(
-        self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
-    ) -> list[Message]:
-        """Return a message per client, in as few bytes as the options say.
-
-        Private arrays are in it only for clients that have none of their own.
-        """
-        if self._part is not None:
-            self._cut = self._known & plan.arrays.keys()
-            cut = {id(own): self.shared(own) for own in plan.arrays.values()}
-            # The plan's own table, from which reports count what was sent.
-            plan.arrays.update({who: cut[id(plan.arrays[who])] for who in self._cut})
-            left_out = json.dumps(self.private_names())
-            config = ConfigRecord({**config, LEFT_OUT: left_out})
-            if message_type == MessageType.TRAIN:
-                self._asked_now = set(plan.arrays)
-        messages, request = super()._ask(plan, nodes, message_type, config), self._running().request
-        if self._wire is not None:
-            changes = request is not None and request.models is not None
-            wire = replace(self._wire, changes=changes and message_type == MessageType.TRAIN)
-            for content in {id(one.content): one.content for one in messages}.values():
-                content[ARRAYS], dtypes = wire.shortened(content.array_records[ARRAYS])
-                told = {TRANSPORT: str(replace(wire, dtypes=dtypes))}
-                content[CONFIG] = ConfigRecord({**content.config_records[CONFIG], **told})
-        return messages
-
-    def _names_of(self, plan: Plan, partition: int) -> list[str]:
-        """Return the names of a model's arrays that a client receives."""
-        names = self._array_names()
-        return self.shared(names) if partition in self._cut else names
-
-    def _read_trained(self, content: RecordDict, limits: Limits, names: Collection[str]) -> Reply:
-        """Return what a reply to training says, changes as the model that they make."""
-        request = self._running().request
-        models = None if request is None else request.models
-        if self._wire is None or models is None:
-            return super()._read_trained(content, limits, names)
-        reply = read_reply(content, limits._replace(expect=None))
-        return self._wire.received(reply, models.begun(reply), self.shared(self._array_names()))
-
     def take_step(
         self,
         model: Sequence[Matrix],
         means: Sequence[Matrix],
         memory: Sequence[Matrix],
-        names: Sequence[str] | None = None,
         *,
         idle: bool = False,
     ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and the optimizer's memory; ``names`` are by default all.
+        """Return the next model and the optimizer's memory.
 
         ``idle``: nobody has trained the model, so that it and the memory stay as they are.
         """
@@ -320,7 +208,7 @@ class ModelStrategy(TrainsModels):
         if optimizer is None:
             return list(means), []
         found, kept = list(means), list[Matrix]()
-        for i, name in enumerate(self._array_names() if names is None else names):
+        for i, name in enumerate(self.model_names):
             if is_plain(name, model[i]):
                 continue
             own, fixed = model[i], fixed_entries(model[i])
@@ -335,6 +223,17 @@ class ModelStrategy(TrainsModels):
             found[i] = as_file(settled(moved, model[i], fixed))
             kept += [as_file(array) for array in after]
         return found, kept
+
+
+def given(
+    private: str | Sequence[str], share: str | Sequence[str], transport: Any, compression: Any
+) -> list[Part]:
+    """Return the parts that a strategy's options ask for."""
+    patterns = Patterns.of("private", private, share)
+    parts: list[Part] = [] if patterns is None else [Private(patterns)]
+    if transport is not None or compression is not None:
+        parts.append(Transport(transport is not None, compression and compression.share))
+    return parts
 
 
 def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matrix]:

@@ -42,7 +42,7 @@ from flwr_perdl.clients.own_models import (
     kept_model,
 )
 from flwr_perdl.clients.perma import PERMA
-from flwr_perdl.clients.personalized import Part, check_patterns
+from flwr_perdl.clients.personalized import Patterns, check_patterns
 from flwr_perdl.clients.ridge import RIDGE
 from flwr_perdl.clients.ridge import kept_model as kept_by_ridge
 from flwr_perdl.clients.transport import HALF
@@ -209,7 +209,7 @@ class EndsWithModels(ProtocolStrategy):
 
     #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
-    _part: Part | None = None
+    _part: Patterns | None = None
     _initial: Sequence[Matrix]
     _contexts: Mapping[int, Context]
 
@@ -330,7 +330,7 @@ class TrainsModels(EndsWithModels):
         self.higher_is_better = is_higher_better(metric, higher_is_better)
         if metric not in LOSSES or self.higher_is_better:
             self._told = {METRIC: metric, HIGHER_IS_BETTER: self.higher_is_better}
-        self._part = Part.of("private", private, share)
+        self._part = Patterns.of("private", private, share)
         self.private = check_patterns("private", private)
         self.share = check_patterns("share", share)
         wires = (HALF.name,)

@@ -65,8 +65,8 @@ from flwr_perdl.network.compression import TopK
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import Plan
 from flwr_perdl.protocol.options import JUDGED, OLD, SECURE, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.part import split
 from flwr_perdl.protocol.records import (
     Replies,
     Reply,
@@ -275,6 +275,7 @@ class ClusteredFedAvg(ModelStrategy):
     )
     labels = (CLUSTER,)
     protocol_name = CLUSTERED
+    numbered = True
 
     privacy: Noise | None
 
@@ -316,6 +317,7 @@ class ClusteredFedAvg(ModelStrategy):
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         check_support(self, locals())
         self.start_from = check_choice("start", start, STARTS)
+        self._n_stacked = int(k) if start == "given" and k != _AUTO else 0
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
         self.start_rounds = check_count("start_rounds", start_rounds, 1, MOST_FITS)
@@ -389,17 +391,6 @@ class ClusteredFedAvg(ModelStrategy):
         run, names = self._running().record, self._array_names()
         return to_record(run.model[j * len(names) : (j + 1) * len(names)], names)
 
-    def _names_of(self, plan: Plan, partition: int) -> list[str]:
-        """Return the names of a client's models: after the number of the cluster their own."""
-        names, request = super()._names_of(plan, partition), self._running().request
-        if plan.step == ALONE:
-            return names
-        numbers = [*range(len(plan.arrays[partition]) // len(names))]
-        if plan.step == CHOOSE and len(numbers) == 1 and request is not None:
-            state = request.state or {}
-            numbers = [j for p, j, _ in state[_CHOSEN].tolist() if p == partition] or numbers
-        return [f"{j}/{name}" for j in numbers for name in names]
-
     def _presented(self) -> ArrayRecord:
         """Return the model of the largest cluster."""
         own = list(self._found()[0].values())
@@ -422,7 +413,9 @@ class ClusteredFedAvg(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Find k models to start from; then choose, train and average, round by round."""
         if state is None:
-            state = yield from self._start(check_initial(initial, self._names))
+            state = yield from self._start(
+                check_initial(initial, [*self.model_names] * (self._n_stacked or 1))
+            )
         if _GROUPS in state:
             state = yield from self._measure(state)
         while True:
@@ -431,13 +424,7 @@ class ClusteredFedAvg(ModelStrategy):
     def _start(self, model: list[Matrix]) -> Generator[Request, Replies, State]:
         """Return the state to begin with: models given or drawn, or the clients' own, grouped."""
         if self.start_from == "given":
-            for array in model:
-                if not array.ndim or len(array) != self.k:
-                    raise ValueError(
-                        f"initial_arrays must be {self.k} models, stacked along a first axis, with "
-                        f'start="given", got an array of shape {array.shape}.'
-                    )
-            return _state([*zip(*model, strict=True)])
+            return _state(split(model, len(self.model_names)))
         if self.k == 1:
             return _state([model])
         if self.start_from == "random":
@@ -451,15 +438,13 @@ class ClusteredFedAvg(ModelStrategy):
             ALONE,
             model,
             {**self._config(), N_FITS: self.start_rounds},
-            metrics=self.needed,
-            expect=self.shared(model),
+            expect=model,
         )
-        self.trained_by(replies)
         return self._group(model, replies)
 
     def _perturb(self, model: list[Matrix], k: int) -> list[list[Matrix]]:
         """Return random models around one; what is averaged plainly is the same in all."""
-        names = zip(self._names, model, strict=True)
+        names = zip(self.model_names, model, strict=True)
         moved = [i for i, (name, array) in enumerate(names) if not is_plain(name, array)]
         fixed = [fixed_entries(model[i]) for i in moved]
         own = [cleared(model[i], entries) for i, entries in zip(moved, fixed, strict=True)]
@@ -479,6 +464,7 @@ class ClusteredFedAvg(ModelStrategy):
             self._config(),
             state,
             partial(check_shapes, [(len(models),)]),
+            numbers=lambda _: range(len(models)),
             model=models[0],  # the mean of all
             max_values=len(models),
         )
@@ -503,21 +489,20 @@ class ClusteredFedAvg(ModelStrategy):
         # An absent client keeps the cluster that it chose last, until the next choice.
         chosen = {int(p): (int(j), int(at)) for p, j, at in state[_CHOSEN]}
         everything = _flat(models)
-        known = {p: models[j] for p, (j, at) in chosen.items() if choice <= at < round_}
+        known = {p: j for p, (j, at) in chosen.items() if choice <= at < round_}
+        own = (lambda p: models[known[p]] if p in known else everything) if known else None
         # Line 8: the driver calls it, for `replies.combined` below.
-        starts = [self.shared(model) for model in models]
-        combine = Combine(start=starts, rule=self.robust, group=CLUSTER)
+        combine = Combine(start=models, rule=self.robust, group=CLUSTER)
         replies = yield Request(  # line 5; clients: lines 6-7
             CHOOSE,
             everything,
             self._config(),
             state,
-            per_client=(lambda partition: known.get(partition, everything)) if known else None,
-            metrics=self.needed,
+            per_client=own,
+            numbers=lambda p: [known[p]] if p in known else range(k),
             combine=combine,
             summed=Summed(models[0], "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,
         )
-        self.trained_by(replies)
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:
             self._report_few(k, replies, first=not round_)
@@ -529,15 +514,13 @@ class ClusteredFedAvg(ModelStrategy):
                 k,
             )
         trained, memory = {chosen[p][0] for p in replies}, unpack_model(state, MEMORY)
-        size, names = len(memory) // k, self.shared(self._array_names())
+        size = len(memory) // k
         steps = [
-            self.take_step(
-                old, new, memory[j * size : (j + 1) * size], names, idle=j not in trained
-            )
-            for j, (old, new) in enumerate(zip(starts, replies.combined, strict=True))
+            self.take_step(old, new, memory[j * size : (j + 1) * size], idle=j not in trained)
+            for j, (old, new) in enumerate(zip(models, replies.combined, strict=True))
         ]
-        moved = [self.whole(old, new) for old, (new, _) in zip(models, steps, strict=True)]
-        return _state(moved, round_ + 1, chosen, _flat(kept for _, kept in steps))
+        moved, kept = zip(*steps, strict=True)
+        return _state(moved, round_ + 1, chosen, _flat(kept))
 
     def _report_few(self, k: int, replies: Replies, *, first: bool) -> None:
         """Report clusters that less than half as many clients choose as one has on average."""
@@ -565,7 +548,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     def _group(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from the clients' local training."""
-        combine = Combine(start=self.shared(model), rule=self.robust)
+        combine = Combine(start=model, rule=self.robust)
         changes = combine.changes(replies)
         most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)
         if most > len(replies):
@@ -586,7 +569,7 @@ class ClusteredFedAvg(ModelStrategy):
         most = min(most, len(changes))
         if self.start_from == "anchors":
             anchors = partitions[_starts.choose_anchors(changes, most, robust)].tolist()
-            return _state([self.whole(model, replies[p].arrays) for p in anchors])
+            return _state([replies[p].arrays for p in anchors])
         groups = _starts.nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
         # Of a group of several kinds a robust average is that of the largest, and measurements
@@ -594,8 +577,7 @@ class ClusteredFedAvg(ModelStrategy):
         if robust and self.k == _AUTO:
             combine = replace(combine, rule="clip")
         members = [partitions[groups.members[j]].tolist() for j in wanted]
-        means = [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
-        models = [self.whole(model, mean) for mean in means]
+        models = [combine(replies.sharing({p: replies[p] for p in m})) for m in members]
         if self.k != _AUTO:
             return _state(models)
         table = np.column_stack([partitions, groups.of.T])

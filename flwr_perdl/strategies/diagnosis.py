@@ -42,7 +42,7 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from flwr_perdl.clients.personalized import check_patterns, matched
+from flwr_perdl.clients.personalized import Private, check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import TRIM
 from flwr_perdl.core.checks import Matrix, check_count, check_kind
@@ -452,11 +452,10 @@ class _FineTunedPart(PersonalizedFedAvg):
         request = next(steps)
         for _ in range(self._shared_rounds):
             request = steps.send((yield request))
-        self._is_private = [True for _ in self._is_private]
-        self._known = set()  # so that all clients receive the shared arrays once more
+        private = next(part for part in self._running().parts if isinstance(part, Private))
+        private.keep_all()
         while True:
-            replies = yield replace(request, combine=None)
-            self.trained_by(replies)
+            yield replace(request, combine=None)
 
 
 def _halves(groups: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:

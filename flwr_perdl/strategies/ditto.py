@@ -161,7 +161,7 @@ class Ditto(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            state = pack_model(check_initial(initial, self._names))
+            state = pack_model(check_initial(initial, self.model_names))
         while True:
             model = unpack_model(state)
             replies = yield Request(

@@ -179,16 +179,10 @@ class PersonalizedFedAvg(ModelStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
         if state is None:
-            state = pack_model(check_initial(initial, self._names))
+            state = pack_model(check_initial(initial, self.model_names))
         config = {ALTERNATE: True} if self.alternate else {}
         while True:
             model, memory = unpack_model(state), unpack_model(state, MEMORY)
-            shared = self.shared(model)
-            combine = Combine(start=shared, rule=self.robust)
-            replies = yield Request(
-                TRAIN, model, config, state, metrics=self.needed, combine=combine
-            )
-            self.trained_by(replies)
-            names = self.shared(self._array_names())
-            moved, memory = self.take_step(shared, replies.combined, memory, names)
-            state = pack_model(self.whole(model, moved), memory)
+            combine = Combine(start=model, rule=self.robust)
+            replies = yield Request(TRAIN, model, config, state, combine=combine)
+            state = pack_model(*self.take_step(model, replies.combined, memory))
