@@ -142,7 +142,7 @@ def phones(folder: Path) -> dict[str, list[float]]:
                 strategy, models = run(own, level, **options)
                 found.setdefault(level + end, []).append(accuracy(own, models))
                 if level == "auto":
-                    chosen = float(strategy.result.level == "personal")
+                    chosen = float(strategy.chosen_level == "personal")
                     found.setdefault("auto takes personal" + end, []).append(chosen)
             found.setdefault("local" + end, []).append(accuracy(own, alone(own, **options)))
     return found
@@ -267,7 +267,7 @@ def turned(folder: Path) -> dict[str, list[float]]:
         found.setdefault("seconds", []).append(time.process_time() - began)
         found.setdefault("groups", []).append(accuracy(own, models))
         found.setdefault("number of groups", []).append(len(groups.result.models))
-        right = groups.result.groups == {i: i % 4 for i in range(20)}
+        right = groups.result.members == {i: i % 4 for i in range(20)}
         found.setdefault("all 20 in their group", []).append(float(right))
         models = run(own, "shared", **options)[1]
         found.setdefault("shared", []).append(accuracy(own, models))

@@ -59,7 +59,7 @@ INTERNAL = (
     *("create_message", "get_node_ids", "pull_messages", "push_messages", "send_and_receive"),
     *("set_run", "get_properties", "check_evaluation"),
     *("after_protocol", "needs", "unsupported", "warns", "half", "only", "models_for"),
-    *("needed", "own", "private_names", "shared_models", "take_step", "trained_by"),
+    *("needed", "private_names", "take_step", "trained_by"),
     *("whole", "ModelStrategy.shared", "exchanges", "reports_of", "round_of"),
     *("Combine.begun", "Combine.changes", "Combine.check", "Combine.expected"),
     *("Combine.magnitudes", "Request.max_bytes", "Request.models", "Replies.sharing"),

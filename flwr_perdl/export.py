@@ -27,7 +27,7 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import to_record
 from flwr_perdl.protocol.report import is_higher_better
 from flwr_perdl.protocol.strategy import evaluate_model
-from flwr_perdl.strategies._own_models import Learned, Own
+from flwr_perdl.strategies._own_models import Learned
 
 __all__ = ["load", "save", "save_best"]
 
@@ -238,20 +238,19 @@ def _best_before(folder: Path, round_: int, metric: list[Any]) -> dict[str, Any]
 
 def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> None:
     """Write a file per model of a result, the list and the card."""
-    if not isinstance(own := getattr(result, "own", None), Own):
-        raise TypeError(f"source must be a strategy's result, got {type(result).__name__}.")
-    models = getattr(result, "shared", [])  # none where models stay at the nodes
-    shared = {"shared": models} if isinstance(models, ArrayRecord) else {}
-    shared = shared or {f"cluster-{j}": model for j, model in enumerate(models)}
+    check_kind("source", result, Learned, "a strategy's result")
+    shared = {f"cluster-{j}": model for j, model in enumerate(result.models)}
+    if isinstance(result.shared, ArrayRecord):
+        shared = {"shared": result.shared}
     shared = {f"{name}{_suffix()}": model for name, model in shared.items()}
-    private = {client: f"client-{client}{_suffix()}" for client in own.names}
+    private = {client: f"client-{client}{_suffix()}" for client in result.names}
     listed = _listed(folder, {*shared, *private.values()})
     made = {name: "what clients share" + ", of a cluster" * (len(shared) > 1) for name in shared}
     clients: dict[int, dict[str, Any]] = {}
 
     def written() -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from shared.items()
-        for client, name in own.names.items():
+        for client, name in result.names.items():
             model, whole = _model_of(result, client, state_dir)
             same = [file for file, one in shared.items() if model and _same(model, one)]
             if whole and not same and model:
@@ -259,10 +258,11 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
                 yield private[client], model
                 made[private[client]] = f"the own model of client {_escaped(name)}"
             clients[client] = {"name": name, "file": [*same, None][0], "whole": whole}
+            clients[client]["model"] = result.members.get(client)
 
     def describe() -> tuple[dict[str, Any], list[str]]:
-        about = {name: getattr(own, name) for name in ("run", "token", "protocol")}
-        about |= {"arrays": [*own.arrays], "files": [*made], "clients": clients}
+        about = {name: getattr(result, name) for name in ("run", "token", "protocol")}
+        about |= {"arrays": [*result.arrays], "files": [*made], "clients": clients}
         whose = [
             (client, _escaped(one["name"]), one["file"] if one["whole"] else "not at hand")
             for client, one in clients.items()
@@ -289,7 +289,7 @@ def _model_of(
         return result.model_of(client, state_dir), True
     except ValueError:
         with suppress(ValueError):
-            return result.own.base(client), False
+            return result.shared_of(client), False
         return None, False
 
 
@@ -302,6 +302,7 @@ def _load_result(folder: Path) -> Learned:
         rows = {int(client): dict(row) for client, row in about["clients"].items()}
         names = {client: str(row["name"]) for client, row in rows.items()}
         apart = {client for client, row in rows.items() if not row["whole"]}
+        members = {p: int(j) for p, row in rows.items() if (j := row.get("model")) is not None}
         if not {row["file"] for row in rows.values()} <= {None, *about["files"]}:
             raise ValueError("clients have files that are not listed")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -313,15 +314,16 @@ def _load_result(folder: Path) -> Learned:
         found = load(folder / file)
         return to_record([*found.values()], [*found])
 
-    def base(client: int) -> Mapping[str, Array] | None:
-        file = rows[client]["file"]
-        return None if file is None else read(file)
+    def saved(client: int) -> ArrayRecord | None:
+        row = rows[client]
+        return read(row["file"]) if row["whole"] else None
 
     shared: Any = [read(file) for file in about["files"] if file.startswith("shared")]
     clusters = [file for file in about["files"] if file.startswith("cluster")]
     clusters.sort(key=lambda file: int(re.findall(r"\d+", file)[0]))
     shared = shared[0] if shared else [read(file) for file in clusters]
-    return Learned(shared, Own(run, token, protocol, arrays, names, apart, base))
+    given: Any = {"names": names, "run": run, "token": token, "protocol": protocol}
+    return Learned(shared, members, **given, arrays=arrays, apart=apart, saved=saved)
 
 
 def _publish(

@@ -68,7 +68,7 @@ class Federated(NamedTuple):
     result : Result
         Flower's own result.
     learned : object
-        The strategy's own, such as `Clusters`; None where it has none.
+        The strategy's own, mostly a `Learned`; None where it has none.
     rounds : int
         Communication rounds: one request and one reply per participating client.
     floats_up, floats_down : float

@@ -25,7 +25,7 @@ from flwr_perdl.core.checks import check_count
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.protocol.report import Observers, OnRound
-from flwr_perdl.strategies import Clusters, Learned, RoundReport, client_report
+from flwr_perdl.strategies import Learned, RoundReport, client_report
 from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
@@ -203,7 +203,7 @@ def export_models(folder: Path, out: Path) -> None:
     strategy = study.strategy(config, **server)
     strategy.open([])  # from its checkpoint: no client is asked
     result = getattr(strategy, "result", None)
-    if not isinstance(result, Clusters | Learned):
+    if not isinstance(result, Learned):
         raise ValueError(f"folder must be of a strategy with models, got {strategy!r}.")
     export.save(out, result, state_dir=folder / _STATE)
 

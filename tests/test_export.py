@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from flwr_perdl.core.files import round_path
 from flwr_perdl.export import load, save, save_best
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, Learned, PerMA, ServerSettings
-from flwr_perdl.strategies._own_models import Own
 from tests.strategies.test_after_training import N_CLIENTS, run
 
 ONE = np.ones(1)
@@ -109,7 +109,8 @@ def test_of_a_result_there_is_a_file_per_model_and_a_card(
     else:
         pytest.importorskip("safetensors.numpy")
     strategy, _ = run(kind, 3)
-    save(tmp_path, Learned(ArrayRecord(), Own(names={77: "77"}, base=lambda _: {"x": Array(ONE)})))
+    other = ArrayRecord({"x": Array(ONE)})
+    save(tmp_path, Learned(ArrayRecord(), names={77: "77"}, saved=lambda _: other))
     assert (tmp_path / f"client-77{suffix}").exists()
     foreign = ("client-99.npz", "notes.txt")
     for file in foreign:  # not on the list
@@ -163,9 +164,8 @@ def test_what_is_not_at_hand_is_on_the_card_and_in_a_warning(tmp_path: Path, war
     assert "state_dir" in warning
 
 
-RESULT = Learned(
-    ArrayRecord({"a": Array(ONE)}), Own(names={0: "0"}, base=lambda _: {"a": Array(2 * ONE)})
-)
+OWN = ArrayRecord({"a": Array(2 * ONE)})
+RESULT = Learned(ArrayRecord({"a": Array(ONE)}), names={0: "0"}, saved=lambda _: OWN)
 MINE = ["README.md", "models.json", "shared.npz", "cluster-7.npz", "client-99.safetensors"]
 
 
@@ -207,17 +207,15 @@ def suffix_of(folder: Path) -> str:
 def test_a_save_that_fails_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, RESULT)
     before = {one.name: one.read_bytes() for one in tmp_path.iterdir()}
-    broken = Own(
-        names={0: "0"}, base=lambda _: {"a": Array("float64", (9,), "numpy.ndarray", b"?")}
-    )
+    broken = ArrayRecord({"a": Array("float64", (9,), "numpy.ndarray", b"?")})
     with pytest.raises(ValueError, match="allow_pickle"):
-        save(tmp_path, Learned(RESULT.own.model_of(0, None), broken))
+        save(tmp_path, replace(RESULT, shared=OWN, saved=lambda _: broken))
     assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == before
 
 
 def test_a_name_is_no_markup(tmp_path: Path) -> None:
     name = "a | b <img src=x> [c](d) `e` __f__ www.g.org https://h.org i@j.org &lt; \\"
-    save(tmp_path, Learned(RESULT.shared, Own(names={0: f"{name}\n# k"}, base=RESULT.own.base)))
+    save(tmp_path, replace(RESULT, names={0: f"{name}\n# k"}))
     card = (tmp_path / "README.md").read_text()
     row = card.splitlines()[-1]
     assert html.unescape(row.split(" | ")[1]) == f"{name} # k"

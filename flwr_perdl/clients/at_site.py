@@ -114,7 +114,7 @@ def adapt(
     def adapt_model(local: Local, request: StepRequest) -> StepResult:
         client = handlers.client
         if isinstance(client, ProtocolClient):
-            own = client.adapted(request._replace(arrays=request.arrays[: len(models[0])]), fits)
+            own = client.adapted(request, fits)
             found.update(to_record([*own.values()], [*own]))
             return StepResult([], 1)
         model, _ = choose_model(local, request.models)

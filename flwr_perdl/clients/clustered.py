@@ -24,7 +24,7 @@ from flwr.app import Array
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.clients.local import Local, Measured, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_count
-from flwr_perdl.protocol.records import EVALUATE, Scalar, with_loss
+from flwr_perdl.protocol.records import CLUSTER, EVALUATE, Scalar, with_loss
 
 CLUSTERED = "clustered"
 ALONE, MEASURE, CHOOSE = "train-alone", "measure-models", "cluster"
@@ -34,8 +34,8 @@ N_FITS = "perdl.n-fits"
 #: Maximum number of times that a client trains, and of models that it evaluates, for one request.
 MOST_FITS, MOST_MODELS = 1000, 10_000
 
-#: Metrics of a reply: the chosen model, and its loss before training.
-CLUSTER, CLUSTER_LOSS = "cluster", "cluster-loss"
+#: A metric of a reply: the chosen model's loss before training.
+CLUSTER_LOSS = "cluster-loss"
 #: In a reply: that all models have the same loss at this client.
 ALL_ALIKE = "models-alike"
 

@@ -10,7 +10,7 @@ from flwr.app import Context
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind
-from flwr_perdl.protocol.records import EVALUATE, Scalar
+from flwr_perdl.protocol.records import CLUSTER, EVALUATE, Scalar
 from flwr_perdl.regression import Loss, SquaredLoss
 from flwr_perdl.regression.losses import (
     SQUARED,
@@ -163,7 +163,7 @@ class RegressionClient(ProtocolClient):
             return StepResult([], len(y))
         cluster = self.cluster(centers)
         loss = rounded(float(self.loss.values(X, y, centers[cluster : cluster + 1])[0]))
-        metrics: dict[str, Scalar] = {"loss": loss, "cluster": cluster}
+        metrics: dict[str, Scalar] = {"loss": loss, CLUSTER: cluster}
         if isinstance(self.loss, SquaredLoss):
             metrics["mse"] = 2 * loss
         return StepResult([], len(y), metrics)
@@ -175,7 +175,7 @@ class RegressionClient(ProtocolClient):
 
     def adapted(self, request: StepRequest, n_fits: int) -> dict[str, Matrix]:
         """Return the coefficients of the client's cluster."""
-        (centers,) = request.arrays
+        centers = np.vstack(request.arrays)
         return {COEFFICIENTS: centers[self.cluster(centers)]}
 
     def predict(self, centers: Matrix, X: Matrix) -> Matrix:

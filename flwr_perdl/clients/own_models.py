@@ -22,7 +22,7 @@ from flwr_perdl.clients.local import Local, StateLostError, StepRequest, StepRes
 from flwr_perdl.clients.personalized import TRAIN_NAMES, kept_private
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
-from flwr_perdl.protocol.records import Scalar, encode, view
+from flwr_perdl.protocol.records import CLUSTER, Scalar, encode, view
 
 OWN_MODELS, TUNE = "own_models", "tune"
 #: How often a client trains at most; whether it has trained in the run, and so has a model of its
@@ -32,9 +32,9 @@ N_FITS, TRAINED = "perdl.n-fits", "perdl.trained"
 INITIAL = "initial"
 #: Maximum number of times that a client trains for one request.
 MOST_FITS = 1000
-#: Metrics of a reply: how many trainings are kept, and the cluster; and what follows the names of
-#: those that the client's evaluation had before the first training.
-KEPT_FITS, CLUSTER, BEFORE = "fits-kept", "cluster", "-before"
+#: A metric of a reply: how many trainings are kept; and what follows the names of those that the
+#: client's evaluation had before the first training.
+KEPT_FITS, BEFORE = "fits-kept", "-before"
 
 Model = dict[str, Array]
 #: ``(context, run, names) -> arrays``: those of a model that are a client's own, or None.

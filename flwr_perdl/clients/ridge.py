@@ -18,7 +18,7 @@ from flwr_perdl.clients.own_models import Model
 from flwr_perdl.core import checks
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
-from flwr_perdl.protocol.records import EVALUATE, MAX_WEIGHT, Scalar, encode, view
+from flwr_perdl.protocol.records import CLUSTER, EVALUATE, MAX_WEIGHT, Scalar, encode, view
 from flwr_perdl.random import spawn
 from flwr_perdl.regression import ridge as maths
 from flwr_perdl.regression.ridge import RandomFeatures, RidgeModel
@@ -37,8 +37,8 @@ N_FOLDS = 3
 #: The most random features, of whose products there are as many as their square, and classes that a
 #: client computes with.
 MOST_FEATURES, MOST_CLASSES = 5_000, 10_000
-#: The name of what a client keeps, and of its group in metrics; those of a mixed model's variances.
-COEFFICIENTS, CLUSTER = "coefficients", "cluster"
+#: The name of what a client keeps; those of a mixed model's variances.
+COEFFICIENTS = "coefficients"
 SPREAD, RANDOM_ARRAY = ("variances", "noise"), "random"
 
 

@@ -69,7 +69,6 @@ from flwr_perdl.core.checks import (
     check_kind,
     check_real,
     check_robust,
-    plain,
 )
 from flwr_perdl.core.models import cleared, fixed_entries, is_float
 from flwr_perdl.core.repr import short_repr
@@ -123,10 +122,6 @@ class Averaged(NamedTuple):
         Which nodes took part in the last round.
     dropped_by : dict of int to list of int
         Node -> which nodes say that they have left out its message; a node that lies may.
-    own : Own or None
-        On Flower, where the nodes' own models are: see `model_of`.
-    shared : ArrayRecord or ()
-        On Flower with ``shows_models`` the mean of the nodes' models: what a new node begins with.
     met, accepted : ndarray of shape (n_nodes, n_nodes), or None
         With ``groups``: in how many rounds a node (row) has judged a neighbor's model (column), and
         has taken it in; NaN for nodes that have not said so. Each tells of itself only.
@@ -141,18 +136,8 @@ class Averaged(NamedTuple):
     dropped_messages: dict[int, int]
     alive: NDArray[np.bool_]
     dropped_by: dict[int, list[int]]
-    own: Any = None
-    shared: Any = ()
     met: Array | None = None
     accepted: Array | None = None
-
-    def model_of(self, client: int | str, state_dir: Any = None) -> Any:
-        """Return a node's own model, on Flower as `flwr_perdl.strategies.Learned.model_of`."""
-        if type(plain(client)) is int and client in self.models:
-            return self.models[int(client)]
-        if self.own is None:
-            raise ValueError(f"client must be one of {[*self.models]}, got {client!r}.")
-        return self.own.model_of(client, state_dir)
 
     @property
     def groups(self) -> list[list[int]]:

@@ -103,10 +103,7 @@ class HasProtocol(typing.Protocol):
     privacy: Promised | None
     _sums: Callable[[Summed], Channel] | None
     _told: Mapping[str, Scalar]
-
-    @property
-    def _evaluates(self) -> bool:
-        """Whether clients are to evaluate."""
+    _last_step: typing.ClassVar[str]
 
     @property
     def options(self) -> ServerSettings:
@@ -147,7 +144,7 @@ class ProtocolRun:
         self.options = options = strategy.options
         self._strategy, self._privacy, self._rounds = strategy, strategy.privacy, rounds
         #: What the run has come to, as a checkpoint holds it.
-        self.record = RunRecord(list(names), initial)
+        self.record = RunRecord([*names] or [*map(str, range(len(initial)))], initial)
         #: Which node is which client.
         self.roster = Roster(options)
         #: What the protocol asks next; None if it is over.
@@ -463,7 +460,9 @@ class ProtocolRun:
         """Return whether clients evaluate the model after ``round_``."""
         options, run = self.options, self.record
         due = options.fraction_evaluate > 0 and round_ % options.evaluate_every == 0
-        due = due and self._clients_evaluate and self._strategy._evaluates and bool(run.model)
+        due = due and self._clients_evaluate and bool(run.model)
+        if self._strategy._sums is None:  # else nothing was reported
+            due = due and all(report.step != self._strategy._last_step for report in run.history)
         return due and run.evaluated < round_ == run.done
 
     def plan_evaluation(

@@ -130,6 +130,8 @@ UNCOUNTED = "perdl.uncounted-runs"
 #: have 1 only for clients that took part in the run before. It is a kind of anomaly, too.
 NEW_STATE = "state-lost"
 
+#: The metric of a client that says which of several models is its own.
+CLUSTER = "cluster"
 #: What apps call the loss of an evaluation, the first of these that is there.
 LOSSES = ("loss", "eval_loss")
 #: What an evaluation is called: as a step in reports, and as a kind of request at a client.

@@ -31,11 +31,13 @@ from flwr_perdl.protocol.options import (
 from flwr_perdl.protocol.part import own_parts
 from flwr_perdl.protocol.records import (
     ARRAYS,
+    CLUSTER,
     CONFIG,
     NEW_STATE,
     PINNED_KEYS,
     Reply,
     Scalar,
+    check_group,
     read_reply,
     scalars,
     to_arrays,
@@ -77,7 +79,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     flags, labels : tuple of str
         Metrics for which a mean over clients is meaningless. A flag is aggregated to the number of
         clients where it is not zero, a label to the number of clients with each value, as
-        ``"NAME_LABEL"``. A flag that ends with ``*`` stands for all names with that prefix.
+        ``"NAME_LABEL"``. A flag that ends with ``*`` stands for all names with that prefix. The
+        label ``"cluster"`` says which of the protocol's models is the client's.
 
     Examples
     --------
@@ -105,6 +108,20 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     protocol_name: ClassVar[str] = ""
     flags: ClassVar[tuple[str, ...]] = (NEW_STATE,)
     labels: ClassVar[tuple[str, ...]] = ()
+    #: The names of a model's arrays, where they are not those of the initial ones; which array has
+    #: a row for each model, where they are not one after the other; how one is named, if not so.
+    _names_given: Sequence[str] = ()
+    _stack: ClassVar[int | None] = None
+    _form: Callable[[Sequence[Matrix]], dict[str, Matrix]] | None = None
+    #: Whether models that no client has are left out of the result: nobody has set their number.
+    _drops_empty = False
+    #: The models, where they are not the run's but those that clients have shown; and theirs.
+    _shown: list[list[Matrix]] | None = None
+    _shown_by: Mapping[int, ArrayRecord] = MappingProxyType({})
+    #: Steps before there are clusters: what clients said of theirs before is of other models.
+    _unclustered: ClassVar[tuple[str, ...]] = ()
+    #: The step in which clients make models of their own and measure them, after all others.
+    _last_step: ClassVar[str] = ""
     #: What it does not support, and why: options, and what docs/which-algorithm.md's table has.
     unsupported: ClassVar[Mapping[str, str]] = {}
     #: What options need of others.
@@ -169,7 +186,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """
 
     def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
-        """Raise a ValueError if a reply to an evaluation is wrong; a subclass's to say.
+        """Raise a ValueError if a reply to an evaluation is wrong: names none of the models.
 
         Parameters
         ----------
@@ -178,16 +195,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         model : list of ndarray
             What was evaluated.
         """
+        if CLUSTER in self.labels and CLUSTER in reply.metrics:
+            check_group(CLUSTER, reply, len(self._models))
 
     @property
     def options(self) -> ServerSettings:
         """All server options, defaults included."""
         return self._options
-
-    @property
-    def _evaluates(self) -> bool:
-        """Whether clients are to evaluate, where ``fraction_evaluate`` says so."""
-        return True
 
     @property
     def history(self) -> list[RoundReport]:
@@ -335,14 +349,68 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             )
         return rounds
 
+    # What it has learned ---------------------------------------------------------------------
+
+    def _array_names(self) -> list[str]:
+        """Return the names of a model's arrays."""
+        named = [] if self._run is None else self._run.record.array_names
+        return [*(self._names_given or named)]
+
+    @property
+    def _models(self) -> list[list[Matrix]]:
+        """The models that the server has, of which a client takes one."""
+        model, at = self._running().record.model, self._stack
+        if self._shown is not None:
+            return self._shown
+        if at is not None:
+            rows = [row for stack in model[at : at + 1] for row in stack]
+            return [[*model[:at], row, *model[at + 1 :]] for row in rows]
+        size = (self.numbered and len(self._array_names())) or len(model) or 1
+        return [model[i : i + size] for i in range(0, len(model), size)]
+
+    def _named(self, model: Sequence[Matrix]) -> ArrayRecord:
+        """Return one of the models, with the names of its arrays."""
+        if self._form is None:
+            return to_record(model, self._array_names())
+        arrays = self._form(model)
+        return to_record([*arrays.values()], [*arrays])
+
+    def _members(self) -> dict[int, int]:
+        """Return which model is each client's, by partition: as it said last."""
+        n, kept = len(self._models), self._running().record.kept.get(MEMBERS)
+        if n == 1 and kept is None:
+            return dict.fromkeys(self.client_names, 0)
+        members: dict[int, int] = {}
+        for report in self.history:
+            if report.step in self._unclustered:
+                members = {}
+            said = {p: own.get(CLUSTER, -1) for p, own in report.numbers.items()}
+            members |= {p: int(j) for p, j in said.items() if j in range(n)}
+        found = {} if kept is None else dict(kept.tolist())
+        return dict(sorted({**members, **found}.items()))
+
+    def _found(self) -> tuple[list[list[Matrix]], dict[int, int]]:
+        """Return the models of the result, and which of them is each client's."""
+        models, members = self._models, self._members()
+        if not self._drops_empty or not members:
+            return models, members
+        numbers = sorted({*members.values()})
+        return [models[j] for j in numbers], {p: numbers.index(j) for p, j in members.items()}
+
     def _presented(self) -> ArrayRecord:
-        """Return the model as `start` returns it: what loads into the user's own."""
-        record = self._running().record
-        return to_record(record.model, record.array_names)
+        """Return the model as `start` returns it, of several the one that most clients have."""
+        record, models = self._running().record, self._models
+        if self._stack is not None:
+            return to_record(record.model, record.array_names)
+        own = [*self._members().values()] if len(models) > 1 else []
+        most = max(range(len(models)), key=own.count, default=0)
+        return to_record(models[most] if models else [], record.array_names)
 
     def _evaluated(self, arrays: ArrayRecord) -> dict[int | None, ArrayRecord]:
         """Return what ``evaluate_fn`` gets, by cluster."""
-        return {None: arrays}
+        if not self.numbered:
+            return {None: arrays}
+        return dict(enumerate(map(self._named, self._found()[0])))
 
     def _run_rounds(
         self,
@@ -668,6 +736,8 @@ def _check_start(
     return check_verbose(verbose, local=isinstance(grid, LocalGrid))
 
 
+#: In what the run keeps: clients with their models, where the server finds these.
+MEMBERS = "members"
 #: Why a strategy around ours is refused.
 _WRAPPED = (
     "a strategy around it, as Flower's DifferentialPrivacy wrappers are (the option privacy of "

@@ -10,7 +10,7 @@ from flwr_perdl.protocol.roster import await_nodes
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies._models import Adam, Momentum, Yogi
 from flwr_perdl.strategies._own_models import Learned
-from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
+from flwr_perdl.strategies.clustered import ClusteredFedAvg
 from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
 from flwr_perdl.strategies.diffusion_averaging import DiffusionAveraging
 from flwr_perdl.strategies.ditto import Ditto
@@ -18,12 +18,11 @@ from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClusterin
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
 from flwr_perdl.strategies.personalized import PersonalizedFedAvg
-from flwr_perdl.strategies.ridge import FederatedRidge, RidgeLearned
+from flwr_perdl.strategies.ridge import FederatedRidge
 
 __all__ = [
     "Adam",
     "ClusteredFedAvg",
-    "Clusters",
     "Combine",
     "Diagnosed",
     "Diagnosis",
@@ -43,7 +42,6 @@ __all__ = [
     "ProtocolStrategy",
     "Replies",
     "Request",
-    "RidgeLearned",
     "RoundReport",
     "SecureMean",
     "ServerOptions",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,10 +47,12 @@ from flwr_perdl.clients.personalized import Patterns, check_patterns
 from flwr_perdl.clients.ridge import RIDGE
 from flwr_perdl.clients.ridge import kept_model as kept_by_ridge
 from flwr_perdl.clients.transport import HALF
+from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.records import (
     ARRAYS,
+    CLUSTER,
     CONFIG,
     HIGHER_IS_BETTER,
     LEFT_OUT,
@@ -64,7 +67,7 @@ from flwr_perdl.protocol.records import (
     scalars,
     to_record,
 )
-from flwr_perdl.protocol.report import is_higher_better
+from flwr_perdl.protocol.report import is_higher_better, summarize
 from flwr_perdl.protocol.request import read_replies
 from flwr_perdl.protocol.roster import LocalGrid
 from flwr_perdl.protocol.strategy import ProtocolStrategy
@@ -106,80 +109,93 @@ def _own_name(client: int, name: str) -> str:
     return name[len(numbered) : -1] if name.startswith(numbered) else name
 
 
-@dataclass(frozen=True, eq=False)
-class Own:
-    """Where the clients' own models are, and what they are made of.
+@dataclass(frozen=True, eq=False, repr=False)
+class Learned:
+    """What a run has learned, with any strategy.
 
     Attributes
     ----------
+    shared : ArrayRecord or list of ArrayRecord
+        The model from which a new client starts; of several clusters the list of theirs. It is
+        empty where the server has no model.
+    members : dict of int to int
+        Which of the models is each client's, by partition: all 0 where there is one.
+    metrics : dict of int to dict
+        What each client reported last, by partition.
+    names : mapping of int to str
+        What reports call the clients.
     run, token : str
         The run in words, and what it is called in the clients' states.
     protocol : str
         The protocol whose steps clients take after the run.
     arrays : sequence of str
         The names of a model's arrays.
-    names : mapping of int to str
-        What reports call the clients.
     apart : collection of int
-        The clients whose own model has arrays that ``base`` has not.
-    base : callable
-        ``client -> model``: the shared model that a client takes, None if there is none.
+        The clients whose own model has arrays that no shared one has.
     contexts : mapping of int to Context
         Of the clients in this process.
-    """
-
-    run: str = ""
-    token: str = ""
-    protocol: str = OWN_MODELS
-    arrays: Sequence[str] = ()
-    names: Mapping[int, str] = field(default_factory=dict)
-    apart: Collection[int] = ()
-    base: Callable[[int], Mapping[str, Array] | None] = lambda _: None
-    contexts: Mapping[int, Context] = field(default_factory=dict)
-
-    def model_of(self, client: int | str, state_dir: str | Path | None) -> ArrayRecord:
-        """Return a client's own model, see `Learned.model_of`."""
-        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
-        known: dict[int | str, int] = {name: p for p, name in self.names.items()}
-        known |= {p: p for p in self.names}
-        if type(plain(client)) not in (int, str) or client not in known:
-            raise ValueError(
-                f"client must be one of the run, by its partition or name, got {client!r}."
-            )
-        number = known[client]
-        base, context = self.base(number), self.contexts.get(number)
-        if state_dir is not None:
-            context = context_of(number, self.names[number], state_dir)
-        own: Mapping[str, Array] | None = None
-        if context is not None:
-            own = kept_model(context, self.token, self.arrays, find=_FIND.get(self.protocol))
-        found = {**(base or {}), **(own or {})}
-        if (own is None and number in self.apart) or not {*self.arrays} <= {*found}:
-            raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
-        return named([*found.values()], [*found])
-
-
-@dataclass(frozen=True, eq=False)
-class Learned:
-    """What a run has learned.
-
-    Attributes
-    ----------
-    shared : ArrayRecord
-        The shared model, from which a new client starts.
-    own : Own
-        Where the clients' own models are: see `model_of`.
+    saved : callable
+        ``client -> model``: what is saved as its own, or None.
 
     Examples
     --------
     >>> from flwr.app import ArrayRecord
     >>> from flwr_perdl.strategies import Learned
-    >>> list(Learned(ArrayRecord()).shared)
-    []
+    >>> metrics = {i: {"num-examples": 10, "loss": i / 4} for i in range(3)}
+    >>> learned = Learned([ArrayRecord(), ArrayRecord()], {0: 0, 1: 1, 2: 1}, metrics)
+    >>> learned.sizes
+    [1, 2]
+    >>> print(learned.table())
+    model  clients   loss
+        0        1      0
+        1        2  0.375
     """
 
-    shared: ArrayRecord
-    own: Own = field(default_factory=Own)
+    shared: ArrayRecord | list[ArrayRecord]
+    members: dict[int, int] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    run: str = ""
+    token: str = ""
+    protocol: str = OWN_MODELS
+    arrays: Sequence[str] = ()
+    apart: Collection[int] = ()
+    contexts: Mapping[int, Context] = field(default_factory=dict)
+    saved: Callable[[int], ArrayRecord | None] = lambda _: None
+
+    @property
+    def models(self) -> list[ArrayRecord]:
+        """The shared models, also a single one, in a list."""
+        return [self.shared] if isinstance(self.shared, ArrayRecord) else self.shared
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of clients of each model."""
+        own = [*self.members.values()]
+        return [own.count(j) for j in range(max(len(self.models), 1 + max(own, default=-1)))]
+
+    def shared_of(self, client: int) -> ArrayRecord | None:
+        """Return the shared model that a client takes, None if there is none.
+
+        Parameters
+        ----------
+        client : int
+            Its partition.
+
+        Returns
+        -------
+        ArrayRecord or None
+
+        Raises
+        ------
+        ValueError
+            If there are several, and it has chosen none.
+        """
+        if len(self.models) < 2:
+            return next(iter(self.models), None)
+        if client not in self.members:
+            raise ValueError(f"client must have chosen a cluster in the run, got client {client}.")
+        return self.models[self.members[client]]
 
     def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
         """Return a client's own model, with the names of the initial arrays.
@@ -201,7 +217,52 @@ class Learned:
         ValueError
             If the client was not in the run, or its state is not available.
         """
-        return self.own.model_of(client, state_dir)
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
+        known: dict[int | str, int] = {name: p for p, name in self.names.items()}
+        known |= {p: p for p in self.names}
+        if type(plain(client)) not in (int, str) or client not in known:
+            raise ValueError(
+                f"client must be one of the run, by its partition or name, got {client!r}."
+            )
+        number = known[client]
+        base, context = self.saved(number), self.contexts.get(number)
+        if state_dir is not None:
+            context = context_of(number, self.names[number], state_dir)
+        own: Mapping[str, Array] | None = None
+        if context is not None:
+            own = kept_model(context, self.token, self.arrays, find=_FIND.get(self.protocol))
+        found = {**(base or self.shared_of(number) or {}), **(own or {})}
+        apart = base is None and own is None and number in self.apart
+        if apart or not {*self.arrays} <= {*found}:
+            raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
+        return named([*found.values()], [*found])
+
+    def table(self) -> str:
+        """Return a table with a row per model: its clients, and their mean metrics.
+
+        Returns
+        -------
+        str
+        """
+        rows: list[dict[str, Any]] = []
+        for j, size in enumerate(self.sizes):
+            said = {p: {**one} for p, one in self.metrics.items() if self.members.get(p) == j}
+            for one in said.values():
+                one.pop(CLUSTER, None)
+            rows.append({"model": j, "clients": size, **summarize(said)})
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [columns, *([html.text(row.get(name, "")) for name in columns] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (map(str.rjust, line, widths) for line in cells)
+        return "\n".join(map("  ".join, lines))
+
+    def __repr__(self) -> str:
+        """Return how many models and clients there are."""
+        return f"{type(self).__name__}({len(self.models)} models, {len(self.names)} clients)"
+
+    def _repr_html_(self) -> str:
+        """Return the table, for a notebook."""
+        return html.titled(repr(self), f"<pre>{escape(self.table())}</pre>")
 
 
 class EndsWithModels(ProtocolStrategy):
@@ -232,44 +293,40 @@ class EndsWithModels(ProtocolStrategy):
                 metrics = MetricRecord(dict(report.aggregate))
                 result.evaluate_metrics_clientapp[round_ or report.round] = metrics
 
-    def shared_models(self) -> list[list[Matrix]]:
-        """Return the models of which a client takes one, none if the server has none."""
-        names = self._array_names()
-        model = self._running().record.model
-        return [model[at : at + len(names)] for at in range(0, len(model), len(names))]
-
     def private_names(self) -> list[str]:
         """Return the names of the arrays that stay at the clients."""
         return [] if self._part is None else self._part.private(self._array_names())
 
-    def _array_names(self) -> list[str]:
-        """Return the names of a model's arrays."""
-        return self._running().record.array_names
-
     @property
-    def own(self) -> Own:
-        """Where the clients' own models are."""
+    def result(self) -> Learned:
+        """What the run has learned so far: the shared models, and where each client's own is."""
         if self._run is None:
-            return Own()
-        record, names = self._run.record, self.client_names
-        apart = {p for one in self.history if one.step == TUNE for p in one.metrics}
-        apart |= {*self._run.roster.private}
-        return Own(
+            return Learned([])
+        record, names, (models, members) = self._run.record, self.client_names, self._found()
+        shared = [*map(self._named, models)]
+        apart = {p for one in self.history for p in one.metrics if one.step == TUNE}
+        steps = {"", *(report.step for report in self.history)}
+        if self.private_names() or (self.after_protocol in _FIND and self._last_step in steps):
+            apart = {*names}
+        return Learned(
+            shared[0] if len(shared) == 1 else shared,
+            members,
+            {p: own for report in self.history for p, own in report.numbers.items()},
+            names,
             f"{type(self).__name__}, rounds: {self._shown_rounds(record.done)}",
             record.token,
             self.after_protocol,
             self._array_names(),
-            names,
-            {*names} if self.private_names() or self.after_protocol in _FIND else apart,
-            self._model_for,
+            apart | {*self._run.roster.private},
             self._contexts,
+            self._shown_by.get,
         )
 
     def _tune(self, grid: Grid) -> None:
         """Ask all clients to fine-tune their own models."""
         run, names, private = self._running(), self._array_names(), self.private_names()
         models: dict[str, Sequence[Matrix]]
-        models = {str(j): model for j, model in enumerate(self.shared_models())}
+        models = {str(j): model for j, model in enumerate(self._models)}
         models = models or {INITIAL: self._initial}
         flat = [array for model in models.values() for array in model]
         nodes = self._present(grid)
@@ -304,11 +361,6 @@ class EndsWithModels(ProtocolStrategy):
 
         good, lost = read_replies(sent, replies, read)
         self._tell(run.conclude_after(dict(sorted(good.items())), lost))
-
-    def _model_for(self, client: int) -> dict[str, Array] | None:
-        """Return the shared model that a client takes, None if the server has none."""
-        models = self.shared_models()
-        return dict(to_record(models[0], self._array_names())) if models else None
 
 
 class TrainsModels(EndsWithModels):

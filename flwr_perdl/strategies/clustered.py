@@ -40,27 +40,22 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
 
 from flwr_perdl.clients.clustered import (
     ALL_ALIKE,
     ALONE,
     CHOOSE,
-    CLUSTER,
     CLUSTERED,
     MEASURE,
     MOST_FITS,
     N_FITS,
 )
-from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import LEFT_OUT, keep_supported
 from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, check_real, is_auto
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
-from flwr_perdl.core.repr import short_repr
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
@@ -68,16 +63,13 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import JUDGED, OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.part import split
 from flwr_perdl.protocol.records import (
+    CLUSTER,
     Replies,
-    Reply,
     Scalar,
-    check_group,
     check_shapes,
     for_evaluations,
     scalars,
-    to_record,
 )
-from flwr_perdl.protocol.report import summarize
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies import _starts
@@ -90,7 +82,6 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
-from flwr_perdl.strategies._own_models import Own
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
@@ -98,74 +89,6 @@ _AUTO = "auto"
 FEW = "in a small cluster"
 #: Names in a checkpoint: the number of models, who chose what when, the round, clients' groups.
 _CLUSTERS, _CHOSEN, _ROUND, _GROUPS = "clusters", "chosen", "round", "groups"
-
-
-class Clusters(NamedTuple):
-    """What `ClusteredFedAvg` has learned.
-
-    Attributes
-    ----------
-    models : list of ArrayRecord
-        Each cluster's model, with the names of the initial arrays. With ``k="auto"`` only those
-        that clients chose, renumbered: ``strategy.history`` has the numbers of the run.
-    members : dict of int to int
-        Each client's last cluster, by partition.
-    sizes : list of int
-        Number of clients in each cluster.
-    metrics : list of dict
-        Per cluster, the weighted mean metrics of its clients in their last exchange; empty for a
-        cluster without clients there.
-    own : Own
-        Where the clients' own models are: see `model_of`.
-
-    Examples
-    --------
-    >>> from flwr.app import Array, ArrayRecord
-    >>> from flwr_perdl.strategies import Clusters
-    >>> clusters = Clusters([ArrayRecord(), ArrayRecord()], {0: 0, 1: 1, 2: 1}, [1, 2], [{}, {}])
-    >>> clusters.members[2], clusters.sizes
-    (1, [1, 2])
-    """
-
-    models: list[ArrayRecord]
-    members: dict[int, int]
-    sizes: list[int]
-    metrics: list[dict[str, float]]
-    own: Own = Own()
-
-    @property
-    def shared(self) -> list[ArrayRecord]:
-        """The models of which a new client takes one."""
-        return self.models
-
-    def model_of(self, client: int | str, state_dir: str | Path | None = None) -> ArrayRecord:
-        """Return a client's own model, as `Learned.model_of`: that of its cluster.
-
-        Parameters
-        ----------
-        client : int or str
-            Its partition, or its name.
-        state_dir : str or Path, optional
-            As in `Learned.model_of`.
-
-        Returns
-        -------
-        ArrayRecord
-            With the names of the initial arrays.
-        """
-        return self.own.model_of(client, state_dir)
-
-    def __repr__(self) -> str:
-        """Return the fields in one line; what is large is only described."""
-        return short_repr(self)
-
-    def _repr_html_(self) -> str:
-        """Return the clusters as a table, for a notebook."""
-        rows = (
-            ({"cluster": number, "clients": size}, metrics)
-            for number, (size, metrics) in enumerate(zip(self.sizes, self.metrics, strict=True))
-        )
-        return html.titled(f"{len(self.sizes)} clusters", html.metrics_table(rows))
 
 
 class ClusteredFedAvg(ModelStrategy):
@@ -236,7 +159,7 @@ class ClusteredFedAvg(ModelStrategy):
 
     Notes
     -----
-    Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` is the model of the
+    Result: ``strategy.result`` (`Learned`); ``strategy.start(...).arrays`` is the model of the
     largest cluster. ``evaluate_fn`` is called once per cluster, with its number as third argument
     if it takes one; of several clusters the metrics get a suffix: ``"accuracy/cluster-0"``.
 
@@ -273,7 +196,7 @@ class ClusteredFedAvg(ModelStrategy):
         Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
     )
-    labels = (CLUSTER,)
+    labels, _unclustered = (CLUSTER,), (ALONE, MEASURE)
     protocol_name = CLUSTERED
     numbered = True
 
@@ -314,6 +237,7 @@ class ClusteredFedAvg(ModelStrategy):
         )
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self._chooses |= k != 1
+        self._drops_empty = k == _AUTO
         self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
         check_support(self, locals())
         self.start_from = check_choice("start", start, STARTS)
@@ -346,67 +270,6 @@ class ClusteredFedAvg(ModelStrategy):
         """Return the options by the names of the arguments."""
         settings = super().settings()
         return {**settings, "start": settings.pop("start_from")}
-
-    @property
-    def result(self) -> Clusters:
-        """The models so far, and which client is in which cluster."""
-        members, last = self._found()
-        numbers = list(range(self._n_models))
-        if self.k == _AUTO and members:
-            numbers = sorted(set(members.values()))
-        own = list(members.values())
-        return Clusters(
-            [self._model(j) for j in numbers],
-            {partition: numbers.index(j) for partition, j in sorted(members.items())},
-            [own.count(j) for j in numbers],
-            [_means(last, j) for j in numbers],
-            self.own,
-        )
-
-    def _model_for(self, client: int) -> dict[str, Array] | None:
-        """Return the model of a client's cluster."""
-        cluster = 0 if self._n_models == 1 else self._found()[0].get(client)
-        if cluster is None:
-            raise ValueError(f"client must have chosen a cluster in the run, got client {client}.")
-        return dict(self._model(cluster))
-
-    def _found(self) -> tuple[dict[int, int], dict[int, dict[str, float]]]:
-        """Return each client's cluster, and the metrics of the last exchange that named it."""
-        members: dict[int, int] = {}
-        last: dict[int, dict[str, float]] = {}
-        for report in self.history:
-            if report.step in (ALONE, MEASURE):  # evaluations before were of other models
-                members, last = {}, {}
-            assigned = {p: own for p, own in report.numbers.items() if CLUSTER in own}
-            members |= {partition: int(own[CLUSTER]) for partition, own in assigned.items()}
-            last = assigned or last
-        return members, last
-
-    @property
-    def _n_models(self) -> int:
-        return 0 if self._run is None else len(self._run.record.model) // len(self._array_names())
-
-    def _model(self, j: int) -> ArrayRecord:
-        """Return a cluster's model."""
-        run, names = self._running().record, self._array_names()
-        return to_record(run.model[j * len(names) : (j + 1) * len(names)], names)
-
-    def _presented(self) -> ArrayRecord:
-        """Return the model of the largest cluster."""
-        own = list(self._found()[0].values())
-        return self._model(max(range(self._n_models), key=own.count))
-
-    def _evaluated(self, arrays: ArrayRecord) -> dict[int | None, ArrayRecord]:
-        """Return each cluster's model."""
-        models = self.result.models
-        if len(models) == 1 and self.start_from != "given":
-            models = [arrays]
-        return dict(enumerate(models))
-
-    def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
-        """Accept an evaluation of one of the models."""
-        if CLUSTER in reply.metrics:
-            check_group(CLUSTER, reply, len(model) // len(self._array_names()))
 
     # The protocol ---------------------------------------------------------------------------
 
@@ -582,13 +445,6 @@ class ClusteredFedAvg(ModelStrategy):
             return _state(models)
         table = np.column_stack([partitions, groups.of.T])
         return {**_state(models), _GROUPS: table}
-
-
-def _means(metrics: Mapping[int, Mapping[str, float]], cluster: int) -> dict[str, float]:
-    """Return the means of the other metrics over the clients that name this cluster."""
-    means = summarize({p: own for p, own in metrics.items() if own[CLUSTER] == cluster})
-    means.pop(CLUSTER, None)
-    return means
 
 
 # States -------------------------------------------------------------------------------------

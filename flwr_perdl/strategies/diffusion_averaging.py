@@ -27,7 +27,8 @@ from flwr_perdl.network.topology import CombinationMatrix, Topology, averaging_w
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars, to_record
+from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars
+from flwr_perdl.protocol.strategy import MEMBERS
 from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies._own_models import TrainsModels
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay
@@ -124,7 +125,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
     >>> grid = InProcessGrid(client_app(Client), 4)
     >>> strategy = DiffusionAveraging(Topology.ring(4), metrics=["model"])
     >>> result = strategy.start(grid, ArrayRecord([np.zeros(1)]), num_rounds=60)
-    >>> strategy.result.curves["evaluate-model"][-1].round(6)
+    >>> strategy.averaged.curves["evaluate-model"][-1].round(6)
     array([1.5, 1.5, 1.5, 1.5])
     """
 
@@ -186,16 +187,13 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         self._chooses |= groups is not None
         self.shows_models = check_flag("shows_models", shows_models)
         check_support(self, locals())
-        self._names: list[str] = []
-        self._shown: list[Matrix] = []
         self._learned: Averaged | None = None
 
     @property
-    def result(self) -> Averaged:
-        """What the nodes have learned: curves by node and round, communication, who took part.
+    def averaged(self) -> Averaged:
+        """What the nodes reported: curves by node and round, communication, who took part.
 
-        ``models`` are the nodes' ArrayRecords, by node, with ``shows_models``; else it is empty,
-        since models stay at the nodes.
+        It has no models, which stay at the nodes: see ``result``.
 
         Raises
         ------
@@ -204,14 +202,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         """
         if self._learned is None:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        return self._learned._replace(own=self.own)
-
-    def _array_names(self) -> list[str]:
-        return self._names
-
-    def shared_models(self) -> list[list[Matrix]]:
-        """Return the mean of the models that nodes have shown, if they have."""
-        return [self._shown] if self._shown else []
+        return self._learned
 
     def start(
         self,
@@ -277,15 +268,18 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         if self._running().record.finished:
             run = self.outcome
             learned = self._averaging.learned(run)
-            models = self._models(run.state) if self.shows_models else {}
-            records: Any = {node: to_record(model, self._names) for node, model in models.items()}
-            self._shown = [_mean(arrays) for arrays in zip(*models.values(), strict=True)]
-            mean = to_record(self._shown, self._names)
-            self._learned = learned._replace(models=records, shared=mean if models else ())
+            models = self._models_of(run.state) if self.shows_models else {}
+            if models:
+                self._shown = [[*map(_mean, zip(*models.values(), strict=True))]]
+            self._shown_by = {node: self._named(model) for node, model in models.items()}
+            self._learned = learned
+            groups = [[node, j] for j, some in enumerate(learned.groups) for node in some]
+            if groups:
+                self._running().record.kept[MEMBERS] = np.array(groups)
         found = self._reported(self.n_rounds)
         self._add_tuned(found, self.n_rounds + 1)
         if models:
-            found.arrays = mean
+            found.arrays = self._presented()
         elif not self.shows_models and verbose not in (0, "quiet"):
             log(
                 INFO,
@@ -294,7 +288,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             )
         return found
 
-    def _models(self, state: Any) -> dict[int, list[Matrix]]:
+    def _models_of(self, state: Any) -> dict[int, list[Matrix]]:
         """Return the models that the nodes have shown, of the form of the initial arrays."""
         forms = [array.shape for array in self._initial]
         try:
@@ -325,13 +319,13 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
                 "strategy must be started with its own start, which says how many rounds there "
                 "are, got it without."
             )
-        self._names, self._shown = list(names), []
+        self._names_given, self._shown, self._shown_by = list(names), [], {}
         self.private_names()  # refuses patterns that match none
         return super().open(initial, names)
 
     def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
         """Return the arrays that nodes begin with, by name."""
-        return dict(zip(self._names, initial, strict=True))
+        return dict(zip(self._names_given, initial, strict=True))
 
     def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
         """Return what every request says to the nodes besides."""

@@ -47,7 +47,6 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
-from flwr_perdl.strategies._own_models import Learned
 
 
 class Ditto(ModelStrategy):
@@ -152,11 +151,6 @@ class Ditto(ModelStrategy):
             **options,
         )
         self.pull = check_real("pull", pull, 0, 1)
-
-    @property
-    def result(self) -> Learned:
-        """The global model, and where each client's own is."""
-        return Learned(self._presented(), self.own)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""

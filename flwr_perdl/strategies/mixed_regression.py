@@ -29,7 +29,6 @@ from math import prod
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.app import Array
 
 from flwr_perdl.clients.mixed_regression import (
     COEFFICIENTS,
@@ -51,7 +50,7 @@ from flwr_perdl.protocol.options import (
     check_support,
     spell_fields,
 )
-from flwr_perdl.protocol.records import Replies, Reply, check_group, to_record
+from flwr_perdl.protocol.records import CLUSTER, Replies, Reply
 from flwr_perdl.protocol.request import Protocol, Request, Summed
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.random import SERVER, spawn
@@ -65,7 +64,7 @@ from flwr_perdl.regression.phases import (
     State,
     reject_unused,
 )
-from flwr_perdl.strategies._own_models import EndsWithModels, Learned
+from flwr_perdl.strategies._own_models import EndsWithModels
 
 _COUNT = "rounds"
 #: The number of columns before an update's change.
@@ -86,7 +85,8 @@ class _MixedRegression(EndsWithModels):
         "missing": "a linear model has no prediction without all features",
         "private": "a linear model is one array",
     }
-    labels = ("cluster",)
+    labels = (CLUSTER,)
+    _names_given, _stack = (COEFFICIENTS,), 0
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     privacy: Noise | None = None
@@ -103,37 +103,6 @@ class _MixedRegression(EndsWithModels):
         """Return the options of the two phases."""
         settings = super().settings()
         return {**asdict(settings.pop("two_phase")), **settings}
-
-    @property
-    def result(self) -> Learned:
-        """The coefficients of every cluster; a client's are those of its cluster."""
-        return Learned(to_record(self._running().record.model, [COEFFICIENTS]), self.own)
-
-    def _clusters(self) -> dict[int, int]:
-        """Return each client's cluster, as it said last in an evaluation."""
-        said: dict[int, int] = {}
-        for report in self.history:
-            for client, own in report.numbers.items():
-                if "cluster" in own:
-                    said[client] = int(own["cluster"])
-        return said
-
-    def _array_names(self) -> list[str]:
-        return [COEFFICIENTS]
-
-    def _model_for(self, client: int) -> dict[str, Array] | None:
-        """Return the coefficients of a client's cluster."""
-        cluster = self._clusters().get(client)
-        if cluster is None:
-            raise ValueError(
-                f"client must have said its cluster in an evaluation, got client {client}."
-            )
-        return dict(to_record([self._running().record.model[0][cluster]], [COEFFICIENTS]))
-
-    def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
-        """Accept an evaluation of one of the models."""
-        if "cluster" in reply.metrics:
-            check_group("cluster", reply, len(model[0]))
 
     def protocol(self, initial: list[Matrix], state: Saved | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""

@@ -90,7 +90,6 @@ from flwr_perdl.protocol.records import (
     Scalar,
     check_shapes,
     scalars,
-    to_record,
 )
 from flwr_perdl.protocol.request import Protocol, Request, State, Summed
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
@@ -102,7 +101,7 @@ from flwr_perdl.strategies._dictionaries import (
     with_enough,
     within_bounds,
 )
-from flwr_perdl.strategies._own_models import EndsWithModels, Learned
+from flwr_perdl.strategies._own_models import EndsWithModels
 
 AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
@@ -207,6 +206,7 @@ class PerMA(EndsWithModels):
     """
 
     protocol_name = after_protocol = PERMA
+    _names_given = (GLOBAL_ATOMS,)
     flags = (NEW_STATE, "orthogonal")
     unsupported: ClassVar = {"clusters": "its clients share one set of global atoms"}
     needs = (
@@ -290,18 +290,6 @@ class PerMA(EndsWithModels):
                 "orthogonal": np.array(orthogonal),
                 "samples": median_samples(replies),
             }
-
-    @property
-    def result(self) -> Learned:
-        """What the run has learned: the global atoms; a client's own model has its local ones."""
-        return Learned(to_record(self._atoms, [GLOBAL_ATOMS]), self.own)
-
-    @property
-    def _atoms(self) -> list[Matrix]:
-        return self._running().record.model[:1]
-
-    def _array_names(self) -> list[str]:
-        return [GLOBAL_ATOMS]
 
     def _least_rounds(self) -> int:
         """Return after how many rounds there is a result: a choice needs one, and one after it."""

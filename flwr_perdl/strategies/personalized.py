@@ -48,7 +48,6 @@ from flwr_perdl.strategies._models import (
     pack_model,
     unpack_model,
 )
-from flwr_perdl.strategies._own_models import Learned
 
 
 class PersonalizedFedAvg(ModelStrategy):
@@ -170,11 +169,6 @@ class PersonalizedFedAvg(ModelStrategy):
         if self._part is None:
             raise ValueError("private, or share, must name at least one array, got none.")
         self.alternate = check_flag("alternate", alternate)
-
-    @property
-    def result(self) -> Learned:
-        """The shared model, and where each client's own is."""
-        return Learned(self._presented(), self.own)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""

@@ -14,13 +14,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flwr_perdl.clients import ridge as wire
@@ -32,7 +32,7 @@ from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import Limits, Replies, Reply, Scalar
+from flwr_perdl.protocol.records import CLUSTER, Limits, Replies, Reply, Scalar
 from flwr_perdl.protocol.request import (
     Kept,
     Lost,
@@ -45,11 +45,12 @@ from flwr_perdl.protocol.request import (
     read_replies,
 )
 from flwr_perdl.protocol.roster import LocalGrid
+from flwr_perdl.protocol.strategy import MEMBERS
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import ridge as maths
 from flwr_perdl.regression.mixed_model import fit_mixed_model
 from flwr_perdl.regression.ridge import PENALTIES, SIMPLER, RandomFeatures, RidgeModel
-from flwr_perdl.strategies._own_models import EndsWithModels, Learned, Own
+from flwr_perdl.strategies._own_models import EndsWithModels
 from flwr_perdl.strategies.diagnosis import middle
 
 AUTO, BOTH = "auto", "groups-personal"
@@ -61,39 +62,6 @@ _HAVE_OWN, _SUMMED = (PERSONAL, BOTH, LOCAL), ("secure", "privacy")
 _MOST_COLUMNS, _MOST_ROWS, _SHARES = 100, 10_000, (1, 15)
 #: Accepts a reply that has metrics alone.
 _NO_ARRAYS: Callable[[Reply], None] = partial(records.check_shapes, [])
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class RidgeLearned(Learned):
-    """What `FederatedRidge` has learned.
-
-    Attributes
-    ----------
-    shared : ArrayRecord
-        The shared model; a list of those of the groups.
-    own : Own
-        Where the clients' own models are: see `model_of`.
-    models : list of ArrayRecord
-        The groups' models; one if there are no groups.
-    groups : dict of int to int
-        Each client's group, by partition; empty if there are none.
-    level : str
-        What each client's model is: "shared", "groups", "personal", "groups-personal" or "local".
-    errors : dict of int to dict
-        With "auto": each client's squared error per held-out sample, by level.
-
-    Examples
-    --------
-    >>> from flwr.app import ArrayRecord
-    >>> from flwr_perdl.strategies import RidgeLearned
-    >>> RidgeLearned(ArrayRecord(), level="personal").level
-    'personal'
-    """
-
-    models: list[ArrayRecord] = field(default_factory=list)
-    groups: dict[int, int] = field(default_factory=dict)
-    level: str = SHARED
-    errors: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 class FederatedRidge(EndsWithModels):
@@ -172,12 +140,13 @@ class FederatedRidge(EndsWithModels):
     ...     return RidgeClient(X[i], X[i] @ [[2.0, -1.0], [0.0, 3.0]][i % 2], context)
     >>> strategy = FederatedRidge("groups", features=0)
     >>> result = strategy.start(InProcessGrid(client_app(make_client), 8))
-    >>> [*strategy.result.groups.values()]
+    >>> [*strategy.result.members.values()]
     [0, 1, 0, 1, 0, 1, 0, 1]
     """
 
     protocol_name = after_protocol = wire.RIDGE
-    labels = (wire.CLUSTER,)
+    labels = (CLUSTER,)
+    _stack, _last_step = 3, wire.SOLVE
     unsupported: ClassVar[Mapping[str, str]] = {
         "reuse_last_reply": "sums are asked for once",
         "private": "a client's own part is its deviation, which stays there",
@@ -243,19 +212,26 @@ class FederatedRidge(EndsWithModels):
         check_support(self, locals())
         if random == wire.RANDOMS[2] and level != PERSONAL:
             raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
+        self._names_given, self._form = [*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY], self._model_arrays
         self._told = {wire.FEATURES: self.features, wire.CLASSES: self.classes or 0}
 
     @property
-    def result(self) -> RidgeLearned:
-        """The shared model, or the groups', and where each client's own is."""
-        if not (model := self._running().record.model):
-            raise RuntimeError("the run must have got as far as a model.")
-        models = [self._record(w) for w in model[3]]
-        shared: Any = models[0] if len(models) == 1 else models
-        said = [report.metrics for report in self.history if report.step == wire.ERRORS]
-        errors = _measured(said[0]) if said else {}
-        found = self._members, self._final_level, errors
-        return RidgeLearned(shared, self.own, models, *found)
+    def chosen_level(self) -> str:
+        """What a client's model is: ``level``, or what "auto" has chosen."""
+        kept = {} if self._run is None else self._run.record.kept
+        return LEVELS[int(kept.get("level", 0))] if self.level == AUTO else self.level
+
+    @property
+    def errors(self) -> dict[int, dict[str, float]]:
+        """With "auto" each client's squared error per held-out sample, by level."""
+        return _measured(
+            {
+                p: m
+                for one in self.history
+                if one.step == wire.ERRORS
+                for p, m in one.metrics.items()
+            }
+        )
 
     def _least_rounds(self) -> int:
         """Return how many exchanges a run takes."""
@@ -300,10 +276,11 @@ class FederatedRidge(EndsWithModels):
             replies = yield self._request(wire.ERRORS, [*found, *without], known)
             errors = _measured({client: reply.metrics for client, reply in replies.items()})
             known = {**known, "level": np.array(_best_level(errors))}
-        kept = {n: own for n, own in known.items() if n in ("clients", "members", "level")}
-        self._running().record.kept.update(kept)
-        level = self._final_level
-        models = known["models"] if level in (GROUPS, BOTH) else known[wire.COEFFICIENTS][None]
+        kept, models = self._running().record.kept, known[wire.COEFFICIENTS][None]
+        kept["level"] = known.get("level", np.array(0))
+        level = self.chosen_level
+        if level in (GROUPS, BOTH):
+            kept[MEMBERS], models = known["members"], known["models"]
         found += [models, *(known[name] for name in SPREAD if name in known)]
         if level in _HAVE_OWN:
             yield self._request(wire.SOLVE, found, known, level=level)
@@ -408,7 +385,7 @@ class FederatedRidge(EndsWithModels):
         rest = folds.sum(axis=(0, 1)) - folds.sum(axis=1)
         return {
             "models": groups.models,
-            "members": groups.members,
+            "members": np.column_stack([known["clients"], groups.members]),
             "shared-without": np.stack([maths.solve_ridge(one, p, q, penalty) for one in rest]),
             "groups-without": np.stack([own.models for own in without]),
         }
@@ -456,51 +433,14 @@ class FederatedRidge(EndsWithModels):
         given = len(self.penalty) == 1 if self.penalty else self.privacy is not None
         return 1 if given and len(self.scale) == 1 and not self._finds_groups else wire.N_FOLDS
 
-    @property
-    def _evaluates(self) -> bool:
-        """Whether clients evaluate: those that have solved their part have measured it."""
-        return self._sums is not None or all(one.step != wire.SOLVE for one in self.history)
-
-    @property
-    def _final_level(self) -> str:
-        """What a client's model is."""
-        chosen = self._running().record.kept.get("level", np.array(0))
-        return LEVELS[int(chosen)] if self.level == AUTO else self.level
-
-    @property
-    def _members(self) -> dict[int, int]:
-        """Each client's group: as the server found it, or as a client that came later said."""
-        if self._final_level not in (GROUPS, BOTH):
-            return {}
-        said = (one for report in self.history for one in report.metrics.items())
-        found = {client: int(own[wire.CLUSTER]) for client, own in said if wire.CLUSTER in own}
-        kept = self._running().record.kept
-        both = (kept[name].tolist() for name in ("clients", "members") if name in kept)
-        return {**found, **dict(zip(*both, strict=True))}
-
-    def _record(self, coefficients: Matrix) -> ArrayRecord:
-        """Return what a client of `adapt`, or `RidgeModel.of`, reads of coefficients."""
-        means, deviations, (scale,), _, *spread = self._running().record.model
+    def _model_arrays(self, model: Sequence[Matrix]) -> dict[str, Matrix]:
+        """Return what a client of `adapt`, or `RidgeModel.of`, reads of a model."""
+        means, deviations, (scale,), coefficients, *spread = model
         how: Any = {"scale": float(scale), "seed": self._options.seed}
         features = RandomFeatures.draw(means, deviations, self.features, **how)
         arrays = RidgeModel(features, coefficients, self.classes or 0).to_arrays()
         arrays[wire.RANDOM_ARRAY] = np.array(wire.RANDOMS.index(self.random))
-        arrays |= dict(zip(SPREAD, spread, strict=False))
-        return records.to_record([*arrays.values()], [*arrays])
-
-    @property
-    def own(self) -> Own:
-        """Where the clients' own models are."""
-        has_own = self._run is not None and self._final_level in _HAVE_OWN
-        return super().own if has_own else replace(super().own, apart=())
-
-    def _array_names(self) -> list[str]:
-        return [*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY]
-
-    def _model_for(self, client: int) -> dict[str, Array] | None:
-        """Return the shared model, or that of a client's group."""
-        models = self._running().record.model[3:4]
-        return dict(self._record(models[0][self._members.get(client, 0)])) if models else None
+        return arrays | dict(zip(SPREAD, spread, strict=False))
 
 
 @dataclass(frozen=True)

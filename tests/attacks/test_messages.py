@@ -164,7 +164,7 @@ def test_no_bound_that_the_server_sets_tells_of_what_nodes_with_pinned_keys_send
     options: Any = {"sealed": True, "server": ServerSettings(max_magnitude=50.0)}
     strategy = DiffusionAveraging(Topology.ring(3), evaluate_every=0, **options)
     strategy.start(grid, ArrayRecord([np.full(2, 200.0)]), num_rounds=2)
-    assert strategy.result.floats_sent > 0
+    assert strategy.averaged.floats_sent > 0
     metrics = {
         name
         for reply in grid.replies

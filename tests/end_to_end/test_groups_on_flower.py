@@ -48,7 +48,7 @@ def serve(grid, on_round=None):
     own = {"groups": "auto", "local_rounds": 1, "on_round": on_round, "server": settings}
     strategy = DiffusionAveraging(Topology.complete(3), **own)
     strategy.start(grid, ArrayRecord([np.zeros(32)]), num_rounds=4)
-    found = strategy.result
+    found = strategy.averaged
     curves = {name: rows.tolist() for name, rows in found.curves.items() if "seconds" not in name}
     matrices = {name: getattr(found, name).tolist() for name in ("met", "accepted")}
     return {**curves, **matrices, "groups": found.groups}

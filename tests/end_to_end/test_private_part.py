@@ -85,7 +85,7 @@ def serve_ring(grid, on_round=None):
     own = {"metrics": names, "evaluate_every": 3, "on_round": on_round, "server": settings}
     strategy = DiffusionAveraging(Topology.ring(3), method="atc", **own)
     strategy.start(grid, start, num_rounds=3)
-    curves = strategy.result.curves
+    curves = strategy.averaged.curves
     found = {name: curves[f"evaluate-{name}"][-1].tolist() for name in names}
     floats = [[report.floats_down, report.floats_up] for report in strategy.history]
     return {**found, "largest": max(largest), "floats": floats}

@@ -133,7 +133,7 @@ def serve(grid: Grid, folder: Path) -> dict:
 
     ring = DiffusionAveraging(Topology.complete(2), evaluate_every=0, shows_models=True)
     mean = loaded(begin(ring, grid, arrays, 1).arrays)["conv.weight"]
-    of_nodes = [loaded(ring.result.models[node])["conv.weight"] for node in range(2)]
+    of_nodes = [loaded(ring.result.model_of(node))["conv.weight"] for node in range(2)]
     return {
         "resumed": all(torch.equal(whole[n], a) for n, a in loaded(resumed.arrays).items()),
         "named": list(resumed.evaluate_metrics_serverapp[2]),

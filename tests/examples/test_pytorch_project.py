@@ -184,7 +184,7 @@ def test_names_of_private_arrays(warned: pytest.LogCaptureFixture) -> None:
 def test_without_shows_models_the_nodes_keep_theirs() -> None:
     strategy = DiffusionAveraging(Topology.ring(N))
     _, result = run(strategy, rounds=1)
-    assert (len(result.arrays), strategy.result.models) == (0, {})
+    assert (len(result.arrays), strategy.result.models) == (0, [])
     with pytest.raises(ValueError, match="evaluate_fn"):
         run(strategy, evaluate_fn=lambda *_: MetricRecord())
 

@@ -23,11 +23,9 @@ from flwr_perdl.network import (
     Schedule,
     Topology,
 )
-from flwr_perdl.network.averaging import Averaged
 from flwr_perdl.random import spawn
 from flwr_perdl.regression import TwoPhase
 from flwr_perdl.strategies import FedX, Learned, ServerSettings, await_nodes
-from flwr_perdl.strategies._own_models import Own
 from tests.fuzz import calls
 from tests.grids import context_of
 
@@ -45,8 +43,7 @@ def test_malformed_calls_are_right_or_name_the_argument() -> None:
 
 
 HUGE, RAGGED = 10**30, [[1.0], [1.0, 2.0]]
-LEARNED = Learned(ArrayRecord(), Own(names={1: "a"}))
-AVERAGED = Averaged({0: []}, {}, 0.0, 0, 0.0, 0.0, {}, np.ones(1, bool), {})
+LEARNED = Learned(ArrayRecord(), names={1: "a"})
 ATOMS, RNG, LEARNER = np.eye(3, 4), np.random.default_rng(0), GradientLearner(3)
 REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
@@ -93,8 +90,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "own model": ("client", lambda: LEARNED.model_of([])),
     "own model, True": ("client", lambda: LEARNED.model_of(True)),
     "own model, where": ("state_dir", lambda: LEARNED.model_of(1, 5)),
-    "a node's model": ("client", lambda: AVERAGED.model_of([])),
-    "a node's model, none": ("client", lambda: AVERAGED.model_of(5)),
     "saved, none": ("source", lambda: save("x.npz", {"a": None})),
     "saved, ragged": ("source", lambda: save("x.npz", {"a": RAGGED})),
     "saved, no name": ("source", lambda: save("x.npz", {1: ATOMS})),

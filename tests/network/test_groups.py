@@ -57,7 +57,7 @@ def relayed(
     strategy = DiffusionAveraging(topology, **{**CHOOSES, **more})
     record = ArrayRecord({name: Array(array) for name, array in start.items()})
     strategy.start(grid or InProcessGrid(app, N), record, num_rounds=rounds)
-    return strategy.result
+    return strategy.averaged
 
 
 def assert_same(found: Any, expected: Any) -> None:

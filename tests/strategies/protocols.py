@@ -104,7 +104,7 @@ class Case(NamedTuple):
         rounds -= isinstance(strategy, DiffusionAveraging)  # it counts its own
         result = strategy.start(grid, given, num_rounds=rounds, train_config=config)
         if isinstance(strategy, DiffusionAveraging):
-            return strategy, [*strategy.result.curves.values()]
+            return strategy, [*strategy.averaged.curves.values()]
         if isinstance(strategy, NeighborRelay) and rounds >= strategy.exchanges:
             outcome = strategy.outcome
             return strategy, [*outcome.observed.values(), outcome.traffic.toarray()]

@@ -356,7 +356,7 @@ def test_what_adapt_is_given() -> None:
 def test_a_node_begins_with_the_mean_of_the_models_that_others_show() -> None:
     strategy, _ = run("averaging", shows_models=True)
     shared = strategy.result.shared
-    models = [one["slope"].numpy() for one in strategy.result.models.values()]
+    models = [strategy.result.model_of(i)["slope"].numpy() for i in range(N_CLIENTS)]
     np.testing.assert_allclose(shared["slope"].numpy(), np.mean(models, axis=0))
     own = adapt(client_app(Linear), strategy.result, context_of(9), fits=5)
     assert loss_of(9, own) < loss_of(9, shared)

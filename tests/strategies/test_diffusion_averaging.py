@@ -77,7 +77,7 @@ SHOWN: dict[str, Any] = {"metrics": ["round", *PARTS]}
 
 def models_of(strategy: DiffusionAveraging) -> NDArray[np.floating]:
     """Return every node's model after every round: (rounds, nodes, features)."""
-    return np.stack([strategy.result.curves[f"evaluate-{part}"] for part in PARTS], axis=-1)
+    return np.stack([strategy.averaged.curves[f"evaluate-{part}"] for part in PARTS], axis=-1)
 
 
 def start(grid: InProcessGrid, n: int = ROUNDS, arrays: Any = None, **options: Any) -> Any:
@@ -92,7 +92,7 @@ def averaged(network: Any, **options: Any) -> Any:
 
 
 def assert_same(strategy: DiffusionAveraging, learned: Any) -> None:
-    found = strategy.result
+    found = strategy.averaged
     # In memory a metric that no node has is a curve of NaN.
     curves = {name: rows for name, rows in learned.curves.items() if not np.isnan(rows).all()}
     assert found.curves.keys() == curves.keys()
@@ -108,21 +108,21 @@ def test_the_bits_are_those_in_memory(method: str, sealed: bool) -> None:
     here = averaged(NET, method=method)
     assert_same(strategy, here)
     assert_same_bits(models_of(strategy)[-1], np.stack([w for (w,) in here.models.values()]))
-    assert (strategy.result.models, len(result.arrays)) == ({}, 0)
+    assert (strategy.result.models, len(result.arrays)) == ([], 0)
     assert [*result.evaluate_metrics_clientapp] == [*range(1, ROUNDS + 1)]
     last = result.evaluate_metrics_clientapp[ROUNDS]
     assert last["loss"] == pytest.approx(here.curves["evaluate-loss"][-1].mean())
     for metrics in (last, result.train_metrics_clientapp[ROUNDS]):
         assert metrics["round"] == ROUNDS
     strategy.start(InProcessGrid(APP, N), ArrayRecord([START]), num_rounds=1)  # once more
-    assert strategy.result.rounds == 1
+    assert strategy.averaged.rounds == 1
 
 
 @pytest.mark.parametrize("method", ["atc", "gradient_tracking"])
 def test_models_are_shown_where_the_strategy_says_so(method: str, tmp_path: Path) -> None:
     options = {"method": method, "shows_models": True, "checkpoint_dir": tmp_path}
     strategy, result = start(InProcessGrid(APP, N), **options)
-    models = np.stack([strategy.result.models[node]["0"].numpy() for node in range(N)])
+    models = np.stack([strategy.result.model_of(node)["0"].numpy() for node in range(N)])
     assert_same_bits(models, models_of(strategy)[-1])
     np.testing.assert_allclose(result.arrays["0"].numpy(), models.mean(axis=0))
     _, again = start(InProcessGrid(APP, N), **options, server=ServerSettings(resume=True))
@@ -196,7 +196,7 @@ def test_stale_models_count_as_in_memory(options: dict[str, Any], sealed: bool) 
     assert_same(strategy, averaged(here, **options))
     method = options.get("method", "atc")  # what suits such a network
     plain, _ = start(InProcessGrid(APP, N), topology=net, **options | {"method": method})
-    assert strategy.result.floats_sent > plain.result.floats_sent
+    assert strategy.averaged.floats_sent > plain.averaged.floats_sent
 
 
 # Any app -----------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_without_an_evaluation_nodes_only_train() -> None:
 
     grid = InProcessGrid(client_app(lambda context: Adds().to_client()), N)
     strategy, result = start(grid, 3, metrics=["seen"])
-    assert strategy.result.curves["train-seen"].tolist() == [[1.0] * N, [2.0] * N, [3.0] * N]
+    assert strategy.averaged.curves["train-seen"].tolist() == [[1.0] * N, [2.0] * N, [3.0] * N]
     assert result.evaluate_metrics_clientapp == {}
 
 
@@ -315,7 +315,7 @@ def test_private_arrays_stay_and_the_rest_is_averaged(
         metrics=["head", "body"],
     )
     assert grid.errors == []
-    found = strategy.result
+    found = strategy.averaged
     trained = np.outer([1, 2, 3], [1, 2, 3])  # (p + 1) thousands in every round
     assert (found.curves["evaluate-head"] == trained).all()
     mean = 2 * STEPS["body.weight"]
@@ -359,7 +359,7 @@ def test_a_node_that_joins_late_begins_with_the_initial_arrays() -> None:
         w = np.where(there[:, None], weights @ psi, w)
         np.testing.assert_allclose(found[t - 1, there], w[there], rtol=1e-12)
         assert np.isnan(found[t - 1, ~there]).all()
-    assert strategy.result.alive.all()
+    assert strategy.averaged.alive.all()
     sent = [name for name, array in arrays_in(grid.asked) if np.array_equal(array, START)]
     assert len(sent) == N  # once to each
 
@@ -378,7 +378,7 @@ def test_a_restarted_node_goes_on_from_its_state_dir(private: bool, tmp_path: Pa
         return start(kind(app, N, **options), ROUNDS, arrays, metrics=metrics)[0]
 
     grid = {"node_config": lambda node: {"state-dir": str(tmp_path)}}
-    assert_same(run(Dying, **grid), run(InProcessGrid).result)
+    assert_same(run(Dying, **grid), run(InProcessGrid).averaged)
 
 
 def test_without_one_it_misses_a_round_and_begins_anew() -> None:
@@ -388,9 +388,9 @@ def test_without_one_it_misses_a_round_and_begins_anew() -> None:
     assert "state-dir" in grid.errors[0]
     assert ["client 0" in report.dropped for report in strategy.history].count(True) == 1
     assert strategy.history[3].aggregate["state-lost"] == 1
-    seen = strategy.result.curves["train-round"][:, 0]
+    seen = strategy.averaged.curves["train-round"][:, 0]
     assert np.isnan(seen).tolist() == [False, True, True, False, False, False]
-    assert strategy.result.alive.all()
+    assert strategy.averaged.alive.all()
 
 
 @pytest.mark.parametrize("private", [False, True], ids=["all", "private"])
@@ -413,11 +413,11 @@ def test_a_run_that_is_resumed_has_the_same_bits(private: bool, tmp_path: Path) 
         return strategy
 
     resume = ServerSettings(resume=True)
-    whole = run("whole", initial).result
+    whole = run("whole", initial).averaged
     first = run("parts", initial, stops=stop)
     assert stopped == [(1, [1]), (2, [1, 2])]
     with pytest.raises(RuntimeError):
-        _ = first.result
+        _ = first.averaged
     assert_same(run("parts", None, server=resume), whole)
     assert_same(run("parts", None, server=resume), whole)  # nobody is asked again
 
@@ -461,12 +461,12 @@ def test_a_node_that_returns_nonsense_is_counted_and_left_out(spoiled: Callable[
 
     grid = grid_of(lambda _, node: (Liar if node == 2 else LeastSquares)(node), N)
     strategy, _ = start(grid, method="atc")
-    counted = strategy.result.dropped_messages.get(2, 0)
+    counted = strategy.averaged.dropped_messages.get(2, 0)
     counted += sum("client 2" in report.dropped for report in strategy.history)
     assert counted >= 1
     honest = models_of(strategy)[:, [0, 1, 3, 4]]
     assert np.abs(honest).max() < 5
-    assert strategy.result.alive.all()
+    assert strategy.averaged.alive.all()
 
 
 RING = Topology.ring(4)

@@ -150,7 +150,7 @@ def test_messages_between_neighbors_have_the_dtypes_of_the_model(method: str) ->
     n_bytes = sum(array.nbytes for array in MODEL.values() if array.dtype.kind != "b")
     corrected = sum(array.nbytes for array in floats) - 2 * MODEL["bn.running_var"].nbytes
     extra = {"gradient_tracking": corrected, "push_sum": 4}.get(method, 0)
-    received = strategy.result.curves["bytes-received"]
+    received = strategy.averaged.curves["bytes-received"]
     degrees = np.asarray(net.adjacency.sum(axis=1)).ravel()
     np.testing.assert_array_equal(received, np.tile(degrees * (n_bytes + extra), (ROUNDS, 1)))
     sent = [array for reply in grid.replies for array in reply.content.get("arrays", {}).values()]
@@ -159,7 +159,7 @@ def test_messages_between_neighbors_have_the_dtypes_of_the_model(method: str) ->
         array for request in grid.asked for array in request.content.get("arrays", {}).values()
     ]
     assert {id(array.data) for array in sent} <= {id(array.data) for array in asked}  # handed on
-    curves = strategy.result.curves
+    curves = strategy.averaged.curves
     last = curves["evaluate-counter"][-1]
     assert (last == 5 + 3 * ROUNDS).all()
     assert (curves["evaluate-var"] > 0).all()

@@ -111,9 +111,9 @@ def test_auto_takes_the_level_that_fits_by_what_every_client_measured(level: str
     y = responses(level)
     strategy, _ = start(y=y)
     result = strategy.result
-    assert result.level == level
-    assert [*result.errors] == [*range(N)]
-    means = {name: np.mean([own[name] for own in result.errors.values()]) for name in PLANTED}
+    assert strategy.chosen_level == level
+    assert [*strategy.errors] == [*range(N)]
+    means = {name: np.mean([own[name] for own in strategy.errors.values()]) for name in PLANTED}
     assert means[level] <= 1.02 * min(means.values())
     error = np.mean(
         [(RidgeModel.of(result.model_of(i)).predict(X[i, 40:]) - y[i, 40:]) ** 2 for i in range(N)]
@@ -135,7 +135,7 @@ def test_no_federation_where_clients_are_better_alone() -> None:
 
     y = responses("shared")
     strategy, _ = start(y=y, grid={"kind": Measured})
-    assert strategy.result.level == "local"
+    assert strategy.chosen_level == "local"
     total = sum(column_moments(X[i, :40]) for i in range(N))
     Z = RandomFeatures.draw(*standardize(total), 0, scale=2.0, seed=0)(X[3, :40])
     alone = fit_deviation(Z, y[3, :40, None]).coefficients
@@ -148,7 +148,7 @@ def test_groups_are_found_their_number_too() -> None:
     for options in ({}, {"n_clusters": 2}):
         strategy, _ = start("groups", y=y, **options)
         result = strategy.result
-        assert result.groups == {i: i % 2 for i in range(N)}
+        assert result.members == {i: i % 2 for i in range(N)}
         assert [report["cluster"] for report in strategy.history[-1].metrics.values()] == [0, 1] * 4
         for i in range(N):
             assert result.model_of(i) == result.models[i % 2]
@@ -253,7 +253,7 @@ def test_too_few_samples_say_nothing() -> None:
     strategy.start(InProcessGrid(client_app(make), N))
     assert [*strategy.history[1].dropped] == ["client 0"]
     # All of client 1's samples are in one fold: it cannot measure.
-    assert [*strategy.result.errors] == [2, 3, 4, 5, 6, 7]
+    assert [*strategy.errors] == [2, 3, 4, 5, 6, 7]
 
 
 BOUNDS = [[-20.0, 20.0]] * (D + 1)

@@ -20,10 +20,10 @@ from flwr_perdl.network import Averaging, Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
-    Clusters,
     Diagnosed,
     Diagnosis,
     DiffusionAveraging,
+    Learned,
     PerMA,
     ProtocolStrategy,
     Request,
@@ -204,7 +204,7 @@ def test_a_notebook_shows_a_history_and_a_report_as_tables() -> None:
 
 
 def test_what_a_notebook_shows_is_escaped() -> None:
-    clusters = Clusters([], {0: 0}, [1], [{"<script>": 1.0}])
+    clusters = Learned([], {0: 0}, {0: {"num-examples": 1, "<script>": 1.0}})
     found = {"fedavg": np.ones(2)}, [0, 1], {}, "fedavg", "fedavg", (0.0, 0.0, 0.0)
     diagnosed = Diagnosed("fedavg", "<script>", 1.0, *found)
     report = RoundReport(1, "<script>", {}, {}, {"a": "<script>"}, 0.0, 0.0, {})

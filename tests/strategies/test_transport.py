@@ -132,7 +132,7 @@ def test_nodes_send_half_floats(method: str, sealed: bool) -> None:
             shows_models=not sealed,
         )
         result = strategy.start(grid, model(), num_rounds=3)
-        found[transport] = result.arrays.to_numpy_ndarrays(), strategy.result.bytes_sent
+        found[transport] = result.arrays.to_numpy_ndarrays(), strategy.averaged.bytes_sent
     (whole, most), (half, least) = found[None], found["float16"]
     assert least < 0.51 * most + 4 * 3 * 2 * 8
     for one, other in zip(whole, half, strict=True):

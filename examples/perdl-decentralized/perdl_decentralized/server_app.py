@@ -19,5 +19,5 @@ def main(grid: Grid, context: Context) -> None:
     strategy = DiffusionAveraging(ring, metrics=["eval_acc"], evaluate_every=rounds)
     first = ArrayRecord([np.zeros((64, 10)), np.zeros(10)])
     strategy.start(grid=grid, initial_arrays=first, num_rounds=rounds)
-    found = strategy.result.curves["evaluate-eval_acc"][-1]
+    found = strategy.averaged.curves["evaluate-eval_acc"][-1]
     print(f"accuracy {found.min():.2f} at the worst node, {found.max():.2f} at the best")
