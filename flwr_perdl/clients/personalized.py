@@ -57,6 +57,7 @@ from flwr_perdl.core.npy import as_file
 from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.privacy.secure_client import OTHER_MOD
 from flwr_perdl.protocol.compat import like, log, older_mod
+from flwr_perdl.protocol.part import PRIVATE as PRIVATE_PART
 from flwr_perdl.protocol.part import Arrays, Asked, Kept, Part, split
 from flwr_perdl.protocol.records import (
     AGAIN,
@@ -64,6 +65,7 @@ from flwr_perdl.protocol.records import (
     LEFT_OUT,
     METRICS,
     NEW_STATE,
+    PROMISE,
     ROUND,
     RUN,
     Reply,
@@ -234,13 +236,15 @@ class Patterns(NamedTuple):
 
     @classmethod
     def of(cls, argument: str, private: Any, share: Any) -> Patterns | None:
-        """Return the part by one of the two lists of patterns, None if both are empty."""
+        """Return the part by one of the two lists of patterns, None if all arrays are shared."""
         given = {
             argument: check_patterns(argument, private),
             "share": check_patterns("share", share),
         }
         if all(given.values()):
             raise ValueError(f"share must be left out with {argument}, got {share!r}.")
+        if given["share"] == ("*",):
+            return None
         return next((cls(*item) for item in given.items() if item[1]), None)
 
     def private(self, names: Collection[str]) -> list[str]:
@@ -273,8 +277,7 @@ class Private(Part):
         Which arrays are private.
     """
 
-    name = "private"
-    rank = 0
+    name, rank = "private", PRIVATE_PART
 
     patterns: Patterns
     #: Of a run: the names of a model's arrays; of those that stay at the clients; the initial
@@ -605,7 +608,8 @@ def _trained(
         if reply.has_error():
             return reply
         answered, found = _only_arrays(reply.content, "a training reply")
-        _check_found(found, given, part.private)
+        # A client that adds nothing to a noised sum keeps its old part.
+        _check_found(found, given, part.private, whole=PROMISE in config_of(message))
         private.update({name: found[name] for name in private})
         reply.content[answered] = _record(_without(found, private))
         return reply
@@ -628,17 +632,22 @@ def _check_names(found: ArrayRecord, model: Mapping[str, Array]) -> None:
         raise ValueError(f"a training reply must have {_list(model)}, got {_list(found)}.")
 
 
-def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequence[str]) -> None:
-    """Accept a training reply with the model's arrays, whose private ones can be kept."""
+def _check_found(
+    found: ArrayRecord, model: Mapping[str, Array], private: Sequence[str], *, whole: bool
+) -> None:
+    """Accept a training reply with the model's arrays, whose private ones can be kept.
+
+    With ``whole`` the others are checked, too, as a server does.
+    """
     _check_names(found, model)
-    for name in private:
+    for name in model if whole else private:
         shape, wanted = tuple(found[name].shape), tuple(model[name].shape)
         if shape != wanted:
             raise ValueError(f"array {name!r} must have shape {wanted}, got {shape}.")
-        with hide_numbers(f"private array {name!r}: "):
+        with hide_numbers(f"{'private ' * (name in private)}array {name!r}: "):
             before, after = view(model[name]), view(sendable(found[name], model[name]))
             check_trained(name, after, before, fixed_entries(before))
-        for other in found.keys() - set(private):
+        for other in found.keys() - set(private) if name in private else ():
             tied = view(found[name]).any() and _equal(found[other], found[name])
             if tied and not _equal(found[other], model[other]):
                 raise ValueError(

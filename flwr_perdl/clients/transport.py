@@ -34,6 +34,7 @@ from flwr.app import Array, Message
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_flag
 from flwr_perdl.core.models import change, fixed_entries, is_float, is_plain, settled
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.part import TRANSPORT as TRANSPORT_PART
 from flwr_perdl.protocol.part import Arrays, Asked, Kept, Part
 from flwr_perdl.protocol.records import Reply, Scalar, config_of, encode, view
 
@@ -65,8 +66,7 @@ class Transport(Part):
         By name, the dtypes that half floats stand for, where they are unusual.
     """
 
-    name = "transport"
-    rank = 2
+    name, rank = "transport", TRANSPORT_PART
 
     half: bool
     share: float | None = None

@@ -86,9 +86,8 @@ class Promise:
     limit: int
     #: The number of values in a sum.
     size: int
-    #: What is summed, and the number of first columns that are not.
+    #: What is summed.
     of: str
-    skip: int = 0
     #: How many of the ``rounds`` this sum is as good as; the number of values of all sums, where
     #: they differ in size.
     units: int = 1
@@ -104,7 +103,6 @@ class Promise:
             raise ValueError(f"{PROMISE} must be a guarantee, got {brief_repr(given)}.") from None
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
-        check_count(f"skip in {PROMISE}", promise.skip, 0, _MOST)
         check_count(f"units in {PROMISE}", promise.units, 1, promise.rounds)
         check_count(f"entries in {PROMISE}", promise.entries, 0, LARGEST_INT)
         check_choice(f"level in {PROMISE}", promise.level, tuple(_KINDS))
@@ -169,7 +167,8 @@ def answer_noised(
     at = run, check_count(ROUND, config.get(ROUND), 1)
     _spend(context, own, promise, at, again=not distributed)
     spent = context.state[_SPENT]
-    values = _summand(promise, arrays, message, lambda: call_next(message, context))
+    given = dict(zip(message.content.array_records[ARRAYS], arrays, strict=True))
+    values = _summand(promise, given, lambda: call_next(message, context))
     context.state[_SPENT] = spent  # the client may have put another state in its place
     if distributed:
         rng = None if own is None else own.noise.rng
@@ -177,9 +176,7 @@ def answer_noised(
     return reply_to(message, [values], 1, {})
 
 
-def _summand(
-    promise: Promise, given: Sequence[Matrix], message: Message, call: Callable[[], Message]
-) -> Matrix:
+def _summand(promise: Promise, given: Mapping[str, Matrix], call: Callable[[], Message]) -> Matrix:
     """Return what the client adds to the sum before noise, bounded: zeros where it fails.
 
     Raises
@@ -193,7 +190,7 @@ def _summand(
     token = SAMPLE_BOUND.set(bound if by_sample else None)
     try:
         with _unsaid("adds nothing to the sum"):
-            found, bound = _read(promise, given, message, call())
+            found, bound = _read(promise, given, call())
             if found.shape == values.shape:
                 values = found if by_sample else _clip(found, promise.clip)
     finally:
@@ -231,22 +228,20 @@ def _unsaid(instead: str) -> Iterator[None]:
 
 
 def _read(
-    promise: Promise, given: Sequence[Matrix], message: Message, reply: Message
+    promise: Promise, given: Mapping[str, Matrix], reply: Message
 ) -> tuple[Matrix, float | None]:
     """Return a reply's values that are summed, as one vector, and its bound of each sample."""
     if reply.has_error():
         raise ValueError(error_of(reply))
     sent = reply.content.array_records[ARRAYS]
-    names = [name for name in message.content.array_records[ARRAYS] if name in sent] or [*sent]
-    model = promise.of == CHANGES
-    limits = Limits(expect=given[len(given) - len(names) :]) if model else Limits()
-    arrays, _, metrics, *_ = read_reply(reply.content, limits, names=names)
+    names = [name for name in given if name in sent]  # without those that stay at the client
+    start = [given[name] for name in names]
+    limits = Limits(expect=start) if promise.of == CHANGES else Limits()
+    arrays, _, metrics, *_ = read_reply(reply.content, limits, names=names or [*sent])
     if promise.of != SUMS:
-        start = given[len(given) - len(arrays) :]
         of, pairs = promise.of, enumerate(zip(arrays, start, strict=True))
         arrays = [_change(of, i, *pair) for i, pair in pairs if is_summed(of, pair[1])]
-    summed = [array[:, promise.skip :] if promise.skip else array for array in arrays]
-    return _flat(summed), metrics.get(BOUND)
+    return _flat(arrays), metrics.get(BOUND)
 
 
 def fewest(message: Message, context: Context, *, unmask: bool) -> int:

@@ -7,9 +7,10 @@ noise is the one share that it adds itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from logging import INFO
 from math import sqrt
 from typing import Any, cast
 
@@ -20,10 +21,14 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.core.models import fixed_entries, settled
+from flwr_perdl.privacy.basis import PublicBasis
 from flwr_perdl.privacy.noise import Noise, Release, noise_multiplier, spent
 from flwr_perdl.privacy.noised_client import BUDGET, CHANGES, SUMS, Promise, is_summed
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.part import SUMS as SUMS_PART
+from flwr_perdl.protocol.part import Part
 from flwr_perdl.protocol.records import (
     MAX_WEIGHT,
     NORM,
@@ -83,7 +88,7 @@ class NoisedSum:
                 "privacy must come with the strategy's own start, for whose number of rounds the "
                 "budget is, got another interface."
             )
-        if not kept:
+        if _SPENT not in kept:
             budget = self.summed.budget
             kept |= {_ROUNDS: np.array(budget[1] if budget else rounds), _SPENT: np.array(0)}
         return replace(self, kept=kept, n_required=min_clients, save=save)
@@ -119,7 +124,6 @@ class NoisedSum:
             limit=largest_range(n_clients) // 2 if self._distributed else _CENTRAL,
             size=self._size,
             of=self.summed.of,
-            skip=self.summed.skip,
             units=self._units,
             entries=self.summed.budget[2] if self.summed.budget else 0,
         )
@@ -143,7 +147,7 @@ class NoisedSum:
         noise, (rounds, done) = self.noise, (int(self.kept[name]) for name in (_ROUNDS, _SPENT))
         epsilon = spent(noise_multiplier(noise.epsilon, noise.delta, rounds), noise.delta, done)
         metrics = {"clip": noise.clip, "sigma": sigma, "epsilon": epsilon}
-        return {p: Reply(arrays, 1, {**metrics, **self.summed.metrics}) for p in there}, lost
+        return {p: Reply(arrays, 1, dict(metrics)) for p in there}, lost
 
     def _spend(self, n_sums: int) -> None:
         """Count sums, on disk where the run is kept there."""
@@ -205,8 +209,7 @@ class NoisedSum:
     def _parts(self) -> list[Matrix]:
         """The parts of ``start`` that are summed."""
         summed = self.summed
-        parts = [array for array in summed.start if is_summed(summed.of, array)]
-        return [part[:, summed.skip :] for part in parts] if summed.skip else parts
+        return [array for array in summed.start if is_summed(summed.of, array)]
 
     def _release(self, n_clients: int) -> Release:
         """Return how the sum of a round is noised in which so many clients are asked."""
@@ -217,42 +220,83 @@ def _restore(old: Matrix, mean: Matrix | None, summed: Summed) -> Matrix:
     """Return an array of the replies' mean, or as it was where it is not summed."""
     if mean is None:
         return old
-    if summed.skip:
-        mean = np.pad(mean.reshape(len(old), -1), ((0, 0), (summed.skip, 0)))
     mean = mean.reshape(old.shape)
     if summed.of == CHANGES:
         return settled(old + mean, old, fixed_entries(old))
     return mean if summed.of == SUMS else old + mean
 
 
-def sums_with(
-    privacy: Noise | None, secure: bool | Mapping[str, float] = False
-) -> Callable[[Summed], Channel] | None:
-    """Return how what requests declare is summed; None: in the clear.
+@dataclass(frozen=True, eq=False)
+class Sums(Part):
+    """The server gets sums of what clients send, and no single reply: secure, with noise, or both.
 
     Parameters
     ----------
     privacy : Noise or None
-        The guarantee.
+        The guarantee; None: there is no noise, and sums are secure.
     secure : bool or mapping, default False
-        Whether sums are secure without a guarantee, too; options of SecAgg+.
+        Whether sums are secure; options of SecAgg+.
 
     Raises
     ------
     ValueError, TypeError
         If one of the options breaks its rule, or there is no secure sum for the other one.
     """
-    check_kind("privacy", privacy, (Noise, type(None)), "a Noise or None")
-    options = check_secure(secure)
-    if privacy is not None:
-        if privacy.trust == "central" and options is not None:
+
+    name, rank = "sums", SUMS_PART
+
+    privacy: Noise | None
+    secure: bool | Mapping[str, float] = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_kind("privacy", self.privacy, (Noise, type(None)), "a Noise or None")
+        options, privacy = check_secure(self.secure), self.privacy
+        if privacy is not None and privacy.trust == "central" and options is not None:
             raise ValueError(
                 'secure must be left out with privacy of trust="central", whose server adds the '
-                f"noise to what it sees, got {secure!r}."
+                f"noise to what it sees, got {self.secure!r}."
             )
-        return lambda summed: NoisedSum(noise=privacy, summed=summed, secure=options or {})
-    if options is None:
-        return None
-    return lambda summed: SecureMean(
-        summed.start[0].shape, summed.norm, summed.max_weight, **cast(Any, options)
-    )
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether nothing else leaves the clients."""
+        return self.privacy is not None
+
+    @property
+    def _basis(self) -> PublicBasis | None:
+        """The space where the model is learned; None: where the samples are."""
+        return None if self.privacy is None else self.privacy.basis
+
+    def begin(
+        self, names: Sequence[str], model: list[Matrix], kept: Kept
+    ) -> tuple[Part, Sequence[str], list[Matrix]]:
+        """Bring the initial model to where it is learned."""
+        basis = self._basis
+        return self, names, model if basis is None else [basis.project(array) for array in model]
+
+    def lift(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return a model where the samples are."""
+        basis = self._basis
+        return list(model) if basis is None else [basis.lift(array) for array in model]
+
+    def log_begin(self, *, evaluates: bool) -> None:
+        """Log what is off."""
+        if self.sums_only:
+            log(
+                INFO,
+                "privacy: replies are noised sums only; evaluations, metrics and numbers of "
+                "examples are off.",
+            )
+
+    def channel(self, summed: Summed) -> Channel:
+        """Return how replies of which this is summed reach the server."""
+        options: Any = check_secure(self.secure) or {}
+        if self.privacy is not None:
+            return NoisedSum(noise=self.privacy, summed=summed, secure=options)
+        return SecureMean(summed.start[0].shape, summed.norm, summed.max_weight, **options)
+
+
+def sums_with(privacy: Noise | None, secure: bool | Mapping[str, float] = False) -> list[Part]:
+    """Return the part by which the server gets sums, if there is to be one."""
+    return [] if privacy is None and secure is False else [Sums(privacy, secure)]

@@ -23,7 +23,7 @@ from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerSettings
-from flwr_perdl.protocol.part import Asked, Part, own_parts, unstack
+from flwr_perdl.protocol.part import SUMS, Asked, Part, own_parts, unstack
 from flwr_perdl.protocol.records import (
     AFTER,
     EVALUATE,
@@ -48,13 +48,10 @@ from flwr_perdl.protocol.request import (
     CAPPED,
     REFUSED,
     REMEMBERED,
-    Channel,
     Lost,
-    Promised,
     Protocol,
     Request,
     State,
-    Summed,
     TooFewReplies,
     check_arrays,
     check_models,
@@ -100,8 +97,6 @@ class HasProtocol(typing.Protocol):
     labels: typing.ClassVar[tuple[str, ...]]
     numbered: typing.ClassVar[bool]
     _n_stacked: int
-    privacy: Promised | None
-    _sums: Callable[[Summed], Channel] | None
     _told: Mapping[str, Scalar]
     _last_step: typing.ClassVar[str]
 
@@ -142,7 +137,7 @@ class ProtocolRun:
         rounds: int | None = None,
     ) -> None:
         self.options = options = strategy.options
-        self._strategy, self._privacy, self._rounds = strategy, strategy.privacy, rounds
+        self._strategy, self._rounds = strategy, rounds
         #: What the run has come to, as a checkpoint holds it.
         self.record = RunRecord([*names] or [*map(str, range(len(initial)))], initial)
         #: Which node is which client.
@@ -151,7 +146,8 @@ class ProtocolRun:
         self.request: Request | None = None
         #: The exchange that is on.
         self._plan = Plan(0, "", {}, {})
-        self._clients_evaluate = self._privacy is None
+        self._sums_only = any(part.sums_only for part in options.parts)
+        self._clients_evaluate = not self._sums_only
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
         self._metrics: dict[int, set[str]] = {}  # the names of each client's metrics in this run
         self._observers = Observers(options.on_round)
@@ -198,8 +194,6 @@ class ProtocolRun:
             self.parts.append(begun)
         if self.record.finished:  # no generator is needed, and no client is asked
             return
-        if self._space is not None:
-            initial = [self._space.project(array) for array in initial]
         state = None if self._resumed is None else self.record.state
         self._steps = strategy.protocol(initial, state)
         if not isinstance(self._steps, Generator):
@@ -222,11 +216,6 @@ class ProtocolRun:
                 self._finish(end.value)
 
     @property
-    def _space(self) -> Any:
-        """Where the model is learned, if not where the samples are."""
-        return None if self._privacy is None else self._privacy.basis
-
-    @property
     def client_names(self) -> dict[int, str]:
         """How reports call the clients, by partition: those of rounds before a resume as well."""
         known = {p: self.roster.name_of(p) for p in self.roster.names}
@@ -235,15 +224,9 @@ class ProtocolRun:
     # What a run logs ------------------------------------------------------------------------
 
     def log_begin(self, *, evaluates: bool) -> None:
-        """Log what users should know of the run's parts, and what is off with ``privacy``."""
+        """Log what users should know of the run's parts."""
         for part in self.parts:
             part.log_begin(evaluates=evaluates)
-        if self._privacy is not None:
-            log(
-                INFO,
-                "privacy: replies are noised sums only; evaluations, metrics and numbers of "
-                "examples are off.",
-            )
 
     def warn_of_evaluations(self) -> None:
         """Warn of evaluations without a good reply."""
@@ -356,8 +339,10 @@ class ProtocolRun:
         self._note_lost_state(good)
         floats_up = {p: _n_values(reply.arrays) for p, reply in good.items()}
         # One thread: sums in another order would give other bits on a machine with more cores.
+        # Of a sum nobody knows whose training went well.
+        trained = () if self._sums_only else good
         for part in self.parts:
-            part.conclude(self._plan.arrays, good)
+            part.conclude(self._plan.arrays, trained)
         with one_blas_thread():
             self._advance(self._with_absent(request, good))
         self._resumed = None
@@ -461,7 +446,7 @@ class ProtocolRun:
         options, run = self.options, self.record
         due = options.fraction_evaluate > 0 and round_ % options.evaluate_every == 0
         due = due and self._clients_evaluate and bool(run.model)
-        if self._strategy._sums is None:  # else nothing was reported
+        if not any(part.rank == SUMS for part in self.parts):  # else nothing was reported
             due = due and all(report.step != self._strategy._last_step for report in run.history)
         return due and run.evaluated < round_ == run.done
 
@@ -578,13 +563,14 @@ class ProtocolRun:
     def _take_up(self, request: object) -> None:
         """Take up what the protocol asks next."""
         asked: Request = check_kind("what protocol yields", request, Request, "a Request")
-        if asked.summed is not None and (sums := self._strategy._sums) is not None:
-            asked = replace(asked, secure=sums(asked.summed))
+        if (summed := asked.summed) is not None:
+            channels = [found for part in self.parts if (found := part.channel(summed)) is not None]
+            asked = replace(asked, secure=next(iter(channels), asked.secure))
         if asked.secure is not None:
             least = self.options.min_clients
             channel = asked.secure.begin(self.record.kept, self._rounds, least, self.save)
             asked = replace(asked, secure=channel)
-        elif self._privacy is not None:
+        elif self._sums_only:
             raise ValueError(
                 "initial_arrays must be given with privacy, public or random ones, so that every "
                 f"reply is a part of a sum, got none, and a step {asked.step!r} whose is not."
@@ -595,8 +581,9 @@ class ProtocolRun:
 
     def _lift(self, model: Sequence[Matrix]) -> list[Matrix]:
         """Return a model as evaluations and the result see it."""
-        space = self._space
-        return self._whole(model if space is None else [space.lift(array) for array in model])
+        for part in reversed(self.parts):
+            model = part.lift(model)
+        return self._whole(model)
 
     def _whole(self, model: Sequence[Matrix]) -> list[Matrix]:
         """Return an algorithm's model with all arrays of the initial one."""

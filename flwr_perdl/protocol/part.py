@@ -32,8 +32,10 @@ from flwr_perdl.core.checks import Matrix, brief_repr, check_kind, check_list
 from flwr_perdl.protocol.records import Reply, Scalar
 
 if TYPE_CHECKING:
-    from flwr_perdl.protocol.request import Request
+    from flwr_perdl.protocol.request import Channel, Request, Summed
 
+#: The ranks of parts: in this order they are applied.
+PRIVATE, OWN, TRANSPORT, SUMS = range(4)
 #: The key of a request's config with the user's own parts, as JSON: names and options, in order.
 PARTS = "perdl.parts"
 #: Named arrays that a part keeps: at the server in checkpoints, at a client in its state.
@@ -70,7 +72,7 @@ class Part:
     name : str
         What requests call it.
     rank : int
-        Parts are applied in this order: private arrays 0, the user's own 1, transport 2.
+        Parts are applied in this order: private arrays 0, the user's own 1, transport 2, sums 3.
 
     Examples
     --------
@@ -92,7 +94,7 @@ class Part:
     """
 
     name: ClassVar[str] = ""
-    rank: ClassVar[int] = 1
+    rank: ClassVar[int] = OWN
 
     # At the server --------------------------------------------------------------------------
 
@@ -140,6 +142,38 @@ class Part:
         list of ndarray
         """
         return list(model)
+
+    def lift(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return an algorithm's model as evaluations and the result see it.
+
+        Parameters
+        ----------
+        model : sequence of ndarray
+
+        Returns
+        -------
+        list of ndarray
+        """
+        return list(model)
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether nothing but sums may leave the clients: no metrics and no evaluations."""
+        return False
+
+    def channel(self, summed: Summed) -> Channel | None:
+        """Return how the replies to a request reach the server; None: as they are.
+
+        Parameters
+        ----------
+        summed : Summed
+            What of them is summed, where the server is to get no single one.
+
+        Returns
+        -------
+        Channel or None
+        """
+        return None
 
     def case(self, partition: int) -> Hashable:
         """Return in what `to_client` depends on the client: one message is made for each.
@@ -300,7 +334,7 @@ def classes_in(places: object) -> dict[str, type[Part]]:
 
 def own_parts(parts: Iterable[Part]) -> dict[str, Scalar]:
     """Return what a request says of the user's own parts."""
-    own = {part.name: part.options for part in parts if part.rank == Part.rank}
+    own = {part.name: part.options for part in parts if part.rank == OWN}
     return {PARTS: json.dumps(own)} if own else {}
 
 

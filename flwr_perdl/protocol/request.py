@@ -392,8 +392,6 @@ class Summed(NamedTuple):
         With noise: the arrays themselves; their changes from ``start``, of floats alone; or changes
         of rows, where a row of zeros stands for no change. A secure sum without noise is of one
         array, itself.
-    skip : int, default 0
-        So many first columns of each array are no part of the sum.
     norm : float, default 1.0
         The bound per client in a secure sum, of the norm of its array; with noise it is ``clip``.
     max_weight : int, default 1
@@ -405,8 +403,6 @@ class Summed(NamedTuple):
     finish : callable, optional
         ``(arrays, deviation) -> arrays``: what is made of a mean, in whose entries noise has this
         standard deviation.
-    metrics : mapping of str to float
-        What a reply in a sum with noise is taken to say.
     budget : tuple of int, optional
         What a sum with noise takes of the run's budget, where sums differ in size: how many units
         of how many in all, and the number of values of all sums. By default each round takes one.
@@ -421,23 +417,12 @@ class Summed(NamedTuple):
 
     start: Sequence[Matrix]
     of: str = "sums"
-    skip: int = 0
     norm: float = 1.0
     max_weight: int = 1
     by_sample: bool = False
     earlier: float = 0.0
     finish: Callable[[list[Matrix], float], list[Matrix]] | None = None
-    metrics: Mapping[str, float] = {}
     budget: tuple[int, int, int] | None = None
-
-
-class Promised(typing.Protocol):
-    """What a run guarantees about privacy: all requests are then such that a channel keeps it."""
-
-    @property
-    def basis(self) -> Any:
-        """The space where the model is learned (`PublicBasis`); None: where the samples are."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind, check_real
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_count,
+    check_function,
+    check_kind,
+    check_list,
+    check_real,
+)
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log, new_record, poll_faster
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
@@ -28,7 +35,7 @@ from flwr_perdl.protocol.options import (
     refuse_unknown,
     spell_fields,
 )
-from flwr_perdl.protocol.part import own_parts
+from flwr_perdl.protocol.part import Part, own_parts
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
@@ -46,12 +53,9 @@ from flwr_perdl.protocol.records import (
 )
 from flwr_perdl.protocol.report import History, RoundReport, Show, check_verbose, in_words, show_run
 from flwr_perdl.protocol.request import (
-    Channel,
     Lost,
-    Promised,
     Protocol,
     State,
-    Summed,
     read_replies,
 )
 from flwr_perdl.protocol.roster import LocalGrid, within
@@ -132,10 +136,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _n_stacked: int = 0
     #: Whether another strategy's `start` may call this one's steps.
     _wrappable: ClassVar[bool] = True
-    #: What a run promises of privacy, for all of its sums; None: nothing.
-    privacy: Promised | None = None
-    #: How what requests declare is summed, where the server is to get no single reply.
-    _sums: Callable[[Summed], Channel] | None = None
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
@@ -148,13 +148,14 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     #: What the lines of a run call it, if not by its class.
     _title: str = ""
 
-    def __init__(self, **options: Unpack[ServerOptions]) -> None:
+    def __init__(self, *given: Part, **options: Unpack[ServerOptions]) -> None:
         parameters = signature(type(self).__init__).parameters.values()
         own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
         known = [*own, *ServerOptions.__annotations__]
         inside = {**spell_fields("server", ServerSettings), **self._inside}
         check_support(self, options)
         refuse_unknown(type(self).__name__, options, known, inside)
+        options["parts"] = [*given, *check_list("parts", options.get("parts", ()))]
         self._options = ServerSettings.of(options)
         self._run: ProtocolRun | None = None
         self._sent: list[tuple[int, Message]] | None = None

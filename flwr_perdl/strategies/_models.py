@@ -157,7 +157,7 @@ class ModelStrategy(TrainsModels):
 
     unsupported: ClassVar[Mapping[str, str]] = {
         "secure": SECURE,
-        "privacy": "no bound of a client's change is declared: use Flower's LocalDpMod",
+        "privacy": "a client sends more than one noised sum: use PersonalizedFedAvg",
         "reuse_last_reply": OLD,
         "clusters": "one model is for all: use ClusteredFedAvg",
     }
@@ -167,7 +167,7 @@ class ModelStrategy(TrainsModels):
 
     def __init__(
         self,
-        *,
+        *given: Part,
         optimizer: Momentum | Adam | None,
         robust: str | bool,
         transport: str | None,
@@ -183,8 +183,8 @@ class ModelStrategy(TrainsModels):
         own |= {"metric": metric, "higher_is_better": higher_is_better}
         kinds = (TopK, type(None))
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
-        parts = [*options.pop("parts", ()), *given(private, share, transport, compression)]
-        super().__init__(transport=transport, parts=parts, **own, **options)
+        parts = given_parts(private, share, transport, compression)
+        super().__init__(*parts, *given, transport=transport, **own, **options)
         check_support(self, {"robust": robust, "compression": compression})
         steps = (Momentum, Adam, type(None))
         self.optimizer: Momentum | Adam | None = check_kind(
@@ -225,7 +225,7 @@ class ModelStrategy(TrainsModels):
         return found, kept
 
 
-def given(
+def given_parts(
     private: str | Sequence[str], share: str | Sequence[str], transport: Any, compression: Any
 ) -> list[Part]:
     """Return the parts that a strategy's options ask for."""

@@ -57,10 +57,8 @@ from flwr_perdl.core.aggregate import LEFT_OUT, keep_supported
 from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, check_real, is_auto
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.network.compression import TopK
-from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import JUDGED, OLD, SECURE, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
 from flwr_perdl.protocol.part import split
 from flwr_perdl.protocol.records import (
     CLUSTER,
@@ -70,7 +68,7 @@ from flwr_perdl.protocol.records import (
     for_evaluations,
     scalars,
 )
-from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies import _starts
 from flwr_perdl.strategies._models import (
@@ -146,8 +144,6 @@ class ClusteredFedAvg(ModelStrategy):
         "eval_loss".
     higher_is_better : bool, optional
         Whether a larger ``metric`` is better; by default inferred from its name.
-    privacy : Noise, optional
-        As in `PerMA`, with ``level="client"`` and ``k=1``; all clients then have the same weight.
     **options
         See `ServerOptions`.
 
@@ -185,22 +181,14 @@ class ClusteredFedAvg(ModelStrategy):
     >>> strategy = ClusteredFedAvg("auto", max_clusters=6, choose_every=5)
     """
 
-    unsupported: ClassVar = {"secure": SECURE, "reuse_last_reply": OLD}
-    needs = (
-        *ModelStrategy.needs,
-        Needs(("privacy",), "transport", (None,), "noise is for sums of whole changes"),
-        Needs(("privacy",), "private", ((), []), "the sum is of the whole model"),
-        Needs(("privacy",), "share", ((), []), "the sum is of the whole model"),
-        Needs(("privacy",), "compression", (None,), "noise is for sums of whole changes"),
-        Needs(("privacy",), "fine_tune", (0,), "what clients say of it has no noise"),
-        Needs(("privacy",), "k", (1,), "which cluster a client chooses depends on its data"),
-        Needs(("privacy",), "robust", (False, "mean"), JUDGED),
-    )
+    unsupported: ClassVar = {
+        "secure": SECURE,
+        "reuse_last_reply": OLD,
+        "privacy": "which cluster a client chooses depends on its data: use PersonalizedFedAvg",
+    }
     labels, _unclustered = (CLUSTER,), (ALONE, MEASURE)
     protocol_name = CLUSTERED
     numbered = True
-
-    privacy: Noise | None
 
     def __init__(
         self,
@@ -220,7 +208,6 @@ class ClusteredFedAvg(ModelStrategy):
         max_clusters: int = 8,
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
-        privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
@@ -238,8 +225,6 @@ class ClusteredFedAvg(ModelStrategy):
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self._chooses |= k != 1
         self._drops_empty = k == _AUTO
-        self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
-        check_support(self, locals())
         self.start_from = check_choice("start", start, STARTS)
         self._n_stacked = int(k) if start == "given" and k != _AUTO else 0
         if k == _AUTO and start != "one-shot":
@@ -364,7 +349,6 @@ class ClusteredFedAvg(ModelStrategy):
             per_client=own,
             numbers=lambda p: [known[p]] if p in known else range(k),
             combine=combine,
-            summed=Summed(models[0], "changes", metrics={CLUSTER: 0.0}) if k == 1 else None,
         )
         chosen |= {p: (int(reply.metrics[CLUSTER]), round_) for p, reply in replies.items()}
         if self.robust != "mean" and choice == round_:

@@ -186,7 +186,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         ).suited_to(self, 0)
         self._chooses |= groups is not None
         self.shows_models = check_flag("shows_models", shows_models)
-        check_support(self, locals())
+        given = {"compression": compression, "groups": groups, "weights": weights}
+        check_support(self, {**vars(self), **given, "sealed": sealed, "transport": transport})
         self._learned: Averaged | None = None
 
     @property

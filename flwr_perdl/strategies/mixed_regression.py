@@ -22,7 +22,7 @@ What each party receives:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from logging import WARNING
 from math import prod
@@ -38,20 +38,15 @@ from flwr_perdl.clients.mixed_regression import (
 )
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
-from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import (
-    JUDGED,
     OLD,
     SECURE,
-    Needs,
     ServerOptions,
-    check_support,
     spell_fields,
 )
 from flwr_perdl.protocol.records import CLUSTER, Replies, Reply
-from flwr_perdl.protocol.request import Protocol, Request, Summed
+from flwr_perdl.protocol.request import Protocol, Request
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import Refinement, TwoPhase, two_phases
@@ -67,8 +62,6 @@ from flwr_perdl.regression.phases import (
 from flwr_perdl.strategies._own_models import EndsWithModels
 
 _COUNT = "rounds"
-#: The number of columns before an update's change.
-_HEAD = 2
 
 _PHASE_1 = spell_fields("phase_1", MomentDescent)
 _PHASE_2 = spell_fields("phase_2", Refinement)
@@ -89,7 +82,6 @@ class _MixedRegression(EndsWithModels):
     _names_given, _stack = (COEFFICIENTS,), 0
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
-    privacy: Noise | None = None
     #: Whether the run is over where Phase 2 would begin.
     _phase_1_only = False
     #: Whether models may be given as initial arrays.
@@ -242,10 +234,6 @@ class FedX(_MixedRegression):
     robust : bool or str, default False
         Aggregation rule against malicious (Byzantine) clients: True is "filtered" (recommended),
         False "mean"; for other rules see `flwr_perdl.regression.TwoPhase`.
-    privacy : Noise, optional
-        As in `PerMA`, with ``level="client"``, for a single model (FedAvg, FedProx) that is given
-        as initial array, with a ``step_size``; all clients then have the same weight, and there is
-        no momentum.
     **options
         See `ServerOptions`.
 
@@ -277,14 +265,6 @@ class FedX(_MixedRegression):
     """
 
     _takes_models = True
-    unsupported: ClassVar = {
-        k: v for k, v in _MixedRegression.unsupported.items() if k != "privacy"
-    }
-    needs = (
-        Needs(("privacy",), "n_clusters", (1,), "a client's cluster depends on its data"),
-        Needs(("privacy",), "step_size", (None,), "by default one client decides", never=True),
-        Needs(("privacy",), "robust", (False, "mean"), JUDGED),
-    )
 
     def __init__(
         self,
@@ -295,16 +275,11 @@ class FedX(_MixedRegression):
         phase_2: Refinement = REFINEMENT,
         max_clusters: int = 8,
         robust: str | bool = False,
-        privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         check_choice("start", start, ("fedmd", "random"))
         how = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, robust, start)
-        if privacy is not None:  # an extrapolation would multiply the noise of earlier rounds
-            how = replace(how, phase_2=replace(phase_2, momentum=False))
         super().__init__(how, options)
-        self.privacy, self._sums = privacy, None if privacy is None else sums_with(privacy)
-        check_support(self, {**locals(), "step_size": phase_2.step_size})
 
 
 class OneShotClustering(_MixedRegression):
@@ -359,13 +334,7 @@ def _request(ask: Ask, count: int) -> Request:
         model=[models] if models.size else (),
         max_values=None if ask.shape is None else prod(ask.shape),
         max_weight=None,
-        summed=_summed(models) if ask.step == "update" and len(models) == 1 else None,
     )
-
-
-def _summed(models: Matrix) -> Summed:
-    """Return what of updates of one model is summed: of (loss, cluster, change) the change."""
-    return Summed([np.pad(models, ((0, 0), (_HEAD, 0)))], skip=_HEAD)
 
 
 def _check(ask: Ask, reply: Reply) -> None:

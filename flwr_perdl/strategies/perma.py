@@ -236,7 +236,7 @@ class PerMA(EndsWithModels):
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(*sums_with(privacy, secure), **options)
         self.max_atoms = None if max_atoms is None else check_count("max_atoms", max_atoms, 1)
         word = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
         self.n_global = n_global if word else check_count("n_global", n_global)
@@ -248,9 +248,7 @@ class PerMA(EndsWithModels):
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.reuse_last_reply = check_count("reuse_last_reply", reuse_last_reply)
         self.privacy, self.secure = privacy, secure
-        if privacy is not None or secure is not False:
-            self._sums = sums_with(privacy, secure)
-        check_support(self, locals())
+        check_support(self, {**vars(self), "robust": robust, "aggregation": aggregation})
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Algorithm 1: one request per communication round."""
@@ -317,7 +315,7 @@ class PerMA(EndsWithModels):
     @property
     def _only_sums(self) -> bool:
         """Whether the server gets the sum of the clients' updates alone."""
-        return self._sums is not None
+        return self.privacy is not None or self.secure is not False
 
     def _summed(self, state: State, orthogonal: bool) -> Summed:
         """Return what of the updates is summed where the server gets no more."""

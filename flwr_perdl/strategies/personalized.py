@@ -31,13 +31,16 @@ out refuses to train. A client of `client_app` without patterns keeps what the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.network.compression import TopK
-from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.noised_server import sums_with
+from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.part import OWN
 from flwr_perdl.protocol.records import ALTERNATE
-from flwr_perdl.protocol.request import Combine, Protocol, Request, State
+from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
 from flwr_perdl.strategies._models import (
     MEMORY,
     TRAIN,
@@ -64,7 +67,7 @@ class PersonalizedFedAvg(ModelStrategy):
         Names of the private arrays, or ``fnmatch`` patterns of them.
     share : str or sequence of str
         Instead of ``private``: names or patterns of the shared arrays. ``share=["*lora*"]`` keeps
-        all other arrays private.
+        all other arrays private; with ``share="*"`` nothing is private, as in FedAvg.
     alternate : bool, default False
         FedRep: in each round a client first trains its private arrays with the shared ones frozen,
         then the shared ones with the private ones frozen. See Notes.
@@ -87,6 +90,11 @@ class PersonalizedFedAvg(ModelStrategy):
         "eval_loss".
     higher_is_better : bool, optional
         Whether a larger ``metric`` is better; by default inferred from its name.
+    privacy : Noise, optional
+        A guarantee of differential privacy for the whole run, with ``level="client"``: the change
+        of the shared arrays is clipped, and their sum has noise. Private arrays stay at the
+        clients, all of which have the same weight. No metric leaves them: measure by
+        ``strategy.result.model_of``.
     **options
         See `ServerOptions`.
 
@@ -138,6 +146,15 @@ class PersonalizedFedAvg(ModelStrategy):
     """
 
     _wrappable = False  # its messages have not all of the model's arrays
+    unsupported: ClassVar = {k: v for k, v in ModelStrategy.unsupported.items() if k != "privacy"}
+    needs = (
+        *ModelStrategy.needs,
+        Needs(("privacy",), "transport", (None,), "noise is for sums of whole changes"),
+        Needs(("privacy",), "compression", (None,), "noise is for sums of whole changes"),
+        Needs(("privacy",), "parts", ((), []), "noise is for sums of whole changes"),
+        Needs(("privacy",), "fine_tune", (0,), "what clients say of it has no noise"),
+        Needs(("privacy",), "robust", (False, "mean"), JUDGED),
+    )
 
     def __init__(
         self,
@@ -152,9 +169,11 @@ class PersonalizedFedAvg(ModelStrategy):
         fine_tune: int = 0,
         metric: str = "loss",
         higher_is_better: bool | None = None,
+        privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
+            *sums_with(privacy),
             optimizer=optimizer,
             robust=robust,
             transport=transport,
@@ -166,9 +185,13 @@ class PersonalizedFedAvg(ModelStrategy):
             share=share,
             **options,
         )
-        if self._part is None:
+        if not (self.private or self.share):
             raise ValueError("private, or share, must name at least one array, got none.")
-        self.alternate = check_flag("alternate", alternate)
+        self.alternate, self.privacy = check_flag("alternate", alternate), privacy
+        if alternate and self._part is None:
+            raise ValueError('alternate must be left out with share="*", where nothing is private.')
+        own = [part for part in self.options.parts if part.rank == OWN]
+        check_support(self, {**vars(self), "parts": own})
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
@@ -177,6 +200,6 @@ class PersonalizedFedAvg(ModelStrategy):
         config = {ALTERNATE: True} if self.alternate else {}
         while True:
             model, memory = unpack_model(state), unpack_model(state, MEMORY)
-            combine = Combine(start=model, rule=self.robust)
-            replies = yield Request(TRAIN, model, config, state, combine=combine)
+            combine, summed = Combine(start=model, rule=self.robust), Summed(model, "changes")
+            replies = yield Request(TRAIN, model, config, state, combine=combine, summed=summed)
             state = pack_model(*self.take_step(model, replies.combined, memory))

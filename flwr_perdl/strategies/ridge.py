@@ -179,7 +179,7 @@ class FederatedRidge(EndsWithModels):
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
+        super().__init__(*sums_with(privacy, secure), **options)
         self.level = checks.check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
         most = wire.MOST_CLASSES
         self.classes = None if classes is None else checks.check_count("classes", classes, 2, most)
@@ -200,16 +200,15 @@ class FederatedRidge(EndsWithModels):
             raise ValueError("bounds must have a lower one and a higher one, got others.")
         self.robust = checks.check_flag("robust", robust)
         self.secure, self.privacy = secure, privacy
-        if privacy is not None or secure is not False:
-            self._sums = sums_with(privacy, secure)
-        if (bounds is None) == (self._sums is not None):
+        self._only_sums = privacy is not None or secure is not False
+        if (bounds is None) == self._only_sums:
             raise ValueError("bounds must be given with secure or privacy, and only then.")
         if privacy is not None and (privacy.level != "record" or len(self.scale) > 1):
             raise ValueError(
                 f'privacy must be of level="record", with one scale, got {privacy.level!r} and '
                 f"scale={scale}."
             )
-        check_support(self, locals())
+        check_support(self, vars(self))
         if random == wire.RANDOMS[2] and level != PERSONAL:
             raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
         self._names_given, self._form = [*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY], self._model_arrays
@@ -298,9 +297,9 @@ class FederatedRidge(EndsWithModels):
     ) -> Request:
         """Return a request to which sums of this shape are replied, or nothing but metrics."""
         sums, moments, channel, summed = step == wire.SUMS, step == wire.MOMENTS, None, None
-        if self._sums is not None and not (sums or moments):
+        if self._only_sums and not (sums or moments):
             channel = Total(accept, {records.SILENT: True})
-        elif self._sums is not None:
+        elif self._only_sums:
             given, d = self.columns is not None, self._n_columns
             entries = maths.sums_size(1 + d + self.features, self._q) + (0 if given else 3 * d)
             budget = (1, 1) if given else (_SHARES[sums], sum(_SHARES))
@@ -331,7 +330,7 @@ class FederatedRidge(EndsWithModels):
         found = next(iter(replies.values())).arrays[0]
         if self.privacy is not None:  # a client's sums of samples of this length, in units of clip
             return found * (len(replies) * length / self.privacy.clip)
-        if self._sums is not None:
+        if self._only_sums:
             return found * float(np.minimum(replies.sizes, most).sum())
         return found
 

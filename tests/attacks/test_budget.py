@@ -22,7 +22,7 @@ from flwr.client import NumPyClient
 from flwr_perdl.clients import client_app
 from flwr_perdl.privacy import Noise
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, TooFewReplies
+from flwr_perdl.strategies import PersonalizedFedAvg, TooFewReplies
 from tests.grids import as_app, asks, context_of, promise
 
 ROUNDS = 4
@@ -192,8 +192,8 @@ def test_a_client_without_a_folder_says_that_nothing_limits_further_runs(
     def grid_of() -> InProcessGrid:
         return InProcessGrid(client_app(make, privacy=noise), 3, node_config=lambda i: config)
 
-    def start(grid: InProcessGrid) -> ClusteredFedAvg:
-        strategy = ClusteredFedAvg(1, privacy=noise, min_clients=3)
+    def start(grid: InProcessGrid) -> PersonalizedFedAvg:
+        strategy = PersonalizedFedAvg(share="*", privacy=noise, min_clients=3)
         strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=2)
         return strategy
 

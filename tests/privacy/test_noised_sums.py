@@ -15,21 +15,23 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 from flwr_perdl.clients import (
     DictionaryClient,
     LearnerClient,
-    RegressionClient,
     StepResult,
     client_app,
 )
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
+from flwr_perdl.network import TopK
 from flwr_perdl.privacy import Noise, PublicBasis
-from flwr_perdl.regression import Refinement
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
+    Ditto,
     FedX,
     PerMA,
+    PersonalizedFedAvg,
     ServerSettings,
     TooFewReplies,
 )
 from tests.grids import Tapped, asks, context_of, promise, stage
+from tests.strategies.own_part import Clip
 
 CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 2
 RNG = np.random.default_rng(0)
@@ -367,7 +369,7 @@ def test_any_models_changes_are_summed_with_noise(trust: str) -> None:
     """Of two arrays with names; all clients count alike, and each moves by its clip at most."""
     noise = seeded(epsilon=1e4, level="client", trust=trust, clip=2.0)
     grid = Tapped(client_app(Moving, privacy=noise), CLIENTS)
-    strategy = ClusteredFedAvg(1, privacy=noise, min_clients=3)
+    strategy = PersonalizedFedAvg(share="*", privacy=noise, min_clients=3)
     start = ArrayRecord({"b": Array(np.zeros((2, 3))), "a": Array(np.zeros(3))})
     found = strategy.start(grid, start, num_rounds=1).arrays
     assert list(found) == ["b", "a"]
@@ -378,32 +380,48 @@ def test_any_models_changes_are_summed_with_noise(trust: str) -> None:
     assert "'i'" not in repr(strategy.history)
 
 
-def test_one_linear_model_is_learned_with_noise() -> None:
-    truth = np.array([1.0, -2.0, 0.5])
-    X = np.random.default_rng(2).standard_normal((CLIENTS, 40, 3))
-    phase = Refinement(step_size=0.5)
+@pytest.mark.parametrize("trust", ["central", "distributed"])
+def test_a_private_head_is_no_part_of_the_noised_sum(trust: str) -> None:
+    """Only the shared array is clipped, noised and counted; a failed client keeps its old head."""
 
-    def make_client(context: Context) -> RegressionClient:
-        own = X[int(context.node_config["partition-id"])]
-        return RegressionClient(own, own @ truth, context)
+    class Fails(Moving):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            if self.i == 0 and config["server-round"] == 2:
+                raise RuntimeError("no memory")
+            return super().fit(parameters, config)
 
-    noise = seeded(epsilon=1e4, level="client", clip=4.0)
-    grid = Tapped(client_app(make_client, privacy=noise), CLIENTS)
-    strategy = FedX(1, phase_2=phase, privacy=noise, min_clients=3)
-    assert not strategy.two_phase.phase_2.momentum  # it would multiply the noise
-    found = strategy.start(grid, ArrayRecord([np.zeros((1, 3))]), num_rounds=8)
-    np.testing.assert_allclose(found.arrays.to_numpy_ndarrays()[0], [truth], atol=0.2)
-    for named, option, value in (
-        ("n_clusters", "n_clusters", 2),
-        ("n_clusters", "n_clusters", "auto"),
-        ("robust", "robust", True),
-        ("step_size", "phase_2", Refinement()),
-    ):
-        with pytest.raises(ValueError, match=f"^{named}"):
-            FedX(**{"n_clusters": 1, "phase_2": phase, "privacy": noise, option: value})
+    noise = seeded(epsilon=1e4, level="client", trust=trust, clip=2.0)
+    grid = Tapped(client_app(Fails, privacy=noise, private=["b"], names=["b", "a"]), CLIENTS)
+    strategy = PersonalizedFedAvg(["b"], privacy=noise, min_clients=3)
+    start = ArrayRecord({"b": Array(np.zeros((2, 3))), "a": Array(np.zeros(3))})
+    found = strategy.start(grid, start, num_rounds=2).arrays
+    np.testing.assert_array_equal(found["b"].numpy(), 0)
+    most, targets = 2.0 / np.sqrt(3), np.arange(CLIENTS) + 1
+    first = np.minimum(targets / 4, most).mean()
+    then = np.clip((targets - first) / 4, -most, most) * (targets > 1)  # client 0 adds zero
+    np.testing.assert_allclose(found["a"].numpy(), first + then.mean(), atol=0.03)
+    for i, target in enumerate(targets):
+        own = target * (1 - 0.75 ** (1 if i == 0 else 2))
+        np.testing.assert_allclose(strategy.result.model_of(i)["b"].numpy(), own)
+    assert "'i'" not in repr(strategy.history)
 
 
-@pytest.mark.parametrize("options", [{"k": 2}, {"k": "auto"}, {"robust": True, "k": 1}])
-def test_a_choice_of_clusters_is_rejected_under_a_promise(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "float16"},
+        {"compression": TopK(0.5)},
+        {"fine_tune": 1},
+        {"robust": True},
+        {"parts": [Clip()]},
+    ],
+)
+def test_what_noise_does_not_cover_is_refused_with_it(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(options))}"):
-        ClusteredFedAvg(**options, privacy=Noise(epsilon=1.0, level="client"))
+        PersonalizedFedAvg("b", **options, privacy=Noise(epsilon=1.0, level="client"))
+
+
+@pytest.mark.parametrize("make", [ClusteredFedAvg, FedX, Ditto])
+def test_strategies_with_a_choice_have_no_privacy(make: Any) -> None:
+    with pytest.raises(TypeError, match="privacy"):
+        make(1, privacy=Noise(epsilon=1.0, level="client"))

@@ -26,7 +26,6 @@ from flwr_perdl.clients import (
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.network import Averaging, Topology, metropolis_weights
 from flwr_perdl.privacy import Noise
-from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Adam,
@@ -187,27 +186,23 @@ CASES = {
         models,
         2,
         START,
-        privacy={
-            **HIDDEN,
-            "k": 1,
-            "start": "given",
-            "initial": {k: a[None] for k, a in START.items()},
-        },
         private=True,
     ),
     "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), models, 1, START, private=True),
-    "personal": Case(lambda **o: PersonalizedFedAvg(["head"], **o), models, 1, START, private=True),
+    "personal": Case(
+        lambda **o: PersonalizedFedAvg(["head"], **o),
+        models,
+        1,
+        START,
+        privacy=HIDDEN,
+        private=True,
+    ),
     "ditto": Case(lambda **o: Ditto(0.3, **o), models, 1, START),
     "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
     "fedx": Case(
         lambda k=2, robust=True, **o: FedX(k, robust=robust, **o),
         regressions,
         6,
-        privacy={
-            **HIDDEN,
-            **{"k": 1, "robust": False, "phase_2": Refinement(step_size=0.1)},
-            "initial": {"models": np.zeros((1, 2))},
-        },
     ),
     "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
     "ridge": Case(

@@ -431,7 +431,7 @@ def test_a_result_of_another_strategy_is_rejected(name: str) -> None:
 def test_fine_tuning_has_no_noise() -> None:
     options: dict[str, Any] = {"privacy": Noise(epsilon=1.0, level="client"), "min_clients": 3}
     with pytest.raises(ValueError, match="fine_tune"):
-        ClusteredFedAvg(1, fine_tune=1, **options)
+        PersonalizedFedAvg(["b"], fine_tune=1, **options)
 
 
 def test_clusters_that_have_not_been_learned_are_none() -> None:

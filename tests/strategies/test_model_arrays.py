@@ -318,7 +318,7 @@ def test_a_dtype_that_is_none_of_a_model_is_named() -> None:
 
 def test_integers_get_no_noise() -> None:
     noise = Noise(epsilon=50, delta=1e-5, clip=1.0, trust="central", level="client")
-    strategy = ClusteredFedAvg(1, privacy=noise, fraction_evaluate=0.0)
+    strategy = PersonalizedFedAvg(share="*", privacy=noise, fraction_evaluate=0.0)
     grid, result = start(strategy, rounds=2)
     assert grid.errors == []
     for name, before in MODEL.items():
