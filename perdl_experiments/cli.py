@@ -291,7 +291,7 @@ def diagnose(
             train_config=train_config or (),
             seed=seed,
         )
-    print(f"{found.table()}\n\n{found.sentence}")
+    print(f"{found.table()}\n\n{found.sentence}\n\n{found.code}")
     picture(found).savefig(out, dpi=200)
     print(f"{out}: every client's {metric} by candidate")
 

@@ -69,6 +69,7 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     DEFAULT,
+    FORK,
     LEFT_OUT,
     PARTITION_ID,
     PINNED_KEYS,
@@ -288,7 +289,8 @@ class AnsweringApp(ClientApp):
         """Answer a message, also where a mod returned something else than a reply to it."""
         kind, action = route_of(message)
         config = config_of(message)
-        apart = state_apart(context, str(config.get(RUN))) if APART in config else nullcontext()
+        runs = str(config.get(RUN)), str(config.get(FORK, ""))
+        apart = state_apart(context, *runs) if APART in config else nullcontext()
         try:
             if action != DEFAULT:  # nothing here knows what an app's own actions send
                 if self._privacy or self._keep or not self._evaluation or _pins_keys(context):

@@ -27,7 +27,7 @@ from flwr.app import (
 )
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import PrivateState, StateStore, identify
+from flwr_perdl.clients.base import PREFIX, PrivateState, StateStore, identify
 from flwr_perdl.core.checks import Matrix, brief_repr, check_real
 from flwr_perdl.core.keys import PURPOSE, REPORT, SELECT
 from flwr_perdl.core.models import as_dtype
@@ -37,6 +37,7 @@ from flwr_perdl.protocol.records import (
     ALTERNATE,
     ARRAYS,
     CONFIG,
+    FORK,
     HIGHER_IS_BETTER,
     LARGEST_INT,
     LEFT_OUT,
@@ -72,14 +73,14 @@ Evaluated = tuple[float, int, dict[str, Scalar]]
 
 #: How the library's records in ``context.state`` are called, and the keys of a config.
 _OURS = "perdl."
-#: What precedes the app's own records of a kind of training, and of a run whose records are apart
-#: from those before; the record that says which run.
-_TRAININGS, _APART, _APART_RUN = f"{_OURS}app.", f"{_OURS}apart/", f"{_OURS}apart-run"
+#: What precedes the app's own records of a kind of training, and of a run whose records are apart;
+#: the record that says that this run has begun.
+_TRAININGS, _APART, _APART_RUN = f"{_OURS}app.", f"{_OURS}apart/", f"{_OURS}apart-run/"
 #: What is a number in an error's text, and what is said of those that are not shown.
 _NUMBER = re.compile(r"[-+.\d]*\d[.\d]*(?:e[-+]?\d+)?", re.IGNORECASE)
 _HIDDEN = "numbers are hidden, since some may be private; the client's log has them"
 #: Which of these keys an app's handlers receive: the run, its seed, and what `keep_private` reads.
-_FOR_HANDLERS = (RUN, SEED, LEFT_OUT, ALTERNATE)
+_FOR_HANDLERS = (RUN, SEED, LEFT_OUT, ALTERNATE, FORK)
 
 
 class NoEvaluateError(NotImplementedError):
@@ -506,17 +507,20 @@ def state_of(context: Context, training: str) -> Iterator[None]:
 
 
 @contextmanager
-def state_apart(context: Context, run: str) -> Iterator[None]:
-    """Have what the app keeps in ``context.state`` be of this run, which begins with copies.
+def state_apart(context: Context, run: str, origin: str = "") -> Iterator[None]:
+    """Have what is kept in ``context.state`` be of this run.
 
-    Strategies that are tried one after the other begin alike: the records of the last one go.
+    Strategies that are tried in turns begin alike, with copies of the app's records from before
+    them; or with all of the run from which this one goes on.
     """
-    state = context.state
-    if state.get(_APART_RUN) != ConfigRecord({RUN: run}):
-        _pop(state, lambda name: name.startswith(_APART))
-        copies = {_APART + name: state[name].copy() for name in state if _is_apps_anywhere(name)}
-        state.update({**copies, _APART_RUN: ConfigRecord({RUN: run})})
-    with _swapped(state, _APART, _is_apps_anywhere):
+    state, prefix, other = context.state, f"{_APART}{run}/", f"{_APART}{origin}/"
+    if (begun := f"{_APART_RUN}{run}") not in state:
+        named = {name: name for name in state if _is_apps_anywhere(name)}
+        if origin:
+            named = {name: name.removeprefix(other) for name in state if name.startswith(other)}
+        copies = {prefix + own: state[name].copy() for name, own in named.items()}
+        state.update({**copies, begun: ConfigRecord()})
+    with _swapped(state, prefix, lambda own: _is_apps_anywhere(own) or own.startswith(PREFIX)):
         yield
 
 

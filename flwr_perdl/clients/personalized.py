@@ -62,6 +62,7 @@ from flwr_perdl.protocol.part import Arrays, Asked, Kept, Part, split
 from flwr_perdl.protocol.records import (
     AGAIN,
     ALTERNATE,
+    FORK,
     LEFT_OUT,
     METRICS,
     NEW_STATE,
@@ -413,6 +414,8 @@ class KeepPrivate:
         # A step may train several times; what it evaluates before, the round before has trained.
         again = bool(config.pop(AGAIN, kind != MessageType.TRAIN))
         kept = state.after(round_) if again else state.before(round_)
+        if (origin := config.pop(FORK, None)) and kept is None:  # goes on from another run
+            kept = PrivateState(context, str(origin), store).newest()
         part = self._part(given, kept, left_out_of(config))
         config.pop(LEFT_OUT, None)
         first = _first_names(context, store)

@@ -96,9 +96,10 @@ ALTERNATE = "perdl.alternate"
 #: In a request that a step makes to the app's handlers: whether these have trained in this step.
 AGAIN = "perdl.again"
 #: By which metric clients choose, if not by the loss, and whether more of it is better; whether
-#: what the app keeps in ``context.state`` is of this run alone (`Diagnosis`: one after the other).
+#: what the app keeps in ``context.state`` is of this run alone (`Diagnosis`: some in turns), and
+#: the token of the run from which this one goes on.
 METRIC, HIGHER_IS_BETTER = "perdl.metric", "perdl.higher-is-better"
-APART = "perdl.apart"
+APART, FORK = "perdl.apart", "perdl.fork"
 #: In evaluations: which step made the model.
 AFTER = "perdl.after"
 #: The run's one seed.

@@ -147,6 +147,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     sealed, fine_tune, _chooses = False, 0, False
     #: What the lines of a run call it, if not by its class.
     _title: str = ""
+    #: What a run has come to that ``should_stop`` has ended and the next `start` takes up again.
+    _paused: Result | None = None
 
     def __init__(self, *given: Part, **options: Unpack[ServerOptions]) -> None:
         parameters = signature(type(self).__init__).parameters.values()
@@ -307,7 +309,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         rounds = self._check_rounds(num_rounds, initial)
         self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
         self._train_config = train_config
-        run = self.open(to_arrays(initial), initial)
+        run = self.open(to_arrays(initial), initial) if self._paused is None else self._running()
         show = show_run(mode, self._title or type(self).__name__, self._shown_rounds(rounds))
         run.log_begin(evaluates=evaluate_fn is not None)
         with poll_faster(grid), show as self._show:
@@ -424,10 +426,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         should_stop: StopFn | None,
     ) -> Result:
         """Take the rounds as Flower's `start` does, whose loop cannot end early before 1.43."""
-        result, resumed, began = Result(), self._running().record.done, time.monotonic()
+        resumed, began, first = self._running().record.done, time.monotonic(), 0
+        result = Result()
+        if self._paused is not None:
+            result, arrays, first = self._paused, self._returned or arrays, 1 + resumed
         log(INFO, "Starting %s strategy for %d rounds:", type(self).__name__, num_rounds)
         self.summary()
-        for round_ in range(num_rounds + 1):  # before the first one the server evaluates
+        for round_ in range(first, num_rounds + 1):  # before the first one the server evaluates
             if round_:
                 log(INFO, "")
                 log(INFO, "[ROUND %s/%s]", round_, num_rounds)

@@ -99,9 +99,9 @@ class ClusteredFedAvg(ModelStrategy):
     Parameters
     ----------
     k : int or "auto"
-        Number of models. "auto" (with ``start="one-shot"``): the smallest number of clusters, at
-        most ``max_clusters``, whose models are within two standard errors of the best by the
-        clients' ``evaluate``. See Notes.
+        Number of models. "auto" (with ``start="one-shot"``): the smallest number of clusters, from
+        ``min_clusters`` to ``max_clusters``, whose models are within two standard errors of the
+        best by the clients' ``evaluate``. See Notes.
     start : {"one-shot", "anchors", "random", "given"}, default "one-shot"
         Where the k models come from. "one-shot": every client trains the initial model locally; the
         server clusters the directions of their changes and averages each cluster. "anchors": as
@@ -125,8 +125,8 @@ class ClusteredFedAvg(ModelStrategy):
         for other rules see `flwr_perdl.core.aggregate`. With any but "mean", the start ignores
         changes ten times as long as the median and groups of clients that are too small, no single
         client decides ``k="auto"``, and clusters that few clients choose are reported.
-    max_clusters : int, default 8
-        Largest number of clusters with ``k="auto"``.
+    min_clusters, max_clusters : int, default 1 and 8
+        Smallest and largest number of clusters with ``k="auto"``.
     private, share : str or sequence of str, default ()
         Private or shared arrays, as in `PersonalizedFedAvg`: clusters whose members each have, say,
         their own head.
@@ -205,6 +205,7 @@ class ClusteredFedAvg(ModelStrategy):
         fine_tune: int = 0,
         metric: str = "loss",
         higher_is_better: bool | None = None,
+        min_clusters: int = 1,
         max_clusters: int = 8,
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
@@ -234,6 +235,7 @@ class ClusteredFedAvg(ModelStrategy):
         mu = None if proximal_mu is None else check_real("proximal_mu", proximal_mu, 0, LARGE)
         self.proximal_mu = mu
         self.max_clusters = check_count("max_clusters", max_clusters, 2)
+        self.min_clusters = check_count("min_clusters", min_clusters, 1, self.max_clusters)
         alone = start in ("one-shot", "anchors")
         most = self.options.num_clients
         if alone and isinstance(self.k, int) and most is not None and self.k > most:
@@ -243,6 +245,7 @@ class ClusteredFedAvg(ModelStrategy):
             )
         for name, value, default, used in (
             ("start_rounds", start_rounds, 1, alone),
+            ("min_clusters", min_clusters, 1, k == _AUTO),
             ("max_clusters", max_clusters, 8, k == _AUTO),
         ):
             if value != default and not used:
@@ -324,8 +327,16 @@ class ClusteredFedAvg(ModelStrategy):
                 "groups, got other clients only."
             )
         robust = self.robust != "mean"
-        k = _starts.smallest_as_good(np.stack(losses), robust)
-        groups, sizes = np.unique(state[_GROUPS][:, k], return_counts=True)
+        tried = state[_GROUPS][:, 1:].T
+        least = min(self.min_clusters, len(tried))
+        numbers: Sequence[int] = range(least - 1, len(tried))
+        if robust and least > 1:  # a single client makes no group, see below
+            n_groups = [
+                int(np.sum(np.unique(tried[j], return_counts=True)[1] > 1)) for j in numbers
+            ]
+            numbers = [j for j, n in zip(numbers, n_groups, strict=True) if n >= least] or numbers
+        k = numbers[_starts.smallest_as_good(np.stack(losses)[:, numbers], robust) - 1]
+        groups, sizes = np.unique(tried[k], return_counts=True)
         if robust and sizes.max() > 1:
             groups = groups[sizes > 1]
         return _state([models[j] for j in groups])

@@ -6,21 +6,22 @@ client evaluate the model it would end up with, and recommends one:
 ===================  =============================================================================
 candidate            what is trained
 ===================  =============================================================================
-``fedavg``           FedAvg
+``fedavg``           FedAvg: the reference
 ``fine-tuned``       FedAvg for half of the rounds, then fine-tuned by each client
 ``head``             `PersonalizedFedAvg` with the last layer private (or the given arrays)
 ``body``             `PersonalizedFedAvg` with the first layer private
 ``head-fine-tuned``  as ``head`` for half of the rounds, then all arrays fine-tuned by each client
 ``ditto``            `Ditto`
-``clusters``         `ClusteredFedAvg` with ``k="auto"``, robust
+``clusters``         `ClusteredFedAvg` with ``k="auto"``, at least two clusters, robust
 ``clusters-head``    the same, with the private arrays of ``head``
 ``local``            local training only
 ===================  =============================================================================
 
-The simplest comes first, and is preferred. With every candidate a client's model is trained
-``num_rounds`` times and evaluated equally often.
+With every candidate a client's model is trained ``num_rounds`` times at most. After a third of the
+rounds only the reference and the best three others go on. A fine-tuned candidate goes on from the
+half of another one, whose rounds are not taken again.
 
-Two candidates are compared by the clients' gains: their mean and its interval, without outliers,
+Candidates are compared by the clients' gains over the reference: their mean, without outliers,
 which are more than three times as far from the median as the 80 % closest gains. So a few clients
 cannot decide the outcome, whatever they report.
 
@@ -29,11 +30,14 @@ Each party receives what it receives in these strategies; private arrays never l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from logging import INFO, WARNING
-from typing import Any, NamedTuple, Unpack
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
@@ -42,36 +46,35 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from flwr_perdl.clients.personalized import Private, check_patterns, matched
+from flwr_perdl.clients.personalized import Patterns, Private, check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import TRIM
-from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.core.checks import Matrix, check_count, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import APART, EVALUATE, LOSSES, to_arrays
+from flwr_perdl.protocol.records import APART, EVALUATE, FORK, LOSSES, to_arrays
 from flwr_perdl.protocol.report import RoundReport, is_higher_better
-from flwr_perdl.protocol.request import Protocol, State, TooFewReplies
+from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.strategies._models import TRAIN, pack_model
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
 from flwr_perdl.strategies.ditto import Ditto
 from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
-#: What to write for each candidate, the simplest first.
-WRITE = {
-    "fedavg": "FedAvg: one shared model is enough",
-    "fine-tuned": "FedAvg, then fine-tuning at each client",
-    "head": "PersonalizedFedAvg({private})",
-    "body": "PersonalizedFedAvg({private})",
-    "head-fine-tuned": "PersonalizedFedAvg({private}), then fine-tuning at each client",
-    "ditto": "Ditto()",
-    "clusters": 'ClusteredFedAvg("auto") with start_rounds=5, robust=True',
-    "clusters-head": 'ClusteredFedAvg("auto", private={private}) with start_rounds=5, robust=True',
-    "local": "no federation: local training is better",
-}
-#: A candidate that is as good as the others is passed over with about this probability (intervals
-#: are of 95 % on both sides), and never for a gain of less than this share, which nobody notices.
-_LEVEL, _LEAST = 0.025, 0.01
+#: ``(initial_arrays, num_rounds, **options) -> strategy``; None: the candidate does not apply.
+Make = Callable[..., ProtocolStrategy | None]
+#: The reference, if it is among the candidates; else the first one is.
+FEDAVG = "fedavg"
+#: Intervals are of 95 %, on both sides.
+_LEVEL = 0.025
+#: How much a mean gain may be below the largest, as a share of the reference's metric.
+_WITHIN = 0.01
+#: With fewer clients an interval that holds 0 leaves it undecided.
+_FEW = 8
+#: How many candidates go on with the reference.
+_GO_ON = 3
 #: Outliers are so many times as far from the median as all clients but a fifth are. One in five may
 #: then report anything; of normally distributed gains it is nearly four standard deviations.
 _FAR = 3.0
@@ -89,20 +92,33 @@ class Diagnosed(NamedTuple):
     choice : str
         The recommended candidate, such as ``"head"``.
     sentence : str
-        The recommendation in words, and by how much the best candidate leads, with an interval.
+        The recommendation in words, at most 25 of them.
+    code : str
+        What to write to follow it.
     confidence : float
         Share of 1,000 bootstrap samples of the clients in which it is recommended.
     values : dict of str to ndarray of shape (n_clients,)
-        By candidate, simplest first: the metric of each client's own model.
+        By candidate, in the order given: the metric of each client's own model.
+    gains : dict of str to ndarray of shape (n_clients,)
+        Likewise: by how much that is better than the reference's, FedAvg's or the first
+        candidate's, after as many rounds.
     clients : list of int
         Partitions of the clients that evaluated all candidates.
     groups : dict of int to int
         Each client's cluster, by partition.
-    best, over : str
-        The best candidate and the one it is compared with: the recommended one, or, if that is the
-        best, the runner-up.
+    strategies : dict of str to str
+        By candidate: the strategy as one writes it.
+    rounds : dict of str to int
+        By candidate: how often its models were trained; less than the others where it was stopped.
+    rates : dict of str to float
+        By candidate: its best learning rate, if there was a choice.
+    over : str
+        The other candidate with the largest mean gain.
     lead : tuple of float
-        By how much ``best`` leads ``over``: the mean over clients, and the ends of its interval.
+        By how much the recommended one leads it: the mean over clients, and the ends of its
+        interval.
+    left_out : dict of str to str
+        Why other candidates are not compared, by name.
     higher_is_better : bool, default False
         Whether a larger metric is better.
 
@@ -110,25 +126,31 @@ class Diagnosed(NamedTuple):
     --------
     >>> import numpy as np
     >>> from flwr_perdl.strategies import Diagnosed
-    >>> values, lead = {"fedavg": np.array([0.7, 0.8])}, ("fedavg", "fedavg", (0.0, 0.0, 0.0))
-    >>> print(Diagnosed("fedavg", "Share all.", 1.0, values, [0, 1], {0: 0, 1: 0}, *lead).table())
-    candidate            median        gain    interval  clients that gain
-    fedavg                 0.75           0  +-       0             0 of 2
+    >>> values, gains = {"fedavg": np.array([0.7, 0.8])}, {"fedavg": np.zeros(2)}
+    >>> about = {"fedavg": "FedAvg()"}, {"fedavg": 40}, {}, "fedavg", (0.0, 0.0, 0.0)
+    >>> print(Diagnosed("fedavg", "One", "", 1.0, values, gains, [0, 1], {}, *about).table())
+    rounds  median  gain  interval  clients that gain  strategy
+        40    0.75     0    0 to 0             0 of 2  FedAvg()
     """
 
     choice: str
     sentence: str
+    code: str
     confidence: float
     values: dict[str, Matrix]
+    gains: dict[str, Matrix]
     clients: list[int]
     groups: dict[int, int]
-    best: str
+    strategies: dict[str, str]
+    rounds: dict[str, int]
+    rates: dict[str, float]
     over: str
     lead: tuple[float, float, float]
+    left_out: Mapping[str, str] = MappingProxyType({})
     higher_is_better: bool = False
 
     def table(self) -> str:
-        """Return a table of the candidates: medians over clients, and mean gains over FedAvg.
+        """Return a table of the candidates: clients' medians, mean gains over the reference.
 
         The intervals cover all true gains together with a probability of about 0.95.
 
@@ -136,48 +158,163 @@ class Diagnosed(NamedTuple):
         -------
         str
         """
-        lines = ["candidate            median        gain    interval  clients that gain"]
-        for name, values in self.values.items():
-            gains = (values - self.values["fedavg"]) * (1 if self.higher_is_better else -1)
-            gain, width = middle(gains, len(self.values))
-            n_gain = f"{int(np.sum(gains > 0))} of {len(gains)}"
-            lines.append(
-                f"{name:<15}{np.median(values):>12.4g}{gain:>12.4g}  +-{width:>8.4g}{n_gain:>19}"
+        cells = [_COLUMNS, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (
+            "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False))
+            for row in cells
+        )
+        table = [f"{line}  {row[-1]}" for line, row in zip(lines, cells, strict=True)]
+        return "\n".join([*table, *self._not_compared()])
+
+    def _not_compared(self) -> list[str]:
+        """Return a line for each candidate that is not in the table."""
+        return [f"not compared: {name}: {why}" for name, why in self.left_out.items()]
+
+    def _rows(self) -> list[list[str]]:
+        """Return the table's cells."""
+        rows = []
+        for name, gains in self.gains.items():
+            gain, width = middle(gains[np.isfinite(gains)], len(self.gains))
+            rows.append(
+                [
+                    str(self.rounds[name]),
+                    f"{np.nanmedian(self.values[name]):.4g}",
+                    f"{gain:.4g}",
+                    f"{gain - width:.4g} to {gain + width:.4g}",
+                    f"{int(np.sum(gains > 0))} of {len(gains)}",
+                    self.strategies[name],
+                ]
             )
-        return "\n".join(lines)
+        return rows
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
         return short_repr(self)
 
     def _repr_html_(self) -> str:
-        """Return the sentence and the candidates' table, for a notebook."""
-        return html.titled(self.sentence, f"<pre>{escape(self.table())}</pre>")
+        """Return the sentence, the candidates' table and the code, for a notebook."""
+        code = "".join(f"<pre>{escape(text)}</pre>" for text in (*self._not_compared(), self.code))
+        return html.titled(self.sentence, html.table(_COLUMNS, self._rows()), code)
+
+
+_COLUMNS = ["rounds", "median", "gain", "interval", "clients that gain", "strategy"]
+
+
+@dataclass(frozen=True, eq=False)
+class _AllPrivate(Private):
+    """All arrays stay at the clients, which receive the initial ones once."""
+
+    def begin(
+        self, names: Sequence[str], model: list[Matrix], kept: Any
+    ) -> tuple[Private, list[str], list[Matrix]]:
+        """Have the clients keep all arrays."""
+        return _AllPrivate(self.patterns, [*names], [*names]), [*names], model
+
+    def whole(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return the initial model."""
+        return list(model)
+
+
+class _Local(ProtocolStrategy):
+    """Local training: every client trains a model of its own, and sends none of it."""
+
+    def __init__(self, **options: Any) -> None:
+        parts = [_AllPrivate(Patterns("private", ())), *options.pop("parts", ())]
+        super().__init__(parts=parts, **options)
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Train everywhere."""
+        while True:
+            yield Request(TRAIN, initial, state=pack_model(initial))
+
+
+class _FineTuned(NamedTuple):
+    """A candidate that goes on from the half of another one by local training."""
+
+    of: str
+
+
+def _layer(initial: ArrayRecord, which: int) -> list[str] | None:
+    """Return names, or a pattern, of one of the model's layers; None if it has only one."""
+    names, layers = list(initial), dict[str, list[str]]()
+    for name, array in zip(names, to_arrays(initial), strict=True):
+        # A layer's arrays have one prefix; without names a vector belongs to what is before.
+        own = name.rpartition(".")[0]
+        if own or array.ndim != 1 or not layers:
+            layers.setdefault(own or name, [])
+        layers[own or list(layers)[-1]].append(name)
+    if len(layers) < 2:
+        return None
+    prefix, found = list(layers.items())[which]
+    alike = [name for name in names if name.startswith(f"{prefix}.")] == found
+    return [f"{prefix}.*"] if alike and not {*prefix} & {*"*?["} else found
+
+
+def _personal(
+    initial: ArrayRecord, _: int, *, layer: int = -1, private: Any = None, **options: Any
+) -> ProtocolStrategy | None:
+    """Return `PersonalizedFedAvg` with a private part, by default a layer."""
+    part = private or _layer(initial, layer)
+    return PersonalizedFedAvg(part, **options) if part else None
+
+
+def _clustered(
+    initial: ArrayRecord, num_rounds: int, *, head: bool = False, private: Any = None, **more: Any
+) -> ProtocolStrategy | None:
+    """Return `ClusteredFedAvg`, on request with the last layer private."""
+    # The first round trains several times, and the second one measures only. Robust, since one
+    # client with huge losses would join all clusters.
+    more = {"start_rounds": min(_START_ROUNDS, num_rounds // 3), "robust": True, **more}
+    part = private or (_layer(initial, -1) if head else None)
+    if head and not part:
+        return None
+    more = {**({"private": part} if head else {}), **more}
+    return ClusteredFedAvg("auto", min_clusters=2, **more)
+
+
+def _plain(kind: Callable[..., ProtocolStrategy], *arguments: Any) -> Make:
+    """Return what makes a strategy with these arguments."""
+    return lambda _, __, **options: kind(*arguments, **options)
 
 
 class Diagnosis(ShownAsCalled):
     """Find out which strategy fits your clients, by trying them on your own app.
 
-    With every candidate each client trains ``num_rounds`` times from the same initial model, and
-    evaluates its own model by its ``evaluate``. The last evaluation counts, or an earlier one that
-    was clearly better, where the two halves of the clients pick the round for each other so that
-    noise favors no candidate. The recommendation is the simplest candidate that no other clearly
-    beats: by more than the interval and by more than 0.01. Clusters drop out where all clients end
-    in one.
+    With every candidate each client trains at most ``num_rounds`` times from the same initial
+    model, and evaluates its own model by its ``evaluate``. The last evaluation counts, or an
+    earlier one that was clearly better, where the two halves of the clients pick the round for each
+    other so that noise favors no candidate. Recommended is the first candidate whose mean gain over
+    FedAvg is at most 1 % of FedAvg's metric below the largest.
 
     Parameters
     ----------
     private : sequence of str, optional
         Names or patterns of the arrays to keep private. By default the last layer, and as another
-        candidate the first.
+        candidate the first. Not with ``candidates``.
     metric : str, default "loss"
         The evaluation metric to compare, such as ``"accuracy"``; "loss" also matches "eval_loss".
         Evaluate on held-out samples: on training samples local training always looks best.
     higher_is_better : bool, optional
         Whether a larger metric is better. By default inferred from its name, such as "eval_acc",
         "rmse" or "perplexity".
+    candidates : mapping of str to callable, optional
+        What to try instead of `Diagnosis.defaults`, the preferred ones first: functions
+        ``(initial_arrays, num_rounds, **options)`` that return a strategy of this library or a
+        subclass of `ProtocolStrategy`, to which they pass ``options`` on. The first is the
+        reference if none is called "fedavg". ``Diagnosis.defaults | {"mine": make_strategy}`` adds
+        one, ``{"mine, fine-tuned": Diagnosis.fine_tuned("mine")}`` one that goes on from its half.
+    rates : sequence of float, default ()
+        Learning rates, each tried with every candidate, which is judged by its best one.
+    rate_key : str, default "lr"
+        What your training calls it in its config.
     **options
         See `ServerOptions`; without ``checkpoint_dir``, and with all clients in all rounds.
+
+    Attributes
+    ----------
+    defaults : mapping of str to callable
+        The candidates.
 
     Raises
     ------
@@ -187,12 +324,13 @@ class Diagnosis(ShownAsCalled):
 
     Notes
     -----
-    Clients need `client_app` and an ``evaluate``. With T rounds a run takes at most 8.5 T
-    communication rounds, in which a client trains at most 11 T times and evaluates after each
-    round; with ``"clusters"`` and ``"clusters-head"`` once per cluster's model.
+    Clients need `client_app` and an ``evaluate``. With the default candidates and T rounds a client
+    trains at most 7 T times, times the number of ``rates``, and evaluates after each round; with
+    clusters once per cluster's model. After T / 3 rounds only the reference and the best three
+    others go on; fine-tuned ones belong to the candidate whose half they begin with.
 
     The interval of a lead is Student's t of the clients' differences, at 95 % for all comparisons
-    with one candidate together (Bonferroni).
+    with one candidate together (Bonferroni). It is reported, and decides nothing.
 
     `start` returns the metrics and arrays of the recommended candidate; ``result`` (`Diagnosed`)
     has all findings, and the log its table.
@@ -213,10 +351,25 @@ class Diagnosis(ShownAsCalled):
     ...         return float(np.mean([(x - self.mean) ** 2 for x in parameters])), 1, {}
     >>> diagnosis = Diagnosis()
     >>> start = ArrayRecord([np.zeros(2), np.zeros(2)])
-    >>> result = diagnosis.start(InProcessGrid(client_app(Mean), 6), start, num_rounds=8)
-    >>> diagnosis.result.choice
-    'clusters'
+    >>> result = diagnosis.start(InProcessGrid(client_app(Mean), 8), start, num_rounds=8)
+    >>> diagnosis.result.strategies["clusters"]
+    'ClusteredFedAvg("auto", min_clusters=2, start_rounds=2, robust=True)'
     """
+
+    fine_tuned = _FineTuned
+    defaults: ClassVar[Mapping[str, Make | _FineTuned]] = MappingProxyType(
+        {
+            FEDAVG: _plain(ClusteredFedAvg, 1),
+            "fine-tuned": _FineTuned(FEDAVG),
+            "head": _personal,
+            "body": partial(_personal, layer=0),
+            "head-fine-tuned": _FineTuned("head"),
+            "ditto": _plain(Ditto),
+            "clusters": _clustered,
+            "clusters-head": partial(_clustered, head=True),
+            "local": _plain(_Local),
+        }
+    )
 
     def __init__(
         self,
@@ -224,19 +377,34 @@ class Diagnosis(ShownAsCalled):
         *,
         metric: str = "loss",
         higher_is_better: bool | None = None,
+        candidates: Mapping[str, Make | _FineTuned] | None = None,
+        rates: Sequence[float] = (),
+        rate_key: str = "lr",
         **options: Unpack[ServerOptions],
     ) -> None:
         self.private = None if private is None else check_patterns("private", private)
         self.metric = str(check_kind("metric", metric, str, "a name"))
         self.higher_is_better = is_higher_better(self.metric, higher_is_better)
+        self.candidates = dict(self.defaults if candidates is None else candidates)
+        self.rates = [check_real("rates", rate, 0) for rate in rates]
+        self.rate_key = str(check_kind("rate_key", rate_key, str, "a name"))
+        if self.private is not None:
+            if candidates is not None:
+                raise ValueError(f"private must be left out with candidates, got {private!r}.")
+            del self.candidates["body"]
+            for name in ("head", "clusters-head"):
+                make: Any = self.candidates[name]
+                self.candidates[name] = partial(make, private=list(self.private))
+        _check_candidates(self.candidates)
         self._server: dict[str, Any] = {**options}
         complete = ServerSettings.of(options)
         rules = (("checkpoint_dir", None), ("fraction_train", 1.0), ("fraction_evaluate", 1.0))
-        for name, wanted in rules:
-            if getattr(complete, name) != wanted:
-                raise ValueError(f"{name} must be left out, got {getattr(complete, name)!r}.")
+        for option, wanted in rules:
+            if getattr(complete, option) != wanted:
+                raise ValueError(f"{option} must be left out, got {getattr(complete, option)!r}.")
         self._seed = complete.seed
         self._result: Diagnosed | None = None
+        self._left_out: dict[str, str] = {}
 
     @property
     def result(self) -> Diagnosed:
@@ -286,184 +454,386 @@ class Diagnosis(ShownAsCalled):
         ValueError, TypeError
             If an argument breaks its rule, or no client's evaluation has the metric.
         TooFewReplies
-            If FedAvg has too few good replies; another candidate is then left out.
+            If the reference has too few good replies; another candidate is then left out.
         """
         check_kind("initial_arrays", initial_arrays, ArrayRecord, "an ArrayRecord")
         check_count("num_rounds", num_rounds, 3)
-        parts, half = dict(self._parts(initial_arrays)), num_rounds // 2
-        candidates = dict(self._candidates(parts, num_rounds))
-        measured: dict[str, list[dict[int, float]]] = {}
-        results: dict[str, Result] = {}
-        models: list[ArrayRecord] = []
+        if self.private is not None:
+            matched("private", self.private, list(initial_arrays))
+        third, half, self._left_out = num_rounds // 3, num_rounds // 2, {}
+        config = dict(train_config or {})
+        runs = [
+            run
+            for rate in self.rates or (None,)
+            for run in self._begin(initial_arrays, num_rounds, config, rate)
+        ]
+        tuned = {n: one.of for n, one in self.candidates.items() if isinstance(one, _FineTuned)}
+        n_rates = max(1, len(self.rates))
+        longest = min(len(runs) // n_rates, 1 + _GO_ON) * (num_rounds - third)
+        longest += len(tuned) * (num_rounds - half)
+        left = _TimeLeft(third * len(runs) + n_rates * longest)
 
-        def keep(round_: int, _: Result) -> bool:
-            if round_ == half:
-                models.extend(candidates["fedavg"][0].result.models)
-            return False
+        def take(run: _Run, trainings: int) -> None:
+            place = (
+                f"{1 + list(self.candidates).index(run.name)} of {len(self.candidates)} candidates"
+            )
+            run.strategy._title = f"Diagnosis, {place}, {run.label}{left}"
+            left.done += run.take(trainings, grid, timeout, evaluate_config, verbose)
 
-        for name, (strategy, rounds) in candidates.items():
-            log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
-            strategy._title = f"Diagnosis, {name}"
-            strategy._told = {**strategy._told, APART: True}
-            first, start = name == "fedavg", models[0] if name == "fine-tuned" else initial_arrays
-            configs = timeout, train_config, evaluate_config
-            stop = keep if first else None
-            try:
-                results[name] = strategy.start(
-                    grid, start, rounds, *configs, should_stop=stop, verbose=verbose
-                )
-            except TooFewReplies as error:  # such as of models that have grown without bound
-                if first:
-                    raise
-                log(WARNING, "Diagnosis leaves out %s: %s", name, error)
+        for run in runs:
+            take(run, third)
+        judged = self._judged(self._of_best_rates(runs))
+        judged.keep()
+        going, ended = self._going_on(judged), list[_Run]()
+        for run in [run for run in runs if run.name in going and run.error is None]:
+            for name in [name for name, of in tuned.items() if of == run.name]:
+                take(run, half)
+                if run.error is None:
+                    ended.append(run.fork(name, self._make(_Local)))
+                    take(ended[-1], num_rounds)
+            take(run, num_rounds)
+            ended.append(run)
+        self._result, chosen = self._concluded(judged.runs, ended)
+        log(INFO, "%s\n%s\n\n%s", self._result.sentence, self._result.table(), self._result.code)
+        return chosen.result
+
+    def _begin(
+        self, initial: ArrayRecord, trainings: int, config: Mapping[str, Any], rate: float | None
+    ) -> Iterator[_Run]:
+        """Yield the candidates that go on from no other, with this learning rate."""
+        told = config if rate is None else {**config, self.rate_key: rate}
+        tuned = [make.of for make in self.candidates.values() if isinstance(make, _FineTuned)]
+        for name, make in self.candidates.items():
+            if isinstance(make, _FineTuned):
                 continue
-            evaluations = [self._measured(one) for one in strategy.history if one.step == EVALUATE]
-            if any(evaluations):
-                measured[name] = evaluations
-            elif first:
+            strategy = self._make(partial(make, initial, trainings))
+            if strategy is None:
+                self._left_out[name] = "the model has one layer"
+                continue
+            check_kind(
+                f"what candidates[{name!r}] returns", strategy, ProtocolStrategy, "a strategy"
+            )
+            if strategy.fine_tune:
                 raise ValueError(
-                    f"metric must be one of the clients' evaluations, got {self.metric!r}, which "
-                    "none of them has."
+                    f"candidates[{name!r}] must leave fine_tune out, got {strategy.fine_tune}: add "
+                    f"Diagnosis.fine_tuned({name!r}) as another candidate."
                 )
-        groups: dict[str, dict[int, int]] = {}
-        for name in [name for name in candidates if name.startswith("clusters")]:
-            groups[name] = candidates[name][0].result.members
-            if len(set(groups[name].values())) == 1:  # a longer start alone is no difference
-                log(WARNING, "Diagnosis leaves out %s: all clients are in one cluster.", name)
-                measured.pop(name, None)
-        result = self._result = self._concluded(measured, groups, parts)
-        log(INFO, "%s\n%s", result.sentence, result.table())
-        return results[result.choice]
+            single = isinstance(strategy, PersonalizedFedAvg) or getattr(strategy, "k", 0) == 1
+            if name in tuned and not single:
+                raise ValueError(
+                    f"Diagnosis.fine_tuned({name!r}) must be of a strategy with one shared model, "
+                    f"got {_typed(strategy)}."
+                )
+            label = name if rate is None else f"{name} with {self.rate_key}={rate:g}"
+            yield _Run(name, label, strategy, initial, trainings, rate, ConfigRecord(dict(told)))
 
-    def _candidates(
-        self, parts: Mapping[str, list[str]], num_rounds: int
-    ) -> Iterator[tuple[str, tuple[Any, int]]]:
-        """Yield each candidate's strategy and rounds, after which all have trained as often."""
-        yield "fedavg", (self._make(ClusteredFedAvg, 1), num_rounds)
-        # From the shared model after the other half of the rounds.
-        yield "fine-tuned", (self._make(Ditto, 0.0), num_rounds - num_rounds // 2)
-        for name, patterns in parts.items():
-            yield name, (self._make(PersonalizedFedAvg, patterns), num_rounds)
-        head = parts.get("head")
-        if head is not None:
-            strategy = self._make(_FineTunedPart, head, num_rounds // 2)
-            yield "head-fine-tuned", (strategy, num_rounds)
-        yield "ditto", (self._make(Ditto), num_rounds)
-        # The first round trains several times, and the second one measures only. Robust, since one
-        # client with huge losses would join all clusters.
-        first = min(_START_ROUNDS, num_rounds // 3)
-        options: Any = {"start_rounds": first, "robust": True}
-        clusters = self._make(ClusteredFedAvg, "auto", **options)
-        yield "clusters", (clusters, num_rounds - first + 2)
-        if head is not None:
-            clusters = self._make(ClusteredFedAvg, "auto", private=head, **options)
-            yield "clusters-head", (clusters, num_rounds - first + 2)
-        yield "local", (self._make(Ditto, 0.0), num_rounds)
-
-    def _make(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+    def _make(self, kind: Callable[..., Any]) -> Any:
         """Return a strategy whose clients evaluate in every round."""
         server = self._server.get("server", ServerSettings())
-        options = {**self._server, "server": replace(server, evaluate_every=1), **more}
-        return kind(*arguments, **options)
+        return kind(**{**self._server, "server": replace(server, evaluate_every=1)})
 
-    def _parts(self, record: ArrayRecord) -> Iterator[tuple[str, list[str]]]:
-        """Yield the names that a candidate keeps private."""
-        names = list(record)
-        if self.private is not None:
-            yield "head", matched("private", self.private, names)
-            return
-        layers: dict[str, list[str]] = {}
-        for name, array in zip(names, to_arrays(record), strict=True):
-            # A layer's arrays have one prefix; without names a vector belongs to what is before.
-            own = name.rpartition(".")[0]
-            if own or array.ndim != 1 or not layers:
-                layers.setdefault(own or name, [])
-            layers[own or list(layers)[-1]].append(name)
-        if len(layers) > 1:
-            yield "head", list(layers.values())[-1]
-            yield "body", next(iter(layers.values()))
+    def _of_best_rates(self, runs: Sequence[_Run]) -> list[_Run]:
+        """Return each candidate's run with the learning rate that is best for the clients."""
+        found = []
+        for name in [name for name in self.candidates if any(run.name == name for run in runs)]:
+            own = [run for run in runs if run.name == name]
+            own = [run for run in own if run.error is None] or own[:1]
+            judged = self._judged(own) if len(own) > 1 else None
+            means = [0.0] if judged is None else middle(judged.gains)[0]
+            found.append((own if judged is None else judged.runs)[int(np.argmax(means))])
+        return found
+
+    def _going_on(self, judged: _Judged) -> list[str]:
+        """Return the candidates that go on: the reference, and those with the largest gains."""
+        order = np.argsort(-middle(judged.gains)[0], kind="stable").tolist()
+        others = [i for i in order if i != judged.reference][:_GO_ON]
+        return [judged.runs[i].name for i in (judged.reference, *others)]
 
     def _measured(self, report: RoundReport) -> dict[int, float]:
         names = LOSSES if self.metric in LOSSES else (self.metric,)
         measured = report.numbers.items()
         return {p: own[name] for name in reversed(names) for p, own in measured if name in own}
 
-    def _concluded(
-        self,
-        measured: Mapping[str, list[dict[int, float]]],
-        groups: Mapping[str, dict[int, int]],
-        parts: Mapping[str, list[str]],
-    ) -> Diagnosed:
-        sign = 1 if self.higher_is_better else -1
-        partitions = sorted({p for one in measured["fedavg"] for p in one})
-        n, rng = len(partitions), spawn(self._seed, SERVER, 2)
-        half = _halves([groups["clusters"].get(p, -1) for p in partitions], rng)
-        n_times = min(map(len, measured.values()))
-        found = {}
-        for name, evaluations in measured.items():
-            times = np.linspace(len(evaluations) - 1, 0, n_times).round().astype(int)
-            some = [[evaluations[t].get(p, np.nan) for p in partitions] for t in times]
-            scores = _of_chosen_times(sign * np.array(some), half)
+    def _judged(self, runs: Sequence[_Run]) -> _Judged:
+        """Return the runs that can be compared, by what the clients measured so far."""
+        first = next((i for i, run in enumerate(runs) if run.name == FEDAVG), 0)
+        if (error := runs[first].error) is not None:
+            raise error
+        measured = [
+            [m for m in map(self._measured, run.evaluations) if m and run.error is None]
+            for run in runs
+        ]
+        if not measured[first]:
+            raise ValueError(
+                f"metric must be one of the clients' evaluations, got {self.metric!r}, which none "
+                "of them has."
+            )
+        partitions = sorted({p for one in measured[first] for p in one})
+        n, sign = len(partitions), 1 if self.higher_is_better else -1
+        half = spawn(self._seed, SERVER, 2).permutation(n) % 2 == 0
+        found = dict[int, Matrix]()
+        for i, (run, evaluations) in enumerate(zip(runs, measured, strict=True)):
+            some = [[one.get(p, np.nan) for p in partitions] for one in reversed(evaluations)]
+            scores = _of_chosen_times(sign * np.array(some), half) if some else np.full(n, np.nan)
             if 2 * np.isfinite(scores).sum() >= n:
-                found[name] = scores
+                found[i] = scores
             else:
-                log(WARNING, "Diagnosis leaves out %s: most clients never evaluated it.", name)
-        all_of_them = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
-        clients = [p for p, has_all in zip(partitions, all_of_them, strict=True) if has_all]
-        if "fedavg" not in found or len(clients) < 2:
+                why = run.error or "most clients never evaluated it"
+                self._left_out[run.name] = str(why).rstrip(".")
+                log(WARNING, "Diagnosis leaves out %s: %s.", run.label, self._left_out[run.name])
+        complete = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
+        clients = [p for p, has_all in zip(partitions, complete, strict=True) if has_all]
+        if first not in found or len(clients) < 2:
             raise ValueError(f"2 clients or more must evaluate all candidates, got {len(clients)}.")
-        scores = np.stack([own[all_of_them] for own in found.values()])
-        best, taken = _taken(scores)
-        drawn = rng.integers(len(clients), size=(_DRAWS, len(clients)))
-        confidence = float(np.mean(_taken(scores[:, drawn])[1] == taken))
-        names = list(found)
-        values = dict(zip(names, sign * scores, strict=True))
-        choice = names[taken]
-        gains = middle(scores[best] - scores)[0]
-        nearest = next((i for i in np.argsort(gains, kind="stable") if i != best), best)
-        over = int(nearest if taken == best else taken)
-        ahead, width = middle(scores[best] - scores[over], len(names))
-        lead = (float(ahead), float(ahead - width), float(ahead + width))
-        typical = {name: f"{np.median(own):.4g}" for name, own in values.items()}
-        write = WRITE[choice].format(private=parts.get("body" if choice == "body" else "head"))
-        compared = f"{lead[0]:.4g} over {names[over]}, interval {lead[1]:.4g} to {lead[2]:.4g}"
-        less = f"less than {_LEAST:.0%}" if taken != best and lead[1] > 0 else ""
-        said = less or ("significant" if lead[1] > 0 else "not significant")
-        sentence = (
-            f"{write}: median {self.metric} {typical[choice]}, with one shared model "
-            f"{typical['fedavg']}; best by mean gain is {names[best]} ({compared}: {said}); "
-            f"{choice} is chosen in {confidence:.0%} of bootstrap resamples of the clients."
+        scores = np.stack([own[complete] for own in found.values()])
+        reference = list(found).index(first)
+        gains = scores - scores[reference]
+        return _Judged([runs[i] for i in found], clients, scores, gains, reference)
+
+    def _concluded(self, stopped: Sequence[_Run], ended: Sequence[_Run]) -> tuple[Diagnosed, _Run]:
+        """Return the findings, and the run of the recommended candidate."""
+        judged = self._judged(self._of_best_rates(ended))
+        names, reference = [run.name for run in judged.runs], judged.scores[judged.reference]
+        taken, n = int(_taken(judged.gains, reference)), len(judged.clients)
+        drawn = spawn(self._seed, SERVER, 3).integers(n, size=(_DRAWS, n))
+        confidence = float(np.mean(_taken(judged.gains[:, drawn], reference[drawn]) == taken))
+        means = middle(judged.gains)[0]
+        others = [i for i in np.argsort(-means, kind="stable").tolist() if i != taken] or [taken]
+        lead = _interval(judged.gains[taken] - judged.gains[others[0]], len(names))
+        found = dict(zip(names, zip(judged.scores, judged.gains, strict=True), strict=True))
+        shown = {run.name: run for run in judged.runs}
+        for run in stopped:  # after as many rounds as the reference then
+            if run.name not in found and run.stopped is not None:
+                shown[run.name], found[run.name] = run, run.stopped_at(judged.clients)
+        order = [name for name in self.candidates if name in found]
+        chosen, sign = judged.runs[taken], 1 if self.higher_is_better else -1
+        clustered = [run.groups for run in (chosen, *shown.values()) if run.groups]
+        result = Diagnosed(
+            chosen.name,
+            self._sentence(judged, taken, others[0], lead, confidence),
+            chosen.code,
+            confidence,
+            {name: sign * found[name][0] for name in order},
+            {name: found[name][1] for name in order},
+            judged.clients,
+            clustered[0] if clustered else {},
+            {name: shown[name].typed for name in order},
+            {name: shown[name].trained for name in order},
+            {name: rate for name in order if (rate := shown[name].rate) is not None},
+            names[others[0]],
+            lead,
+            {name: self._why(name) for name in self.candidates if name not in found},
+            self.higher_is_better,
         )
-        own, ends = groups.get(choice, groups["clusters"]), (names[best], names[over], lead)
-        higher = self.higher_is_better
-        return Diagnosed(choice, sentence, confidence, values, clients, own, *ends, higher)
+        return result, chosen
+
+    def _why(self, name: str) -> str:
+        """Return why a candidate is not compared."""
+        make = self.candidates[name]
+        of = make.of if isinstance(make, _FineTuned) else ""
+        return self._left_out.get(name, f"{of} was stopped, or left out")
+
+    def _sentence(
+        self,
+        judged: _Judged,
+        taken: int,
+        over: int,
+        lead: tuple[float, float, float],
+        confidence: float,
+    ) -> str:
+        """Return the recommendation in at most 25 words."""
+        typed, reference = [run.typed for run in judged.runs], judged.reference
+        if len(judged.clients) < _FEW and lead[1] <= 0 <= lead[2] and over != taken:
+            worst = (judged.gains[taken] - judged.gains[over]).min()
+            return (
+                f"Undecided between {typed[taken]} and {typed[over]}: the former leads by "
+                f"{lead[0]:.3g} on average, {worst:.3g} for the worst client."
+            )
+        if taken == reference:
+            why = f"no other candidate is better by more than {_WITHIN:.0%} of the {self.metric}"
+        else:
+            gain, low, high = _interval(judged.gains[taken], len(typed))
+            why = (
+                f"mean {self.metric} better by {gain:.3g} ({low:.3g} to {high:.3g}) than "
+                f"{typed[reference]}"
+            )
+        return f"{typed[taken]}: {why}, in {confidence:.0%} of resamples."
 
 
-class _FineTunedPart(PersonalizedFedAvg):
-    """`PersonalizedFedAvg` for some rounds; then each client trains all arrays alone."""
+class _Judged(NamedTuple):
+    """Runs that can be compared: more of a score is better; gains are those over the reference."""
 
-    def __init__(self, private: Sequence[str], shared_rounds: int, **options: Any) -> None:
-        super().__init__(private, **options)
-        self._shared_rounds = shared_rounds
+    runs: list[_Run]
+    clients: list[int]
+    scores: Matrix
+    gains: Matrix
+    reference: int
 
-    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
-        """Train and average what is shared; then have clients keep all arrays, and train them."""
-        steps = super().protocol(initial, state)
-        request = next(steps)
-        for _ in range(self._shared_rounds):
-            request = steps.send((yield request))
-        private = next(part for part in self._running().parts if isinstance(part, Private))
-        private.keep_all()
-        while True:
-            yield replace(request, combine=None)
+    def keep(self) -> None:
+        """Have each run know what it came to, in case that it is stopped."""
+        for run, scores, gains in zip(self.runs, self.scores, self.gains, strict=True):
+            run.stopped = self.clients, scores, gains
 
 
-def _halves(groups: Sequence[int], rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Return which clients are in one half of them, drawn so that each group is split evenly."""
-    half = np.zeros(len(groups), dtype=bool)
-    drawn = rng.permutation(len(groups))
-    half[drawn[np.argsort(np.array(groups)[drawn], kind="stable")][::2]] = True
-    return half
+@dataclass
+class _Run:
+    """A candidate with one learning rate, which is trained in parts.
+
+    ``trainings`` are those of each client in all. Where it goes on from another candidate's half,
+    that is its ``origin``, with the reports ``earlier`` after ``before`` trainings.
+    """
+
+    name: str
+    label: str
+    strategy: Any
+    initial: ArrayRecord
+    trainings: int
+    rate: float | None
+    config: ConfigRecord
+    origin: _Run | None = None
+    earlier: Sequence[RoundReport] = ()
+    before: int = 0
+    trained: int = 0
+    error: TooFewReplies | None = None
+    result: Result = field(default_factory=Result)
+    #: What it came to where it was stopped: clients, their scores and gains.
+    stopped: tuple[list[int], Matrix, Matrix] | None = None
+
+    def rounds(self, trainings: int) -> int:
+        """Return the communication rounds with so many trainings of each client."""
+        strategy, rounds = self.strategy, trainings - self.before
+        if isinstance(strategy, ClusteredFedAvg) and strategy.k != 1:
+            if strategy.start_from in ("one-shot", "anchors"):
+                rounds += 1 - strategy.start_rounds
+            rounds += strategy.k == "auto"
+        return max(rounds, 1)
+
+    def take(self, trainings: int, grid: Grid, timeout: float, config: Any, verbose: Any) -> int:
+        """Go on up to so many trainings, and return how many these were."""
+        if self.error is not None or trainings <= self.trained:
+            return 0
+        last, n = self.rounds(trainings), trainings - self.trained
+        self.strategy._paused = self.result if self.trained > self.before else None
+        self.strategy._told = {**self.strategy._told, APART: True}
+        try:
+            self.result = self.strategy.start(
+                grid,
+                self.initial,
+                self.rounds(self.trainings),
+                timeout,
+                self.config,
+                config,
+                should_stop=lambda round_, _: round_ >= last,
+                verbose=verbose,
+            )
+        except TooFewReplies as error:  # such as of models that have grown without bound
+            self.error = error
+        self.trained = trainings
+        return n
+
+    @property
+    def evaluations(self) -> list[RoundReport]:
+        """The evaluations so far."""
+        return [one for one in (*self.earlier, *self.strategy.history) if one.step == EVALUATE]
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """The clients' clusters, if there are any."""
+        clustered = isinstance(self.strategy, ClusteredFedAvg) and self.strategy.k != 1
+        return self.strategy.result.members if clustered else {}
+
+    def stopped_at(self, clients: Sequence[int]) -> tuple[Matrix, Matrix]:
+        """Return the scores and gains of these clients where it was stopped; NaN without any."""
+        of, *rows = self.stopped or ([], np.empty(0), np.empty(0))
+        each = [dict(zip(of, row, strict=True)) for row in rows]
+        scores, gains = (np.array([one.get(p, np.nan) for p in clients]) for one in each)
+        return scores, gains
+
+    def fork(self, name: str, strategy: _Local) -> _Run:
+        """Return a candidate that goes on from here by local training."""
+        own = self.strategy
+        strategy._told = {FORK: own._running().record.token}
+        label, reports = self.label.replace(self.name, name, 1), [*own.history]
+        args = strategy, own._presented(), self.trainings, self.rate, self.config
+        return _Run(name, label, *args, self, reports, self.trained, self.trained)
+
+    @property
+    def typed(self) -> str:
+        """What to write for the strategy."""
+        if self.origin is not None:
+            return _typed(self.origin.strategy, fine_tune=self.trainings - self.before)
+        return _typed(self.strategy)
+
+    @property
+    def code(self) -> str:
+        """What to write in an app."""
+        root, typed = self.origin or self, self.typed
+        if typed == _typed(_Local()):
+            return "# Local training: each client trains its own model, without a server."
+        kind, module = typed.partition("(")[0], type(root.strategy).__module__
+        library = "flwr" if typed == "FedAvg()" else module.partition(".")[0]
+        module = {"flwr": "flwr.serverapp.strategy", "flwr_perdl": "flwr_perdl.strategies"}.get(
+            library, module
+        )
+        config = dict(self.config)
+        told = f", train_config=ConfigRecord({config})" if config else ""
+        imports = "from flwr.app import ConfigRecord\n" if config else ""
+        rounds = root.rounds(self.before or self.trainings)
+        return (
+            f"# In the ServerApp, with your grid and initial arrays:\n{imports}"
+            f"from {module} import {kind}\n\n"
+            f"strategy = {typed}\n"
+            f"result = strategy.start(grid, initial_arrays, num_rounds={rounds}{told})\n\n"
+            "# After your ClientApp, which is called app:\n"
+            "from flwr_perdl.clients import client_app\n\n"
+            "app = client_app(app)"
+        )
+
+
+class _TimeLeft:
+    """How long so many trainings still take, by those done."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._began, self.done = total, time.monotonic(), 0
+
+    def __str__(self) -> str:
+        """Return it as a part of a line."""
+        if not self.done:
+            return ""
+        seconds = (time.monotonic() - self._began) * max(self._total / self.done - 1, 0)
+        return f", about {seconds / 60:.0f} min left" if seconds >= 60 else ", under 1 min left"
+
+
+def _typed(strategy: Any, **more: Any) -> str:
+    """Return a strategy as one writes it, without the options of its server."""
+    if isinstance(strategy, _Local):
+        return "local training"
+    args, given = strategy._called
+    options = {k: v for k, v in given.items() if k not in ServerOptions.__annotations__} | more
+    if type(strategy) is ClusteredFedAvg and args == (1,) and not options:
+        return "FedAvg()"
+    each = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
+    return f"{type(strategy).__name__}({', '.join(each)})".replace("'", '"')
+
+
+def _check_candidates(candidates: Mapping[str, Any]) -> None:
+    """Refuse what makes no strategies."""
+    if not candidates:
+        raise ValueError("candidates must name at least one function, got none.")
+    for name, make in candidates.items():
+        if isinstance(make, _FineTuned):
+            if make.of not in candidates or isinstance(candidates[make.of], _FineTuned):
+                raise ValueError(
+                    f"candidates[{name!r}] must go on from another candidate, got {make.of!r}."
+                )
+        elif not callable(make):
+            raise TypeError(f"candidates[{name!r}] must be a function, got {make!r}.")
+
+
+def _interval(values: Matrix, n_candidates: int) -> tuple[float, float, float]:
+    """Return the mean without outliers, and the ends of its interval."""
+    mean, width = middle(values, n_candidates)
+    return float(mean), float(mean - width), float(mean + width)
 
 
 def _of_chosen_times(scores: Matrix, half: NDArray[np.bool_]) -> Matrix:
@@ -501,18 +871,13 @@ def middle(values: Matrix, n_candidates: int = 2) -> tuple[Matrix, Matrix]:
     return values.mean(axis=-1, where=kept), quantiles * errors
 
 
-def _taken(scores: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the best candidate, and the first one of which no other is clearly ahead.
+def _taken(gains: Matrix, reference: Matrix) -> NDArray[np.intp]:
+    """Return the first candidate whose mean gain is within 1 % of the largest.
 
-    ``scores`` (n_candidates, ..., n_clients): more is better, the simplest candidate first. The
-    best one is that whose least lead over another is the largest.
+    That is 1 % of the reference's median score. ``gains`` (n_candidates, ..., n_clients) over
+    ``reference`` (..., n_clients): more is better, the preferred candidate first.
     """
-    least = _LEAST * np.abs(np.median(scores, axis=-1))
-    least_leads, behind = [], np.zeros(scores.shape[:-1], dtype=bool)
-    for own in scores:
-        ahead, width = middle(own - scores, len(scores))
-        least_leads.append(ahead.min(axis=0))
-        behind |= ahead > np.maximum(width, least)
-    best = np.array(least_leads).argmax(axis=0)
-    np.put_along_axis(behind, best[None], values=False, axis=0)
-    return best, behind.argmin(axis=0)
+    means = middle(gains)[0]
+    least = means.max(axis=0) - _WITHIN * np.abs(np.median(reference, axis=-1))
+    taken: NDArray[np.intp] = (means >= least).argmax(axis=0)
+    return taken

@@ -219,13 +219,19 @@ def test_what_is_measured_is_what_model_of_gives(strategy: Any) -> None:
         assert own_loss(app, client, model) == pytest.approx(own["eval_loss"], rel=1e-9)
 
 
-def test_candidates_of_a_diagnosis_begin_alike() -> None:
-    """The last one ends as it does without those before it."""
+def test_candidates_of_a_diagnosis_train_as_they_do_alone() -> None:
+    """Those that are stopped and taken up again, too, with what the app keeps in its state."""
     app, reports = project(PROJECT), list[Any]()
     options: dict[str, Any] = {"num_clients": 4, "seed": 3}
     grid = InProcessGrid(app["client"], 4)
-    Diagnosis(**options, on_round=reports.append).start(grid, app["first"](), 6, **ADVANCED)
-    alone = Ditto(0.0, **options, server=ServerSettings(evaluate_every=1))
+    own = {
+        "fedavg": lambda *_, **more: ClusteredFedAvg(1, **more),
+        "ditto": lambda *_, **more: Ditto(**more),
+    }
+    diagnosis = Diagnosis(candidates=own, **options, on_round=reports.append)
+    diagnosis.start(grid, app["first"](), 6, **ADVANCED)
+    alone = Ditto(**options, server=ServerSettings(evaluate_every=1))
     alone.start(InProcessGrid(app["client"], 4), app["first"](), 6, **ADVANCED)
-    last = reports[-len(alone.history) :]
+    third = len(alone.history) // 3  # then comes the rest of the other candidate, and its own
+    last = [*reports[third : 2 * third], *reports[-2 * third :]]
     assert [one.metrics for one in last] == [one.metrics for one in alone.history]

@@ -63,9 +63,9 @@ def test_the_kinds_of_an_app_of_the_template_are_found(tmp_path: Path) -> None:
     given = ["--train-config", "lr=0.5, optimizer='a, b'", "--train-config", "epochs=1"]
     result = diagnose(tmp_path, *given, "--clients", "6")
     assert result.exit_code == 0, result.output
-    assert 'ClusteredFedAvg("auto")' in result.output
+    assert 'strategy = ClusteredFedAvg("auto", min_clusters=2' in result.output
     # One model for both kinds is at best between 0 and 1: a mean loss of a quarter.
-    (shared,) = [line for line in result.output.splitlines() if line.startswith("fedavg")]
+    (shared,) = [line for line in result.output.splitlines() if line.endswith(" FedAvg()")]
     assert abs(float(shared.split()[1]) - 0.25) < 0.01
     assert (tmp_path / "found.png").is_file()
 
@@ -93,7 +93,7 @@ def test_the_table_is_printed_before_the_picture(
     monkeypatch.setattr(Figure, "savefig", fails)
     result = diagnose(tmp_path, *TRAINS)
     assert result.exit_code != 0
-    assert "fedavg" in result.output
+    assert "FedAvg()" in result.output
 
 
 def test_the_direction_of_a_metric_is_an_option(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_direction_of_a_metric_is_an_option(tmp_path: Path) -> None:
     assert "higher_is_better" in unknown.output
     given = diagnose(tmp_path, *TRAINS, "--metric", "quality", "--higher-is-better")
     assert given.exit_code == 0, given.output
-    assert 'ClusteredFedAvg("auto")' in given.output
+    assert 'strategy = ClusteredFedAvg("auto", min_clusters=2' in given.output
 
 
 def test_a_config_key_that_the_app_reads_and_nobody_sends_is_named(tmp_path: Path) -> None:

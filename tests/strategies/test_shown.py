@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from html.parser import HTMLParser
@@ -96,8 +97,9 @@ def test_a_line_names_what_the_user_has_started(
     Diagnosis().start(own, start, num_rounds=3)
     lines = capfd.readouterr().err.splitlines()
     heads = {line.partition(": round ")[0] for line in lines if ": round " in line}
-    assert {"Diagnosis, fedavg", "Diagnosis, head-fine-tuned"} <= heads
-    assert all(head.startswith("Diagnosis, ") for head in heads)
+    assert "Diagnosis, 1 of 9 candidates, fedavg" in heads
+    assert "Diagnosis, 9 of 9 candidates, local, under 1 min left" in heads
+    assert all(re.match(r"Diagnosis, \d of 9 candidates, ", head) for head in heads)
 
     values = Averaging(np.eye(4))
     nodes = InProcessGrid(client_app(lambda one: DiffusionClient(values, one)), 4)
@@ -205,8 +207,9 @@ def test_a_notebook_shows_a_history_and_a_report_as_tables() -> None:
 
 def test_what_a_notebook_shows_is_escaped() -> None:
     clusters = Learned([], {0: 0}, {0: {"num-examples": 1, "<script>": 1.0}})
-    found = {"fedavg": np.ones(2)}, [0, 1], {}, "fedavg", "fedavg", (0.0, 0.0, 0.0)
-    diagnosed = Diagnosed("fedavg", "<script>", 1.0, *found)
+    found = {"fedavg": np.ones(2)}, {"fedavg": np.zeros(2)}, [0, 1], {}, {"fedavg": "<script>"}
+    about = {"fedavg": 3}, {}, "fedavg", (0.0, 0.0, 0.0), {"local": "<script>"}
+    diagnosed = Diagnosed("fedavg", "<script>", "<script>", 1.0, *found, *about)
     report = RoundReport(1, "<script>", {}, {}, {"a": "<script>"}, 0.0, 0.0, {})
     history = PerMA(2).history
     history.append(report)
