@@ -38,6 +38,7 @@ SUPPORT = {
     "missing": "missing entries",
     "clusters": "groups",
     "private": "private parts",
+    "parts": "your own `Part`",
 }
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

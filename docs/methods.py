@@ -183,8 +183,8 @@ For IFCA, the initial arrays are four random models, stacked along a first axis.
 "Any model" takes your PyTorch or NumPy app; layers are named by patterns of `net.state_dict()`.
 `ring` and `directed` are a `Topology`; `norm_layers` is in `flwr_perdl.pytorch`. Privacy means
 `privacy=Noise(...)`, and FedAvg with it is `PersonalizedFedAvg(share="*")`; with the others for any
-model, Flower's `LocalDpMod` adds noise at the client. \\* not with every other option: the error names them
-([all options](which-algorithm.md#what-each-strategy-supports)).
+model, Flower's `LocalDpMod` adds noise at the client. \\* not with every other option: the error
+names them ([all options](which-algorithm.md#what-each-strategy-supports)).
 
 ## Options
 

@@ -23,6 +23,8 @@ from flwr_perdl.protocol.report import OnRound, list_observers
 JUDGED = "a robust rule judges single replies, of which the server gets a sum only"
 SECURE = "only privacy bounds what a client sends, as a secure sum needs"
 OLD = "a reply is a step from a model that has changed since"
+#: Against the user's own parts, where clients are the library's.
+NO_MODEL = "what its clients send is no model"
 _METRICS = "strategy.history has every client's metrics, by round"
 _FIXED = "it is always"
 #: Options of Flower's FedAvg, of both interfaces: the option here, or what takes its place.
@@ -302,7 +304,8 @@ def check_support(algorithm: Any, options: Mapping[str, Any]) -> None:
     ValueError
         If an option is not what another one needs.
     """
-    for name in [name for name in options if name in algorithm.unsupported]:
+    known = {name for name, value in options.items() if value is not None}
+    for name in [name for name in options if name in known & algorithm.unsupported.keys()]:
         reason, name_of = algorithm.unsupported[name], type(algorithm).__name__
         raise TypeError(f"{name_of} has no option {name!r}, since {reason}, got {options[name]!r}.")
     for need in algorithm.needs:

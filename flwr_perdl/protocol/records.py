@@ -714,7 +714,8 @@ def _numbers(arrays: list[Matrix], limits: Limits) -> list[Matrix]:
         squares = float(np.vdot(array, array))
         if not isfinite(squares) and not np.isfinite(array).all():
             raise ValueError(f"array {position} has NaN or infinite values")
-        if squares > limits.magnitude * limits.magnitude and np.abs(array).max() > limits.magnitude:
+        largest = limits.magnitude
+        if squares > largest * largest and float(np.abs(array).max()) > largest:
             raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
     return arrays
 

@@ -35,7 +35,7 @@ from flwr_perdl.protocol.options import (
     refuse_unknown,
     spell_fields,
 )
-from flwr_perdl.protocol.part import Part, own_parts
+from flwr_perdl.protocol.part import OWN, Part, own_parts
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
@@ -155,9 +155,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
         known = [*own, *ServerOptions.__annotations__]
         inside = {**spell_fields("server", ServerSettings), **self._inside}
-        check_support(self, options)
+        parts = [*check_list("parts", options.get("parts", ()))]
+        check_support(self, {**options, "parts": parts or None})
         refuse_unknown(type(self).__name__, options, known, inside)
-        options["parts"] = [*given, *check_list("parts", options.get("parts", ()))]
+        options["parts"] = [*given, *parts]
         self._options = ServerSettings.of(options)
         self._run: ProtocolRun | None = None
         self._sent: list[tuple[int, Message]] | None = None
@@ -170,6 +171,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._evaluate_config: ConfigRecord | None = None
         self._show = Show()
         self._last: RoundReport | None = None
+
+    def _options_with(self, **others: Any) -> dict[str, Any]:
+        """Return the options by name, for `check_support`; some are not attributes."""
+        own = [part for part in self._options.parts if part.rank == OWN]
+        return {**vars(self), "parts": own or None, **others}
 
     @abstractmethod
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:

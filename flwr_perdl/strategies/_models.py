@@ -185,7 +185,8 @@ class ModelStrategy(TrainsModels):
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
         parts = given_parts(private, share, transport, compression)
         super().__init__(*parts, *given, transport=transport, **own, **options)
-        check_support(self, {"robust": robust, "compression": compression})
+        kept = {"private": private or share} if private or share else {}
+        check_support(self, {**kept, "robust": robust, "compression": compression})
         steps = (Momentum, Adam, type(None))
         self.optimizer: Momentum | Adam | None = check_kind(
             "optimizer", optimizer, steps, "a Momentum, Adam or Yogi, or None"

@@ -33,6 +33,7 @@ from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies._own_models import TrainsModels
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 
+_ENCODED = "a part sees a message as it travels"
 _TRAINED, _EVALUATED = "train-", "evaluate-"
 
 
@@ -138,6 +139,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
     needs = (
         Needs(("sealed",), "shows_models", (False,), "the server then learns no model"),
         Needs(("transport",), "compression", (None,), "such messages have few bytes already"),
+        *(Needs((name,), "parts", (None,), _ENCODED) for name in ("sealed", "transport")),
+        Needs(("compression",), "parts", (None,), _ENCODED),
         Needs(("groups",), "weights", (None,), "nodes then take plain means of those they accept"),
     )
 
@@ -186,8 +189,9 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         ).suited_to(self, 0)
         self._chooses |= groups is not None
         self.shows_models = check_flag("shows_models", shows_models)
-        given = {"compression": compression, "groups": groups, "weights": weights}
-        check_support(self, {**vars(self), **given, "sealed": sealed, "transport": transport})
+        check_support(
+            self, self._options_with(compression=compression, groups=groups, weights=weights)
+        )
         self._learned: Averaged | None = None
 
     @property

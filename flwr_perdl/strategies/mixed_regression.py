@@ -40,6 +40,7 @@ from flwr_perdl.core.aggregate import LEFT_OUT, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import (
+    NO_MODEL,
     OLD,
     SECURE,
     ServerOptions,
@@ -77,6 +78,7 @@ class _MixedRegression(EndsWithModels):
         "reuse_last_reply": OLD,
         "missing": "a linear model has no prediction without all features",
         "private": "a linear model is one array",
+        "parts": NO_MODEL,
     }
     labels = (CLUSTER,)
     _names_given, _stack = (COEFFICIENTS,), 0

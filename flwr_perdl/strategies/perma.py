@@ -82,7 +82,7 @@ from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
     NEW_STATE,
     Replies,
@@ -208,7 +208,10 @@ class PerMA(EndsWithModels):
     protocol_name = after_protocol = PERMA
     _names_given = (GLOBAL_ATOMS,)
     flags = (NEW_STATE, "orthogonal")
-    unsupported: ClassVar = {"clusters": "its clients share one set of global atoms"}
+    unsupported: ClassVar = {
+        "clusters": "its clients share one set of global atoms",
+        "parts": NO_MODEL,
+    }
     needs = (
         Needs(_SUMMED, "n_global", (AUTO, 0), _NO_ERRORS, never=True),
         Needs(_SUMMED, "robust", (False,), JUDGED),
@@ -248,7 +251,7 @@ class PerMA(EndsWithModels):
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.reuse_last_reply = check_count("reuse_last_reply", reuse_last_reply)
         self.privacy, self.secure = privacy, secure
-        check_support(self, {**vars(self), "robust": robust, "aggregation": aggregation})
+        check_support(self, self._options_with(robust=robust, aggregation=aggregation))
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Algorithm 1: one request per communication round."""

@@ -38,7 +38,6 @@ from flwr_perdl.network.compression import TopK
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.part import OWN
 from flwr_perdl.protocol.records import ALTERNATE
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
 from flwr_perdl.strategies._models import (
@@ -151,7 +150,7 @@ class PersonalizedFedAvg(ModelStrategy):
         *ModelStrategy.needs,
         Needs(("privacy",), "transport", (None,), "noise is for sums of whole changes"),
         Needs(("privacy",), "compression", (None,), "noise is for sums of whole changes"),
-        Needs(("privacy",), "parts", ((), []), "noise is for sums of whole changes"),
+        Needs(("privacy",), "parts", (None,), "noise is for sums of whole changes"),
         Needs(("privacy",), "fine_tune", (0,), "what clients say of it has no noise"),
         Needs(("privacy",), "robust", (False, "mean"), JUDGED),
     )
@@ -190,8 +189,7 @@ class PersonalizedFedAvg(ModelStrategy):
         self.alternate, self.privacy = check_flag("alternate", alternate), privacy
         if alternate and self._part is None:
             raise ValueError('alternate must be left out with share="*", where nothing is private.')
-        own = [part for part in self.options.parts if part.rank == OWN]
-        check_support(self, {**vars(self), "parts": own})
+        check_support(self, self._options_with())
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""

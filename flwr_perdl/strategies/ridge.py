@@ -31,7 +31,7 @@ from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol import records
-from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import CLUSTER, Limits, Replies, Reply, Scalar
 from flwr_perdl.protocol.request import (
     Kept,
@@ -150,6 +150,7 @@ class FederatedRidge(EndsWithModels):
     unsupported: ClassVar[Mapping[str, str]] = {
         "reuse_last_reply": "sums are asked for once",
         "private": "a client's own part is its deviation, which stays there",
+        "parts": NO_MODEL,
     }
     needs = (
         Needs(_SUMMED, "level", (SHARED, PERSONAL), "others read single clients' sums"),
@@ -208,7 +209,7 @@ class FederatedRidge(EndsWithModels):
                 f'privacy must be of level="record", with one scale, got {privacy.level!r} and '
                 f"scale={scale}."
             )
-        check_support(self, vars(self))
+        check_support(self, self._options_with())
         if random == wire.RANDOMS[2] and level != PERSONAL:
             raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
         self._names_given, self._form = [*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY], self._model_arrays
