@@ -17,10 +17,10 @@ from numba import njit
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
-def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def compiled(function: Callable[Arguments, _Result]) -> Callable[Arguments, _Result]:
     """Compile a function whose loops read like the algorithm, and keep the machine code on disk.
 
     The machine code lies in ``NUMBA_CACHE_DIR`` if that is set, otherwise in the package's own
@@ -32,7 +32,7 @@ def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     can end the process. The arithmetic is exactly what the loops say (no "fastmath").
     """
     try:
-        fast: Callable[Arguments, Result] = njit(cache=True, **_OPTIONS)(function)
+        fast: Callable[Arguments, _Result] = njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # what Numba raises where it finds no folder to write to
         _warn_once()
         fast = njit(**_OPTIONS)(function)

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.aggregate import LEFT_OUT, RULES, mark_far, share_out
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.npy import as_file
 
-Array = NDArray[Any]
 #: An array of the model that replies began from, and its `fixed_entries`.
 Start = tuple[Array, NDArray[np.bool_] | None]
 

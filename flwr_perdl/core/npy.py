@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from flwr_perdl.core.arrays import Array
 
 #: How an ``.npy`` file of version 1.0 begins; two bytes with the header's length come next.
 _MAGIC = npy.magic(1, 0)

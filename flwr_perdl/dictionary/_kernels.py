@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.compiled import compiled
 
-#: Atoms become active in :func:`lasso` that violate optimality by more than this share of the worst
-#: violation. More at once make longer sweeps, fewer make more rounds: 0.5 to 0.9 differ by a third.
+#: In :func:`coordinate_descent`, atoms become active that violate optimality by more than this share
+#: of the worst violation. More at once make longer sweeps, fewer make more rounds: 0.5 to 0.9
+#: differ by a third.
 _WORST = 0.8
 
 
 @compiled
-def pursue(
+def matching_pursuit(
     products: Matrix,
     peaks: Matrix,
     gram: Matrix,
@@ -252,7 +253,7 @@ def _violations(rest: Matrix, is_active: NDArray[np.bool_], alpha: float) -> tup
 
 
 @compiled
-def lasso(
+def coordinate_descent(
     products: Matrix,
     squares: Matrix,
     gram: Matrix,

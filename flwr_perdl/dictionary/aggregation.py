@@ -44,7 +44,7 @@ from flwr_perdl.dictionary.atoms import (
 from flwr_perdl.dictionary.polar import polar_factor
 
 #: Of directions; rules that compare lengths, or cap weights, are for changes of models.
-METHODS = ("mean", "weighted", *(name for name, rule in RULES.items() if rule.average))
+ATOM_AVERAGES = ("mean", "weighted", *(name for name, rule in RULES.items() if rule.average))
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
 #: Numbers in a client's atoms from which on threads solve for them faster than one.
@@ -115,7 +115,7 @@ def aggregate_atoms(
     >>> found.global_atoms.round(3)
     array([[0.707, 0.707]])
     """
-    check_choice("method", method, METHODS)
+    check_choice("method", method, ATOM_AVERAGES)
     orthogonal = check_flag("orthogonal", orthogonal)
     current, _ = unit_atoms(check_array("current", current))
     r, d = current.shape

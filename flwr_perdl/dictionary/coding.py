@@ -34,7 +34,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.threads import in_threads, n_kernel_threads
 from flwr_perdl.dictionary.atoms import unit_atoms
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 #: How :func:`omp` chooses an atom.
 Selection = Literal["correlation", "residual"]
 
@@ -202,7 +202,7 @@ def pursue(
         def block(rows: slice) -> None:
             peaks = np.maximum(X[rows].max(axis=1, initial=0), -X[rows].min(axis=1, initial=0))
             given = X[rows] @ D.T, peaks, gram, most, level, by_residual, tiny, least
-            _kernels.pursue(*given, C[rows])
+            _kernels.matching_pursuit(*given, C[rows])
 
         _in_threads(block, len(X), r)
         if lengths is not None:
@@ -213,8 +213,8 @@ def pursue(
 
 
 def _each_observed(
-    code: Callable[[Matrix, Matrix, Matrix], Result], X: Matrix, D: Matrix, C: Matrix
-) -> list[Result]:
+    code: Callable[[Matrix, Matrix, Matrix], _Result], X: Matrix, D: Matrix, C: Matrix
+) -> list[_Result]:
     """Have ``code(X, D, C)`` write codes to ``C``, for all samples, and return what it returns.
 
     Those with missing entries are coded together with all that miss the same, by what is left of
@@ -301,7 +301,7 @@ def lasso(
             # In single precision the gap would be wrong.
             products = X[rows].astype(np.float64, copy=False) @ D.T
             given = products, squares, gram, alpha, tol, max_iter
-            _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
+            _kernels.coordinate_descent(*given, C[rows], sweeps[rows], gaps[rows])
 
         _in_threads(block, len(X), r)
         return int(sweeps.max(initial=0)), float(gaps.max(initial=0))

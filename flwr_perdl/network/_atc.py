@@ -14,7 +14,7 @@ import numpy as np
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_real
 from flwr_perdl.network._dual import DualInference, DualState, Nodes, is_check_round, norms
-from flwr_perdl.network._minimize import correlate, reconstruct
+from flwr_perdl.network._minimize import combine_atoms, correlate
 from flwr_perdl.network.combine import Inbox
 from flwr_perdl.network.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -75,7 +75,7 @@ class ATC(DualInference):
     def _descended(self, state: DualState) -> Matrix:
         codes = self.objective.at(state.nodes).code(correlate(state.nu, state.atoms))
         # In place, and the large arrays last: each of them is read once.
-        psi = reconstruct(-self.mu * codes, state.atoms)
+        psi = combine_atoms(-self.mu * codes, state.atoms)
         psi += state.linear
         psi += (1 - self.mu * self.curvature) * state.nu
         return psi

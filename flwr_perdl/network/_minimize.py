@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.network.objectives import Objective, spread
+from flwr_perdl.network.objectives import Objective, broadcast
 
 Rows = NDArray[np.intp]
 
@@ -63,7 +63,7 @@ def minimize(
     scale = (1 / a).astype(centers.dtype)[:, None, None]
     hessian = (scale * correlate(atoms, atoms))[:, None]
     codes = _elastic_net(objective, hessian, correlate(centers, atoms), codes)
-    nu = reconstruct(codes * scale, atoms)
+    nu = combine_atoms(codes * scale, atoms)
     np.subtract(centers, nu, out=nu)
     if np.isfinite(objective.bound):
         # The elastic net alone is the minimum wherever its nu meets no bound: most often.
@@ -89,7 +89,7 @@ def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Mat
     lesser = gram if len(W) <= W.shape[1] else W.T @ W
     top = float(np.linalg.eigvalsh(lesser)[-1])
     forward = X.dtype.type(top) * np.eye(len(W), dtype=X.dtype) - gram
-    delta = spread(objective.delta, products)
+    delta = broadcast(objective.delta, products)
     shrink = np.asarray(delta / (top + delta), dtype=X.dtype)
     slow = np.sqrt(np.min(shrink))
     momentum = X.dtype.type((1 - slow) / (1 + slow))
@@ -124,7 +124,7 @@ def correlate(nu: Matrix, atoms: Matrix) -> Matrix:
     return correlations
 
 
-def reconstruct(codes: Matrix, atoms: Matrix) -> Matrix:
+def combine_atoms(codes: Matrix, atoms: Matrix) -> Matrix:
     """Return ``y W``: (m, n_samples, n_features)."""
     combined: Matrix = codes * atoms if atoms.shape[1] == 1 else np.matmul(codes, atoms)
     return combined
@@ -132,7 +132,7 @@ def reconstruct(codes: Matrix, atoms: Matrix) -> Matrix:
 
 def _free(centers: Matrix, codes: Matrix, scale: Matrix, W: Matrix) -> Matrix:
     """Return ``c - y W / a``, one center each; ``scale`` (n, 1) is 1 / a."""
-    free: Matrix = centers - reconstruct((codes * scale)[:, None], W)[:, 0]
+    free: Matrix = centers - combine_atoms((codes * scale)[:, None], W)[:, 0]
     return free
 
 
@@ -150,12 +150,12 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
         return codes
     if n_atoms == 1:
         # By what the code of one atom falls short of the code of its center.
-        delta = spread(objective.delta, r)
+        delta = broadcast(objective.delta, r)
         shrunk: Matrix = objective.code(r) * (delta / (delta + hessian[..., 0]))
         return shrunk
     H = np.broadcast_to(hessian, (*r.shape, n_atoms)).reshape(-1, n_atoms, n_atoms)
     r, y = r.reshape(-1, n_atoms), codes.reshape(-1, n_atoms).copy()
-    gamma, delta = spread(objective.gamma, r), spread(objective.delta, r)
+    gamma, delta = broadcast(objective.gamma, r), broadcast(objective.delta, r)
     identity = delta * np.eye(n_atoms, dtype=r.dtype)
     tolerance = _ROUNDING * np.finfo(r.dtype).eps * np.abs(r).max(axis=1)
     open_ = np.arange(len(y))
@@ -235,7 +235,7 @@ def _newton(
         W, inverse, start, c = atoms[agent[open_]], scale[open_], y[open_], centers[open_]
         v = _free(c, start, inverse, W)
         S = correlate(objective.project(v)[:, None], W)[:, 0]
-        away = spread(objective.delta, S) * np.abs(start - objective.code(S))
+        away = broadcast(objective.delta, S) * np.abs(start - objective.code(S))
         gap = away.max(axis=1, initial=0)
         size = np.linalg.norm(objective.project(v), axis=1)
         wrong = gap > tolerance * size

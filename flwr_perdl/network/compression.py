@@ -19,14 +19,14 @@ paper's Euclidean norm of all, as in LEAD, which is what makes four bits a contr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.checks import check_count, check_kind, check_real
 
-Array = NDArray[Any]
 #: What is sent of a vector: float32 values, and bytes.
 Encoded = tuple[NDArray[np.float32], NDArray[np.uint8]]
 

@@ -78,7 +78,7 @@ from flwr_perdl.network.topology import CombinationMatrix
 
 __all__ = [
     "ATC",
-    "METHODS",
+    "DUAL_METHODS",
     "ConsensusADMM",
     "DualInference",
     "DualState",
@@ -244,7 +244,7 @@ def exact_dual(
     return ExactDual(tuple(np.split(kept[0], ends, axis=1)), *kept[1:])
 
 
-METHODS: dict[str, type[DualInference]] = {
+DUAL_METHODS: dict[str, type[DualInference]] = {
     "admm": ConsensusADMM,
     "atc": ATC,
     "exact_diffusion": ExactDiffusion,
@@ -337,7 +337,7 @@ def infer(
     >>> np.concatenate(found.codes, axis=1).round(2) + 0.0
     array([[ 1.73,  0.  ,  0.  , -0.82]])
     """
-    kind = METHODS[check_choice("method", method, METHODS)]
+    kind = DUAL_METHODS[check_choice("method", method, DUAL_METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     check_objective(objective, len(check_list("dictionaries", dictionaries)))
     if isinstance(network, CombinationMatrix):  # of a topology, programs know the weights

@@ -56,7 +56,7 @@ from flwr_perdl.network._minimize import correlate
 from flwr_perdl.network.combine import Array, Inbox, step_back
 from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.inference import (
-    METHODS,
+    DUAL_METHODS,
     DualInference,
     DualState,
     Inference,
@@ -64,7 +64,7 @@ from flwr_perdl.network.inference import (
     exact_dual,
     infer,
 )
-from flwr_perdl.network.objectives import Objective, check_agents, check_each, check_positive
+from flwr_perdl.network.objectives import Objective, check_agents, check_field, check_positive
 from flwr_perdl.network.schedule import links_of
 from flwr_perdl.network.topology import MOST_NODES, CombinationMatrix, Topology
 from flwr_perdl.random import spawn
@@ -168,11 +168,11 @@ class ModelDiffusion:
         """Check the arguments."""
         own_numbers(self)
         check_kind("objective", self.objective, Objective, "an Objective")
-        check_each(self, "n_atoms_per_agent", partial(check_count, "n_atoms_per_agent", low=1))
+        check_field(self, "n_atoms_per_agent", partial(check_count, "n_atoms_per_agent", low=1))
         check_real("step", self.step, 0, LARGE)
         check_real("decay", self.decay, 0, LARGE)
         check_count("batch_size", self.batch_size, 1)
-        check_choice("method", self.method, (*METHODS, EXACT))
+        check_choice("method", self.method, (*DUAL_METHODS, EXACT))
         if self.n_iterations is not None:
             check_count("n_iterations", self.n_iterations, 1)
         check_real("tolerance", self.tolerance, 0)
@@ -386,7 +386,7 @@ class ModelDiffusion:
     def _given(self, model: Model, X: Matrix, network: Any) -> dict[str, Any]:
         """Return what all batches have in common, checked: the arguments of `infer`."""
         exact = self.method == EXACT
-        kind, options = METHODS["admm" if exact else self.method], dict(self.options)
+        kind, options = DUAL_METHODS["admm" if exact else self.method], dict(self.options)
         atoms = list(model.dictionaries)
         probe = kind(
             self.objective, links_of(network), atoms, X, self.informed, **({} if exact else options)
@@ -493,7 +493,7 @@ class Learning:
         dtype: Any = None,
         show: bool = False,
     ) -> None:
-        check_choice("method", learner.method, METHODS)
+        check_choice("method", learner.method, DUAL_METHODS)
         streams = X if isinstance(X, Mapping) else dict.fromkeys(range(topology.n_nodes), X)
         self.streams = {k: check_array("X", stream, floor=0.8) for k, stream in streams.items()}
         for stream in self.streams.values() if learner.objective.nonnegative else ():
@@ -514,7 +514,7 @@ class Learning:
         n_atoms = max(learner._counts(topology.n_nodes))
         blank = np.zeros((n_atoms, self.n_features), dtype=self.dtype)
         given = learner.objective, topology, {0: blank}, blank[:1], learner.informed
-        self.inference: DualInference = METHODS[learner.method](*given, **learner.options)
+        self.inference: DualInference = DUAL_METHODS[learner.method](*given, **learner.options)
         accuracy = learner.tolerance or _ACCURACY
         self.n_iterations = learner.n_iterations or self.inference.rounds(accuracy)
         self.n_batches = -(-self.n_samples // learner.batch_size)

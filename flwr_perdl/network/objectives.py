@@ -54,7 +54,7 @@ def check_objective(objective: Objective, n_agents: int) -> None:
     check_agents(objective, n_agents, *WEIGHTS)
 
 
-def check_each(record: Any, name: str, check: Callable[[Any], float]) -> None:
+def check_field(record: Any, name: str, check: Callable[[Any], float]) -> None:
     """Check a field that is a number, or make it a tuple of the agents' own numbers, checked."""
     value = getattr(record, name)
     own = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
@@ -71,7 +71,7 @@ def check_agents(record: Any, n_agents: int, *names: str) -> None:
             )
 
 
-def spread(weight: Weight, like: Matrix) -> Any:
+def broadcast(weight: Weight, like: Matrix) -> Any:
     """Return a weight to multiply ``like`` with, whose first axis is that of the agents."""
     if not isinstance(weight, tuple):
         return weight
@@ -131,8 +131,8 @@ class Objective(ABC):
     def __post_init__(self) -> None:
         """Check the parameters."""
         own_numbers(self)
-        check_each(self, "gamma", partial(check_real, "gamma", low=0, high=LARGE))
-        check_each(self, "delta", partial(check_real, "delta", low=1 / LARGE, high=LARGE))
+        check_field(self, "gamma", partial(check_real, "gamma", low=0, high=LARGE))
+        check_field(self, "delta", partial(check_real, "delta", low=1 / LARGE, high=LARGE))
 
     @property
     def modulus(self) -> float:
@@ -258,7 +258,7 @@ class Objective(ABC):
         -------
         ndarray of shape (...,)
         """
-        penalty = spread(self.gamma, Y) * np.abs(Y) + spread(self.delta, Y) / 2 * np.square(Y)
+        penalty = broadcast(self.gamma, Y) * np.abs(Y) + broadcast(self.delta, Y) / 2 * np.square(Y)
         values: Matrix = penalty.sum(axis=-1)
         if self.nonnegative:
             values = np.where((Y >= 0).all(axis=-1), values, np.inf)
@@ -278,7 +278,8 @@ class Objective(ABC):
         -------
         ndarray of shape (...,)
         """
-        values: Matrix = (np.square(self._threshold(S)) / (2 * spread(self.delta, S))).sum(axis=-1)
+        squares = np.square(self._threshold(S))
+        values: Matrix = (squares / (2 * broadcast(self.delta, S))).sum(axis=-1)
         return values
 
     def code(self, S: Matrix) -> Matrix:
@@ -295,11 +296,11 @@ class Objective(ABC):
         -------
         ndarray of shape (..., n_atoms)
         """
-        codes: Matrix = self._threshold(S) / spread(self.delta, S)
+        codes: Matrix = self._threshold(S) / broadcast(self.delta, S)
         return codes
 
     def _threshold(self, S: Matrix) -> Matrix:
-        gamma = spread(self.gamma, S)
+        gamma = broadcast(self.gamma, S)
         if self.nonnegative:
             return np.asarray(np.maximum(S - gamma, 0))  # the paper's one-sided T
         return np.asarray(S - np.clip(S, -gamma, gamma))

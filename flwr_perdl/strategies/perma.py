@@ -71,7 +71,7 @@ from flwr_perdl.core.aggregate import CAP, RULES
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_robust
 from flwr_perdl.dictionary import aggregate_atoms, global_matching, polar_factor
 from flwr_perdl.dictionary.aggregation import (
-    METHODS,
+    ATOM_AVERAGES,
     Aggregation,
     aggregate_statistics,
     finish_atoms,
@@ -103,7 +103,7 @@ from flwr_perdl.strategies._dictionaries import (
 )
 from flwr_perdl.strategies._own_models import EndsWithModels
 
-AGGREGATIONS = ("statistics", *METHODS)
+AGGREGATIONS = ("statistics", *ATOM_AVERAGES)
 #: Those of which the server needs no more than a sum.
 SUMS = ("statistics", "mean", "weighted")
 _SUMMED = "secure", "privacy"
@@ -245,7 +245,7 @@ class PerMA(EndsWithModels):
         self.n_global = n_global if word else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
-        rules = [rule for rule in METHODS if rule in RULES]
+        rules = [rule for rule in ATOM_AVERAGES if rule in RULES]
         self.aggregation = check_robust(robust, rules, ROBUST, plain=self.aggregation)
         self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)

@@ -20,7 +20,7 @@ from flwr_perdl.network import (
 )
 from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.data_diffusion import DataDiffusion
-from flwr_perdl.network.inference import METHODS
+from flwr_perdl.network.inference import DUAL_METHODS
 from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import HuberNMF, SparseSVD
 from flwr_perdl.random import spawn
@@ -53,7 +53,7 @@ def inference(method: str, objective: Any) -> Maker:
         own = {k: atoms(k) for k in hosted}
         seen = {0, 3} & set(hosted)
         X = stream() if seen else np.zeros((5, FEATURES))
-        return METHODS[method](objective, topology, own, X, (0, 3))
+        return DUAL_METHODS[method](objective, topology, own, X, (0, 3))
 
     return make
 
