@@ -17,7 +17,7 @@ from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import Loss, SquaredLoss, TwoPhase, answer, moment_step, two_phases
 from flwr_perdl.regression.losses import SQUARED
-from flwr_perdl.regression.phases import Answers, Ask, State
+from flwr_perdl.regression.phases import Answers, Ask, Stage
 
 #: Numbers of features that are computed at once: a megabyte, which a processor's cache holds.
 _WINDOW = 2**17
@@ -126,7 +126,7 @@ class Run(NamedTuple):
     """What a simulated run came to."""
 
     #: The server's last state.
-    state: State
+    state: Stage
     #: The models after every round in which there were any, as (round, centers).
     history: list[tuple[int, Matrix]]
 
@@ -169,7 +169,7 @@ def simulate_rounds(
     *,
     centers: Matrix | None = None,
     seed: int = 0,
-) -> Iterator[State]:
+) -> Iterator[Stage]:
     """Yield the server's state after every exchange; the arguments are those of `simulate`."""
     run = two_phases(settings, settings.begin(centers))
     ask = next(run)

@@ -152,7 +152,7 @@ INNER = {
     "protocol.request": {"FAILED", "REFUSED"},
     "regression.losses": {"SQUARED"},
     "regression.moments": {"random_models"},
-    "regression.phases": {"Answers", "Ask", "State"},
+    "regression.phases": {"Answers", "Ask", "Stage"},
     "strategies.perma": {"AGGREGATIONS", "MATCHINGS"},
 }
 

@@ -20,7 +20,7 @@ from flwr_perdl.regression.losses import (
     check_loss,
     check_points,
 )
-from flwr_perdl.regression.phases import RULES, Ask
+from flwr_perdl.regression.phases import OPTION_RULES, Ask
 from flwr_perdl.regression.two_phase import answer
 
 MIXED_REGRESSION = "mixed_regression"
@@ -227,7 +227,8 @@ def _read(request: StepRequest, max_norm: float) -> Ask:
         if name == "update" or position != 1:  # the others are models, these are directions
             _check_norms(f"array {position}", array, max_norm)
     given = {key.removeprefix(OPTION): value for key, value in request.config.items()}
-    options = {key: RULES[key](key, value) for key, value in given.items() if key in RULES}
+    known = OPTION_RULES
+    options = {key: known[key](key, value) for key, value in given.items() if key in known}
     return Ask(name, arrays, options)
 
 

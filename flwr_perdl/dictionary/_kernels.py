@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.compiled import compiled
 
-#: In :func:`coordinate_descent`, atoms become active that violate optimality by more than this share
-#: of the worst violation. More at once make longer sweeps, fewer make more rounds: 0.5 to 0.9
-#: differ by a third.
+#: Atoms become active in :func:`coordinate_descent` that violate optimality by more than this
+#: share of the worst violation. More at once make longer sweeps, fewer make more rounds: 0.5 to
+#: 0.9 differ by a third.
 _WORST = 0.8
 
 

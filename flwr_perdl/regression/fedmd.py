@@ -36,7 +36,7 @@ from flwr_perdl.core.aggregate import clip_factors, keep_consistent, keep_suppor
 from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_real
 from flwr_perdl.regression import moments
 from flwr_perdl.regression.losses import SQUARED
-from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, State, TwoPhase
+from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, Stage, TwoPhase
 
 # What was tuned on settings C.1-C.3. A sketch has so many columns beyond twice the number of
 # models, which makes two products as good as an eigendecomposition; an anchor has so many points
@@ -89,7 +89,7 @@ def anchor(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
 # Server -------------------------------------------------------------------------------------------
 
 
-def start_descent(settings: TwoPhase, known: State, rng: np.random.Generator) -> Descent:
+def start_descent(settings: TwoPhase, known: Stage, rng: np.random.Generator) -> Descent:
     """Lines 3-5: where all anchors start, for the clients that no model fits."""
     d, groups = known.centers.shape[1], settings.most_clusters
     if settings.robust == "filtered":  # liars' groups too are to be found

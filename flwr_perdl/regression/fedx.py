@@ -21,7 +21,7 @@ Not in the paper:
   the iteration is GMRES restricted to the last rounds: it needs no bound on the curvature to
   converge in few rounds, also where the features are ill-conditioned;
 - it detects malicious clients by how their updates follow the models (:func:`track_slopes`);
-- the number of models follows from the clients (:func:`adapt`): whenever the models have settled,
+- the number of models follows from the clients (:func:`revise_models`): when models have settled,
   and every ``check_every`` rounds, models without clients are dropped, models that are too alike
   merge, and if clients fit none, Phase 1 is run on those to find what they need. Without noise,
   residuals show only how far the models still have to go: the models' last movement, and rounding,
@@ -171,7 +171,7 @@ def fedx(settings: TwoPhase, state: Refining) -> Exchanges[Descent]:
         labels, n = answers.stack[:, 0, 1:2], answers.n_samples[:, None]
         points = np.column_stack([answers.partitions, n * (labels == np.arange(len(ahead)))])
         state = _move_models(settings, state, ahead, change, counts, points)  # line 8
-        then = adapt(settings, state, answers, points, rng)
+        then = revise_models(settings, state, answers, points, rng)
         if isinstance(then, Descent):
             return then
         state = then
@@ -341,7 +341,7 @@ def count_replaced(before: Matrix, now: Matrix) -> Matrix:
     return replaced
 
 
-def adapt(
+def revise_models(
     settings: TwoPhase, state: Refining, answers: Answers, points: Matrix, rng: np.random.Generator
 ) -> Refining | Descent:
     """Drop, merge and add models as the clients need them; a Descent is to find further ones.

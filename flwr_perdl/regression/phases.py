@@ -30,12 +30,12 @@ from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix, check_count, ch
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
 
 #: The steps that a client takes: not in the paper; Phase 1, line 9; lines 10-15; Phase 2.
-Step = Literal["describe", "moment", "anchors", "update"]
+ClientStep = Literal["describe", "moment", "anchors", "update"]
 #: The check of a value, by its name: returns it, or raises a ValueError or TypeError.
-Rule = Callable[[str, Any], Any]
+OptionRule = Callable[[str, Any], Any]
 
-T = TypeVar("T")
-K = TypeVar("K", bound="State")
+_T = TypeVar("_T")
+_K = TypeVar("_K", bound="Stage")
 
 _COUNT = partial(check_count, low=1)
 _SIZE = partial(checks.check_real, low=0, high=LARGE)
@@ -47,9 +47,9 @@ _POSITIVE = partial(_SIZE, open_low=True)
 
 def option(
     default: Any,
-    rule: Rule,
+    rule: OptionRule,
     *,
-    sent: Step | None = None,
+    sent: ClientStep | None = None,
     needs: tuple[str, Callable[[Any], bool]] | None = None,
 ) -> Any:
     """Declare an option: a field of a dataclass, with all that other code has to know about it.
@@ -69,7 +69,7 @@ def option(
     return field(default=default, metadata={"rule": rule, "sent": sent, "needs": needs})
 
 
-def _choice(*choices: str) -> Rule:
+def _choice(*choices: str) -> OptionRule:
     return partial(checks.check_choice, choices=choices)
 
 
@@ -207,7 +207,7 @@ class Refinement:
 DESCENT, REFINEMENT = MomentDescent(), Refinement()
 _SENT = [own for own in (*fields(MomentDescent), *fields(Refinement)) if own.metadata["sent"]]
 #: The rules of what a request carries: of the options that are sent, and of what the server finds.
-RULES: dict[str, Rule] = {
+OPTION_RULES: dict[str, OptionRule] = {
     "variance": partial(checks.check_real, low=0),
     "min_points": check_count,
     "transpose": checks.check_flag,
@@ -318,7 +318,7 @@ class TwoPhase:
         refinement = Refinement(n_steps=5, work=3.0, normalise="all", momentum=False, check_every=0)
         return cls(n_clusters, descent, refinement)
 
-    def begin(self, centers: Matrix | None = None) -> State:
+    def begin(self, centers: Matrix | None = None) -> Stage:
         """Return the state before the first request.
 
         Parameters
@@ -328,21 +328,21 @@ class TwoPhase:
 
         Returns
         -------
-        State
+        Stage
         """
         if centers is None:
-            return State(centers=np.zeros((0, 0)))
+            return Stage(centers=np.zeros((0, 0)))
         centers = checks.check_array("centers", centers, min_rows=1)
         if self.phase_2.step_size is None or self.adapts(len(centers)):
-            return State(centers=centers)
-        return Refining.start(State(centers=centers, step_size=self.phase_2.step_size), centers)
+            return Stage(centers=centers)
+        return Refining.start(Stage(centers=centers, step_size=self.phase_2.step_size), centers)
 
     def adapts(self, n_clusters: int) -> bool:
         """Whether models may be dropped, merged and added."""
         alone = self.n_clusters != "auto" and n_clusters == 1
         return self.phase_2.check_every > 0 and not alone and self.start != "one-shot"
 
-    def sent_options(self, step: Step) -> dict[str, Any]:
+    def sent_options(self, step: ClientStep) -> dict[str, Any]:
         """Return the options of the phases that the requests of a step carry."""
         values = vars(self.phase_1) | vars(self.phase_2)
         names = [own.name for own in _SENT if own.metadata["sent"] == step]
@@ -358,8 +358,8 @@ class TwoPhase:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class State:
-    """What the server knows in every step; alone, before the clients have described their data.
+class Stage:
+    """What the server knows at every stage; alone, before the clients have described their data.
 
     Examples
     --------
@@ -370,7 +370,7 @@ class State:
     """
 
     #: The step to take next; of Phase 1, its first one.
-    step: ClassVar[Step] = "describe"
+    step: ClassVar[ClientStep] = "describe"
     #: Models, (k, d).
     centers: Matrix
     #: Whose answers to the last exchange stood out: partition and share, (m, 2).
@@ -394,24 +394,24 @@ class State:
             kinds = (np.ndarray, np.generic, int, float)
             check_kind(own.name, getattr(self, own.name), kinds, "an array or a number")
 
-    def to(self, kind: type[K], **more: Any) -> K:
+    def to(self, kind: type[_K], **more: Any) -> _K:
         """Return the state of another step: what every state knows, and what is given."""
-        return kind(**{own.name: getattr(self, own.name) for own in fields(State)} | more)
+        return kind(**{own.name: getattr(self, own.name) for own in fields(Stage)} | more)
 
     def pack(self) -> dict[str, NDArray[Any]]:
         """Return the state as named arrays, such as a checkpoint holds."""
         return {"step": np.asarray(self.step)} | {n: np.asarray(v) for n, v in vars(self).items()}
 
     @staticmethod
-    def unpack(arrays: Mapping[str, NDArray[Any]]) -> State:
+    def unpack(arrays: Mapping[str, NDArray[Any]]) -> Stage:
         """Return the state that was packed."""
-        (kind,) = (k for k in (State, Descent, Refining) if k.step == arrays["step"])
+        (kind,) = (k for k in (Stage, Descent, Refining) if k.step == arrays["step"])
         values: dict[str, Any] = {own.name: arrays[own.name] for own in fields(kind)}
         return kind(**{name: v if v.ndim else v.item() for name, v in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Descent(State):
+class Descent(Stage):
     """What it knows in Phase 1.
 
     Examples
@@ -444,7 +444,7 @@ class Descent(State):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Refining(State):
+class Refining(Stage):
     """What it knows in Phase 2."""
 
     step = "update"
@@ -469,7 +469,7 @@ class Refining(State):
     since: int = 0
 
     @classmethod
-    def start(cls, known: State, centers: Matrix, groups: Matrix | None = None) -> Refining:
+    def start(cls, known: Stage, centers: Matrix, groups: Matrix | None = None) -> Refining:
         """Return the state in which Phase 2 starts from these models."""
         k = len(centers)
         more: dict[str, Any] = dict.fromkeys(("tempo", "counts", "memory"), np.zeros(k))
@@ -495,7 +495,7 @@ class Ask(NamedTuple):
         (``n_anchors`` or ``n_iterations``).
     shape : tuple of int or None
         The shape of an answer; None in the exchange that finds the dimension.
-    state : State, optional
+    state : Stage, optional
         What the server knows before the exchange.
 
     Examples
@@ -507,12 +507,12 @@ class Ask(NamedTuple):
     'describe'
     """
 
-    step: Step
+    step: ClientStep
     arrays: tuple[Matrix, ...] = ()
     options: Mapping[str, float | int | str] = {}
     per_client: Mapping[int, tuple[Matrix, ...]] = {}
     shape: tuple[int, ...] | None = None
-    state: State = State(centers=np.zeros((0, 0)))
+    state: Stage = Stage(centers=np.zeros((0, 0)))
 
     def to(self, partition: int) -> Ask:
         """Return the request as this client receives it."""
@@ -547,4 +547,4 @@ class Answers(NamedTuple):
 
 #: A protocol, or a part of one: it yields what to ask, receives the answers and the round's own
 #: source of randomness, and returns what it came to.
-Exchanges = Generator[Ask, tuple[Answers, np.random.Generator], T]
+Exchanges = Generator[Ask, tuple[Answers, np.random.Generator], _T]

@@ -22,7 +22,7 @@ from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_d
 from flwr_perdl.regression.fedx import fedx, update
 from flwr_perdl.regression.losses import SQUARED, Loss
 from flwr_perdl.regression.moments import random_models
-from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, State, TwoPhase
+from flwr_perdl.regression.phases import Answers, Ask, Descent, Exchanges, Refining, Stage, TwoPhase
 
 #: Clients whose curvature is above this many times the median do not count for the step size.
 _STEEP = 10
@@ -31,14 +31,14 @@ _STEEP = 10
 _TYPICAL = 0.9
 
 
-def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
+def two_phases(settings: TwoPhase, state: Stage) -> Exchanges[None]:
     """Run both phases, from a state on: yield what to ask, receive the answers.
 
     Parameters
     ----------
     settings : TwoPhase
         How they are done.
-    state : State
+    state : Stage
         ``settings.begin()``, or that of a request of an earlier run, which is yielded again.
 
     Yields
@@ -113,7 +113,7 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
 
 
 def _prepare(
-    settings: TwoPhase, state: State, answers: Answers, rng: np.random.Generator
+    settings: TwoPhase, state: Stage, answers: Answers, rng: np.random.Generator
 ) -> Descent | Refining:
     """Take the step size and the features' scale from the clients' descriptions, and go on."""
     curvature, squares, d = answers.stack[:, 0], answers.stack[:, 1:], answers.stack.shape[1] - 1
@@ -129,7 +129,7 @@ def _prepare(
     centers = state.centers if len(state.centers) else np.zeros((0, d))
     if settings.start == "random" and not len(centers):
         centers = random_models(int(settings.n_clusters), d, rng)
-    known = State(
+    known = Stage(
         centers=centers,
         step_size=phase.step_size or _find_step_size(settings, curvature[likely], n[likely]),
         power=max(power, 1e-300),

@@ -47,8 +47,7 @@ from flwr_perdl.protocol.options import (
     spell_fields,
 )
 from flwr_perdl.protocol.records import CLUSTER, Replies, Reply
-from flwr_perdl.protocol.request import Protocol, Request
-from flwr_perdl.protocol.request import State as Saved
+from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import Refinement, TwoPhase, two_phases
 from flwr_perdl.regression.phases import (
@@ -57,7 +56,7 @@ from flwr_perdl.regression.phases import (
     Answers,
     Ask,
     MomentDescent,
-    State,
+    Stage,
     reject_unused,
 )
 from flwr_perdl.strategies._own_models import EndsWithModels
@@ -98,13 +97,13 @@ class _MixedRegression(EndsWithModels):
         settings = super().settings()
         return {**asdict(settings.pop("two_phase")), **settings}
 
-    def protocol(self, initial: list[Matrix], state: Saved | None) -> Protocol:
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""
         settings, options, count = self.two_phase, self._options, 0
         if state is None:
             begin = settings.begin(self._given(initial))
         else:
-            begin, count = State.unpack(state), int(state[_COUNT])
+            begin, count = Stage.unpack(state), int(state[_COUNT])
         run = two_phases(settings, begin)
         ask = next(run)
         if not ask.state.centers.size and options.num_clients is not None:
@@ -125,7 +124,7 @@ class _MixedRegression(EndsWithModels):
                 self._note_steep(replies, ask.state)
         return [ask.state.centers]
 
-    def _note_steep(self, replies: Replies, state: State) -> None:
+    def _note_steep(self, replies: Replies, state: Stage) -> None:
         """Say in report and log which clients the models are learned without."""
         if len(state.steep):
             replies.note(LEFT_OUT, dict.fromkeys(state.steep.tolist(), 1.0))

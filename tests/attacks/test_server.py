@@ -29,8 +29,7 @@ from flwr_perdl.network import Topology
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.records import Replies, Reply, read_parts, read_reply
 from flwr_perdl.regression import TwoPhase, two_phases
-from flwr_perdl.regression.phases import Answers
-from flwr_perdl.regression.phases import State as RegressionState
+from flwr_perdl.regression.phases import Answers, Stage
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -409,7 +408,7 @@ def test_a_list_of_nodes_is_checked() -> None:
 # Item 15: a curvature that is not true -----------------------------------------------------------
 
 
-def described(robust: str, factor: float, n_liars: int) -> RegressionState:
+def described(robust: str, factor: float, n_liars: int) -> Stage:
     """Return the state after ten clients' descriptions, some of them false."""
     rng = np.random.default_rng(0)
     stack = np.column_stack([rng.uniform(1, 2, 10), np.ones((10, 3))])

@@ -10,7 +10,7 @@ import pytest
 
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import Refinement, TwoPhase, model_error
-from flwr_perdl.regression.phases import Answers, Ask, Descent, State
+from flwr_perdl.regression.phases import Answers, Ask, Descent, Stage
 from perdl_experiments.batched_regression import Clients, simulate, simulate_rounds
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 
@@ -22,7 +22,7 @@ def planted(seed: int = 0) -> Mixed:
     return mixed_regression(np.where(np.arange(90) < 60, 10, 40), THIRDS, rng, d=20)
 
 
-def run_on(X: list[np.ndarray], y: list[np.ndarray], rounds: int = 40) -> State:
+def run_on(X: list[np.ndarray], y: list[np.ndarray], rounds: int = 40) -> Stage:
     return simulate(Clients(X, y), TwoPhase(3), rounds).state
 
 
