@@ -5,55 +5,52 @@ What stands under "write" is evaluated here, and what its class declares makes t
 
 from __future__ import annotations
 
+import re
+import tomllib
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 from flwr_perdl import network, strategies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 PAGE = Path(__file__).resolve().with_suffix(".md")
+#: What each method computes, by its name; and the papers.
+MATHS = tomllib.loads(PAGE.with_suffix(".toml").read_text())
+BIBLIOGRAPHY = PAGE.with_name("papers.bib").read_text()
+_ACCENTS = {"'": "\u0301", "`": "\u0300", "v": "\u030c", "c": "\u0327"}
 
-#: Papers by short name: what a row shows, and its link.
-PAPERS = {
-    "ATC": ("Sayed, 2014", "https://doi.org/10.1561/2200000051"),
-    "Bell": ("SecAgg+, Bell et al., 2020", "https://eprint.iacr.org/2020/704"),
-    "AFL": ("AFL, He et al., 2025", "https://arxiv.org/abs/2405.16240"),
-    "BRIDGE": ("BRIDGE, Fang et al., 2022", "https://arxiv.org/abs/1908.08098"),
-    "C-GT": ("Liao et al., 2022", "https://arxiv.org/abs/2103.13748"),
-    "Chainais": ("Chainais and Richard, 2014", "https://hal.science/hal-01104781"),
-    "Chen": ("Chen et al., 2015", "https://arxiv.org/abs/1402.1515"),
-    "CHOCO": ("Koloskova et al., 2019", "https://arxiv.org/abs/1902.00340"),
-    "ClippedGossip": ("ClippedGossip, He et al., 2022", "https://arxiv.org/abs/2202.01545"),
-    "Diakonikolas": ("Diakonikolas et al., 2017", "https://arxiv.org/abs/1703.00893"),
-    "Ditto": ("Li et al., 2021", "https://arxiv.org/abs/2012.04221"),
-    "Exact": ("Yuan et al., 2019", "https://arxiv.org/abs/1702.05122"),
-    "FedAvgM": ("FedAvgM, Hsu et al., 2019", "https://arxiv.org/abs/1909.06335"),
-    "FedBN": ("Li et al., 2021", "https://arxiv.org/abs/2102.07623"),
-    "FedOpt": ("FedAdam and FedYogi, Reddi et al., 2021", "https://arxiv.org/abs/2003.00295"),
-    "FedPer": ("Arivazhagan et al., 2019", "https://arxiv.org/abs/1912.00818"),
-    "FedProx": ("Li et al., 2020", "https://arxiv.org/abs/1812.06127"),
-    "FedRep": ("Collins et al., 2021", "https://arxiv.org/abs/2102.07078"),
-    "FedSA": ("Guo et al., 2025", "https://arxiv.org/abs/2410.01463"),
-    "IFCA": ("Ghosh et al., 2020", "https://arxiv.org/abs/2006.04088"),
-    "Laird": ("Laird and Ware, 1982", "https://doi.org/10.2307/2529876"),
-    "LEAD": ("Liu et al., 2021", "https://arxiv.org/abs/2007.00232"),
-    "LG": ("Liang et al., 2020", "https://arxiv.org/abs/2001.01523"),
-    "Noise": ("Kairouz et al., 2021", "https://arxiv.org/abs/2102.06387"),
-    "One-shot": ("Ghosh et al., 2019", "https://arxiv.org/abs/1906.06629"),
-    "PENS": ("PENS, Onoszko et al., 2021", "https://arxiv.org/abs/2107.08517"),
-    "PerMA": (
-        "Liang et al., 2023",
-        "https://proceedings.neurips.cc/paper_files/paper/2023/hash/"
-        "9f6f790f28a31fba89644f09faf4e0cb-Abstract-Conference.html",
-    ),
-    "Rahimi": ("Rahimi and Recht, 2007", "https://papers.nips.cc/paper/3182"),
-    "SGP": ("Assran et al., 2019", "https://arxiv.org/abs/1811.10792"),
-    "Su": ("Su et al., 2022", "https://arxiv.org/abs/2206.07279"),
-    "Tracking": ("Nedić et al., 2017", "https://arxiv.org/abs/1607.03218"),
-    "Wang": ("Wang et al., 2019", "https://arxiv.org/abs/1910.10252"),
-    "Zhao": ("Zhao and Sayed, 2015", "https://arxiv.org/abs/1409.6111"),
-}
+
+class Paper(NamedTuple):
+    """What a row shows of a paper, its link, and its BibTeX."""
+
+    shown: str
+    link: str
+    bibtex: str
+
+
+def papers() -> dict[str, Paper]:
+    """Return the papers of docs/papers.bib by key."""
+    found = {}
+    for bibtex, key in re.findall(
+        r"^(@\w+\{(.+?),\n.*?^\})", BIBLIOGRAPHY, re.MULTILINE | re.DOTALL
+    ):
+        field = dict(re.findall(r"^  (\w+) = \{(.*)\},$", bibtex, re.MULTILINE))
+        names = [plain(one.partition(",")[0]) for one in field["author"].split(" and ")]
+        who = f"{names[0]} et al." if len(names) > 2 else " and ".join(names)
+        shown = ", ".join([*filter(None, [field.get("shorttitle")]), who, field["year"]])
+        found[key] = Paper(shown, field["url"], bibtex)
+    return found
+
+
+def plain(latex: str) -> str:
+    """Return a name without LaTeX's accents."""
+    accent = r"\{\\(.)\{?(\w)\}?\}"
+    return re.sub(accent, lambda one: normalize("NFC", one[2] + _ACCENTS[one[1]]), latex)
+
+
+PAPERS = papers()
 
 ANY, ATOMS, LINEAR, RIDGE = "any model", "dictionaries", "linear models", "ridge regression"
 PERSONAL, CLUSTERS, NEIGHBORS = (
@@ -86,7 +83,7 @@ QUESTIONS = {
         Method("FedSA-LoRA", PERSONAL, 'PersonalizedFedAvg(["*lora_B*"])', ("FedSA",), ANY),
         Method("Ditto", PERSONAL, "Ditto(pull=0.1)", ("Ditto",), ANY),
         Method(
-            "FedAvg, fine-tuned",
+            "FedAvg-FT",
             "use-a-clients-model.md",
             "ClusteredFedAvg(1, fine_tune=20)",
             ("Wang",),
@@ -186,6 +183,19 @@ For IFCA, the initial arrays are four random models, stacked along a first axis.
 model, Flower's `LocalDpMod` adds noise at the client. \\* not with every other option: the error
 names them ([all options](which-algorithm.md#what-each-strategy-supports)).
 
+What each method minimizes, computes and sends, its deviations from the paper, and BibTeX are on the
+page of its class: [strategies](reference/flwr_perdl.strategies/index.md),
+[networks](reference/flwr_perdl.network/index.md).
+
+## Cite
+
+Cite this software by [CITATION.cff](../CITATION.cff), and the paper whose algorithm you ran:
+[papers.bib](papers.bib).
+
+```bibtex
+SOFTWARE
+```
+
 ## Options
 
 """
@@ -213,7 +223,7 @@ OURS = {
 
 def links(names: tuple[str, ...]) -> str:
     """Return papers as links."""
-    return "; ".join("[{}]({})".format(*PAPERS[name]) for name in names)
+    return "; ".join("[{}]({})".format(*PAPERS[name][:2]) for name in names)
 
 
 def written(method: Method) -> Any:
@@ -222,6 +232,17 @@ def written(method: Method) -> Any:
     names |= {"ring": network.Topology.ring(8), "directed": network.Topology.exponential(8)}
     names |= {"norm_layers": list, "net": ["bn.weight"]}  # PyTorch need not be installed
     return eval(method.write, names)
+
+
+def sources(method: Method) -> tuple[str, ...]:
+    """Return the keys of a method's papers; of ours, of those that it is closest to."""
+    return (*OURS.get(method.name, ()), *method.papers)
+
+
+def methods_of(name: str) -> list[Method]:
+    """Return the methods that a class of this name has."""
+    every = [one for rows in QUESTIONS.values() for one in rows]
+    return [one for one in every if re.match(rf"{name}\b", one.write)]
 
 
 def supports(strategy: Any, option: str) -> str:
@@ -267,7 +288,19 @@ def options() -> str:
 def page() -> str:
     """Return the page."""
     parts = [f"\n## {question}\n\n{table(methods)}" for question, methods in QUESTIONS.items()]
-    return HEAD + "".join(parts) + TAIL + options()
+    return HEAD + "".join(parts) + TAIL.replace("SOFTWARE", software()) + options()
+
+
+def software() -> str:
+    """Return BibTeX of this software, from CITATION.cff."""
+    citation = PAGE.parent.with_name("CITATION.cff").read_text()
+    said = dict(
+        re.findall(r"^(title|version|abstract): (?:>-\n *)?(.*?)\.?$", citation, re.MULTILINE)
+    )
+    title = f"{said['title']}: {said['abstract']}"
+    fields = {"author": "{The flwr-perdl developers}", "title": title, "version": said["version"]}
+    lines = [f"  {key} = {{{value}}}," for key, value in fields.items()]
+    return "\n".join(["@software{flwr-perdl,", *lines, "}"])
 
 
 if __name__ == "__main__":

@@ -8,12 +8,17 @@ imported, for their options.
 from __future__ import annotations
 
 import re
+import runpy
 import sys
+from collections.abc import Iterator
+from html import unescape
 from itertools import groupby, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import griffe
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -21,6 +26,15 @@ from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "reference"
+#: The methods of docs/methods.md, and what their formulas have in common.
+methods = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "methods.py")))
+NOTATION = (
+    "`$F_i$` is the loss of client `$i$`, `$p_i$` its share of all samples, `$T_i$` its app's own "
+    "training; between neighbors, `$a_{kl}$` is the weight of `$l$` at `$k$`."
+)
+#: Titles below them.
+DEVIATIONS, PARTIES = "Deviations from the papers", "What each party receives"
+PAPERS_NOTATION = "Notation of the papers"
 
 #: Packages and their titles, in the order of the navigation: what most users need comes first.
 PACKAGES = {
@@ -121,7 +135,8 @@ def to_markdown(text: str) -> str:
             if line.strip() == lines[0].strip():
                 continue
             cells = [line[a:b].strip() for a, b in pairwise([*starts, None])]
-            if cells[0] or not rows:
+            is_open = bool(rows) and rows[-1][0].count("``") % 2 == 1
+            if (cells[0] and not is_open) or not rows:
                 rows.append(cells)
             else:  # a row goes on
                 rows[-1] = [f"{a} {b}".strip() for a, b in zip(rows[-1], cells, strict=True)]
@@ -195,7 +210,64 @@ def _page(one: griffe.Object | griffe.Alias) -> str:
         shown = _shown(one)
         lines += ["    options:", "      group_by_category: false", f"      members: {shown}"]
         lines += ["      inherited_members: false"] * (not shown)  # which an empty list lets in
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return text + "\n".join(_maths(one)) if methods.methods_of(one.name) else text
+
+
+def _maths(one: griffe.Object | griffe.Alias) -> Iterator[str]:
+    """Yield what a class's methods compute, their deviations from the papers, who sees what."""
+    modules = [one.canonical_path.rpartition(".")[0]]
+    cited: dict[str, None] = {}
+    yield f"\n## Mathematics\n\n{NOTATION}\n"
+    for method in methods.methods_of(one.name):
+        maths = methods.MATHS[method.name]
+        modules += [name for name in maths.get("modules", ()) if name not in modules]
+        cited |= dict.fromkeys(methods.sources(method))
+        papers = methods.links(methods.sources(method))
+        yield f"### {method.name}\n\n`{method.write}`{f' ({papers})' if papers else ''}\n"
+        yield f"Objective:\n\n`$${maths['objective']}$$`\n"
+        steps = re.split(r"[,;:]? \\quad ", maths["update"])
+        yield "In a round:\n\n" + "\n\n".join(f"`$${one}$$`" for one in steps) + "\n"
+        yield f"**Sent.** {_inline(maths['sent'])}\n"
+        if "deviation" in maths:
+            yield f"**Deviation.** {_inline(maths['deviation'])}\n"
+    parts = {name: _parts(one.package.modules_collection[name]) for name in modules}
+    for title in (
+        "Deviations from the papers",
+        "What each party receives",
+        "Notation of the papers",
+    ):
+        found = [part[title] for part in parts.values() if title in part]
+        if found:
+            yield f"## {title}\n"
+            yield "\n\n".join(found) + "\n"
+    yield "## BibTeX\n\n```bibtex"
+    yield from (methods.PAPERS[key].bibtex for key in cited)
+    yield "```"
+
+
+def _inline(text: str) -> str:
+    """Return a sentence with its formulas as code, which `on_page_content` draws."""
+    return re.sub(r"(\$.+?\$)", r"`\1`", text)
+
+
+def _parts(module: griffe.Module) -> dict[str, str]:
+    """Return the parts of a module's docstring below its first line, by title."""
+    text = module.docstring.value.partition("\n")[2]
+    starts = r"(?:(?<=\s)|^)(?=(?:Deviations?\b|Not in the\s+paper|\**What each party receives))"
+    parts: dict[str, list[str]] = {}
+    title = PAPERS_NOTATION
+    for paragraph in filter(str.strip, re.split(rf"\n\n|{starts}", text)):
+        if re.match(r"Deviation|Not in the\s+paper", paragraph):
+            title = DEVIATIONS
+            paragraph = re.sub(r"^Deviations?[\w ]*?(, and why)?[:.]\s*", "", paragraph)
+        elif re.match(r"\**What each party receives", paragraph):
+            title = PARTIES
+            paragraph = re.sub(r"^\**What each party receives[.:]\**\s*", "", paragraph)
+        elif not paragraph.startswith(("- ", "  ")):
+            title = PAPERS_NOTATION
+        parts.setdefault(title, []).append(paragraph[:1].upper() + paragraph[1:])
+    return {title: "\n\n".join(one) for title, one in parts.items()}
 
 
 def _folder(one: griffe.Object | griffe.Alias) -> str:
@@ -253,9 +325,19 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
         url = get_relative_url(target.removesuffix(".md") + ".html", page.url)
         return f'<a class="name" href="{url}">{match[0]}</a>'
 
+    html = re.sub(r"<code>(\$\$?)(.+?)\1</code>", _formula, html)
     html = re.sub(r"(?<=object-name )([^>]*>)([\w.]+)</span>", _dotted, html)
     html = re.sub(r'(?<!">)(?<!<pre>)<code>(\w+)</code>', link, html)
     return re.sub(r"<code>([^<\n]{40,})</code>", _breakable, html)
+
+
+def _formula(code: re.Match[str]) -> str:
+    """Return a formula as MathML, which browsers draw without a script."""
+    latex = unescape(code[2])
+    if code[1] == "$":
+        return convert(latex)
+    below = re.sub(r"(\\arg)?\\min_(\{.*?\}|\w)", r"\\underset{\2}{\1\\min}", latex)
+    return f'<span class="formula" tabindex="0">{convert(below, display="block")}</span>'
 
 
 def _dotted(name: re.Match[str]) -> str:
@@ -284,7 +366,8 @@ def _index(
     lines = [f"# {title}", "", f"`{package}`: {module.docstring.value}", ""]
     objects = [one for one in names if not one.is_attribute]
     files = {path: at for at, path in reversed(list(enumerate(map(home, objects))))}
-    for path, group in groupby(sorted(objects, key=lambda one: files[home(one)]), home):
+    for path, those in groupby(sorted(objects, key=lambda one: files[home(one)]), home):
+        group = list(those)
         source = module.modules_collection[path]
         summary, _, rest = source.docstring.value.partition("\n")
         if path != package:
@@ -293,8 +376,9 @@ def _index(
         for one in group:
             target = f"../{_folder(one)}/{one.name}.md"
             lines.append(f"| [`{one.name}`]({target}) | {_summary(one)} |")
-        private = path.rpartition(".")[2].startswith("_")
-        if rest.strip() and not private and path != package:
+        elsewhere = path.rpartition(".")[2].startswith("_") or path == package
+        elsewhere |= any(methods.methods_of(one.name) for one in group)  # on their own pages
+        if rest.strip() and not elsewhere:
             indented = "\n".join(f"    {line}".rstrip() for line in rest.strip().splitlines())
             lines += ["", '??? note "Notation and implementation"', "", indented]
         lines.append("")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import runpy
 import tomllib
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 
@@ -201,8 +203,26 @@ def test_the_page_of_methods_is_what_its_generator_writes_and_has_every_strategy
         type(methods["written"](one)) for rows in methods["QUESTIONS"].values() for one in rows
     }
     assert set(learners.values()) <= listed
-    assert all(link in page for _, link in methods["PAPERS"].values())
-    assert "deviat" not in page or all("deviat" in str(one.__doc__) for one in listed)
+    assert all(paper.link in page for paper in methods["PAPERS"].values())
+
+
+def test_every_method_has_its_formulas_its_deviations_and_its_papers() -> None:
+    methods = runpy.run_path(str(ROOT / "docs" / "methods.py"))
+    every = [one for rows in methods["QUESTIONS"].values() for one in rows]
+    assert {one.name for one in every} == methods["MATHS"].keys()
+    cited = set()
+    for one in every:
+        maths = methods["MATHS"][one.name]
+        assert maths.keys() - {"modules", "deviation"} == {"objective", "update", "sent"}
+        for latex in (maths["objective"], maths["update"]):
+            assert latex.count("{") == latex.count("}"), one.name
+            assert latex.count("(") == latex.count(")"), one.name
+        listed = [inspect.getdoc(import_module(name)) or "" for name in maths.get("modules", ())]
+        assert all(re.search(r"Deviation|Not in the\s+paper", text) for text in listed), one.name
+        assert listed or maths["deviation"], one.name
+        cited |= set(methods["sources"](one))
+    options = {key for *_, keys in methods["OPTIONS"] for key in keys}
+    assert cited | options == methods["PAPERS"].keys()
 
 
 def test_the_two_commands_of_the_readme_are_there_and_ci_runs_its_tests() -> None:

@@ -97,6 +97,15 @@ def test_every_public_name_has_a_page_with_an_example(package: str, site: Path) 
             assert "doc-symbol-module" not in page, f"the page of {name} is of a module"
 
 
+def test_the_page_of_a_method_has_its_formulas_deviations_and_bibtex(site: Path) -> None:
+    for name, formulas in {"PerMA": 4, "PersonalizedFedAvg": 10, "DiffusionAveraging": 20}.items():
+        page = (site / "reference" / "flwr_perdl.strategies" / f"{name}.html").read_text()
+        assert page.count('display="block"') >= formulas
+        assert "$" not in re.sub(r"(?s)<(script|pre).*?</\1>", "", page)  # no formula as text
+        for title in ("Deviations from the papers", "BibTeX"):
+            assert f">{title}<" in page
+
+
 def complaints(browser: Any, url: str, width: int, scheme: str) -> list[str]:
     """Return what the console, the layout and axe-core have to say of a page."""
     axe = Path(import_module("axe_core_python").__file__ or "").parent / "axe.min.js"
