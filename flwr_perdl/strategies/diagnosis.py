@@ -570,11 +570,14 @@ class Diagnosis(ShownAsCalled):
             )
         partitions = sorted({p for one in measured[first] for p in one})
         n, sign = len(partitions), 1 if self.higher_is_better else -1
-        half = spawn(self._seed, SERVER, 2).permutation(n) % 2 == 0
         found = dict[int, Matrix]()
         for i, (run, evaluations) in enumerate(zip(runs, measured, strict=True)):
-            some = [[one.get(p, np.nan) for p in partitions] for one in reversed(evaluations)]
-            scores = _of_chosen_times(sign * np.array(some), half) if some else np.full(n, np.nan)
+            scores = np.full((1, n), np.nan)
+            if evaluations:
+                scores = np.array(
+                    [[sign * o.get(p, np.nan) for p in partitions] for o in evaluations]
+                )
+            scores = scores[self._counts(scores), np.arange(n)]
             if 2 * np.isfinite(scores).sum() >= n:
                 found[i] = scores
             else:
@@ -589,6 +592,22 @@ class Diagnosis(ShownAsCalled):
         reference = list(found).index(first)
         gains = scores - scores[reference]
         return _Judged([runs[i] for i in found], clients, scores, gains, reference)
+
+    def _counts(self, scores: Matrix) -> NDArray[np.intp]:
+        """Return the number of the evaluation that counts, for each client.
+
+        That is the last one, unless an earlier one was clearly better. Each half of the clients
+        chooses for the other one: for themselves they would choose where they were lucky.
+
+        ``scores`` (n_times, n_clients): more is better; NaN counts as the client's worst.
+        """
+        filled = np.where(np.isnan(scores), np.nan_to_num(np.fmin.reduce(scores)), scores)[::-1]
+        half = spawn(self._seed, SERVER, 2).permutation(scores.shape[1]) % 2 == 0
+        chosen = []
+        for choosing in (~half, half):
+            ahead, width = middle((filled - filled[0])[:, choosing])
+            chosen.append(len(scores) - 1 - (ahead - width).argmax())
+        return np.where(half, *chosen)
 
     def _concluded(self, stopped: Sequence[_Run], ended: Sequence[_Run]) -> tuple[Diagnosed, _Run]:
         """Return the findings, and the run of the recommended candidate."""
@@ -834,24 +853,6 @@ def _interval(values: Matrix, n_candidates: int) -> tuple[float, float, float]:
     """Return the mean without outliers, and the ends of its interval."""
     mean, width = middle(values, n_candidates)
     return float(mean), float(mean - width), float(mean + width)
-
-
-def _of_chosen_times(scores: Matrix, half: NDArray[np.bool_]) -> Matrix:
-    """Return each client's score at the time that the clients of the other half choose.
-
-    That is the last one, unless another is clearly better. If clients chose for themselves, it
-    would be one where they were lucky.
-
-    ``scores`` (n_times, n_clients): more is better, the last time first; NaN where there is none,
-    which counts as the client's worst.
-    """
-    filled = np.where(np.isnan(scores), np.nan_to_num(np.fmin.reduce(scores)), scores)
-    chosen = []
-    for choosing in (~half, half):
-        ahead, width = middle((filled - filled[0])[:, choosing])
-        chosen.append(scores[(ahead - width).argmax()])
-    scored: Matrix = np.where(half, *chosen)
-    return scored
 
 
 def middle(values: Matrix, n_candidates: int = 2) -> tuple[Matrix, Matrix]:
