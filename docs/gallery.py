@@ -35,11 +35,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from hashlib import file_digest, sha256
+from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from scipy.stats import t as student_t
@@ -47,7 +49,8 @@ from scipy.stats import t as student_t
 from perdl_experiments import run_experiment
 from perdl_experiments.data import digest
 from perdl_experiments.fetch import PAPERS
-from perdl_experiments.outcome import CHART
+from perdl_experiments.outcome import CHART, DPI, vector
+from perdl_experiments.pictures import heat_map, intervals
 from perdl_experiments.render import (
     SHARE,
     claim_holds,
@@ -69,6 +72,7 @@ STUDIES_AT = ROOT / "perdl_experiments" / "studies"
 
 REPEATS, PROCESSES, KERNEL = 5, 2, "Haswell"
 MOVED, TINY = 1e-6, 1e-12  # of its size, and rounding of a zero: what a stored number may move
+TABLE = "methods"  # the picture that is drawn of the table of methods
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BETTER, REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE = (
     "better than the paper",
@@ -180,6 +184,7 @@ class Entry(NamedTuple):
     ours: Sequence[str] = ()
     rows: str = "method"
     drawn: Mapping[str, Any] = {}
+    charted: Literal["", "heat", "dots"] = ""
 
     def seeds(self, run: str) -> list[int]:
         """Return the seed of each repetition; where one runs many seeds, the first of its own."""
@@ -880,6 +885,13 @@ def write_pages(results: Mapping[str, Any]) -> None:
         (PAGES / name).write_text(text)
     before, _, after = re.split(r"(\| task \|.*?\n)(?!\|)", README.read_text(), flags=re.DOTALL)
     README.write_text(before + readme(results) + after)
+    for entry in known.values():
+        if entry.charted and entry.name in results:
+            drawn = chart(entry, Found(entry, results))
+            _picture(entry, TABLE, ".svg").write_bytes(vector(drawn))
+            with BytesIO() as image:
+                drawn.savefig(image, format="png", dpi=DPI, bbox_inches="tight")
+                _thumbnail(entry, image)
     for page in listed():
         entry = known[page.entries[0]]
         picture = _picture(entry, entry.pictures[0], ".png")
@@ -906,7 +918,7 @@ def readme(results: Mapping[str, Any]) -> str:
     return markdown_table(["task", "local", "compared with", "flwr-perdl", "difference"], rows)
 
 
-def _thumbnail(entry: Entry, source: Path) -> None:
+def _thumbnail(entry: Entry, source: Path | BytesIO) -> None:
     """Write a card's picture: the entry's, of a tall one the top, in the middle of white."""
     for page in listed():
         if page.entries[0] == entry.name:
@@ -978,7 +990,7 @@ def _index(
 def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
     """Yield what the index says of a page: a picture and a sentence."""
     entry, found = sections[0]
-    kinds = {Path(one["file"]).stem: one["kind"] for one in found.runs[found.first]["figures"]}
+    kinds = {Path(one["file"]).stem: one["kind"] for one in _shown(entry, found)}
     chart = "#chart" if kinds[entry.pictures[0]] == CHART else ""
     yield f"- [![{page.title}](thumbnails/{page.name}.png{chart})]({page.name}.md)\n"
     said = f"{markdown_text(page.sentence)} *{_verdict(entry, found, against=True)}.*"
@@ -1065,7 +1077,7 @@ def _section(entry: Entry, found: Found, said: set[str], sure: Confirmed) -> Ite
     asked = "" if entry.shows else f"{entry.questions[0].asks} "
     why = f" {entry.incomparable}" if entry.incomparable else ""
     yield f"{asked}**{_verdict(entry, found)}**{_of(entry)}.{why}\n"
-    for figure in found.runs[found.first]["figures"]:
+    for figure in _shown(entry, found):
         name = Path(figure["file"]).stem
         if name in entry.pictures and not figure["file"].endswith(".gif"):
             alt = figure.get("alt") or figure["title"]
@@ -1100,24 +1112,57 @@ def _source(entry: Entry) -> str:
     return f"[{code}.py]({STUDIES}/{code}.py)"
 
 
+def _shown(entry: Entry, found: Found) -> list[dict[str, str]]:
+    """Return the figures of a section: the table's own, then the first run's."""
+    figures: list[dict[str, str]] = found.runs[found.first]["figures"]
+    if not entry.charted:
+        return figures
+    lines = {"heat": "", "dots": "; lines: intervals"}[entry.charted]
+    said = {"title": entry.title, "caption": f"Blue: this page's methods; bold: the best{lines}."}
+    return [{"file": f"{TABLE}.svg", "kind": CHART, **said}, *figures]
+
+
+def chart(entry: Entry, found: Found) -> Drawing:
+    """Draw the table of methods, all its rows: a heat map, or the first column's intervals."""
+    methods, cells = _rows(entry, found)
+    names, ours = [entry.names[one] for one in methods], [one in entry.ours for one in methods]
+    higher = entry.columns[0].better == "higher"
+    if entry.charted == "heat":
+        columns = [column.words for column in entry.columns]
+        values = [[found.get(cell) if cell else np.nan for cell in row] for row in cells]
+        return heat_map(np.array(values).T, columns, names, ours=ours, higher_is_better=higher)
+    shown = [(*found.interval(cell), found.get(cell)) for cell, *_ in cells]
+    words = entry.columns[0].words
+    return intervals(np.array(shown), names, x=words, ours=ours, higher_is_better=higher)
+
+
+def _rows(entry: Entry, found: Found) -> tuple[list[str], list[list[str]]]:
+    """Return the methods of the table, the best by the first column first, and their metrics."""
+    rows = [
+        (method, cells)
+        for method in entry.names
+        if any(cells := [_reference(column, method, found) for column in entry.columns])
+    ]
+    first = 1 if entry.columns[0].better == "lower" else -1
+    rows.sort(key=lambda row: first * found.get(row[1][0]) if row[1][0] else np.inf)
+    return [method for method, _ in rows], [cells for _, cells in rows]
+
+
 def _methods(entry: Entry, found: Found) -> str:
     """Return the table of methods, the best by the first column first."""
     if not entry.columns:
         return ""
-    rows = []
-    for method, words in entry.names.items():
-        cells = [_reference(column, method, found) for column in entry.columns]
-        if any(cells):
-            name = f"**{words}**" if method in entry.ours else words
-            rows.append(
-                [name, *(_measured(cell, found) if cell else "" for cell in cells), cells[0]]
-            )
-    first = 1 if entry.columns[0].better == "lower" else -1
-    rows.sort(key=lambda row: first * found.get(row[-1]) if row[-1] else np.inf)
+    rows = [
+        [
+            f"**{entry.names[method]}**" if method in entry.ours else entry.names[method],
+            *(_measured(cell, found) if cell else "" for cell in cells),
+        ]
+        for method, cells in zip(*_rows(entry, found), strict=True)
+    ]
     senses = [f" ({column.better} is better)" for column in entry.columns]
     all_, each = (senses[0], [""] * len(senses)) if len(set(senses)) == 1 else ("", senses)
     heads = [column.words + sense for column, sense in zip(entry.columns, each, strict=True)]
-    return markdown_table([f"{entry.rows}{all_}", *heads], [row[:-1] for row in rows])
+    return markdown_table([f"{entry.rows}{all_}", *heads], rows)
 
 
 def _reference(column: Column, method: str, found: Found) -> str:

@@ -30,6 +30,7 @@ from perdl_experiments.plots import (
 
 #: Letters of all titles in a row of images, and of a bar's name before it wraps.
 _LETTERS, _NAME = 46, 28
+_OTHERS = "#5b6770"  # what is not ours
 #: Images of more titles than this have a row each: their titles would not fit side by side.
 _MOST_COLUMNS = 5
 
@@ -181,8 +182,51 @@ def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -
     return figure
 
 
+def intervals(
+    values: Matrix, names: Sequence[str], *, x: str, ours: Sequence[bool], higher_is_better: bool
+) -> Figure:
+    """Draw a dot with its interval and its number for every name.
+
+    Parameters
+    ----------
+    values : ndarray of shape (n_names, 3)
+        The ends of the interval, and the number.
+    names : sequence of str
+        Of the rows.
+    x : str
+        What the numbers are.
+    ours : sequence of bool
+        Which rows are blue.
+    higher_is_better : bool
+        Or lower: the best number is bold.
+    """
+    named = [fill(name, _NAME, break_on_hyphens=False) for name in names]
+    row = 0.36 if any("\n" in name for name in named) else 0.24
+    figure = _figure(WIDTH, row * len(names) + 0.6)
+    axes = _plain(figure.add_subplot())
+    middles = values[:, 2]
+    best = middles.max() if higher_is_better else middles.min()
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+    for at, ((low, high, middle), mine) in enumerate(zip(values, ours, strict=True)):
+        color = COLORS[0] if mine else _OTHERS
+        axes.plot([low, high], [at, at], color=color, lw=1.8)
+        axes.plot(middle, at, "o", color=color, ms=5)
+        weight = "bold" if middle == best else "normal"
+        axes.annotate(f"{middle:.4g}", (1.02, at), fontsize=SMALL, weight=weight, **place)
+    axes.set(xlabel=x)
+    axes.set_yticks(range(len(names)), named, fontsize=SMALL)
+    axes.locator_params(axis="x", nbins=4)
+    axes.invert_yaxis()
+    return figure
+
+
 def heat_map(
-    values: Matrix, rows: Sequence[str], columns: Sequence[str], *, higher_is_better: bool = True
+    values: Matrix,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    ours: Sequence[bool] = (),
+    higher_is_better: bool = True,
 ) -> Figure:
     """Draw a table as colors with its numbers, the best of each row framed.
 
@@ -195,6 +239,8 @@ def heat_map(
         Colors go from each row's worst to its best; NaN is left out.
     rows, columns : sequence of str
         What they are.
+    ours : sequence of bool, optional
+        Which columns have a blue name.
     higher_is_better : bool, default True
         Or lower.
     """
@@ -202,9 +248,12 @@ def heat_map(
     low, high = np.nanmin(better, axis=1, keepdims=True), np.nanmax(better, axis=1, keepdims=True)
     shades = (better - low) / np.where(high > low, high - low, 1)
     best = shades == 1
-    if len(columns) > len(rows):
+    turn = len(columns) > len(rows)
+    if turn:
         values, shades, best, rows, columns = values.T, shades.T, best.T, columns, rows
-    figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.5), 0.32 * len(rows) + 1.4)
+    named = [fill(name, _NAME, break_on_hyphens=False) for name in rows]
+    row = 0.36 if any("\n" in name for name in named) else 0.32
+    figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.5), row * len(rows) + 1.4)
     axes = figure.add_subplot()
     axes.pcolormesh(shades, cmap="Blues", vmin=0, vmax=1.3)
     for i, j in zip(*np.nonzero(np.isfinite(values)), strict=True):
@@ -217,8 +266,11 @@ def heat_map(
     axes.invert_yaxis()
     turned: dict[str, Any] = {"rotation": 35, "ha": "left", "rotation_mode": "anchor"}
     axes.set_xticks(np.arange(len(columns)) + 0.4, columns, **turned)
-    axes.set_yticks(np.arange(len(rows)) + 0.5, [fill(name, 19) for name in rows])
+    axes.set_yticks(np.arange(len(rows)) + 0.5, named)
     axes.tick_params(length=0, labelsize=SMALL, labeltop=True, labelbottom=False)
+    labels = axes.get_yticklabels() if turn else axes.get_xticklabels()
+    for label, mine in zip(labels, ours, strict=False):
+        label.set_color(COLORS[0] if mine else "black")
     for spine in axes.spines.values():
         spine.set_visible(False)
     return figure
