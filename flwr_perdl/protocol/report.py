@@ -249,7 +249,10 @@ def is_higher_better(metric: str, given: bool | None) -> bool:
 
 
 def in_words(
-    report: RoundReport, flags: Collection[str] = (), labels: Collection[str] = ()
+    report: RoundReport,
+    flags: Collection[str] = (),
+    labels: Collection[str] = (),
+    hidden: Collection[str] = (),
 ) -> list[str]:
     """Return an exchange's metrics as a log says them: means, and the worst client's."""
     found = []
@@ -257,7 +260,7 @@ def in_words(
     for name, mean in report.aggregate.items():
         values = [own[name] for own in numbers if name in own]
         same = name == "loss" and report.aggregate.get("eval_loss") == mean
-        if not values or same or _is_flag(name, flags):
+        if not values or same or name in hidden or _is_flag(name, flags):
             continue
         found.append(f"{name} {mean:.4g}{_name_worst(name, values)}")
     for label in labels:

@@ -56,6 +56,7 @@ from flwr_perdl.protocol.request import (
     Lost,
     Protocol,
     State,
+    TooFewReplies,
     read_replies,
 )
 from flwr_perdl.protocol.roster import LocalGrid, within
@@ -112,6 +113,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     protocol_name: ClassVar[str] = ""
     flags: ClassVar[tuple[str, ...]] = (NEW_STATE,)
     labels: ClassVar[tuple[str, ...]] = ()
+    #: Metrics that lines and log leave out.
+    _not_in_words: ClassVar[tuple[str, ...]] = ()
     #: The names of a model's arrays, where they are not those of the initial ones; which array has
     #: a row for each model, where they are not one after the other; how one is named, if not so.
     _names_given: Sequence[str] = ()
@@ -136,10 +139,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _n_stacked: int = 0
     #: Whether another strategy's `start` may call this one's steps.
     _wrappable: ClassVar[bool] = True
+    #: What attributes are called as options, properties too; "": they are none; "*": their fields.
+    _called_as: ClassVar[Mapping[str, str]] = {}
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
     _default_rounds: ClassVar[int | None] = 3
+    #: After how many rounds there is a result, where no initial arrays are given; and how many come
+    #: before the first one that users count.
+    _least_rounds, _ahead = 1, 0
+    #: What can be done where too few clients are there, after the options that can.
+    _if_fewer: ClassVar[str] = ""
     #: What every request's config says besides.
     _told: Mapping[str, Scalar] = MappingProxyType({})
     #: Whether clients' messages are sealed; how often clients train once the run is over; whether
@@ -227,7 +237,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options by name."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys([*vars(self), *self._called_as]):
+            called = self._called_as.get(name, "" if name.startswith("_") else name)
+            if called:
+                value = getattr(self, name)
+                found |= vars(value) if called == "*" else {called: value}
+        return found
 
     @property
     def model_names(self) -> Sequence[str]:
@@ -316,7 +332,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
         self._train_config = train_config
         run = self.open(to_arrays(initial), initial) if self._paused is None else self._running()
-        show = show_run(mode, self._title or type(self).__name__, self._shown_rounds(rounds))
+        show = show_run(mode, self._title or type(self).__name__, rounds - self._ahead)
         run.log_begin(evaluates=evaluate_fn is not None)
         with poll_faster(grid), show as self._show:
             if isinstance(grid, LocalGrid):
@@ -332,7 +348,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             )
             self._after_rounds(grid, result)
             run.warn_of_evaluations()
-        done, least = run.record.done, self._least_rounds()
+        done, least = run.record.done, self._least_rounds
         if not run.record.model and done < least:
             log(
                 WARNING,
@@ -348,7 +364,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _check_rounds(self, num_rounds: int | None, initial: ArrayRecord) -> int:
         """Return the number of rounds; a ValueError if there would be no result after them."""
-        least = 1 if len(initial) else self._least_rounds()
+        least = 1 if len(initial) else self._least_rounds
         rounds = (self._default_rounds or least) if num_rounds is None else num_rounds
         check_count("num_rounds", rounds, 1)
         if rounds < least and self._options.checkpoint_dir is None:
@@ -486,15 +502,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _in_words(self, report: RoundReport) -> list[str]:
         """Return what the log says of an exchange."""
-        return in_words(report, self.flags, self.labels)
+        return in_words(report, self.flags, self.labels, self._not_in_words)
 
     def _round_of(self, report: RoundReport) -> int:
         """Return the round that users count, 0 or less before the first one is over."""
-        return report.round
-
-    def _shown_rounds(self, rounds: int) -> int:
-        """Return how many rounds users count."""
-        return rounds
+        return report.round - self._ahead
 
     def _note(
         self, what: str, found: dict[int, MetricRecord], round_: int, metrics: MetricRecord | None
@@ -506,7 +518,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if last is not None:
             said, known, over = self._in_words(last), {*last.aggregate}, self._round_of(last)
             if over != last.round:  # a round of the algorithm is over in a later exchange
-                what = f"Round {over} of {self._shown_rounds(0)}"
+                what = f"Round {over} of {(self._num_rounds or 0) - self._ahead}"
         said += [f"{name} {value}" for name, value in metrics.items() if name not in known]
         if said:
             log(INFO, "\t└──> %s: %s", what, ", ".join(said))
@@ -532,10 +544,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if found:
             run.measured(round_, found)
         return MetricRecord(found) if found else None
-
-    def _least_rounds(self) -> int:
-        """Return after how many rounds there is a result, where no initial arrays are given."""
-        return 1
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -642,7 +650,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the node ids of the clients that may be asked, by partition."""
-        nodes = self._running().roster.find(grid, self._timeout)
+        try:
+            nodes = self._running().roster.find(grid, self._timeout)
+        except TooFewReplies as error:
+            raise TooFewReplies(f"{error}{self._if_fewer}") from None
         unfit = {who: why for who in nodes if (why := self._unfit(who)) is not None}
         if not unfit:
             return nodes
@@ -655,7 +666,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _unfit(self, partition: int) -> str | None:
         """Return why a client can take no part, by what it says of itself; None: it can."""
-        roster = self._running().roster
+        roster, alone = self._running().roster, self.unsupported.get("private")
+        if alone and partition in roster.private:
+            label = f"{roster.label(partition)}, which keeps {roster.private[partition]}"
+            return (
+                f"clients of {type(self).__name__} must keep nothing private, since {alone}, got "
+                f"{label}: remove keep_private, or private= of client_app"
+            )
         if self._chooses and partition in roster.unable_to_evaluate:
             why = "clients must define evaluate, by which they choose among models, got none of"
         elif partition in roster.sealing and (self.fine_tune or not self.sealed):

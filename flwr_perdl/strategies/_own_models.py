@@ -313,7 +313,7 @@ class EndsWithModels(ProtocolStrategy):
             members,
             {p: own for report in self.history for p, own in report.numbers.items()},
             names,
-            f"{type(self).__name__}, rounds: {self._shown_rounds(record.done)}",
+            f"{type(self).__name__}, rounds: {max(record.done - self._ahead, 0)}",
             record.token,
             self.after_protocol,
             self._array_names(),

@@ -40,7 +40,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import numpy as np
 
@@ -186,6 +186,7 @@ class ClusteredFedAvg(ModelStrategy):
         "reuse_last_reply": OLD,
         "privacy": "which cluster a client chooses depends on its data: use PersonalizedFedAvg",
     }
+    _called_as: ClassVar = {"start_from": "start"}
     labels, _unclustered = (CLUSTER,), (ALONE, MEASURE)
     protocol_name = CLUSTERED
     numbered = True
@@ -253,11 +254,6 @@ class ClusteredFedAvg(ModelStrategy):
                     f"{name} must be left out where it does nothing, got {value} with k={k!r} and "
                     f"start={start!r}."
                 )
-
-    def settings(self) -> dict[str, Any]:
-        """Return the options by the names of the arguments."""
-        settings = super().settings()
-        return {**settings, "start": settings.pop("start_from")}
 
     # The protocol ---------------------------------------------------------------------------
 

@@ -131,6 +131,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
     """
 
     protocol_name = after_protocol = AVERAGING
+    _called_as: ClassVar = {**NeighborRelay._called_as, "averaging": "*"}
     unsupported: ClassVar = {
         "secure": "no server sums: sealed hides the messages from it",
         "privacy": "neighbors receive a node's own model, not a sum",
@@ -176,7 +177,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         own |= {"transport": transport, "sealed": sealed}
         own |= {"metric": metric, "higher_is_better": higher_is_better}
         super().__init__(topology, 0, **network, **own, **options)
-        self._averaging = AveragingOptions(
+        self.averaging = AveragingOptions(
             method=method,
             robust=robust,
             n_liars=n_liars,
@@ -257,22 +258,22 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             )
         check_function("should_stop", should_stop)
         self.n_rounds = check_count("num_rounds", 3 if num_rounds is None else num_rounds, 1)
-        self._averaging.suited_to(self, self.n_rounds)
+        self.averaging.suited_to(self, self.n_rounds)
         self._learned = None
 
         def stops(exchange: int, result: Result) -> bool:
-            round_ = exchange - 1 - self.sealed
+            round_ = exchange - self._ahead
             if should_stop is None or round_ < 1:
                 return False
             return should_stop(round_, self._reported(round_))
 
         configs = (train_config, evaluate_config, None, stops)
-        rounds = self.exchanges
+        rounds = self._least_rounds = self.exchanges
         super().start(grid, initial_arrays, rounds, timeout, *configs, verbose=verbose)
         models: dict[int, list[Matrix]] = {}
         if self._running().record.finished:
             run = self.outcome
-            learned = self._averaging.learned(run)
+            learned = self.averaging.learned(run)
             models = self._models_of(run.state) if self.shows_models else {}
             if models:
                 self._shown = [[*map(_mean, zip(*models.values(), strict=True))]]
@@ -297,7 +298,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         """Return the models that the nodes have shown, of the form of the initial arrays."""
         forms = [array.shape for array in self._initial]
         try:
-            program = self._averaging.program(lambda node: None, initial=self._initial)
+            program = self.averaging.program(lambda node: None, initial=self._initial)
             models = {} if state is None else program.models(state)
         except ValueError:  # parts of models
             models = {}
@@ -309,13 +310,6 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
                 *(len(whole), self.topology.n_nodes),
             )
         return whole
-
-    def settings(self) -> dict[str, Any]:
-        """Return what makes two runs the same run."""
-        after = ("fine_tune", "metric", "higher_is_better")
-        names = ("shows_models", "private", "share", "transport", *after)
-        own = {name: vars(self)[name] for name in names}
-        return {**super().settings(), **vars(self._averaging), **own}
 
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
         """Begin a run, or take it up from its checkpoint."""
@@ -338,7 +332,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         check_initial(model, [*start])
         evaluations = for_evaluations(scalars(self._evaluate_config or {}))
         half = self.transport is not None
-        own = averaging_config(self._averaging, start, self.shows_models, half)
+        own = averaging_config(self.averaging, start, self.shows_models, half)
         if private := self.private_names():
             own = {**own, LEFT_OUT: json.dumps(private)}
         return {**own, **evaluations}
@@ -347,7 +341,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         """Return Flower's result, with the means of what nodes reported up to a round."""
         found = Result()
         for report in self.history:
-            round_ = self.round_of(report)
+            round_ = self._round_of(report)
             if 0 < round_ <= last:
                 rows = self.reports_of(report)
                 means = {name: float(np.nanmean(row)) for name, row in rows.items()}

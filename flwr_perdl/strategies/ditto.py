@@ -168,14 +168,3 @@ class Ditto(ModelStrategy):
             )
             memory = unpack_model(state, MEMORY)
             state = pack_model(*self.take_step(model, replies.combined, memory))
-
-    def _unfit(self, partition: int) -> str | None:
-        """Return why a client can take no part: who keeps a part has no place for a whole model."""
-        roster = self._running().roster
-        if partition not in roster.private:
-            return super()._unfit(partition)
-        return (
-            f"clients of Ditto must keep nothing private, since {self.unsupported['private']}, got "
-            f"{roster.label(partition)}, which keeps {roster.private[partition]}: remove "
-            "keep_private, or private= of client_app"
-        )

@@ -22,11 +22,10 @@ What each party receives:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from logging import WARNING
 from math import prod
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import numpy as np
 
@@ -79,6 +78,7 @@ class _MixedRegression(EndsWithModels):
         "private": "a linear model is one array",
         "parts": NO_MODEL,
     }
+    _called_as: ClassVar = {"two_phase": "*"}
     labels = (CLUSTER,)
     _names_given, _stack = (COEFFICIENTS,), 0
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
@@ -90,12 +90,10 @@ class _MixedRegression(EndsWithModels):
 
     def __init__(self, two_phase: TwoPhase, options: ServerOptions) -> None:
         super().__init__(**options)
-        self.two_phase = two_phase
-
-    def settings(self) -> dict[str, Any]:
-        """Return the options of the two phases."""
-        settings = super().settings()
-        return {**asdict(settings.pop("two_phase")), **settings}
+        self.two_phase, how = two_phase, two_phase.phase_1
+        descent = 1 + how.n_iterations * (how.n_products + 1)
+        # One-shot: each client's estimate is the second answer.
+        self._least_rounds = {"random": 1, "one-shot": 2, "fedmd": descent}[two_phase.start]
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""
@@ -148,13 +146,6 @@ class _MixedRegression(EndsWithModels):
         rows = None if k == "auto" else int(k)
         name = f"initial_arrays with n_clusters={k}"
         return check_array(name, initial[0], min_rows=1, rows=rows)
-
-    def _least_rounds(self) -> int:
-        """Return after how many rounds there are models, where none are given."""
-        how = self.two_phase.phase_1
-        descent = 1 + how.n_iterations * (how.n_products + 1)
-        # One-shot: each client's estimate is the second answer.
-        return {"random": 1, "one-shot": 2, "fedmd": descent}[self.two_phase.start]
 
     def _check_clusters(self, n_clients: int, found: str) -> None:
         """Reject more clusters than there are clients."""

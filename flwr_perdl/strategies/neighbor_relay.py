@@ -46,10 +46,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from keyword import iskeyword
 from logging import WARNING
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl.clients.neighbor_relay import (
@@ -88,7 +87,7 @@ from flwr_perdl.protocol.records import (
     check_names,
 )
 from flwr_perdl.protocol.report import RoundReport
-from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
+from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 #: In the final model beside what nodes show, whose names are none of these: all traffic; and per
@@ -149,6 +148,9 @@ class NeighborRelay(ProtocolStrategy):
 
     protocol_name = RELAY
     flags = (NEW_STATE, BROKEN, f"{REJECTED}*")
+    _called_as: ClassVar = {"topology": "", "plan": "", "network": "network"}
+    _not_in_words = (FLOATS, RECEIVED, BYTES)
+    _if_fewer = " Or make a topology of fewer nodes."  # fewer of this one break its paths
     _default_rounds = None
 
     def __init__(
@@ -173,12 +175,15 @@ class NeighborRelay(ProtocolStrategy):
         self.topology = topology
         self.n_rounds = check_count("n_rounds", n_rounds)
         self.plan = LinkPlan.make(topology, weights, staleness=staleness)
+        self.staleness = self.plan.staleness
         self.sealed = check_flag("sealed", sealed)
+        self._ahead = 1 + self.sealed
+        self._least_rounds = self.exchanges
 
     @property
     def exchanges(self) -> int:
         """Communication rounds that the run takes: ``num_rounds`` of `start`."""
-        return self.n_rounds + 1 + self.sealed
+        return self.n_rounds + self._ahead
 
     @property
     def outcome(self) -> Run:
@@ -199,7 +204,7 @@ class NeighborRelay(ProtocolStrategy):
         (alive, whole), traffic = ended.pop(_NODES), ended.pop(_TRAFFIC)
         dropped_messages, dropped_by = tally(map(tuple, ended.pop(_LEFT_OUT).tolist()))
         state = {name: rows for name, rows in ended.items() if name.startswith(STATE)}
-        reported = {self.round_of(report): self.reports_of(report) for report in self.history}
+        reported = {self._round_of(report): self.reports_of(report) for report in self.history}
         return Run(
             state=_state(state, np.flatnonzero(whole)) if whole.any() else None,
             observed={name: rows for name, rows in ended.items() if name not in state},
@@ -212,24 +217,6 @@ class NeighborRelay(ProtocolStrategy):
             dropped_by=dropped_by,
         )
 
-    def round_of(self, report: RoundReport) -> int:
-        """Return the round of the algorithm that is over with an exchange; 0 or less: none yet."""
-        return report.round - 1 - self.sealed
-
-    def _round_of(self, report: RoundReport) -> int:
-        return self.round_of(report)
-
-    def _shown_rounds(self, rounds: int) -> int:
-        return self.n_rounds
-
-    def _in_words(self, report: RoundReport) -> list[str]:
-        counts = {*_ABOUT_MESSAGES, RECEIVED, BYTES}
-        metrics = {
-            node: {name: value for name, value in own.items() if name not in counts}
-            for node, own in report.numbers.items()
-        }
-        return super()._in_words(report._replace(metrics=metrics))
-
     def reports_of(self, report: RoundReport) -> dict[str, Matrix]:
         """Return what the nodes reported in an exchange, by name, NaN where nothing: (n_nodes,)."""
         rows: dict[str, Matrix] = {}
@@ -241,8 +228,9 @@ class NeighborRelay(ProtocolStrategy):
                     row[node] = metrics[name]
         return rows
 
-    def settings(self) -> dict[str, Any]:
-        """Return what makes two runs the same run; the network by a digest."""
+    @property
+    def network(self) -> str:
+        """What the network is, with a digest of the rounds' weights."""
         digest = hashlib.sha256()
         schedule = self.plan.schedule
         repeats = schedule.repeats and schedule.present is None
@@ -252,26 +240,7 @@ class NeighborRelay(ProtocolStrategy):
             for matrix in (weights.matrix, weights.topology.adjacency):
                 for part in (matrix.indptr, matrix.indices, matrix.data):
                     digest.update(np.ascontiguousarray(part).tobytes())
-        return {
-            "network": f"{self.topology!r} {digest.hexdigest()[:16]}",
-            "n_rounds": self.n_rounds,
-            "staleness": self.plan.staleness,
-            "sealed": self.sealed,
-        }
-
-    def _present(self, grid: Grid) -> dict[int, int]:
-        """Return the present nodes; if too few are there for the topology, say so."""
-        try:
-            return super()._present(grid)
-        except TooFewReplies as error:
-            there = len([*grid.get_node_ids()])
-            if there >= self.topology.n_nodes:
-                raise
-            # To begin with fewer breaks the network's paths.
-            raise TooFewReplies(f"{error} Or make the topology of {there} nodes.") from None
-
-    def _least_rounds(self) -> int:
-        return self.exchanges
+        return f"{self.topology!r} {digest.hexdigest()[:16]}"
 
     def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
         """Return the arrays that nodes begin with, by name; here they have a start of their own."""

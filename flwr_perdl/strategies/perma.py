@@ -243,6 +243,7 @@ class PerMA(EndsWithModels):
         self.max_atoms = None if max_atoms is None else check_count("max_atoms", max_atoms, 1)
         word = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
         self.n_global = n_global if word else check_count("n_global", n_global)
+        self._least_rounds = 3 if n_global == AUTO else 1  # a choice takes one, and one after it
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
         rules = [rule for rule in ATOM_AVERAGES if rule in RULES]
@@ -291,10 +292,6 @@ class PerMA(EndsWithModels):
                 "orthogonal": np.array(orthogonal),
                 "samples": median_samples(replies),
             }
-
-    def _least_rounds(self) -> int:
-        """Return after how many rounds there is a result: a choice needs one, and one after it."""
-        return 3 if self.n_global == AUTO else 1
 
     @property
     def _sends(self) -> str:

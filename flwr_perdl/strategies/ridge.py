@@ -213,6 +213,8 @@ class FederatedRidge(EndsWithModels):
         if random == wire.RANDOMS[2] and level != PERSONAL:
             raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
         self._names_given, self._form = [*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY], self._model_arrays
+        after = {SHARED: 0, GROUPS: 0, AUTO: 2}.get(level, 1)
+        self._least_rounds = (columns is None) + len(self.scale) + after
         self._told = {wire.FEATURES: self.features, wire.CLASSES: self.classes or 0}
 
     @property
@@ -232,11 +234,6 @@ class FederatedRidge(EndsWithModels):
                 for p, m in one.metrics.items()
             }
         )
-
-    def _least_rounds(self) -> int:
-        """Return how many exchanges a run takes."""
-        after = {SHARED: 0, GROUPS: 0, AUTO: 2}.get(self.level, 1)
-        return (self.columns is None) + len(self.scale) + after
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Ask for moments and sums, solve, and have clients solve their own parts."""
