@@ -155,6 +155,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     #: Whether clients' messages are sealed; how often clients train once the run is over; whether
     #: they choose among models, by their evaluation.
     sealed, fine_tune, _chooses = False, 0, False
+    #: What follows the last round, and adds what it measures.
+    _after_rounds: Sequence[Callable[[Grid, Result], object]] = ()
     #: What the lines of a run call it, if not by its class.
     _title: str = ""
     #: What a run has come to that ``should_stop`` has ended and the next `start` takes up again.
@@ -171,6 +173,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         options["parts"] = [*given, *parts]
         self._options = ServerSettings.of(options)
         self._run: ProtocolRun | None = None
+        self._grid: Grid | None = None
         self._sent: list[tuple[int, Message]] | None = None
         #: A secure round's replies, as `read_replies` returns those of other rounds.
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
@@ -330,7 +333,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         mode = _check_start(grid, initial, timeout, configs, functions, verbose)
         rounds = self._check_rounds(num_rounds, initial)
         self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
-        self._train_config = train_config
+        self._train_config, self._grid = train_config, grid
         run = self.open(to_arrays(initial), initial) if self._paused is None else self._running()
         show = show_run(mode, self._title or type(self).__name__, rounds - self._ahead)
         run.log_begin(evaluates=evaluate_fn is not None)
@@ -346,7 +349,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 evaluate_fn,
                 should_stop,
             )
-            self._after_rounds(grid, result)
+            for step in self._after_rounds:
+                step(grid, result)
             run.warn_of_evaluations()
         done, least = run.record.done, self._least_rounds
         if not run.record.model and done < least:
@@ -358,9 +362,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             )
         result.arrays = self._presented()
         return result
-
-    def _after_rounds(self, grid: Grid, result: Result) -> None:
-        """Take the steps that come after the last round, and add what they measure."""
 
     def _check_rounds(self, num_rounds: int | None, initial: ArrayRecord) -> int:
         """Return the number of rounds; a ValueError if there would be no result after them."""

@@ -6,7 +6,7 @@ The clients' half is `flwr_perdl.clients.own_models`. No array leaves a client h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -49,7 +49,6 @@ from flwr_perdl.clients.ridge import kept_model as kept_by_ridge
 from flwr_perdl.clients.transport import HALF
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
-from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
@@ -97,7 +96,7 @@ def context_of(client: int, name: str, state_dir: str | Path) -> Context:
     return Context(0, 0, who, RecordDict(), {})
 
 
-def contexts_on(grid: Grid) -> dict[int, Context]:
+def contexts_on(grid: Grid | None) -> dict[int, Context]:
     """Return the contexts of the clients in this process, by partition."""
     nodes = grid.contexts.values() if isinstance(grid, LocalGrid) else ()
     return {int(identify(context)[PARTITION_ID]): context for context in nodes}
@@ -271,20 +270,6 @@ class EndsWithModels(ProtocolStrategy):
     #: The protocol whose steps its clients take after the run.
     after_protocol: ClassVar[str] = OWN_MODELS
     _part: Patterns | None = None
-    _initial: Sequence[Matrix]
-    _contexts: Mapping[int, Context]
-
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
-        """Begin a run, or take it up from its checkpoint."""
-        self._initial, self._contexts = initial, {}
-        return super().open(initial, names)
-
-    def _after_rounds(self, grid: Grid, result: Result) -> None:
-        """Have the clients fine-tune their own models, once."""
-        self._contexts = contexts_on(grid)
-        if self.fine_tune and all(report.step != TUNE for report in self.history):
-            self._tune(grid)
-        self._add_tuned(result)
 
     def _add_tuned(self, result: Result, round_: int | None = None) -> None:
         """Add what the clients measured of their own models to Flower's result."""
@@ -318,16 +303,21 @@ class EndsWithModels(ProtocolStrategy):
             self.after_protocol,
             self._array_names(),
             apart | {*self._run.roster.private},
-            self._contexts,
+            contexts_on(self._grid),
             self._shown_by.get,
         )
 
-    def _tune(self, grid: Grid) -> None:
-        """Ask all clients to fine-tune their own models."""
+    def _tune(self, grid: Grid, result: Result) -> None:
+        """Have all clients fine-tune their own models, once."""
+        if all(report.step != TUNE for report in self.history):
+            self._ask_to_tune(grid)
+        self._add_tuned(result)
+
+    def _ask_to_tune(self, grid: Grid) -> None:
         run, names, private = self._running(), self._array_names(), self.private_names()
         models: dict[str, Sequence[Matrix]]
         models = {str(j): model for j, model in enumerate(self._models)}
-        models = models or {INITIAL: self._initial}
+        models = models or {INITIAL: run.initial}
         flat = [array for model in models.values() for array in model]
         nodes = self._present(grid)
         left_out = {LEFT_OUT: json.dumps(private)} if private else {}
@@ -389,3 +379,4 @@ class TrainsModels(EndsWithModels):
         self.transport = None if transport is None else check_choice("transport", transport, wires)
         self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
         self._chooses = bool(fine_tune)
+        self._after_rounds = [self._tune] if fine_tune else []

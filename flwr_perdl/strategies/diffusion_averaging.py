@@ -9,7 +9,7 @@ part in the averaging.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, ClassVar, Unpack
 
@@ -25,9 +25,9 @@ from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.schedule import Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology, averaging_weights
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import ProtocolRun
 from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars
+from flwr_perdl.protocol.request import Protocol, State
 from flwr_perdl.protocol.strategy import MEMBERS
 from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies._own_models import TrainsModels
@@ -131,6 +131,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
     """
 
     protocol_name = after_protocol = AVERAGING
+    _wrappable = False
     _called_as: ClassVar = {**NeighborRelay._called_as, "averaging": "*"}
     unsupported: ClassVar = {
         "secure": "no server sums: sealed hides the messages from it",
@@ -194,6 +195,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             self, self._options_with(compression=compression, groups=groups, weights=weights)
         )
         self._learned: Averaged | None = None
+        self._shown = []
 
     @property
     def averaged(self) -> Averaged:
@@ -259,7 +261,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         check_function("should_stop", should_stop)
         self.n_rounds = check_count("num_rounds", 3 if num_rounds is None else num_rounds, 1)
         self.averaging.suited_to(self, self.n_rounds)
-        self._learned = None
+        self._learned, self._shown, self._shown_by = None, [], {}
 
         def stops(exchange: int, result: Result) -> bool:
             round_ = exchange - self._ahead
@@ -296,9 +298,9 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
 
     def _models_of(self, state: Any) -> dict[int, list[Matrix]]:
         """Return the models that the nodes have shown, of the form of the initial arrays."""
-        forms = [array.shape for array in self._initial]
+        forms = [array.shape for array in self._running().initial]
         try:
-            program = self.averaging.program(lambda node: None, initial=self._initial)
+            program = self.averaging.program(lambda node: None, initial=self._running().initial)
             models = {} if state is None else program.models(state)
         except ValueError:  # parts of models
             models = {}
@@ -311,22 +313,12 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             )
         return whole
 
-    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> ProtocolRun:
-        """Begin a run, or take it up from its checkpoint."""
-        if not self.n_rounds:
-            raise ValueError(
-                "strategy must be started with its own start, which says how many rounds there "
-                "are, got it without."
-            )
-        self._names_given, self._shown, self._shown_by = list(names), [], {}
-        self.private_names()  # refuses patterns that match none
-        return super().open(initial, names)
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Deliver messages round by round, as `NeighborRelay` does, from one model."""
+        start = dict(zip(self._array_names(), initial, strict=True)) if initial else {}
+        return self._deliver(start, state, self._config)
 
-    def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
-        """Return the arrays that nodes begin with, by name."""
-        return dict(zip(self._names_given, initial, strict=True))
-
-    def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
+    def _config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
         """Return what every request says to the nodes besides."""
         model = [*start.values()]
         check_initial(model, [*start])

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from keyword import iskeyword
 from logging import WARNING
@@ -242,24 +242,29 @@ class NeighborRelay(ProtocolStrategy):
                     digest.update(np.ascontiguousarray(part).tobytes())
         return f"{self.topology!r} {digest.hexdigest()[:16]}"
 
-    def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
-        """Return the arrays that nodes begin with, by name; here they have a start of their own."""
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Deliver messages round by round; nodes have a start of their own."""
         if initial:
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
-        return {}
+        return self._deliver({}, state, lambda start: {})
 
-    def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
-        """Return what every request says to the nodes besides, if they begin with these arrays."""
-        return {}
+    def _deliver(
+        self,
+        start: dict[str, Matrix],
+        state: State | None,
+        config_of: Callable[[Mapping[str, Matrix]], Mapping[str, Scalar]],
+    ) -> Protocol:
+        """Deliver messages round by round; nothing is combined here.
 
-    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
-        """Deliver messages round by round; nothing is combined here."""
+        ``start`` has the arrays that nodes begin with, by name; ``config_of`` says of them what
+        every request says to the nodes besides.
+        """
         n = self.topology.n_nodes
-        held = MessageStore(self.plan, self.sealed, self._first_model(initial))
+        held = MessageStore(self.plan, self.sealed, start)
         stranger = Delivery((), {} if self.sealed else None)  # for a client that is no node
         if state is not None:
             held.unpack(state)
-        besides = self._node_config(held.start)
+        besides = config_of(held.start)
         if state is None and self.sealed:
             check = partial(_check_reply, ANNOUNCE, 1)
             config = {SEALED: True, **besides}
