@@ -48,7 +48,7 @@ def train_alone(local: Local, request: StepRequest) -> StepResult:
         trained = local.fit(model, names)
         model, names = trained.sent, trained.names
     # An evaluation that fails would be noticed rounds later, when models are to be chosen.
-    _evaluations(local, [Model(0, names, model)])
+    _evaluations(local, [Candidate(0, names, model)])
     return StepResult(model, trained.num_examples, trained.metrics, names=names)
 
 
@@ -61,7 +61,7 @@ def measure(local: Local, request: StepRequest) -> StepResult:
 
 
 @step(CLUSTERED, CHOOSE)
-def choose(local: Local, request: StepRequest) -> StepResult:
+def train_best(local: Local, request: StepRequest) -> StepResult:
     """Train the model with the least loss (equation 8), and send it; a single one has none."""
     models, chosen, choice = _models(request), 0, dict[str, Scalar]()
     if len(models) > 1:
@@ -79,7 +79,7 @@ def choose(local: Local, request: StepRequest) -> StepResult:
 
 
 @step(CLUSTERED, EVALUATE, kind=EVALUATE)
-def evaluate(local: Local, request: StepRequest) -> StepResult:
+def evaluate_best(local: Local, request: StepRequest) -> StepResult:
     """Evaluate the model with the least loss, with its number as ``"cluster"``.
 
     A single model is evaluated without a loss, too.
@@ -95,7 +95,7 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
     return StepResult([], best.num_examples, {**best.metrics, CLUSTER: models[chosen].number})
 
 
-class Model(NamedTuple):
+class Candidate(NamedTuple):
     """A cluster's model as it came: its number, and its arrays with their names."""
 
     number: int
@@ -103,7 +103,7 @@ class Model(NamedTuple):
     arrays: Sequence[Array]
 
 
-def _models(request: StepRequest) -> list[Model]:
+def _models(request: StepRequest) -> list[Candidate]:
     """Return the models of clusters that came."""
     found = request.models
     odd = [name for name in found if not (name.isascii() and name.isdigit())]
@@ -113,10 +113,10 @@ def _models(request: StepRequest) -> list[Model]:
         raise ValueError(
             f"models must be 1 to {MOST_MODELS}, of arrays with the same names, got {len(found)}."
         )
-    return [Model(int(number), [*own], [*own.values()]) for number, own in found.items()]
+    return [Candidate(int(number), [*own], [*own.values()]) for number, own in found.items()]
 
 
-def _evaluations(local: Local, models: Sequence[Model]) -> list[Measured]:
+def _evaluations(local: Local, models: Sequence[Candidate]) -> list[Measured]:
     """Return what the client measures of each model, one of which has a finite loss."""
     measured = [local.select(model.arrays, model.names) for model in models]
     local.check_cost(measured)

@@ -37,6 +37,7 @@ from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
+from flwr_perdl.protocol.part import Arrays
 from flwr_perdl.protocol.records import (
     LEFT_OUT,
     RUN,
@@ -137,7 +138,7 @@ def tune(local: Local, request: StepRequest) -> StepResult:
     return own_models.tune(local, request, kept_model, INNER)
 
 
-def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:
+def kept_model(context: Context, run: str, names: Sequence[str]) -> Arrays | None:
     """Return a node's own model, None before its first exchange."""
     kept = PrivateState(context, run, private_store(context, AVERAGING)).newest()
     private = kept_private(context, run + INNER)

@@ -59,11 +59,11 @@ from flwr_perdl.protocol.records import (
     RUN,
     SEED,
     STEP,
+    TRAIN,
     OtherClientError,
     Scalar,
 )
 
-TRAIN = "train"
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
 DIGITS = 6
 

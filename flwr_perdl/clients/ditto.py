@@ -19,9 +19,10 @@ from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
 from flwr_perdl.core.npy import as_file
-from flwr_perdl.protocol.records import EVALUATE, NEW_STATE, encode, with_loss
+from flwr_perdl.protocol.part import Arrays
+from flwr_perdl.protocol.records import EVALUATE, NEW_STATE, TRAIN, encode, with_loss
 
-DITTO, TRAIN = "ditto", "train"
+DITTO = "ditto"
 #: The share of the way to the server's model that a client's own goes.
 PULL = "perdl.pull"
 
@@ -42,7 +43,7 @@ def train(local: Local, request: StepRequest) -> StepResult:
 
 
 @step(DITTO, EVALUATE, kind=EVALUATE)
-def evaluate(local: Local, request: StepRequest) -> StepResult:
+def evaluate_personal(local: Local, request: StepRequest) -> StepResult:
     """Evaluate the client's own model."""
     kept = local.kept.after(request.round)
     own = _own(kept, request.arrays)
@@ -53,12 +54,12 @@ def evaluate(local: Local, request: StepRequest) -> StepResult:
 
 
 @step(DITTO, TUNE, whole=True)
-def tune(local: Local, request: StepRequest) -> StepResult:
+def tune_personal(local: Local, request: StepRequest) -> StepResult:
     """Fine-tune the client's own model."""
-    return own_models.tune(local, request, kept_model)
+    return own_models.tune(local, request, personal_model)
 
 
-def kept_model(context: Context, run: str, names: Sequence[str]) -> own_models.Model | None:
+def personal_model(context: Context, run: str, names: Sequence[str]) -> Arrays | None:
     """Return the client's own model, None before its first training."""
     kept = PrivateState(context, run, private_store(context, DITTO)).newest()
     if kept is None:

@@ -249,7 +249,7 @@ def answer_step(local: Local, request: StepRequest) -> StepResult:
 
 
 @step(MIXED_REGRESSION, EVALUATE, kind=EVALUATE, client=RegressionClient)
-def evaluate(local: Local, request: StepRequest) -> StepResult:
+def measure_model(local: Local, request: StepRequest) -> StepResult:
     """Measure the model of the client's cluster on its held-out data."""
     client: RegressionClient = local.client
     return client.measure(request)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from flwr.app import Array, Context
+from flwr.app import Context
 
 from flwr_perdl.clients.base import OWN, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
@@ -22,6 +22,7 @@ from flwr_perdl.clients.local import Local, StateLostError, StepRequest, StepRes
 from flwr_perdl.clients.personalized import TRAIN_NAMES, kept_private
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
+from flwr_perdl.protocol.part import Arrays
 from flwr_perdl.protocol.records import CLUSTER, Scalar, encode, view
 
 OWN_MODELS, TUNE = "own_models", "tune"
@@ -36,9 +37,8 @@ MOST_FITS = 1000
 #: client's evaluation had before the first training.
 KEPT_FITS, BEFORE = "fits-kept", "-before"
 
-Model = dict[str, Array]
 #: ``(context, run, names) -> arrays``: those of a model that are a client's own, or None.
-Find = Callable[[Context, str, Sequence[str]], Model | None]
+Find = Callable[[Context, str, Sequence[str]], Arrays | None]
 
 
 @step(OWN_MODELS, TUNE, whole=True)
@@ -59,8 +59,8 @@ def tune(
 
 
 def keep_best(
-    local: Local, model: Model, n_fits: object, trained: Sequence[str] | None = None
-) -> tuple[Model, StepResult]:
+    local: Local, model: Arrays, n_fits: object, trained: Sequence[str] | None = None
+) -> tuple[Arrays, StepResult]:
     """Return the best of a model that is trained so often, and what is measured of it.
 
     ``trained`` are the names of the only arrays that are trained; by default all are. The app's
@@ -96,7 +96,7 @@ def kept_model(
     names: Sequence[str],
     round_: int = files.LAST_ROUND,
     find: Find | None = None,
-) -> Model | None:
+) -> Arrays | None:
     """Return the arrays of a model with these names that are a client's own, None without any."""
     kept = own_state(context, run).after(round_)
     if kept is not None and kept.keys() == set(names):  # else of another model
@@ -104,7 +104,7 @@ def kept_model(
     return (kept_private(context, run) if find is None else find(context, run, names)) or None
 
 
-def choose_model(local: Local, models: Mapping[str, Model]) -> tuple[Model, dict[str, Scalar]]:
+def choose_model(local: Local, models: Mapping[str, Arrays]) -> tuple[Arrays, dict[str, Scalar]]:
     """Return the model with the lowest loss, and the number of its cluster if there are several."""
     if len(models) == 1:
         return next(iter(models.values())), {}
@@ -116,7 +116,7 @@ def choose_model(local: Local, models: Mapping[str, Model]) -> tuple[Model, dict
 
 def _own_model(
     local: Local, request: StepRequest, find: Find | None
-) -> tuple[Model, dict[str, Scalar]]:
+) -> tuple[Arrays, dict[str, Scalar]]:
     """Return the client's own model before a round, and the number of its cluster if it chose."""
     private = {} if local.keeps is None else kept_private(local.context, request.run)
     models = {name: {**model, **private} for name, model in request.models.items()}

@@ -323,21 +323,21 @@ def start(local: Local, request: StepRequest) -> StepResult:
 
 
 @step(PERMA, CHOOSE, client=LearnerClient)
-def choose(local: Local, request: StepRequest) -> StepResult:
+def try_numbers(local: Local, request: StepRequest) -> StepResult:
     """Not in the paper: one update of each of several numbers of global atoms."""
     client: DictionaryClient = local.client
     return client.choose(request, local.kept.before(request.round))
 
 
 @step(PERMA, UPDATE, client=LearnerClient)
-def update(local: Local, request: StepRequest) -> StepResult:
+def update_atoms(local: Local, request: StepRequest) -> StepResult:
     """Algorithm 1, line 8."""
     client: DictionaryClient = local.client
     return client.update(request, local.kept.before(request.round))
 
 
 @step(PERMA, EVALUATE, kind=EVALUATE, client=LearnerClient)
-def evaluate(local: Local, request: StepRequest) -> StepResult:
+def measure_dictionary(local: Local, request: StepRequest) -> StepResult:
     """Measure the dictionary on the client's samples."""
     client: LearnerClient = local.client
     return client.measure(request, local.kept.after(request.round))

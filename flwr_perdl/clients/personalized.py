@@ -16,7 +16,7 @@ position, such as a NumPyClient, needs their names (``client_app(names=[...])``)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -42,6 +42,7 @@ from flwr.app import (
 
 from flwr_perdl.clients.base import INNER, PrivateArrays, PrivateState, StateStore, private_store
 from flwr_perdl.clients.local import (
+    Call,
     StateLostError,
     UntrainedError,
     hide_numbers,
@@ -58,7 +59,7 @@ from flwr_perdl.privacy.at_rest import locked, read
 from flwr_perdl.privacy.secure_client import OTHER_MOD
 from flwr_perdl.protocol.compat import like, log, older_mod
 from flwr_perdl.protocol.part import PRIVATE as PRIVATE_PART
-from flwr_perdl.protocol.part import Arrays, Asked, Kept, Part, split
+from flwr_perdl.protocol.part import Arrays, Asked, Part, split
 from flwr_perdl.protocol.records import (
     AGAIN,
     ALTERNATE,
@@ -69,6 +70,7 @@ from flwr_perdl.protocol.records import (
     PROMISE,
     ROUND,
     RUN,
+    Kept,
     Reply,
     Scalar,
     config_of,
@@ -91,7 +93,6 @@ _UNTRAINED = "untrained"
 #: Where the names of a client's first run are: in ``context.state``, and on disk.
 _FIRST, _FIRST_FILE = "perdl.names", "names.npz"
 
-Call = Callable[[Message, Context], Message]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 
 

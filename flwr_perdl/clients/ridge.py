@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
 from flwr_perdl.clients.local import Local, StepRequest, StepResult
-from flwr_perdl.clients.own_models import Model
 from flwr_perdl.core import checks
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
+from flwr_perdl.protocol.part import Arrays
 from flwr_perdl.protocol.records import CLUSTER, EVALUATE, MAX_WEIGHT, Scalar, encode, view
 from flwr_perdl.random import spawn
 from flwr_perdl.regression import ridge as maths
@@ -306,7 +306,7 @@ def _nearest(models: Matrix, Z: Matrix, Y: Matrix) -> int:
     return int(np.argmin([np.sum((Y - Z @ w) ** 2) for w in models]))
 
 
-def kept_model(context: Context, run: str, names: Sequence[str]) -> Model | None:
+def ridge_model(context: Context, run: str, names: Sequence[str]) -> Arrays | None:
     """Return what the client keeps of its own model, its coefficients, None without any."""
     kept = PrivateState(context, run, private_store(context, RIDGE)).newest()
     return None if kept is None else {COEFFICIENTS: encode(kept[COEFFICIENTS])}
@@ -316,14 +316,14 @@ def kept_model(context: Context, run: str, names: Sequence[str]) -> Model | None
 @step(RIDGE, SUMS, client=RidgeClient)
 @step(RIDGE, ERRORS, client=RidgeClient)
 @step(RIDGE, SOLVE, client=RidgeClient)
-def answer(local: Local, request: StepRequest) -> StepResult:
+def call_method(local: Local, request: StepRequest) -> StepResult:
     """Take the step that is the client's method of that name."""
     result: StepResult = getattr(local.client, request.step)(request)
     return result
 
 
 @step(RIDGE, EVALUATE, kind=EVALUATE, client=RidgeClient)
-def evaluate(local: Local, request: StepRequest) -> StepResult:
+def measure_ridge(local: Local, request: StepRequest) -> StepResult:
     """Measure the client's model on its held-out data."""
     client: RidgeClient = local.client
     return client.measure(request, local.kept.after(request.round))

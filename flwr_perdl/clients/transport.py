@@ -35,8 +35,8 @@ from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_flag
 from flwr_perdl.core.models import change, fixed_entries, is_float, is_plain, settled
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.part import TRANSPORT as TRANSPORT_PART
-from flwr_perdl.protocol.part import Arrays, Asked, Kept, Part
-from flwr_perdl.protocol.records import Reply, Scalar, config_of, encode, view
+from flwr_perdl.protocol.part import Arrays, Asked, Part
+from flwr_perdl.protocol.records import Kept, Reply, Scalar, config_of, encode, view
 
 #: The key of a request's config that says as JSON how it travels, and its reply.
 TRANSPORT = "perdl.transport"

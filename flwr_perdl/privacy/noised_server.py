@@ -33,13 +33,14 @@ from flwr_perdl.protocol.records import (
     MAX_WEIGHT,
     NORM,
     PROMISE,
+    Kept,
     Limits,
     Reply,
     Scalar,
     check_shapes,
     read_reply,
 )
-from flwr_perdl.protocol.request import FAILED, Channel, Kept, Lost, Sent, Summed, read_replies
+from flwr_perdl.protocol.request import FAILED, Channel, Lost, Sent, Summed, read_replies
 
 #: The largest magnitude of a sum in steps of the grid, where the server itself adds the noise.
 _CENTRAL = 2**40

@@ -26,6 +26,7 @@ from flwr_perdl.protocol.records import (
     LARGEST_INT,
     MAX_WEIGHT,
     NORM,
+    Kept,
     Limits,
     Reply,
     Scalar,
@@ -33,7 +34,7 @@ from flwr_perdl.protocol.records import (
     encode,
     read_parts,
 )
-from flwr_perdl.protocol.request import FAILED, REFUSED, Kept, Lost, Sent, read_replies
+from flwr_perdl.protocol.request import FAILED, REFUSED, Lost, Sent, read_replies
 
 #: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
 #: can be told different things and both be enough.

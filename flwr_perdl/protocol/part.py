@@ -26,10 +26,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from flwr.app import Array
-from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_kind, check_list
-from flwr_perdl.protocol.records import Reply, Scalar
+from flwr_perdl.protocol.records import Kept, Reply, Scalar
 
 if TYPE_CHECKING:
     from flwr_perdl.protocol.request import Channel, Request, Summed
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 PRIVATE, OWN, TRANSPORT, SUMS = range(4)
 #: The key of a request's config with the user's own parts, as JSON: names and options, in order.
 PARTS = "perdl.parts"
-#: Named arrays that a part keeps: at the server in checkpoints, at a client in its state.
-Kept = dict[str, NDArray[Any]]
 Arrays = dict[str, Array]
 
 

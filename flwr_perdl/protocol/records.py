@@ -45,6 +45,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr
 from flwr_perdl.core.keys import ROUND
@@ -66,6 +67,8 @@ __all__ = [
 
 #: A value of a config or of a metric.
 Scalar = bool | bytes | float | int | str
+#: Named arrays that a part keeps: at the server in checkpoints, at a client in its state.
+Kept = dict[str, NDArray[Any]]
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
 _NUMBERS, _TEXTS = (int, float), (bytes, str)
 
@@ -135,8 +138,8 @@ NEW_STATE = "state-lost"
 CLUSTER = "cluster"
 #: What apps call the loss of an evaluation, the first of these that is there.
 LOSSES = ("loss", "eval_loss")
-#: What an evaluation is called: as a step in reports, and as a kind of request at a client.
-EVALUATE = "evaluate"
+#: What training and evaluation are called: as steps, in reports, and as kinds of requests.
+TRAIN, EVALUATE = "train", "evaluate"
 
 #: What a client says of itself: that it defines no evaluation; that it sends sealed messages alone.
 UNABLE_TO_EVALUATE, SEALS_ALL = "perdl.no-evaluate", "perdl.seals-all"

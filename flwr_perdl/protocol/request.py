@@ -60,6 +60,7 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
     NEW_STATE,
     STATE_LOST,
+    Kept,
     Limits,
     Replies,
     Reply,
@@ -72,9 +73,8 @@ from flwr_perdl.protocol.records import (
 
 T = TypeVar("T")
 
-#: Named arrays from which a protocol continues, and those that a channel keeps.
+#: Named arrays from which a protocol continues.
 State = Mapping[str, NDArray[Any]]
-Kept = dict[str, NDArray[Any]]
 #: Partitions and the requests to them.
 Sent = Sequence[tuple[int, Message]]
 

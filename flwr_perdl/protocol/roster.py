@@ -149,7 +149,7 @@ class Roster:
         elif timeout is not None:  # workers may yet be starting
             timeout = max(timeout, self._options.node_timeout)
         if not isinstance(grid, LocalGrid):
-            log(INFO, "Identifying %d %s node(s), %s.", len(nodes), kind, within(timeout))
+            log(INFO, "Identifying %d %s node(s), %s.", len(nodes), kind, describe_timeout(timeout))
         replies = grid.send_and_receive([message for _, message in questions], timeout=timeout)
         answers, lost = read_replies(questions, replies, read_properties)
         for node in nodes:
@@ -367,6 +367,6 @@ def _count(grid: Grid, options: ServerSettings) -> int:
     return sum(allowed is None or node in allowed for node in grid.get_node_ids())
 
 
-def within(seconds: float | None) -> str:
+def describe_timeout(seconds: float | None) -> str:
     """Return how a log says a timeout."""
     return "as long as it takes" if seconds is None else f"at most {seconds:g} s"

@@ -59,7 +59,7 @@ from flwr_perdl.protocol.request import (
     TooFewReplies,
     read_replies,
 )
-from flwr_perdl.protocol.roster import LocalGrid, within
+from flwr_perdl.protocol.roster import LocalGrid, describe_timeout
 
 EvaluateFn = Callable[..., MetricRecord | None]
 StopFn = Callable[[int, Result], bool]
@@ -690,7 +690,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
         step = "" if phase == "configure_evaluate" else f" for step {plan.step!r}"
         local = isinstance(grid, LocalGrid)
-        wait = "" if local else f"; waiting for their replies, {within(self._timeout)}"
+        wait = "" if local else f"; waiting for their replies, {describe_timeout(self._timeout)}"
         sampled, all_of_them = len(plan.arrays), len(nodes)
         log(INFO, "%s: Sampled %d nodes (out of %d)%s%s", phase, sampled, all_of_them, step, wait)
 

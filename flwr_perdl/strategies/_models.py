@@ -29,7 +29,6 @@ from flwr_perdl.protocol.part import Part
 from flwr_perdl.protocol.request import State
 from flwr_perdl.strategies._own_models import TrainsModels
 
-TRAIN = "train"
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
 _MODEL, MEMORY = "model", "memory"
 

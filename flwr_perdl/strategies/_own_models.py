@@ -29,8 +29,7 @@ from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.diffusion_averaging import AVERAGING
 from flwr_perdl.clients.diffusion_averaging import kept_model as kept_by_averaging
-from flwr_perdl.clients.ditto import DITTO
-from flwr_perdl.clients.ditto import kept_model as kept_by_ditto
+from flwr_perdl.clients.ditto import DITTO, personal_model
 from flwr_perdl.clients.kept_atoms import kept_local
 from flwr_perdl.clients.own_models import (
     INITIAL,
@@ -44,8 +43,7 @@ from flwr_perdl.clients.own_models import (
 )
 from flwr_perdl.clients.perma import PERMA
 from flwr_perdl.clients.personalized import Patterns, check_patterns
-from flwr_perdl.clients.ridge import RIDGE
-from flwr_perdl.clients.ridge import kept_model as kept_by_ridge
+from flwr_perdl.clients.ridge import RIDGE, ridge_model
 from flwr_perdl.clients.transport import HALF
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
@@ -74,9 +72,9 @@ from flwr_perdl.protocol.strategy import ProtocolStrategy
 #: How a client's own arrays are found, where they are others than its private ones.
 _FIND: Mapping[str, Find] = {
     AVERAGING: kept_by_averaging,
-    DITTO: kept_by_ditto,
+    DITTO: personal_model,
     PERMA: kept_local,
-    RIDGE: kept_by_ridge,
+    RIDGE: ridge_model,
 }
 #: Why a client's own model is not returned.
 AT_HAND = (

@@ -53,12 +53,12 @@ from flwr_perdl.core.checks import Matrix, check_count, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import APART, EVALUATE, FORK, LOSSES, to_arrays
+from flwr_perdl.protocol.records import APART, EVALUATE, FORK, LOSSES, TRAIN, to_arrays
 from flwr_perdl.protocol.report import RoundReport, is_higher_better
 from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.strategies._models import TRAIN, pack_model
+from flwr_perdl.strategies._models import pack_model
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
 from flwr_perdl.strategies.ditto import Ditto
 from flwr_perdl.strategies.personalized import PersonalizedFedAvg

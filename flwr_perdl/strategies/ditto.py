@@ -35,11 +35,10 @@ from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.options import ServerOptions
-from flwr_perdl.protocol.records import NEW_STATE
+from flwr_perdl.protocol.records import NEW_STATE, TRAIN
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.strategies._models import (
     MEMORY,
-    TRAIN,
     Adam,
     ModelStrategy,
     Momentum,

@@ -38,11 +38,10 @@ from flwr_perdl.network.compression import TopK
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import ALTERNATE
+from flwr_perdl.protocol.records import ALTERNATE, TRAIN
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
 from flwr_perdl.strategies._models import (
     MEMORY,
-    TRAIN,
     Adam,
     ModelStrategy,
     Momentum,

@@ -32,9 +32,8 @@ from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
-from flwr_perdl.protocol.records import CLUSTER, Limits, Replies, Reply, Scalar
+from flwr_perdl.protocol.records import CLUSTER, Kept, Limits, Replies, Reply, Scalar
 from flwr_perdl.protocol.request import (
-    Kept,
     Lost,
     Protocol,
     Request,
