@@ -136,7 +136,7 @@ INNER = {
     "clients.base": {"identify"},
     "clients.perma": {"CHOOSE", "held_out_errors"},
     "core": {"files"},
-    "core.aggregate": {"LEFT_OUT"},
+    "core.aggregate": {"OUTLIER"},
     "core.arrays": {"squared_norm"},
     "core.checks": {"LARGE", "brief_repr", "check_each"},
     "core.extras": {"load_extra"},

@@ -53,7 +53,7 @@ _LARGE = 2**16
 LOCAL_ATOMS = "local_atoms"
 
 
-class Start(Protocol):
+class FirstDictionary(Protocol):
     """How a client makes its first dictionary."""
 
     def __call__(self, X: Matrix, learner: Learner, *, rng: np.random.Generator) -> WarmStart:
@@ -68,7 +68,7 @@ class LearnerOptions(TypedDict, total=False):
     """The options of every `LearnerClient`."""
 
     evaluation: Mapping[str, Matrix] | None
-    start: Start
+    start: FirstDictionary
     min_support: int
     state_dir: str | Path | None
     max_runs: int
@@ -135,7 +135,7 @@ class LearnerClient(ProtocolClient):
         context: Context,
         *,
         evaluation: Mapping[str, Matrix] | None = None,
-        start: Start = warm_start,
+        start: FirstDictionary = warm_start,
         min_support: int = 3,
         state_dir: str | Path | None = None,
         max_runs: int = 8,

@@ -51,7 +51,7 @@ CAP = 3.0
 #: Points this many median distances from the geometric median are outliers.
 FAR = 5.0
 #: Points this many times as long as the median start no model.
-LONG = 10
+MAX_LENGTH = 10
 #: Points this many standard deviations from the median, in the direction of most spread, are
 #: outliers.
 SPREAD = 4.0
@@ -64,7 +64,7 @@ _START = 64
 #: not disagreement.
 SAME = 1e-9
 #: In reports: that a reply has no part in what the replies come to.
-LEFT_OUT = "left out"
+OUTLIER = "left out"
 
 
 class Aggregate(NamedTuple):
@@ -164,13 +164,13 @@ def keep_supported(
 ) -> NDArray[np.intp]:
     """Return the points that models may start from.
 
-    Set aside are those more than ``LONG`` times as long as the median, and those that are alone in
-    their group, as long as half of all are left and can be grouped so that none is alone. ``group``
-    returns the group of each of at least ``n_groups`` points, as a count from 0; without it all are
-    of one. The rows of ``points`` are returned in ascending order.
+    This leaves out points more than ``MAX_LENGTH`` times as long as the median, and those that are
+    alone in their group, as long as half of all are left and can be grouped so that none is alone.
+    ``group`` returns the group of each of at least ``n_groups`` points, as a count from 0; without
+    it all are of one. The rows of ``points`` are returned in ascending order.
     """
     lengths = row_norms(points)
-    kept = near = np.flatnonzero(lengths <= LONG * np.median(lengths))
+    kept = near = np.flatnonzero(lengths <= MAX_LENGTH * np.median(lengths))
     # Who stands alone has nobody who says the same; without it another one may stand alone.
     while group and n_groups > 1 and 2 * len(kept) >= max(len(points), 4 * n_groups):
         groups = group(points[kept])
@@ -291,7 +291,7 @@ def nearness(points: Matrix) -> Matrix:
 
 RULES: Mapping[str, Rule] = {
     "mean": Rule("far"),
-    "filtered": Rule(LEFT_OUT, factors=keep_consistent),
+    "filtered": Rule(OUTLIER, factors=keep_consistent),
     "clip": Rule("clipped", factors=clip_factors),
     "median": Rule("down-weighted", partial(np.median, axis=0)),
     "geometric-median": Rule("down-weighted", geometric_median, shares=nearness),

@@ -5,7 +5,7 @@ at a time. The same rules are those of all strategies for any model:
 
 =============================  ===================================================================
 floats                         averaged; robustly, or with an optimizer, where that is asked for
-floats named `STATISTICS`      averaged; no optimizer and no correction extrapolates them
+floats named `BATCH_NORM`      averaged; no optimizer and no correction extrapolates them
 integers                       weighted mean, rounded half to even; no optimizer, no distance of a
                                robust rule sees them
 booleans                       must stay as they were sent
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.aggregate import LEFT_OUT, RULES, mark_far, share_out
+from flwr_perdl.core.aggregate import OUTLIER, RULES, mark_far, share_out
 from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.npy import as_file
 
@@ -37,7 +37,7 @@ DTYPES = tuple(
 )
 #: How the names end of a batch normalization's statistics: steps beyond their mean are no
 #: statistics, and make a variance negative.
-STATISTICS = ("running_mean", "running_var")
+BATCH_NORM = ("running_mean", "running_var")
 #: A float is far too large beyond so many times the lower median of an array's largest absolute
 #: values, which counts as one at least.
 FAR_TOO_LARGE = 100.0
@@ -83,7 +83,7 @@ def is_float(array: Array) -> bool:
 
 def is_plain(name: str, array: Array) -> bool:
     """Whether an array is averaged, if at all, in no other way than by its weighted mean."""
-    return not is_float(array) or name.endswith(STATISTICS)
+    return not is_float(array) or name.endswith(BATCH_NORM)
 
 
 def blocks(size: int, step: int = _BLOCK) -> Iterator[slice]:
@@ -215,7 +215,7 @@ def aggregate_models(
         points = _single(changes_of(start, models))
         of_floats, outlyingness = share_out(rule, points, weights)
         of_floats = np.append(of_floats, 1 - of_floats.sum())  # the start's
-    if how.effect == LEFT_OUT:  # whoever is left out has no part in integers either
+    if how.effect == OUTLIER:  # whoever is left out has no part in integers either
         counted = weights * (outlyingness < 1)
         shares = counted / counted.sum()
     found = []

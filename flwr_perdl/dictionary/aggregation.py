@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.aggregate import (
-    LEFT_OUT,
+    OUTLIER,
     RULES,
     aggregate,
     clip_factors,
@@ -252,7 +252,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     else:
         atoms = descended_atoms(total[:, :r], total[:, r:], current)
     left_out, clipped = (present & ~kept).astype(float), np.where(kept, 1 - factors, 0)
-    return Aggregation(atoms, kept, {LEFT_OUT: left_out, RULES["clip"].effect: clipped})
+    return Aggregation(atoms, kept, {OUTLIER: left_out, RULES["clip"].effect: clipped})
 
 
 def _moments(grams: Matrix) -> NDArray[np.bool_]:

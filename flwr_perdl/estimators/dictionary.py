@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sklearn.utils.validation import check_is_fitted
 
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms
-from flwr_perdl.clients.dictionary import N_NONZERO, Start, data_warnings
+from flwr_perdl.clients.dictionary import N_NONZERO, FirstDictionary, data_warnings
 from flwr_perdl.core.checks import (
     Matrix,
     check_choice,
@@ -57,7 +57,7 @@ from flwr_perdl.strategies.perma import NAMED
 #: How a site learns its first dictionary where no learner is given. With a third of the iterations
 #: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
 #: ones are missed.
-LASSO_START: Start = partial(warm_start, n_iter=30, boost=4, decay=0.9)
+LASSO_START: FirstDictionary = partial(warm_start, n_iter=30, boost=4, decay=0.9)
 
 
 @dataclass(eq=False, repr=False)
@@ -600,7 +600,7 @@ class _SiteClient(DictionaryClient):
     warns = False
 
 
-def _start(learner: Learner) -> Start:
+def _start(learner: Learner) -> FirstDictionary:
     """Return how a site's dictionary starts."""
     return LASSO_START if isinstance(learner, LassoLearner) else warm_start
 

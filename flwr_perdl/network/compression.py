@@ -31,7 +31,7 @@ from flwr_perdl.core.checks import check_count, check_kind, check_real
 Encoded = tuple[NDArray[np.float32], NDArray[np.uint8]]
 
 #: Entries that share a scale in `RandomQuantization`.
-BLOCK = 64
+SCALE_BLOCK = 64
 #: A byte of this value says that a gap goes on.
 _MORE = 255
 
@@ -147,11 +147,11 @@ class RandomQuantization:
     @property
     def contraction(self) -> float:
         """The least share of the squared norm that is sent, on average."""
-        return 1 - BLOCK / (4 * self.levels**2)
+        return 1 - SCALE_BLOCK / (4 * self.levels**2)
 
     def encode(self, vector: Array, rng: np.random.Generator) -> Encoded:
         """Return the scales, and the levels in so many bits each."""
-        scales = np.maximum.reduceat(np.abs(vector), np.arange(0, len(vector), BLOCK))
+        scales = np.maximum.reduceat(np.abs(vector), np.arange(0, len(vector), SCALE_BLOCK))
         scales = scales.astype(np.float32)
         units = _each(np.where(scales > 0, scales, 1), len(vector)) / self.levels
         levels = np.floor(vector / units + rng.random(len(vector)))
@@ -171,7 +171,7 @@ class RandomQuantization:
 
 def _each(scales: Array, n: int) -> Array:
     """Return the scale of each of n entries."""
-    return np.repeat(scales.astype(float), BLOCK)[:n]
+    return np.repeat(scales.astype(float), SCALE_BLOCK)[:n]
 
 
 Compression = TopK | RandomQuantization

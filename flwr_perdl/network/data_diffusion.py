@@ -79,13 +79,13 @@ Data = Matrix | Callable[[int], Matrix]
 #: ``coder(X, D)`` returns codes (n_samples, n_atoms).
 Coder = Callable[[Matrix, Matrix], Matrix]
 #: One dictionary for all, one per node (stacked, or by id), or ``start(X, rng)`` for each node.
-Start = str | Matrix | Mapping[int, Matrix] | Callable[[Matrix, np.random.Generator], Matrix]
+Starts = str | Matrix | Mapping[int, Matrix] | Callable[[Matrix, np.random.Generator], Matrix]
 
 CODERS = ("omp", "lasso", "focuss", "nonnegative")
 UPDATES = ("mod", "ksvd", "gradient")
 ALIGNMENTS = ("none", "assignment")
 REPLACEMENTS = ("private", "samples")
-STARTS = ("samples", "common")
+NAMED_STARTS = ("samples", "common")
 #: The least number of rounds between replacements: a new atom needs some to become useful.
 _EVERY = 10
 
@@ -259,7 +259,7 @@ class DataDiffusion:
         network: Any,
         n_rounds: int = 100,
         *,
-        start: Start = "common",
+        start: Starts = "common",
         seed: int = 0,
         callback: Callable[[int, DictionaryState], Any] | None = None,
     ) -> Diffused:
@@ -305,7 +305,7 @@ class DataDiffusion:
         return Diffused(dictionaries, run.observed["error"], apart, *costs)
 
     def program(
-        self, data: Mapping[int, Data], *, agreement: int, start: Start = "common", seed: int = 0
+        self, data: Mapping[int, Data], *, agreement: int, start: Starts = "common", seed: int = 0
     ) -> DictionaryProgram:
         """Return the `Program` that a network runs.
 
@@ -374,11 +374,11 @@ class DictionaryProgram:
         learner: DataDiffusion,
         data: Mapping[int, Data],
         agreement: int,
-        start: Start,
+        start: Starts,
         seed: int,
     ) -> None:
         if isinstance(start, str):
-            check_choice("start", start, STARTS)
+            check_choice("start", start, NAMED_STARTS)
         elif not (callable(start) or isinstance(start, Mapping)):
             start = as_array("start", start)
             if start.ndim not in (2, 3):

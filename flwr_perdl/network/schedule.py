@@ -48,7 +48,7 @@ from flwr_perdl.network.topology import (
 from flwr_perdl.random import PAIRS, spawn
 
 #: How many rounds' matrices are kept, where they do not repeat.
-KEPT = 64
+CACHED_ROUNDS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +240,7 @@ class Schedule:
         """
         turn = self.turn(round_)
         if turn not in self._made:
-            if len(self._made) >= max(self.window, KEPT):
+            if len(self._made) >= max(self.window, CACHED_ROUNDS):
                 self._made.clear()
             self._made[turn] = self._weighted(turn)
         return self._made[turn]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flwr_perdl.core.aggregate import LEFT_OUT
+from flwr_perdl.core.aggregate import OUTLIER
 from flwr_perdl.core.checks import Matrix, check_kind, plain
 from flwr_perdl.core.keys import PURPOSE, REPORT
 from flwr_perdl.core.threads import one_blas_thread
@@ -346,7 +346,7 @@ class ProtocolRun:
         with one_blas_thread():
             self._advance(self._with_absent(request, good))
         self._resumed = None
-        outliers = {partition: Lost(LEFT_OUT, why) for partition, why in good.outliers.items()}
+        outliers = {partition: Lost(OUTLIER, why) for partition, why in good.outliers.items()}
         self._log_lost(outliers)
         kept = {partition: reply for partition, reply in good.items() if partition not in outliers}
         self._check_enough(kept, bad | outliers)

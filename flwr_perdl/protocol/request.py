@@ -119,7 +119,7 @@ class Lost(NamedTuple):
     Attributes
     ----------
     kind : str
-        ``FAILED``, ``REFUSED``, ``LEFT_OUT`` or ``NEW_STATE``.
+        ``FAILED``, ``REFUSED``, ``OUTLIER`` or ``NEW_STATE``.
     reason : str
         A sentence.
     code : int or None, default None

@@ -40,7 +40,7 @@ RUN_ID, _FIRST_NODE = 1, 1000
 _MOST_NODES = 10_000_000
 
 #: What may go wrong with one message: ``(partition, message) -> fault or None``.
-Faults = Callable[[int, Message], str | None]
+MessageFault = Callable[[int, Message], str | None]
 #: Most of what records are made of, none of which can change.
 _FIXED = {bool, bytes, float, int, str, tuple, FunctionType}
 FAULTS = ("error", "silence", "nan", "shape", "empty")
@@ -110,7 +110,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
         *,
         run_config: Mapping[str, Any] | None = None,
         node_config: Callable[[int], Mapping[str, Any]] | None = None,
-        faults: Faults | None = None,
+        faults: MessageFault | None = None,
         state_dir: str | Path | None = None,
     ) -> None:
         check_kind("app", app, ClientApp, "a ClientApp")

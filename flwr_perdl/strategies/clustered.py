@@ -53,7 +53,7 @@ from flwr_perdl.clients.clustered import (
     MOST_FITS,
     N_FITS,
 )
-from flwr_perdl.core.aggregate import LEFT_OUT, keep_supported
+from flwr_perdl.core.aggregate import OUTLIER, keep_supported
 from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, check_real, is_auto
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.network.compression import TopK
@@ -418,7 +418,7 @@ class ClusteredFedAvg(ModelStrategy):
             kept = kept[_starts.find_supported_groups(changes[kept], n)]
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
-            replies.note(LEFT_OUT, dict.fromkeys(alone, 1.0))
+            replies.note(OUTLIER, dict.fromkeys(alone, 1.0))
             changes, partitions = changes[kept], partitions[kept]
         most = min(most, len(changes))
         if self.start_from == "anchors":

@@ -35,7 +35,7 @@ from flwr_perdl.clients.mixed_regression import (
     OPTION,
     RegressionClient,
 )
-from flwr_perdl.core.aggregate import LEFT_OUT, RULES
+from flwr_perdl.core.aggregate import OUTLIER, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import (
@@ -125,7 +125,7 @@ class _MixedRegression(EndsWithModels):
     def _note_steep(self, replies: Replies, state: Stage) -> None:
         """Say in report and log which clients the models are learned without."""
         if len(state.steep):
-            replies.note(LEFT_OUT, dict.fromkeys(state.steep.tolist(), 1.0))
+            replies.note(OUTLIER, dict.fromkeys(state.steep.tolist(), 1.0))
             log(
                 WARNING,
                 "Left out of the models: clients [%s], whose curvature is more than ten times the "

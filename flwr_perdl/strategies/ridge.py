@@ -26,7 +26,7 @@ from flwr.serverapp import Grid
 from flwr_perdl.clients import ridge as wire
 from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, SPREAD
 from flwr_perdl.core import checks
-from flwr_perdl.core.aggregate import LEFT_OUT, aggregate
+from flwr_perdl.core.aggregate import OUTLIER, aggregate
 from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.privacy.noised_server import sums_with
@@ -356,7 +356,7 @@ class FederatedRidge(EndsWithModels):
                 each = sums.reshape(len(sums), -1) / replies.sizes[:, None]
                 judged = aggregate("filtered", each, replies.sizes)
                 total, own = judged.weight * judged.value.reshape(total.shape), {}
-                replies.note(LEFT_OUT, dict(zip(replies, judged.outlyingness, strict=True)))
+                replies.note(OUTLIER, dict(zip(replies, judged.outlyingness, strict=True)))
         else:
             total = self._total(replies, maths.ROW_LENGTH, int(known["most"]))
         if self.privacy is not None:

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import CHOOSE, held_out_errors
-from flwr_perdl.core.aggregate import LEFT_OUT
+from flwr_perdl.core.aggregate import OUTLIER
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
 from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
@@ -435,7 +435,7 @@ def _by_client(
             if i in found:
                 error = found[i][0, N_NONZERO.index(CURVE_N_NONZERO)]
                 yield Record("client_mse", float(error), name, at)
-        out = sum(happened.get(what, 0) for what in (FAILED_REPLY, REFUSED, LEFT_OUT))
+        out = sum(happened.get(what, 0) for what in (FAILED_REPLY, REFUSED, OUTLIER))
         yield Record("client_left_out", f"{out:.3g} of {happened['asked']:.0f}", "", at)
 
 
