@@ -106,8 +106,8 @@ class Candidate(NamedTuple):
 def _models(request: StepRequest) -> list[Candidate]:
     """Return the models of clusters that came."""
     found = request.models
-    odd = [name for name in found if not (name.isascii() and name.isdigit())]
-    if odd or not all("/" in name for name in request.names):
+    invalid = [name for name in found if not (name.isascii() and name.isdigit())]
+    if invalid or not all("/" in name for name in request.names):
         raise ValueError(f"arrays must be named '0/NAME', by cluster, got {[*request.names][:3]}.")
     if not 1 <= len(found) <= MOST_MODELS or len({tuple(own) for own in found.values()}) > 1:
         raise ValueError(

@@ -213,12 +213,12 @@ class LearnerClient(ProtocolClient):
         n_atoms: int,
         keep: Mapping[str, Matrix],
         *,
-        anew: bool = False,
+        new_state: bool = False,
     ) -> StepResult:
         """Return a training step's result, with what it says besides its array."""
         mse = {} if len(self.X) < self.min_support else {"mse": rounded(error)}
         orthogonal = int(self.learner.orthogonal)
-        metrics = {**mse, "n_atoms": n_atoms, "orthogonal": orthogonal, NEW_STATE: int(anew)}
+        metrics = {**mse, "n_atoms": n_atoms, "orthogonal": orthogonal, NEW_STATE: int(new_state)}
         return StepResult([sent], len(self.X), metrics, keep)
 
     # Evaluation -------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ class LearnerClient(ProtocolClient):
         """
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         G = self.global_atoms(request)
-        local_atoms, anew = self.own_atoms(G, request, kept)
-        metrics: dict[str, Scalar] = {NEW_STATE: 1} if anew else {}
+        local_atoms, new_state = self.own_atoms(G, request, kept)
+        metrics: dict[str, Scalar] = {NEW_STATE: 1} if new_state else {}
         D = np.vstack([G, local_atoms])
         losses: list[float] = []
         for name, samples in self.evaluation.items():
@@ -306,10 +306,10 @@ def check_atoms(atoms: Matrix, *, most: int) -> Matrix:
         raise ValueError(f"global atoms must be at most {most}, got {len(atoms)}.")
     with np.errstate(over="ignore"):
         squares = np.einsum("ij,ij->i", atoms, atoms)
-    odd = np.flatnonzero(~(np.abs(squares - 1) <= _ODD))
-    if len(odd):
-        norm = float(squares[odd[0]]) ** 0.5
-        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {odd[0]}.")
+    invalid = np.flatnonzero(~(np.abs(squares - 1) <= _ODD))
+    if len(invalid):
+        norm = float(squares[invalid[0]]) ** 0.5
+        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {invalid[0]}.")
     return atoms
 
 

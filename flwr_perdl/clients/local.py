@@ -387,8 +387,8 @@ class Local:
         content = self._ask(MessageType.EVALUATE, [*map(encoded, arrays)], names, config)
         metrics, n = metrics_of(content)
         numbers = numbers_in(metrics)
-        if odd := [name for name in LOSSES if name in metrics.keys() - numbers.keys()]:
-            raise ValueError(f"{odd[0]} must be a number, got {brief_repr(metrics[odd[0]])}.")
+        if texts := [name for name in LOSSES if name in metrics.keys() - numbers.keys()]:
+            raise ValueError(f"{texts[0]} must be a number, got {brief_repr(metrics[texts[0]])}.")
         loss = next((float(numbers[name]) for name in LOSSES if name in numbers), nan)
         return loss, n, metrics
 

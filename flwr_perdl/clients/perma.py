@@ -187,7 +187,7 @@ class DictionaryClient(LearnerClient):
                 f"parameters must be of different numbers of atoms, got {[*map(len, candidates)]}."
             )
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
-        held, anew = self._held_out(request), kept is None
+        held, new_state = self._held_out(request), kept is None
         if kept is None or DICTIONARY in kept:  # the start has seen the samples held out
             kept = {DICTIONARY: self.first_dictionary(request, self.X[~held])}
         sent, errors, keep, metrics = [], [], {}, {}
@@ -201,7 +201,7 @@ class DictionaryClient(LearnerClient):
                 found = float(np.mean([self._error(self.X[held], D, k) for k in counts]))
                 exact = found <= _ROUNDING * mean_square(self.X[held])
                 metrics[f"{HELD_OUT}{len(G)}"] = 0.0 if exact else rounded(found)
-        result = self.result(sent[0], min(errors), len(D), keep, anew=anew)
+        result = self.result(sent[0], min(errors), len(D), keep, new_state=new_state)
         return result._replace(arrays=sent, metrics={**result.metrics, **metrics})
 
     def update(self, request: StepRequest, kept: PrivateArrays | None) -> StepResult:
@@ -211,9 +211,9 @@ class DictionaryClient(LearnerClient):
         if chosen and len(G) < self.learner.n_atoms:
             # The number is chosen: the local atoms start from all samples, those held out too.
             kept = {DICTIONARY: self.first_dictionary(request)}
-        L, anew = self.own_atoms(G, request, kept)
+        L, new_state = self.own_atoms(G, request, kept)
         sent, error, D = self._updated(request, self.X, G, L)
-        result = self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, anew=anew)
+        result = self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, new_state=new_state)
         bound = SAMPLE_BOUND.get()
         if bound is None or request.config.get(SENDS) != STATISTICS:
             return result

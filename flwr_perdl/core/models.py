@@ -135,18 +135,18 @@ def check_trained(name: str, array: Array, before: Array, fixed: NDArray[np.bool
     if fixed is None and (size := magnitude(array)) <= largest_averaged(array.dtype):
         return size
     own = fixed_entries(array)
-    odd = np.zeros(array.shape, dtype=bool)
+    kept = np.zeros(array.shape, dtype=bool)
     for entries in (own, fixed):
-        odd |= False if entries is None else entries
-    if array[odd].tobytes() != before[odd].tobytes():
+        kept |= False if entries is None else entries
+    if array[kept].tobytes() != before[kept].tobytes():
         limit = largest_averaged(array.dtype)
         rule = "stay as it was sent, as booleans do"
         if array.dtype.kind != "b":
             rule = f"be finite and at most {limit:.0e}, but for entries that stay as they were sent"
         raise ValueError(
-            f"array {name!r} must {rule}, got {array[odd][:3]} where {before[odd][:3]} was sent."
+            f"array {name!r} must {rule}, got {array[kept][:3]} where {before[kept][:3]} was sent."
         )
-    return magnitude(array[~odd])
+    return magnitude(array[~kept])
 
 
 def far_too_large(magnitudes: Array) -> Array:
@@ -304,10 +304,10 @@ def as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
     if array.dtype == dtype:
         return array
     if dtype.kind in "iu" and is_float(array):
-        odd = array[array != np.rint(array)]
-        if odd.size:
+        reals = array[array != np.rint(array)]
+        if reals.size:
             raise ValueError(
-                f"an array of integers must be one after training, got {odd[0]:g}: send floats "
+                f"an array of integers must be one after training, got {reals[0]:g}: send floats "
                 "where training changes them."
             )
     with np.errstate(over="ignore"):  # what is infinite then is found later

@@ -83,10 +83,10 @@ def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
         squares = np.sum(D * D, axis=1, keepdims=True)
     info = np.finfo(D.dtype)
     tiny = float(info.smallest_normal) / float(info.eps)
-    odd = ~((squares > tiny) & (squares < 1 / tiny))
-    if odd.any() and D.shape[1]:
+    extreme = ~((squares > tiny) & (squares < 1 / tiny))
+    if extreme.any() and D.shape[1]:
         peaks = np.abs(D).max(axis=1, keepdims=True)
-        D = np.where(odd & (peaks > 0), D / np.where(peaks > 0, peaks, 1), D)
+        D = np.where(extreme & (peaks > 0), D / np.where(peaks > 0, peaks, 1), D)
         squares = np.sum(D * D, axis=1, keepdims=True)
     return D, np.sqrt(squares)
 

@@ -309,8 +309,8 @@ def check_columns(tables: Mapping[str, Any]) -> None:
     (first, known), *others = ((key, feature_names(table)) for key, table in tables.items())
     for key, names in others:
         if names != known:
-            odd = sorted({*(names or ())} ^ {*(known or ())})
-            how = f"only one has {odd[0]!r} (it may be all NaN)" if odd else "the order differs"
+            only = sorted({*(names or ())} ^ {*(known or ())})
+            how = f"only one has {only[0]!r} (it may be all NaN)" if only else "the order differs"
             raise ValueError(f"X[{key}] must have the columns of X[{first}], in order: {how}.")
 
 

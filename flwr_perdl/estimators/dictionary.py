@@ -563,12 +563,12 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             )
 
     def _warn(self, sites: list[Matrix], learner: Learner) -> None:
-        """Warn once of what is odd about tables and atoms."""
+        """Warn once of tables and atoms that seem wrong."""
         given = list(zip(sites, self._dictionaries(), strict=True))
         codes, r = [learner.code(X, D) for X, D in given], len(self.global_atoms_)
         used = [np.any(C, axis=0) for C in codes]
         shared = np.any([own[:r] for own in used], axis=0)
-        odd: dict[str, list[str]] = {}
+        by_warning: dict[str, list[str]] = {}
         for i, (X, D) in enumerate(given):
             found = data_warnings(X, len(D))
             if not (shared.all() and used[i][r:].all()):
@@ -576,8 +576,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             if (np.triu(np.abs(D @ D.T), 1) > COPY).any():
                 found.append("atoms that are copies of others: lower n_atoms")
             for what in found:
-                odd.setdefault(what, []).append(f"X[{i}]")
-        for what, where in odd.items():
+                by_warning.setdefault(what, []).append(f"X[{i}]")
+        for what, where in by_warning.items():
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
             warnings.warn(f"{where[0]}{more}: {what}.", UserWarning, stacklevel=3)
 
@@ -595,7 +595,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
 
 
 class _SiteClient(DictionaryClient):
-    """A client of `fit`, which itself warns of what is odd."""
+    """A client of `fit`, which itself warns of tables and atoms."""
 
     warns = False
 

@@ -230,9 +230,9 @@ def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, 
     if not len(check_list("dictionaries", dictionaries)):
         raise ValueError("dictionaries must have at least one, got none.")
     atoms = [check_array("dictionaries", D, columns=X.shape[1]) for D in dictionaries]
-    odd = next((D for D in atoms if D.dtype != X.dtype), None)
-    if odd is not None:
-        raise ValueError(f"dictionaries must be {X.dtype} as X is, got {odd.dtype}.")
+    mismatch = next((D for D in atoms if D.dtype != X.dtype), None)
+    if mismatch is not None:
+        raise ValueError(f"dictionaries must be {X.dtype} as X is, got {mismatch.dtype}.")
     with np.errstate(over="ignore"):
         longest = max(float(row_norms(D).max(initial=0)) for D in atoms)
     if longest > 1 + _SLACK:  # steps and their bounds hold for no other atoms

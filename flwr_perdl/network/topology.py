@@ -107,9 +107,9 @@ class Topology:
             given = [tuple(edge) for edge in edges]
         except TypeError:
             raise TypeError(f"edges must be pairs of nodes, got {brief_repr(edges)}.") from None
-        odd = next((edge for edge in given if len(edge) != 2), None)
-        if odd is not None:
-            raise ValueError(f"edges must be pairs of nodes, got {odd}.")
+        invalid = next((edge for edge in given if len(edge) != 2), None)
+        if invalid is not None:
+            raise ValueError(f"edges must be pairs of nodes, got {invalid}.")
         pairs = as_array("edges", given if given else np.zeros((0, 2), int))
         if pairs.ndim != 2 or pairs.dtype.kind not in "iu":
             raise ValueError(f"edges must be pairs of integers, got {brief_repr(given[0])}.")

@@ -44,9 +44,9 @@ class PublicBasis:
     def __init__(self, matrix: Matrix) -> None:
         rows = check_array("matrix", matrix, min_rows=1).astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
-            odd = float(np.abs(rows @ rows.T - np.eye(len(rows))).max())
-        if not odd <= _ODD:
-            raise ValueError(f"matrix must have orthonormal rows, got products off by {odd:.3g}.")
+            error = float(np.abs(rows @ rows.T - np.eye(len(rows))).max())
+        if not error <= _ODD:
+            raise ValueError(f"matrix must have orthonormal rows, got products off by {error:.3g}.")
         rows.flags.writeable = False
         #: The vectors of the basis, as rows; read-only.
         self.matrix: Matrix = rows
