@@ -70,10 +70,10 @@ from flwr_perdl.protocol.records import (
     CONFIG,
     DEFAULT,
     FORK,
+    KEEPS_PRIVATE,
     LEFT_OUT,
     PARTITION_ID,
     PINNED_KEYS,
-    PRIVATE,
     PROMISE,
     ROUND,
     RUN,
@@ -429,7 +429,7 @@ class AnsweringApp(ClientApp):
         who = reply.content.get(CONFIG)
         if isinstance(who, ConfigRecord):
             if (part := self.kept_part) is not None:
-                who[PRIVATE] = str(part)
+                who[KEEPS_PRIVATE] = str(part)
             if self._privacy is None and not (self._evaluation and handlers.evaluates):
                 who[UNABLE_TO_EVALUATE] = True
             if _pins_keys(context):

@@ -39,7 +39,7 @@ N_FOLDS = 3
 MOST_FEATURES, MOST_CLASSES = 5_000, 10_000
 #: The name of what a client keeps; those of a mixed model's variances.
 COEFFICIENTS = "coefficients"
-SPREAD, RANDOM_ARRAY = ("variances", "noise"), "random"
+VARIANCES, RANDOM_ARRAY = ("variances", "noise"), "random"
 
 
 class RidgeClient(ProtocolClient):
@@ -206,7 +206,7 @@ class RidgeClient(ProtocolClient):
         models = [RidgeModel.of(model) for model in shared]
         features, classes = models[0].features, models[0].classes
         Z, Y = features(self.X), _outputs("y", self.y, classes)
-        spread = [shared[0][name] for name in SPREAD if name in shared[0]]
+        spread = [shared[0][name] for name in VARIANCES if name in shared[0]]
         each = np.stack([model.coefficients for model in models])
         own, group = _own_model(each, Z, Y, RANDOMS[int(shared[0][RANDOM_ARRAY])], spread)
         return RidgeModel(features, own if n_fits else each[group], classes).to_arrays()

@@ -128,7 +128,7 @@ KEY_FILE, PINNED_KEYS = "key-file", "neighbor-keys"
 PARTITION_ID = "partition-id"
 NAME = "name"
 #: Names, or patterns, of the arrays that it keeps private; nothing where it keeps none.
-PRIVATE = "perdl.keeps-private"
+KEEPS_PRIVATE = "perdl.keeps-private"
 UNCOUNTED = "perdl.uncounted-runs"
 #: The metric of a client that found no private state of the run and began with a new one; reports
 #: have 1 only for clients that took part in the run before. It is a kind of anomaly, too.

@@ -18,9 +18,9 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.records import (
     CONFIG,
+    KEEPS_PRIVATE,
     NAME,
     PARTITION_ID,
-    PRIVATE,
     SEALS_ALL,
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
@@ -187,7 +187,7 @@ class Roster:
             del self._partitions[node]  # who becomes another client is not the first to be it
         self._partitions[node] = partition
         self.private.pop(partition, None)
-        if patterns := properties.get(PRIVATE):
+        if patterns := properties.get(KEEPS_PRIVATE):
             self.private[partition] = printable(str(patterns), _LONGEST_NAME)
         said = (
             (UNCOUNTED, self.uncounted),

@@ -24,7 +24,7 @@ from flwr_perdl.strategies._dictionaries import atoms_kind, atoms_of, is_orthogo
 
 #: Which shares of a client's atoms are tried, in how many rounds at most, and how the state calls
 #: them.
-SHARES, MOST_ROUNDS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 8, "candidate_"
+SHARES, MOST_TRIALS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 8, "candidate_"
 #: Errors below this share of a client's largest one are rounding; a round's errors count for so
 #: much of the next one's.
 ROUNDING, FADES = 1e-12, 0.5
@@ -39,10 +39,10 @@ def numbers_to_try(replies: Replies) -> list[int]:
 
 def begun(found: Sequence[Matrix], num_rounds: int | None) -> State:
     """Return the state before the first update of ``found``, the last of which clients agree on."""
-    rounds = MOST_ROUNDS if num_rounds is None else num_rounds - 2
+    rounds = MOST_TRIALS if num_rounds is None else num_rounds - 2
     by_number = {len(atoms): atoms for atoms in found}
     return {
-        "rounds_left": np.array(min(max(rounds, 1), MOST_ROUNDS)),
+        "rounds_left": np.array(min(max(rounds, 1), MOST_TRIALS)),
         "agreed": np.array(len(found[-1])),
         "errors": np.zeros(len(by_number)),
         **_named([by_number[number] for number in sorted(by_number)]),

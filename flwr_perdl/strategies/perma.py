@@ -105,7 +105,7 @@ from flwr_perdl.strategies._own_models import EndsWithModels
 
 AGGREGATIONS = ("statistics", *ATOM_AVERAGES)
 #: Those of which the server needs no more than a sum.
-SUMS = ("statistics", "mean", "weighted")
+SUMMABLE = ("statistics", "mean", "weighted")
 _SUMMED = "secure", "privacy"
 _NO_ERRORS = '"auto" compares errors of single clients, and 0 atoms have no sum'
 MATCHINGS = ("consensus", "paths")
@@ -215,8 +215,8 @@ class PerMA(EndsWithModels):
     needs = (
         Needs(_SUMMED, "n_global", (AUTO, 0), _NO_ERRORS, never=True),
         Needs(_SUMMED, "robust", (False,), JUDGED),
-        Needs(("secure",), "aggregation", SUMS, "others are of single updates"),
-        Needs(("privacy",), "aggregation", SUMS[:2], "noise does not cover numbers of samples"),
+        Needs(("secure",), "aggregation", SUMMABLE, "others are of single updates"),
+        Needs(("privacy",), "aggregation", SUMMABLE[:2], "noise does not cover numbers of samples"),
         Needs(_SUMMED, "reuse_last_reply", (0,), "the server has no client's own contribution"),
         Needs(("robust",), "aggregation", ("statistics",), "robust names the aggregation"),
         # Of the clients' data, which say so themselves.
@@ -309,7 +309,7 @@ class PerMA(EndsWithModels):
         config = self._config
         if self._evaluate_config is not None:
             config |= {n: v for n, v in scalars(self._evaluate_config).items() if n == N_NONZERO}
-        mean = np.mean if self.aggregation in SUMS else np.median
+        mean = np.mean if self.aggregation in SUMMABLE else np.median
         return Update(config, self._check, self._aggregate, mean)
 
     @property

@@ -24,7 +24,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flwr_perdl.clients import ridge as wire
-from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, SPREAD
+from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, VARIANCES
 from flwr_perdl.core import checks
 from flwr_perdl.core.aggregate import OUTLIER, aggregate
 from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
@@ -264,7 +264,7 @@ class FederatedRidge(EndsWithModels):
             known = self._best_of(known, replies, p)
         if self._finds_groups and "models" not in known:
             known = {**known, **self._grouped(known, p)}
-        elif mixed and SPREAD[0] not in known:
+        elif mixed and VARIANCES[0] not in known:
             known = {**known, **self._mixed(known, p)}
         found = [known["means"], known["deviations"], known["scale"]]
         if self.level == AUTO and "level" not in known:
@@ -277,7 +277,7 @@ class FederatedRidge(EndsWithModels):
         level = self.chosen_level
         if level in (GROUPS, BOTH):
             kept[MEMBERS], models = known["members"], known["models"]
-        found += [models, *(known[name] for name in SPREAD if name in known)]
+        found += [models, *(known[name] for name in VARIANCES if name in known)]
         if level in _HAVE_OWN:
             yield self._request(wire.SOLVE, found, known, level=level)
         return found
@@ -392,8 +392,8 @@ class FederatedRidge(EndsWithModels):
         mixed = [fit_mixed_model(own, correlated=False) for own in np.stack(moments, axis=1)]
         return {
             wire.COEFFICIENTS: np.column_stack([one.common for one in mixed]),
-            SPREAD[0]: np.stack([np.diag(one.between) for one in mixed]),
-            SPREAD[1]: np.array([one.noise for one in mixed]),
+            VARIANCES[0]: np.stack([np.diag(one.between) for one in mixed]),
+            VARIANCES[1]: np.array([one.noise for one in mixed]),
         }
 
     @property
@@ -436,7 +436,7 @@ class FederatedRidge(EndsWithModels):
         features = RandomFeatures.draw(means, deviations, self.features, **how)
         arrays = RidgeModel(features, coefficients, self.classes or 0).to_arrays()
         arrays[wire.RANDOM_ARRAY] = np.array(wire.RANDOMS.index(self.random))
-        return arrays | dict(zip(SPREAD, spread, strict=False))
+        return arrays | dict(zip(VARIANCES, spread, strict=False))
 
 
 @dataclass(frozen=True)
