@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from flwr_perdl.core import files
-from flwr_perdl.privacy.at_rest import locked, read
+from flwr_perdl.protocol.at_rest import locked, read
 from flwr_perdl.protocol.records import PARTITION_ID
 
 #: The folder of the file, with no rights but the owner's: the user's own keeps its rights.

@@ -21,7 +21,6 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients.base import UNSENT, PrivateState, identify, private_store
 from flwr_perdl.clients.dispatch import (
     ProtocolClient,
     Step,
@@ -32,7 +31,25 @@ from flwr_perdl.clients.dispatch import (
     take,
     take_by,
 )
-from flwr_perdl.clients.local import (
+from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
+from flwr_perdl.parts.private import KeepPrivate, Patterns, aside, asked_to_keep, check_mods
+from flwr_perdl.parts.transport import Transport
+from flwr_perdl.privacy.ledger import Own
+from flwr_perdl.privacy.noise import Noise
+from flwr_perdl.privacy.noised_client import answer_silently
+from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
+from flwr_perdl.protocol.client_state import UNSENT, PrivateState, identify, private_store
+from flwr_perdl.protocol.compat import (
+    FITINS,
+    SECAGG,
+    has_handler,
+    is_legacy,
+    lifespan_of,
+    like,
+    mods_of,
+    new_record,
+)
+from flwr_perdl.protocol.local import (
     CODED,
     Call,
     Local,
@@ -45,23 +62,6 @@ from flwr_perdl.clients.local import (
     hiding,
     state_apart,
     within,
-)
-from flwr_perdl.clients.personalized import KeepPrivate, Patterns, aside, asked_to_keep, check_mods
-from flwr_perdl.clients.transport import Transport
-from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
-from flwr_perdl.privacy.ledger import Own
-from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_client import answer_silently
-from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
-from flwr_perdl.protocol.compat import (
-    FITINS,
-    SECAGG,
-    has_handler,
-    is_legacy,
-    lifespan_of,
-    like,
-    mods_of,
-    new_record,
 )
 from flwr_perdl.protocol.part import Part, classes_in, parts_of
 from flwr_perdl.protocol.records import (

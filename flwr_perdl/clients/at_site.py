@@ -10,10 +10,10 @@ from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients.app import AnsweringApp
 from flwr_perdl.clients.dispatch import ProtocolClient, Step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.clients.own_models import MOST_FITS, OWN_MODELS, choose_model, keep_best
 from flwr_perdl.core.checks import brief_repr, check_count, check_kind, check_list
 from flwr_perdl.protocol.compat import become_server, stamp
+from flwr_perdl.protocol.local import Local, StepRequest, StepResult
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,

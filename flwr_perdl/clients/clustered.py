@@ -22,8 +22,8 @@ import numpy as np
 from flwr.app import Array
 
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Local, Measured, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_count
+from flwr_perdl.protocol.local import Local, Measured, StepRequest, StepResult
 from flwr_perdl.protocol.records import CLUSTER, EVALUATE, Scalar, with_loss
 
 CLUSTERED = "clustered"

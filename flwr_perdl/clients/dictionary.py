@@ -14,9 +14,7 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import PrivateArrays
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded
-from flwr_perdl.clients.local import StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,
@@ -32,6 +30,8 @@ from flwr_perdl.dictionary.learners import (
     check_samples,
 )
 from flwr_perdl.privacy.withholding import rows_allowed
+from flwr_perdl.protocol.client_state import PrivateArrays
+from flwr_perdl.protocol.local import StepRequest, StepResult
 from flwr_perdl.protocol.records import NEW_STATE, Scalar
 from flwr_perdl.random import spawn
 

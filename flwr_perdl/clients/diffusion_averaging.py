@@ -17,19 +17,9 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients import own_models
-from flwr_perdl.clients.base import INNER, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import (
-    Evaluated,
-    Local,
-    NoEvaluateError,
-    StateLostError,
-    StepRequest,
-    StepResult,
-)
 from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, DiffusionClient, Kept
 from flwr_perdl.clients.own_models import TUNE
-from flwr_perdl.clients.personalized import kept_private
 from flwr_perdl.core.checks import Matrix, brief_repr, check_kind
 from flwr_perdl.core.keys import PURPOSE, SELECT
 from flwr_perdl.core.models import DTYPES
@@ -37,6 +27,16 @@ from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.averaging_program import state_type
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
+from flwr_perdl.parts.private import kept_private
+from flwr_perdl.protocol.client_state import INNER, PrivateState, private_store
+from flwr_perdl.protocol.local import (
+    Evaluated,
+    Local,
+    NoEvaluateError,
+    StateLostError,
+    StepRequest,
+    StepResult,
+)
 from flwr_perdl.protocol.part import Arrays
 from flwr_perdl.protocol.records import (
     LEFT_OUT,

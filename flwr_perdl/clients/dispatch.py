@@ -38,8 +38,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from flwr.app import Array, ConfigRecord, Context
 
-from flwr_perdl.clients.base import Member, private_store
-from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import (
     Matrix,
     check_choice,
@@ -50,6 +48,8 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.npy import file_of
 from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.protocol.client_state import Member, private_store
+from flwr_perdl.protocol.local import Local, StepRequest, StepResult
 from flwr_perdl.protocol.records import (
     ANSWERED,
     EVALUATE,

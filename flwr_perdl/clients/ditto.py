@@ -12,13 +12,13 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients import own_models
-from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult, hide_numbers
 from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, check_real
 from flwr_perdl.core.models import check_trained, fixed_entries, is_float, settled
 from flwr_perdl.core.npy import as_file
+from flwr_perdl.protocol.client_state import PrivateArrays, PrivateState, private_store
+from flwr_perdl.protocol.local import Local, StepRequest, StepResult, hide_numbers
 from flwr_perdl.protocol.part import Arrays
 from flwr_perdl.protocol.records import EVALUATE, NEW_STATE, TRAIN, encode, with_loss
 

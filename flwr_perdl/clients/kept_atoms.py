@@ -12,10 +12,16 @@ from pathlib import Path
 from flwr.app import Array, Context, RecordDict
 
 from flwr_perdl.clients._states import NodeStates
-from flwr_perdl.clients.base import PREFIX, PrivateState, StateStore, private_store, run_folder
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_kind
+from flwr_perdl.protocol.client_state import (
+    PREFIX,
+    PrivateState,
+    StateStore,
+    private_store,
+    run_folder,
+)
 from flwr_perdl.protocol.records import PARTITION_ID, encode
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind
+from flwr_perdl.protocol.local import Local, StepRequest, StepResult
 from flwr_perdl.protocol.records import CLUSTER, EVALUATE, Scalar
 from flwr_perdl.regression import Loss, SquaredLoss
 from flwr_perdl.regression.losses import (

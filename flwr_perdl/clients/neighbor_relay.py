@@ -13,10 +13,7 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import PrivateState
 from flwr_perdl.clients.dispatch import ProtocolClient, step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult
-from flwr_perdl.clients.transport import halved
 from flwr_perdl.core.arrays import count_values
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_function
 from flwr_perdl.core.files import LAST_ROUND
@@ -33,8 +30,11 @@ from flwr_perdl.network.combine import (
     silent_nodes,
 )
 from flwr_perdl.network.messages import Delivery, inbox_of
+from flwr_perdl.parts.transport import halved
 from flwr_perdl.privacy.sealed import Keys, lasting_keys
+from flwr_perdl.protocol.client_state import PrivateState
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.local import Local, StepRequest, StepResult
 from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, PINNED_KEYS, SEALED, Scalar
 
 #: The protocol, and its steps.

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flwr.app import Context
 
-from flwr_perdl.clients.base import OWN, PrivateState, private_store
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.local import Local, StateLostError, StepRequest, StepResult
-from flwr_perdl.clients.personalized import TRAIN_NAMES, kept_private
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import check_count
+from flwr_perdl.parts.private import TRAIN_NAMES, kept_private
+from flwr_perdl.protocol.client_state import OWN, PrivateState, private_store
+from flwr_perdl.protocol.local import Local, StateLostError, StepRequest, StepResult
 from flwr_perdl.protocol.part import Arrays
 from flwr_perdl.protocol.records import CLUSTER, Scalar, encode, view
 

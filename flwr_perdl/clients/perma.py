@@ -29,7 +29,6 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import PrivateArrays
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
     MOST_STEPS,
@@ -43,7 +42,6 @@ from flwr_perdl.clients.dictionary import (
     read_local_steps,
 )
 from flwr_perdl.clients.dispatch import rounded, step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core.arrays import has_missing, observed
 from flwr_perdl.core.checks import (
     Matrix,
@@ -63,7 +61,9 @@ from flwr_perdl.dictionary.coding import completed
 from flwr_perdl.dictionary.learners import update_weights
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.privacy.withholding import may_send_entries
+from flwr_perdl.protocol.client_state import PrivateArrays
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.local import Local, StepRequest, StepResult
 from flwr_perdl.protocol.records import EVALUATE, MAX_WEIGHT, Scalar
 from flwr_perdl.random import spawn
 

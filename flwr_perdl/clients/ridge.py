@@ -11,12 +11,12 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_store
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
-from flwr_perdl.clients.local import Local, StepRequest, StepResult
 from flwr_perdl.core import checks
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
+from flwr_perdl.protocol.client_state import PrivateArrays, PrivateState, private_store
+from flwr_perdl.protocol.local import Local, StepRequest, StepResult
 from flwr_perdl.protocol.part import Arrays
 from flwr_perdl.protocol.records import CLUSTER, EVALUATE, MAX_WEIGHT, Scalar, encode, view
 from flwr_perdl.random import spawn

@@ -21,14 +21,10 @@ def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     package, file : str
         The package's ``__name__`` and ``__file__``. Under ``if TYPE_CHECKING`` it has its imports.
     """
-    nodes = ast.walk(ast.parse(Path(file).read_text("utf-8")))
-    inside = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    where = {
-        own.name: str(node.module)
-        for node in inside
-        if str(node.module).startswith(package)
-        for own in node.names
-    }
+    tree = ast.parse(Path(file).read_text("utf-8"))
+    inside = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
+    imports = [node for node in inside if isinstance(node, ast.ImportFrom)]
+    where = {own.name: str(node.module) for node in imports for own in node.names}
 
     def load(name: str) -> Any:
         if name not in where:

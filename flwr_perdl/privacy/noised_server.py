@@ -296,8 +296,3 @@ class Sums(Part):
         if self.privacy is not None:
             return NoisedSum(noise=self.privacy, summed=summed, secure=options)
         return SecureMean(summed.start[0].shape, summed.norm, summed.max_weight, **options)
-
-
-def sums_with(privacy: Noise | None, secure: bool | Mapping[str, float] = False) -> list[Part]:
-    """Return the part by which the server gets sums, if there is to be one."""
-    return [] if privacy is None and secure is False else [Sums(privacy, secure)]

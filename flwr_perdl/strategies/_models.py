@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from flwr_perdl.clients.personalized import Patterns, Private
-from flwr_perdl.clients.transport import Transport
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
@@ -23,6 +21,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
 from flwr_perdl.core.npy import as_file
 from flwr_perdl.network.compression import TopK
+from flwr_perdl.parts import model_parts
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.part import Part
@@ -182,7 +181,7 @@ class ModelStrategy(TrainsModels):
         own |= {"metric": metric, "higher_is_better": higher_is_better}
         kinds = (TopK, type(None))
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
-        parts = given_parts(private, share, transport, compression)
+        parts = model_parts(private, share, transport, compression)
         super().__init__(*parts, *given, transport=transport, **own, **options)
         kept = {"private": private or share} if private or share else {}
         check_support(self, {**kept, "robust": robust, "compression": compression})
@@ -223,17 +222,6 @@ class ModelStrategy(TrainsModels):
             found[i] = as_file(settled(moved, model[i], fixed))
             kept += [as_file(array) for array in after]
         return found, kept
-
-
-def given_parts(
-    private: str | Sequence[str], share: str | Sequence[str], transport: Any, compression: Any
-) -> list[Part]:
-    """Return the parts that a strategy's options ask for."""
-    patterns = Patterns.of("private", private, share)
-    parts: list[Part] = [] if patterns is None else [Private(patterns)]
-    if transport is not None or compression is not None:
-        parts.append(Transport(transport is not None, compression and compression.share))
-    return parts
 
 
 def check_initial(initial: Sequence[Matrix], names: Sequence[str]) -> list[Matrix]:

@@ -26,7 +26,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients._states import NodeStates
-from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.diffusion_averaging import AVERAGING
 from flwr_perdl.clients.diffusion_averaging import kept_model as kept_by_averaging
 from flwr_perdl.clients.ditto import DITTO, personal_model
@@ -42,11 +41,12 @@ from flwr_perdl.clients.own_models import (
     kept_model,
 )
 from flwr_perdl.clients.perma import PERMA
-from flwr_perdl.clients.personalized import Patterns, check_patterns
 from flwr_perdl.clients.ridge import RIDGE, ridge_model
-from flwr_perdl.clients.transport import HALF
 from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
+from flwr_perdl.parts.private import Patterns, check_patterns
+from flwr_perdl.parts.transport import HALF
+from flwr_perdl.protocol.client_state import identify
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
@@ -158,7 +158,7 @@ class Learned:
     arrays: Sequence[str] = ()
     apart: Collection[int] = ()
     contexts: Mapping[int, Context] = field(default_factory=dict)
-    saved: Callable[[int], ArrayRecord | None] = lambda _: None
+    saved: Callable[[int], ArrayRecord | None] | None = None
 
     @property
     def models(self) -> list[ArrayRecord]:
@@ -222,7 +222,8 @@ class Learned:
                 f"client must be one of the run, by its partition or name, got {client!r}."
             )
         number = known[client]
-        base, context = self.saved(number), self.contexts.get(number)
+        base = None if self.saved is None else self.saved(number)
+        context = self.contexts.get(number)
         if state_dir is not None:
             context = context_of(number, self.names[number], state_dir)
         own: Mapping[str, Array] | None = None

@@ -131,7 +131,7 @@ class ClusteredFedAvg(ModelStrategy):
         Private or shared arrays, as in `PersonalizedFedAvg`: clusters whose members each have, say,
         their own head.
     transport : {"float16"}, optional
-        Send floats in half precision, both ways (`flwr_perdl.clients.transport`). By default every
+        Send floats in half precision, both ways (`flwr_perdl.parts.transport`). By default every
         array keeps its dtype.
     compression : TopK, optional
         Clients send only the largest entries of their changes and carry the rest over to later

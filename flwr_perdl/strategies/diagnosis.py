@@ -46,11 +46,12 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from flwr_perdl.clients.personalized import Patterns, Private, check_patterns, matched
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import TRIM
 from flwr_perdl.core.checks import Matrix, check_count, check_kind, check_real
 from flwr_perdl.core.repr import ShownAsCalled, short_repr
+from flwr_perdl.parts import all_private
+from flwr_perdl.parts.private import check_patterns, matched
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import APART, EVALUATE, FORK, LOSSES, TRAIN, to_arrays
@@ -201,27 +202,11 @@ class Diagnosed(NamedTuple):
 _COLUMNS = ["rounds", "median", "gain", "interval", "clients that gain", "strategy"]
 
 
-@dataclass(frozen=True, eq=False)
-class _AllPrivate(Private):
-    """All arrays stay at the clients, which receive the initial ones once."""
-
-    def begin(
-        self, names: Sequence[str], model: list[Matrix], kept: Any
-    ) -> tuple[Private, list[str], list[Matrix]]:
-        """Have the clients keep all arrays."""
-        return _AllPrivate(self.patterns, [*names], [*names]), [*names], model
-
-    def whole(self, model: Sequence[Matrix]) -> list[Matrix]:
-        """Return the initial model."""
-        return list(model)
-
-
 class _Local(ProtocolStrategy):
     """Local training: every client trains a model of its own, and sends none of it."""
 
     def __init__(self, **options: Any) -> None:
-        parts = [_AllPrivate(Patterns("private", ())), *options.pop("parts", ())]
-        super().__init__(parts=parts, **options)
+        super().__init__(all_private(), **options)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere."""
@@ -385,7 +370,8 @@ class Diagnosis(ShownAsCalled):
         self.private = None if private is None else check_patterns("private", private)
         self.metric = str(check_kind("metric", metric, str, "a name"))
         self.higher_is_better = is_higher_better(self.metric, higher_is_better)
-        self.candidates = dict(self.defaults if candidates is None else candidates)
+        given = self.defaults if candidates is None else candidates
+        self.candidates = dict(check_kind("candidates", given, Mapping, "a mapping or None"))
         self.rates = [check_real("rates", rate, 0) for rate in rates]
         self.rate_key = str(check_kind("rate_key", rate_key, str, "a name"))
         if self.private is not None:

@@ -66,7 +66,7 @@ class Ditto(ModelStrategy):
         Aggregation rule against malicious (Byzantine) clients: True is "filtered", False "mean";
         for other rules see `flwr_perdl.core.aggregate`.
     transport : {"float16"}, optional
-        Send floats in half precision, both ways (`flwr_perdl.clients.transport`). By default every
+        Send floats in half precision, both ways (`flwr_perdl.parts.transport`). By default every
         array keeps its dtype.
     compression : TopK, optional
         Clients send only the largest entries of their changes and carry the rest over to later

@@ -79,8 +79,8 @@ from flwr_perdl.dictionary.aggregation import (
 from flwr_perdl.dictionary.atoms import merged_atoms
 from flwr_perdl.dictionary.bounded import BALANCE, denoise_moments
 from flwr_perdl.dictionary.warm_start import pooled_start
+from flwr_perdl.parts import sums_with
 from flwr_perdl.privacy import Noise
-from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (

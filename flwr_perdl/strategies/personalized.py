@@ -35,8 +35,8 @@ from typing import ClassVar, Unpack
 
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.network.compression import TopK
+from flwr_perdl.parts import sums_with
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import ALTERNATE, TRAIN
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State, Summed
@@ -75,7 +75,7 @@ class PersonalizedFedAvg(ModelStrategy):
         Aggregation rule against malicious (Byzantine) clients: True is "filtered", False "mean";
         for other rules see `flwr_perdl.core.aggregate`.
     transport : {"float16"}, optional
-        Send floats in half precision, both ways (`flwr_perdl.clients.transport`). By default every
+        Send floats in half precision, both ways (`flwr_perdl.parts.transport`). By default every
         array keeps its dtype.
     compression : TopK, optional
         Clients send only the largest entries of their changes and carry the rest over to later

@@ -28,8 +28,8 @@ from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, VA
 from flwr_perdl.core import checks
 from flwr_perdl.core.aggregate import OUTLIER, aggregate
 from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
+from flwr_perdl.parts import sums_with
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_server import sums_with
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import CLUSTER, Kept, Limits, Replies, Reply, Scalar

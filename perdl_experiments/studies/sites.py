@@ -26,10 +26,10 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.perma import held_out_errors
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.dictionary import reconstruct
+from flwr_perdl.protocol.client_state import identify
 from flwr_perdl.protocol.records import EVALUATE, NUM_EXAMPLES, PARTITION_ID
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.strategies import PerMA

@@ -20,14 +20,14 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.clients.base import (
+from flwr_perdl.core import files
+from flwr_perdl.export import load
+from flwr_perdl.privacy.sealed import Keys, Rejected
+from flwr_perdl.protocol.client_state import (
     PrivateState,
     private_store,
     run_folder,
 )
-from flwr_perdl.core import files
-from flwr_perdl.export import load
-from flwr_perdl.privacy.sealed import Keys, Rejected
 from flwr_perdl.protocol.records import decode
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, PersonalizedFedAvg, ServerSettings

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl.clients.base import (
+from flwr_perdl.core import files
+from flwr_perdl.protocol.client_state import (
     PrivateState,
     private_store,
 )
-from flwr_perdl.core import files
 from tests.grids import context_of
 
 

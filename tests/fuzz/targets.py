@@ -23,10 +23,10 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients.base import PrivateState, private_store, run_folder
 from flwr_perdl.core import files
 from flwr_perdl.core.npy import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, Rejected
+from flwr_perdl.protocol.client_state import PrivateState, private_store, run_folder
 from flwr_perdl.protocol.records import Limits, read_properties, read_reply, reply_to
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings

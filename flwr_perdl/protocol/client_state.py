@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import as_array, check_count, check_flag, check_kind
-from flwr_perdl.privacy.at_rest import locked, read
+from flwr_perdl.protocol.at_rest import locked, read
 from flwr_perdl.protocol.compat import NumPyClient, log
 from flwr_perdl.protocol.records import (
     NAME,

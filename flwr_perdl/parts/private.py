@@ -40,8 +40,21 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients.base import INNER, PrivateArrays, PrivateState, StateStore, private_store
-from flwr_perdl.clients.local import (
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import Matrix, check_count, check_list
+from flwr_perdl.core.models import check_dtypes, check_trained, fixed_entries
+from flwr_perdl.core.npy import as_file
+from flwr_perdl.privacy.secure_client import OTHER_MOD
+from flwr_perdl.protocol.at_rest import locked, read
+from flwr_perdl.protocol.client_state import (
+    INNER,
+    PrivateArrays,
+    PrivateState,
+    StateStore,
+    private_store,
+)
+from flwr_perdl.protocol.compat import like, log, older_mod
+from flwr_perdl.protocol.local import (
     Call,
     StateLostError,
     UntrainedError,
@@ -51,13 +64,6 @@ from flwr_perdl.clients.local import (
     state_of,
     within,
 )
-from flwr_perdl.core import files
-from flwr_perdl.core.checks import Matrix, check_count, check_list
-from flwr_perdl.core.models import check_dtypes, check_trained, fixed_entries
-from flwr_perdl.core.npy import as_file
-from flwr_perdl.privacy.at_rest import locked, read
-from flwr_perdl.privacy.secure_client import OTHER_MOD
-from flwr_perdl.protocol.compat import like, log, older_mod
 from flwr_perdl.protocol.part import PRIVATE as PRIVATE_PART
 from flwr_perdl.protocol.part import Arrays, Asked, Part, split
 from flwr_perdl.protocol.records import (
@@ -282,6 +288,8 @@ class Private(Part):
     name, rank = "private", PRIVATE_PART
 
     patterns: Patterns
+    #: Whether all arrays are private: clients receive the initial model once, and train it alone.
+    alone: bool = False
     #: Of a run: the names of a model's arrays; of those that stay at the clients; the initial
     #: private ones of each model; who has its own.
     names: list[str] = field(default_factory=list)
@@ -291,8 +299,10 @@ class Private(Part):
 
     def begin(
         self, names: Sequence[str], model: list[Matrix], kept: Kept
-    ) -> tuple[Private, list[str], list[Matrix]]:
+    ) -> tuple[Private, Sequence[str], list[Matrix]]:
         """Keep the initial private arrays; the algorithm gets the others."""
+        if self.alone:
+            return Private(self.patterns, alone=True, names=[*names], stays=[*names]), names, model
         private = self.patterns.private(names) if names else []
         models = [dict(zip(names, own, strict=True)) for own in split(model, len(names))]
         if not any(f"{self.name}/0/{name}" in kept for name in private):
@@ -306,7 +316,7 @@ class Private(Part):
         for number, name in held:
             initial[int(number)][name] = kept[f"{self.name}/{number}/{name}"]
         shared = [name for name in names if name not in private]
-        part = Private(self.patterns, [*names], private, initial)
+        part = Private(self.patterns, names=[*names], stays=private, initial=initial)
         return part, shared, [own[name] for own in models for name in shared]
 
     def log_begin(self, *, evaluates: bool) -> None:
@@ -319,17 +329,14 @@ class Private(Part):
 
     def whole(self, model: Sequence[Matrix]) -> list[Matrix]:
         """Return models with the initial private arrays in their places."""
+        if not self.initial:
+            return list(model)
         found: list[Matrix] = []
         n_private = len(self.initial[0])
         for j, own in enumerate(split(model, len(self.names) - n_private)):
             private, rest = self.initial[min(j, len(self.initial) - 1)], iter(own)
             found += [private[name] if name in private else next(rest) for name in self.names]
         return found
-
-    def keep_all(self) -> None:
-        """Have clients keep all arrays from here on, once they have received the shared ones."""
-        self.stays[:] = self.names
-        self.trained.clear()
 
     def case(self, partition: int) -> bool:
         """Whether a client has its own private arrays."""

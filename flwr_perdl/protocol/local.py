@@ -27,10 +27,10 @@ from flwr.app import (
 )
 from numpy.typing import NDArray
 
-from flwr_perdl.clients.base import PREFIX, PrivateState, StateStore, identify
 from flwr_perdl.core.checks import Matrix, brief_repr, check_real
 from flwr_perdl.core.keys import PURPOSE, REPORT, SELECT
 from flwr_perdl.core.models import as_dtype
+from flwr_perdl.protocol.client_state import PREFIX, PrivateState, StateStore, identify
 from flwr_perdl.protocol.compat import NumPyClient, like, log
 from flwr_perdl.protocol.records import (
     AGAIN,
