@@ -407,11 +407,13 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if n == 1 and kept is None:
             return dict.fromkeys(self.client_names, 0)
         members: dict[int, int] = {}
-        for report in self.history:
+        for report in reversed(self.history):
             if report.step in self._unclustered:
-                members = {}
-            said = {p: own.get(CLUSTER, -1) for p, own in report.numbers.items()}
-            members |= {p: int(j) for p, j in said.items() if j in range(n)}
+                break
+            for p in report.metrics.keys() - members.keys():
+                j = report.metrics[p].get(CLUSTER)
+                if isinstance(j, int | float) and 0 <= j < n:
+                    members[p] = int(j)
         found = {} if kept is None else dict(kept.tolist())
         return dict(sorted({**members, **found}.items()))
 

@@ -60,6 +60,7 @@ from flwr_perdl.protocol.records import (
     Reply,
     for_evaluations,
     named,
+    numbers_in,
     read_reply,
     scalars,
     to_record,
@@ -287,7 +288,10 @@ class EndsWithModels(ProtocolStrategy):
         if self._run is None:
             return Learned([])
         record, names, (models, members) = self._run.record, self.client_names, self._found()
-        shared = [*map(self._named, models)]
+        shared, metrics = [*map(self._named, models)], dict[int, dict[str, float]]()
+        for report in reversed(self.history):
+            new = report.metrics.keys() - metrics.keys()
+            metrics |= {p: numbers_in(report.metrics[p]) for p in new}
         apart = {p for one in self.history for p in one.metrics if one.step == TUNE}
         steps = {"", *(report.step for report in self.history)}
         if self.private_names() or (self.after_protocol in _FIND and self._last_step in steps):
@@ -295,7 +299,7 @@ class EndsWithModels(ProtocolStrategy):
         return Learned(
             shared[0] if len(shared) == 1 else shared,
             members,
-            {p: own for report in self.history for p, own in report.numbers.items()},
+            dict(sorted(metrics.items())),
             names,
             f"{type(self).__name__}, rounds: {max(record.done - self._ahead, 0)}",
             record.token,
