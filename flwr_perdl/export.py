@@ -193,7 +193,7 @@ def save_best(
     if not callable(evaluate_fn):
         raise TypeError(f"evaluate_fn must be a function, got {brief_repr(evaluate_fn)}.")
     higher = is_higher_better(check_kind("metric", metric, str, "a name"), higher_is_better)
-    _listed(path)
+    _replaceable(path)
     by: list[Any] = [metric, higher]
     best: dict[str, Any] | None = None
 
@@ -217,8 +217,8 @@ def save_best(
             about = {"run": f"The best by {metric}", "files": [*best], "clients": {}}
             about |= {"best": best, "metric": by}
             rows = [(file, one["round"], f"{one['value']:.6g}") for file, one in best.items()]
-            card = _table(("file", "round", _escaped(metric)), rows)
-            _publish(path, _listed(path), [(name, arrays)], lambda: (about, [card]))
+            card = _table(("file", "round", _escape(metric)), rows)
+            _publish(path, _replaceable(path), [(name, arrays)], lambda: (about, [card]))
         return metrics
 
     return evaluate
@@ -244,7 +244,7 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
         shared = {"shared": result.shared}
     shared = {f"{name}{_suffix()}": model for name, model in shared.items()}
     private = {client: f"client-{client}{_suffix()}" for client in result.names}
-    listed = _listed(folder, {*shared, *private.values()})
+    listed = _replaceable(folder, {*shared, *private.values()})
     made = {name: "what clients share" + ", of a cluster" * (len(shared) > 1) for name in shared}
     clients: dict[int, dict[str, Any]] = {}
 
@@ -256,7 +256,7 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
             if whole and not same and model:
                 same = [private[client]]
                 yield private[client], model
-                made[private[client]] = f"the own model of client {_escaped(name)}"
+                made[private[client]] = f"the own model of client {_escape(name)}"
             clients[client] = {"name": name, "file": [*same, None][0], "whole": whole}
             clients[client]["model"] = result.members.get(client)
 
@@ -264,7 +264,7 @@ def _save_result(folder: Path, result: Any, state_dir: str | Path | None) -> Non
         about = {name: getattr(result, name) for name in ("run", "token", "protocol")}
         about |= {"arrays": [*result.arrays], "files": [*made], "clients": clients}
         whose = [
-            (client, _escaped(one["name"]), one["file"] if one["whole"] else "not at hand")
+            (client, _escape(one["name"]), one["file"] if one["whole"] else "not at hand")
             for client, one in clients.items()
         ]
         whose_heads = ("client", "name", "its own model")
@@ -343,7 +343,7 @@ def _publish(
             _write(Path(place, name), model)
             names.append(name)
         about, tables = describe()
-        said = f"{_TITLE}\n{_escaped(about['run'])}. Written by flwr-perdl {__version__}.\n"
+        said = f"{_TITLE}\n{_escape(about['run'])}. Written by flwr-perdl {__version__}.\n"
         texts = {_LIST: json.dumps({"format": _FORMAT, **about}), _CARD: "\n".join((said, *tables))}
         for name, text in texts.items():
             with files.replacing(Path(place, name)) as stream:
@@ -354,7 +354,7 @@ def _publish(
         (folder / old).unlink(missing_ok=True)
 
 
-def _listed(folder: Path, planned: set[str] | None = None) -> set[str]:
+def _replaceable(folder: Path, planned: set[str] | None = None) -> set[str]:
     """Return the files of a folder that may be replaced: those on its list.
 
     Raises
@@ -404,7 +404,7 @@ def _suffix() -> str:
     return ".npz" if find_spec("safetensors") is None else ".safetensors"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a text in one line of which neither Markdown nor HTML makes anything else."""
     return re.sub(r"[^\w ,:-]|_", lambda one: f"&#{ord(one[0])};", " ".join(text.split()))
 

@@ -39,7 +39,7 @@ class NodeStates:
     def save(self, contexts: Sequence[Context]) -> None:
         """Replace the file; afterwards it holds all of these states, or what it held."""
         parts: list[bytes] = []
-        nodes = [_described(context, parts) for context in contexts]
+        nodes = [_describe(context, parts) for context in contexts]
         named = {_BYTES: np.frombuffer(b"".join(parts), dtype=np.uint8)}
         self._refuse_links()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class NodeStates:
             raise ValueError(f"{self._path} must say what its arrays are, got {error}.") from error
 
 
-def _described(context: Context, parts: list[bytes]) -> dict[str, list[list[Any]]]:
+def _describe(context: Context, parts: list[bytes]) -> dict[str, list[list[Any]]]:
     """Return what a state's arrays are called and how they are stored; append their bytes."""
     found: dict[str, list[list[Any]]] = {}
     for name, record in context.state.items():

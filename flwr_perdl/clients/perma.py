@@ -57,7 +57,7 @@ from flwr_perdl.dictionary import (
     refine_local,
 )
 from flwr_perdl.dictionary.bounded import bounded_statistics
-from flwr_perdl.dictionary.coding import completed
+from flwr_perdl.dictionary.coding import fill_missing
 from flwr_perdl.dictionary.learners import update_weights
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.privacy.withholding import may_send_entries
@@ -270,7 +270,7 @@ class DictionaryClient(LearnerClient):
 
     def _statistics(self, X: Matrix, C: Matrix, D: Matrix, r: int) -> tuple[Matrix, float]:
         """Return the statistics of the first ``r`` atoms, and the samples' energy."""
-        full = completed(X, C, D)
+        full = fill_missing(X, C, D)
         # Asked before the sums are formed, since what a withheld atom explains counts as local.
         shared = self.may_send(C[:, :r], full - C[:, r:] @ D[r:])
         sent = local_statistics(full, C, D, shared, orthogonal=self.learner.orthogonal)
@@ -287,7 +287,7 @@ class DictionaryClient(LearnerClient):
         part of a bound, and not rounded in a unit that all samples have made.
         """
         codes = np.vstack([self.learner.code(x[None], G) for x in X])
-        full = completed(X.astype(np.float64), codes, G)
+        full = fill_missing(X.astype(np.float64), codes, G)
         return bounded_statistics(full, codes, bound, orthogonal=self.learner.orthogonal)
 
     def own_atoms(

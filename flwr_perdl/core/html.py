@@ -32,10 +32,10 @@ def text(value: object) -> str:
 
 def record(named: Any) -> str:
     """Return a named tuple as a table of its fields."""
-    return titled(type(named).__name__, table(["field", "value"], list(named._asdict().items())))
+    return section(type(named).__name__, table(["field", "value"], list(named._asdict().items())))
 
 
-def titled(title: str, *parts: str) -> str:
+def section(title: str, *parts: str) -> str:
     """Return parts, which are HTML, below a title, which is text."""
     return f"<div><p><b>{escape(title)}</b></p>{''.join(parts)}</div>"
 

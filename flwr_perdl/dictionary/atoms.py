@@ -68,7 +68,7 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     D = check_array("D", D)
     if fallback is not None:
         fallback = check_array("fallback", fallback, rows=len(D), columns=D.shape[1])
-    D, norms = _measured(D)
+    D, norms = _measure_rows(D)
     zero = norms == 0
     if not zero.any():
         return D / norms
@@ -77,7 +77,7 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     return np.where(zero, fallback.astype(D.dtype, copy=False), D / np.where(zero, 1, norms))
 
 
-def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
+def _measure_rows(D: Matrix) -> tuple[Matrix, Matrix]:
     """Return rows and their norms, (n_atoms, 1); rows whose squares are out of range are scaled."""
     with np.errstate(over="ignore", under="ignore"):
         squares = np.sum(D * D, axis=1, keepdims=True)
@@ -102,7 +102,7 @@ def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
     fine = (np.abs(squares - 1) <= _UNIT) | ~D.any(axis=1, keepdims=True)
     if not D.shape[1] or fine.all():
         return D, np.ones_like(squares)
-    scaled, norms = _measured(D)
+    scaled, norms = _measure_rows(D)
     largest = np.abs(D).max(axis=1, keepdims=True)
     largest_scaled = np.abs(np.where(fine, 1, scaled)).max(axis=1, keepdims=True)
     atoms = np.where(fine, D, scaled / np.where(fine, 1, norms))
@@ -187,7 +187,7 @@ def descended_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix:
     block-coordinate descent on ``gram = C.T @ C`` and ``moment = C.T @ X``, then new atoms in place
     of those that no sample uses.
     """
-    return merged_atoms(gram, coordinate_atoms(gram, moment, current))
+    return merge_atoms(gram, coordinate_atoms(gram, moment, current))
 
 
 def coordinate_atoms(gram: Matrix, moment: Matrix, current: Matrix, n_sweeps: int = 5) -> Matrix:
@@ -209,7 +209,7 @@ def coordinate_atoms(gram: Matrix, moment: Matrix, current: Matrix, n_sweeps: in
     return atoms.astype(current.dtype, copy=False)
 
 
-def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
+def merge_atoms(gram: Matrix, D: Matrix) -> Matrix:
     """Replace atoms that no sample uses, and copies, by sums of two that are used together.
 
     Samples that use two atoms together can have the normalized sum of both instead: the penalty on

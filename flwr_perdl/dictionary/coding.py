@@ -94,7 +94,7 @@ def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     >>> hard_threshold(np.array([[0.2, -1.0, 3.0]]), 1.0)
     array([[ 0., -1.,  3.]])
     """
-    A, threshold = _thresholded(A, threshold)
+    A, threshold = _check_threshold(A, threshold)
     return A * (np.abs(A) >= threshold)
 
 
@@ -118,11 +118,11 @@ def soft_threshold(A: Matrix, threshold: float) -> Matrix:
     >>> soft_threshold(np.array([[0.5, -2.0, 3.0]]), 1.0)
     array([[ 0., -1.,  2.]])
     """
-    A, threshold = _thresholded(A, threshold)
+    A, threshold = _check_threshold(A, threshold)
     return A - np.clip(A, -threshold, threshold)
 
 
-def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
+def _check_threshold(A: Matrix, threshold: float) -> tuple[Matrix, float]:
     """Return an array of 1 dimension or more and its threshold, at most the largest number."""
     A = check_array("A", A, ndim=max(getattr(A, "ndim", 2), 1))
     return A, min(check_real("threshold", threshold, 0), float(np.finfo(A.dtype).max))
@@ -329,11 +329,11 @@ def focuss(X: Matrix, D: Matrix, alpha: float, *, tol: float) -> Matrix:
     if C.size:
         held = len(D) * (X.shape[1] + len(D)) if len(D) < X.shape[1] else X.shape[1] ** 2
         for rows in np.array_split(np.arange(len(X)), len(X) * held // _WORKSPACE + 1):
-            C[rows] = _reweighted(X[rows], D, alpha, tol)
+            C[rows] = _code_block(X[rows], D, alpha, tol)
     return C
 
 
-def _reweighted(X: Matrix, D: Matrix, alpha: float, tol: float) -> Matrix:
+def _code_block(X: Matrix, D: Matrix, alpha: float, tol: float) -> Matrix:
     """Return :func:`focuss`'s codes of some samples."""
     peaks = np.abs(X @ D.T).max(axis=1, keepdims=True) / (np.square(D).sum(axis=1).max() or 1)
     C = _ridge(X, D, np.repeat(peaks**1.5, len(D), axis=1), alpha)
@@ -481,7 +481,7 @@ def sparse_code(
     return by_direction(lambda unit: hard_threshold(X @ unit.T, least), D)
 
 
-def completed(X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+def fill_missing(X: Matrix, C: Matrix, D: Matrix) -> Matrix:
     """Return samples whose missing entries, NaN, are those of their reconstruction ``C @ D``.
 
     ``||X - C @ D'||^2`` of completed samples is, for every dictionary ``D'``, at least that of the

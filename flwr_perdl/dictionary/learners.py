@@ -57,7 +57,7 @@ from flwr_perdl.dictionary.atoms import (
     symmetric_inverse,
     unit_atoms,
 )
-from flwr_perdl.dictionary.coding import by_direction, completed, hard_threshold, lasso, pursue
+from flwr_perdl.dictionary.coding import by_direction, fill_missing, hard_threshold, lasso, pursue
 from flwr_perdl.dictionary.polar import polar_factor, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
@@ -231,7 +231,7 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
            [ 0.5, -0.5]])
     """
     check_members("learner", learner, "Learner", "code", "update")
-    X, C, D = _checked(learner, X, C, D)
+    X, C, D = _check_fit(learner, X, C, D)
     own = getattr(learner, "weights", None)
     return C if own is None else np.asarray(own(X, C, D))
 
@@ -321,7 +321,7 @@ class AlternatingLearner(ABC):
         -------
         ndarray of shape (n_atoms, n_features)
         """
-        return self._update(*_checked(self, X, C, D))
+        return self._update(*_check_fit(self, X, C, D))
 
     @abstractmethod
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -410,7 +410,7 @@ class ThresholdLearner(AlternatingLearner):
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return the objective."""
-        X, C, D = _checked(self, X, C, D)
+        X, C, D = _check_fit(self, X, C, D)
         error = float(np.nansum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
             return error
@@ -668,7 +668,7 @@ class LassoLearner(SummedLearner):
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return the objective."""
-        X, C, D = _checked(self, X, C, D)
+        X, C, D = _check_fit(self, X, C, D)
         penalties = AUTO_PENALTY * row_norms(observed(X)) if self.alpha == "auto" else self.alpha
         penalty = (penalties * np.abs(C).sum(axis=1)).sum()
         return float(0.5 * np.nansum((X - C @ D) ** 2) + penalty)
@@ -688,7 +688,7 @@ def check_samples(name: str, value: object, learner: Learner, **rules: Any) -> M
     return X
 
 
-def _checked(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+def _check_fit(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     """Return samples, codes and dictionary, if they fit."""
     D = check_array("D", D, squares=True)
     X = check_samples("X", X, learner, columns=D.shape[1])
@@ -697,7 +697,7 @@ def _checked(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix,
 
 def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
     """Codes of the atoms that at least two samples stand behind, and what the others leave of X."""
-    weak, X = atom_support(C) < _LEAST_SUPPORT, completed(X, C, D)
+    weak, X = atom_support(C) < _LEAST_SUPPORT, fill_missing(X, C, D)
     if not weak.any():
         return C, X
     return np.where(weak, 0, C), X - C[:, weak] @ D[weak]

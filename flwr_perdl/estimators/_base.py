@@ -85,7 +85,7 @@ class Estimator(BaseEstimator):
         kind = np.result_type(*sites)
         return [site.astype(kind, copy=False) for site in sites]
 
-    def _fitted(self, table: Any) -> Self:
+    def _finish(self, table: Any) -> Self:
         """Set what scikit-learn's estimators say of their columns, when all else has been learned.
 
         ``table`` is what ``fit`` was given, or the first of it.
@@ -179,27 +179,27 @@ class SiteTransformer(Estimator):
             self._sklearn_output_config = {"transform": transform}  # scikit-learn's clone copies it
         return self
 
-    def _coded(self, X: Any, who: Any) -> tuple[Matrix, Matrix, Matrix]:
+    def _encode(self, X: Any, who: Any) -> tuple[Matrix, Matrix, Matrix]:
         """Return the rows of one table, their codes, and the atoms."""
         rows, D = self._read_rows(X), self.atoms(who)
         return rows, self._code(rows.astype(D.dtype, copy=False), D), D
 
     def _transform(self, X: Any, who: Any) -> Any:
         """Return the codes of one table, in the form that `set_output` has chosen."""
-        framed = _Codes(self._coded(X, who)[1], self._names(who))
+        framed = _Codes(self._encode(X, who)[1], self._names(who))
         framed._sklearn_output_config = getattr(self, "_sklearn_output_config", {})
         return framed.transform(X)
 
-    def _rebuilt(self, codes: Any, who: Any) -> Matrix:
+    def _rebuild(self, codes: Any, who: Any) -> Matrix:
         """Return the samples of one table of codes."""
         D = self.atoms(who)
         read = as_matrix("codes", codes, min_columns=0, columns=len(D))
         return reconstruct(read.astype(D.dtype, copy=False), D)
 
-    def _explained(self, X: Any, who: Any) -> float:
+    def _explained_share(self, X: Any, who: Any) -> float:
         """Return the share of the observed energy of ``X`` that is explained; 1 of zeros."""
         energy = missed = 0.0
-        for rows, codes, D in (self._coded(*pair) for pair in self._pairs(X, who)):
+        for rows, codes, D in (self._encode(*pair) for pair in self._pairs(X, who)):
             energy += float(np.nansum(rows**2))
             missed += float(np.nansum((rows - reconstruct(codes, D)) ** 2))
         return 1 - missed / energy if energy else 1.0
@@ -222,12 +222,12 @@ class SiteTransformer(Estimator):
         return self.fit(X).transform(X, range(len(X)))
 
     def _fitted_sites(self, X: Any) -> Self:
-        """Set the sites' names, where ``X`` is a mapping, and what `_fitted` sets."""
+        """Set the sites' names, where ``X`` is a mapping, and what `_finish` sets."""
         if isinstance(X, Mapping):
             self.site_names_ = list(X)
         elif hasattr(self, "site_names_"):
             del self.site_names_
-        return self._fitted(next(iter(tables_of(X).values())))
+        return self._finish(next(iter(tables_of(X).values())))
 
     def _place(self, who: Any, n_sites: int) -> int:
         """Return a site's place in ``fit``, of its number or name."""

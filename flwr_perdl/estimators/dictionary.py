@@ -330,7 +330,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         model = cls(**{"n_atoms": len(global_atoms) + n_local, **given, **parameters})
         model.global_atoms_, model.local_atoms_ = global_atoms, [kept[name] for name in names]
         model.client_ = None if client is None else names.index(str(client))
-        return model._fitted(global_atoms)
+        return model._finish(global_atoms)
 
     def add_site(self, X: Any) -> int:
         """Learn the local atoms of a new site; the global atoms don't change.
@@ -460,7 +460,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         -------
         ndarray or DataFrame of shape (n_samples, n_features), or a list or mapping of them
         """
-        return self._each(self._rebuilt, codes, client)
+        return self._each(self._rebuild, codes, client)
 
     def reconstruct(self, X: Any, client: Any = None) -> Any:
         """Return the samples' reconstructions: ``inverse_transform(transform(X))``.
@@ -523,7 +523,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         >>> search.best_params_
         {'n_global': 2}
         """
-        return self._explained(X, client)
+        return self._explained_share(X, client)
 
     def atoms(self, client: int | str | None = None) -> Matrix:
         """Return a site's whole dictionary: the global atoms, then its local ones.

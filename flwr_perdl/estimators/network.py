@@ -186,7 +186,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         -------
         ndarray of shape (n_samples, n_features)
         """
-        return self._each(self._rebuilt, codes, node)
+        return self._each(self._rebuild, codes, node)
 
     def score(self, X: Any, y: Any = None, *, node: Any = None) -> float:
         """Return the share of energy explained, at most 1.
@@ -204,7 +204,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         -------
         float
         """
-        return self._explained(X, node)
+        return self._explained_share(X, node)
 
     def atoms(self, node: int | str | None = None) -> Matrix:
         """Return a node's dictionary, or ``components_``.

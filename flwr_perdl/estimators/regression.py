@@ -174,7 +174,7 @@ class MixedRegression(RegressorMixin, Federated):
         self.labels_ = np.array(
             [self._nearest(inputs[which == i], responses[which == i]) for i in range(len(names))]
         )
-        return self._fitted(X)
+        return self._finish(X)
 
     def assign(self, X: Any, y: Any, groups: Any = None) -> NDArray[np.intp]:
         """Return the model of each point's group: the one that fits the group's points best.

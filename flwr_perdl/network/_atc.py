@@ -70,9 +70,9 @@ class ATC(DualInference):
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Take a gradient step (31a), with the gradient (62)."""
-        return state._replace(sent=self._descended(state))
+        return state._replace(sent=self._descend(state))
 
-    def _descended(self, state: DualState) -> Matrix:
+    def _descend(self, state: DualState) -> Matrix:
         codes = self.objective.at(state.nodes).code(correlate(state.nu, state.atoms))
         # In place, and the large arrays last: each of them is read once.
         psi = combine_atoms(-self.mu * codes, state.atoms)
@@ -136,7 +136,7 @@ class ExactDiffusion(ATC):
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Take a gradient step and correct it by the last one."""
-        psi = self._descended(state)
+        psi = self._descend(state)
         sent = psi + state.nu
         sent -= state.memory
         return state._replace(sent=sent, memory=psi)

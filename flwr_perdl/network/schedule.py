@@ -242,10 +242,10 @@ class Schedule:
         if turn not in self._made:
             if len(self._made) >= max(self.window, CACHED_ROUNDS):
                 self._made.clear()
-            self._made[turn] = self._weighted(turn)
+            self._made[turn] = self._weigh(turn)
         return self._made[turn]
 
-    def _weighted(self, round_: int) -> CombinationMatrix:
+    def _weigh(self, round_: int) -> CombinationMatrix:
         """Return the weights of what ``at`` returns, checked."""
         own = self.at(round_)
         if not isinstance(own, CombinationMatrix):

@@ -98,7 +98,7 @@ class History(list[RoundReport]):
             ({"round": one.round, "step": one.step, "left out": len(one.dropped)}, one.aggregate)
             for one in self
         )
-        return html.titled(f"{len(self)} exchanges", html.metrics_table(rows))
+        return html.section(f"{len(self)} exchanges", html.metrics_table(rows))
 
 
 @dataclass

@@ -242,7 +242,7 @@ def check_sums(folds: Matrix, p: int, q: int, n: int, *, classes: bool) -> None:
             raise ValueError("the sums must be positive semidefinite with those of responses")
 
 
-def joined_moments(sums: Matrix, p: int, q: int) -> Matrix:
+def join_moments(sums: Matrix, p: int, q: int) -> Matrix:
     """Return `sufficient_statistics` of each output from `ridge_sums`, (q, (p + 1)^2 + 1)."""
     gram, cross, squares = unpack_sums(sums, p, q)
     joined = np.empty((q, p + 1, p + 1))

@@ -290,18 +290,18 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
         if fault == "silence":
             return None
         # As a SuperNode does: what a client that failed wrote into its state is not kept.
-        kept = _copied(context.state)
+        kept = _copy(context.state)
         try:
             if fault == "error":
                 raise RuntimeError("a fault was injected")
             # Clients of one round share a message's content; on a network each has its own.
-            received = compat.like(message, _copied(message.content))
+            received = compat.like(message, _copy(message.content))
             reply = directed((app or self.app)(received, context), received)
             if time.monotonic() - began >= self._timeout:
                 return None
             if reply is None or reply.has_error():
                 return reply
-            reply.content = _spoilt(_copied(reply.content), fault)
+            reply.content = _spoil(_copy(reply.content), fault)
         except (Exception, SystemExit) as error:
             context.state = kept
             partition = context.node_config[PARTITION_ID]
@@ -324,23 +324,23 @@ def _answer(call: Callable[[], Message | None]) -> Message | None:
     return call()
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Return a copy of records in which only what cannot change is shared, as the arrays' bytes.
 
     Flower's own copy of a record shares its arrays, and other ones are put in with many checks.
     """
     if isinstance(value, dict):
-        return {k: one if type(one) in _FIXED else _copied(one) for k, one in value.items()}
+        return {k: one if type(one) in _FIXED else _copy(one) for k, one in value.items()}
     if isinstance(value, list):  # of numbers or texts
         return value[:]
     if not isinstance(value, (Array, Mapping)):
         return value
     new = object.__new__(type(value))
-    vars(new).update(_copied(vars(value)))
+    vars(new).update(_copy(vars(value)))
     return new
 
 
-def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:
+def _spoil(content: RecordDict, fault: str | None) -> RecordDict:
     """Return a reply's content with an injected fault in it."""
     if fault is None:
         return content

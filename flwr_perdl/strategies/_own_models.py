@@ -261,7 +261,7 @@ class Learned:
 
     def _repr_html_(self) -> str:
         """Return the table, for a notebook."""
-        return html.titled(repr(self), f"<pre>{escape(self.table())}</pre>")
+        return html.section(repr(self), f"<pre>{escape(self.table())}</pre>")
 
 
 class EndsWithModels(ProtocolStrategy):

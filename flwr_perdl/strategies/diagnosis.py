@@ -196,7 +196,7 @@ class Diagnosed(NamedTuple):
     def _repr_html_(self) -> str:
         """Return the sentence, the candidates' table and the code, for a notebook."""
         code = "".join(f"<pre>{escape(text)}</pre>" for text in (*self._not_compared(), self.code))
-        return html.titled(self.sentence, html.table(_COLUMNS, self._rows()), code)
+        return html.section(self.sentence, html.table(_COLUMNS, self._rows()), code)
 
 
 _COLUMNS = ["rounds", "median", "gain", "interval", "clients that gain", "strategy"]

@@ -76,7 +76,7 @@ from flwr_perdl.dictionary.aggregation import (
     aggregate_statistics,
     finish_atoms,
 )
-from flwr_perdl.dictionary.atoms import merged_atoms
+from flwr_perdl.dictionary.atoms import merge_atoms
 from flwr_perdl.dictionary.bounded import BALANCE, denoise_moments
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.parts import sums_with
@@ -425,7 +425,7 @@ class PerMA(EndsWithModels):
         if len(atoms) >= np.median(lengths):  # no atoms of their own, which matching sets apart
             return pooled_start(dictionaries, atoms)
         # The means of different atoms may be one atom, which clients do not take twice.
-        return merged_atoms(np.eye(len(atoms), dtype=atoms.dtype), atoms)
+        return merge_atoms(np.eye(len(atoms), dtype=atoms.dtype), atoms)
 
     def _aggregate(self, replies: Replies, i: int, current: Matrix, orthogonal: bool) -> Matrix:
         """Return the new global atoms (line 13) from the replies' array ``i``."""

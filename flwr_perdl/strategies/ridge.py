@@ -388,7 +388,7 @@ class FederatedRidge(EndsWithModels):
 
     def _mixed(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
         """Return the shared model, and variances, of a mixed model of each output."""
-        moments = [maths.joined_moments(own, p, self._q) for own in known["sums"].sum(axis=1)]
+        moments = [maths.join_moments(own, p, self._q) for own in known["sums"].sum(axis=1)]
         mixed = [fit_mixed_model(own, correlated=False) for own in np.stack(moments, axis=1)]
         return {
             wire.COEFFICIENTS: np.column_stack([one.common for one in mixed]),
