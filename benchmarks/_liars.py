@@ -20,6 +20,7 @@ The last two are for regression only. Numbers of samples, losses and clusters ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import InMemoryNetwork, Topology, diffusion_averaging
-from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.network.averaging_program import AveragingProgram
+from flwr_perdl.network.averaging import AveragingNode, NodeState
+from flwr_perdl.network.averaging_in_memory import Hosts, run_nodes
+from flwr_perdl.network.averaging_options import AveragingOptions
 from flwr_perdl.protocol.records import STEP, Scalar
 from flwr_perdl.regression import TwoPhase
 from flwr_perdl.regression.phases import Answers, Ask
@@ -219,12 +221,20 @@ def average_among_liars(
         return _Backward(clients(node)) if lies else clients(node)
 
     checked = AveragingOptions(**options).suited_to(network, n_rounds)
-    honest = type(checked.program(some_lie, initial=initial))
-    lying: Any = type("LyingProgram", (_Lies, honest), {})
-    program = lying(checked, some_lie, initial)
-    program.liars, program.lie = liars, NEIGHBORS[attack]
-    models: dict[int, list[Matrix]] = program.models(network.run(program, n_rounds).state)
-    return models
+    hosts = Hosts(checked, some_lie, initial)
+    nodes = [AveragingNode(checked, hosts.form, k) for k in range(network.plan.n_nodes)]
+    states = [node.start(initial) for node in nodes]
+
+    def message(liar: AveragingNode, state: NodeState) -> list[Matrix]:
+        """Replace what a malicious node would send, knowing what the honest ones send."""
+        honest = [node.message(states[node.node]) for node in nodes if node.node not in liars]
+        own = AveragingNode.message(liar, state)
+        pairs = zip(own, zip(*honest, strict=True), strict=True)
+        return [NEIGHBORS[attack](array, np.stack(others)) for array, others in pairs]
+
+    for k in liars:
+        vars(nodes[k])["message"] = partial(message, nodes[k])
+    return run_nodes(nodes, states, hosts.learner, network.plan, n_rounds)[1]
 
 
 def among_liars(
@@ -246,20 +256,6 @@ def among_liars(
     else:
         models = average_among_liars(liars, attack, nodes, network, config.rounds, **options)
     return min(nodes.accuracy(models[k]) for k in models if k not in liars)
-
-
-class _Lies(AveragingProgram):
-    """What the nodes run, before the honest program: some are malicious."""
-
-    liars: list[int]
-    lie: Callable[[Matrix, Matrix], Matrix]
-
-    def message(self, state: Any) -> tuple[Matrix, ...]:
-        """Return all models, those of malicious nodes replaced."""
-        sent = [array.copy() for array in super().message(state)]
-        for array in sent:
-            array[self.liars] = self.lie(array[self.liars], np.delete(array, self.liars, axis=0))
-        return tuple(sent)
 
 
 class _Backward:

@@ -1,15 +1,17 @@
 """What a node does for `flwr_perdl.strategies.DiffusionAveraging`, by nothing but its own app.
 
-The node is a `DiffusionClient` that runs `AveragingProgram`; the program's client are the app's
-train and evaluate handlers, which receive the messages that FedAvg sends, with the algorithm's
-round as ``"server-round"``. Arrays that the node keeps private (`keep_private`) are no part of the
-model that the program averages: they are in the app's requests, and in no message.
+The algorithm is `flwr_perdl.network.averaging.AveragingNode`, the exchange of messages that of
+`flwr_perdl.clients.neighbor_relay`. The app's train and evaluate handlers receive the messages that
+FedAvg sends, with the algorithm's round as ``"server-round"``. Arrays that the node keeps private
+(`keep_private`) are no part of the model that is averaged: they are in the app's requests, and in
+no message.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from math import nan
 from typing import Any
 
@@ -18,16 +20,16 @@ from flwr.app import Context
 
 from flwr_perdl.clients import own_models
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, DiffusionClient, Kept
+from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, OwnKeys, Turn
 from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, brief_repr, check_kind
-from flwr_perdl.core.keys import PURPOSE, SELECT
 from flwr_perdl.core.models import DTYPES
-from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.network.averaging_program import state_type
+from flwr_perdl.core.npy import pack_arrays
+from flwr_perdl.network.averaging import BYTES, Form, Learner, NodeState
+from flwr_perdl.network.averaging_options import AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
-from flwr_perdl.network.messages import Delivery
 from flwr_perdl.parts.private import kept_private
+from flwr_perdl.parts.transport import halved
 from flwr_perdl.protocol.client_state import INNER, PrivateState, private_store
 from flwr_perdl.protocol.local import (
     Evaluated,
@@ -38,14 +40,7 @@ from flwr_perdl.protocol.local import (
     StepResult,
 )
 from flwr_perdl.protocol.part import Arrays
-from flwr_perdl.protocol.records import (
-    LEFT_OUT,
-    RUN,
-    SEALED,
-    SEED,
-    Scalar,
-    encode,
-)
+from flwr_perdl.protocol.records import LEFT_OUT, RUN, Scalar, encode
 
 AVERAGING = "diffusion_averaging"
 #: Says as JSON: the learner's options, and name, shape and dtype of every array of the model.
@@ -87,44 +82,80 @@ def averaging_config(
 @step(AVERAGING, SHOW, seals=True)
 def exchange(local: Local, request: StepRequest) -> StepResult:
     """Take a step of `neighbor_relay` by an app that knows nothing of it."""
-    config, keeps = request.config, local.keeps
-    forms, learner, about = _read_about(str(config.get(ABOUT)))
-    private = [] if keeps is None else keeps.part.private(forms)
-    run = request.run + INNER
-    start = Delivery.from_arrays(request.arrays, bool(config.get(SEALED))).start
-    given, told = ([(a.shape, a.dtype) for a in some] for some in (start, forms.values()))
-    if start and given != told:
-        raise ValueError("arrays must end with a model of the form that config says, got others.")
-    model = dict(zip(forms, start or forms.values(), strict=True))
-    if keeps is not None and start:
-        keeps.begin(local.context, run, {name: encode(array) for name, array in model.items()})
-    shared = [name for name in forms if name not in private]
-    inner: dict[str, Scalar] = {RUN: run, SEED: request.seed}
+    form, options, shows, half = _read_about(str(request.config.get(ABOUT)))
+    keys, keeps = OwnKeys.of(local.context), local.keeps
+    turn = Turn(local.partition, keys, request, local.kept, encode=_halve if half else None)
+    first, run, more = form.named(turn.delivery.start), request.run + INNER, {}
+    private = [] if keeps is None else keeps.part.private(form.names)
     if private:
-        inner[LEFT_OUT] = json.dumps(private)
-    app = _App(local, shared, inner)
-    first = [model[name] for name in shared]
-    program = learner.program(lambda node: app, initial=first, array_names=shared, in_files=True)
-    node = _Node(program, local.context)
-    node.has_start, node.half = bool(start), about["half"] is True
-    node.shows = "state" if about["shows"] is True else "observed"
-    return node.exchange(request, local.kept)
+        form, more = form.without(private), {LEFT_OUT: json.dumps(private)}
+    if keeps is not None and first:
+        keeps.begin(local.context, run, {name: encode(own) for name, own in first.items()})
+    node = options.node(form, turn.node)
+    learner = _learner(local, form.names, {RUN: run, **more})
+    if turn.saved is not None:
+        state = NodeState.from_arrays(turn.saved)
+    elif first:
+        state = node.start([first[name] for name in form.names])
+    else:
+        raise StateLostError("this node's model")
+    if turn.is_new:
+        # Combination comes first: the messages of the last round have only now been delivered.
+        if turn.pending:
+            message = node.message(state)
+            around, rejected = node.screened(state, turn.received(message))
+            state = node.combine(state, around, learner)
+            reports = node.report(state)
+            if half:  # the neighborhood has them in full
+                sizes = [sum(a.nbytes for a in some) for some in (_halve(message), message)]
+                reports[BYTES] *= sizes[0] / sizes[1]
+            turn.combined(reports, rejected)
+        if turn.works:
+            state = node.adapt(state, turn.round, learner)
+    arrays, message = state.to_arrays(), node.message(state) if turn.awaits else []
+    shown: dict[str, Matrix] = {}
+    if turn.shows and not (turn.hides and keys.pinned):
+        shown = {name: own[None] for name, own in node.observe(state).items()}
+        if shows and not turn.hides:  # if it cannot read messages, the server learns no model
+            shown |= {STATE + name: own[None] for name, own in arrays.items()}
+    packed = [pack_arrays(shown)] if shown else []
+    return turn.result(arrays, message, node.silent(state), packed)
 
 
-def _read_about(given: str) -> tuple[dict[str, Matrix], AveragingOptions, dict[str, Any]]:
-    """Return what `averaging_config` says: the model's forms, without memory, the options, all."""
+def _learner(local: Local, names: Sequence[str], more: Mapping[str, Scalar]) -> Learner:
+    """Return the app's training and evaluation as the algorithm calls them."""
+    own: dict[str, Any] = {"names": names, **more}
+
+    def evaluate(arrays: Sequence[Matrix], **config: Any) -> Evaluated:
+        try:
+            return local.evaluate(arrays, **own, **config)
+        except NoEvaluateError:  # it has nothing to evaluate on
+            return nan, 0, {}
+
+    return Learner(partial(local.fit, **own), evaluate, partial(local.select, **own))
+
+
+def _halve(message: Sequence[Matrix]) -> list[Matrix]:
+    """Return a message in half floats; a single number, as push-sum's weight, in full."""
+    return [a if a.size == 1 else halved(str(i), a) for i, a in enumerate(message)]
+
+
+@lru_cache(maxsize=8)  # nodes of one process, and all rounds, have the same
+def _read_about(given: str) -> tuple[Form, AveragingOptions, bool, bool]:
+    """Return what `averaging_config` says: the model's form, without memory, the options, both."""
     try:
         about = json.loads(given)
-        forms = {
-            str(name): np.broadcast_to(np.zeros((), _DTYPES[dtype]), shape)
-            for name, shape, dtype in about["arrays"]
-        }
+        like = [
+            np.broadcast_to(np.zeros((), _DTYPES[dtype]), shape)
+            for _, shape, dtype in about["arrays"]
+        ]
+        form = Form([str(name) for name, *_ in about["arrays"]], like)
         options = {**about["learner"]}
         if options["compression"] is not None:
             kind, own_options = options["compression"]
             options["compression"] = COMPRESSIONS[kind](**own_options)
-        about = {name: about[name] for name in ("shows", "half")}
-        return forms, AveragingOptions(**options), about
+        shows, half = (about[name] is True for name in ("shows", "half"))
+        return form, AveragingOptions(**options), shows, half
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{ABOUT} must be DiffusionAveraging's options as JSON, got {brief_repr(given)}: "
@@ -147,48 +178,3 @@ def kept_model(context: Context, run: str, names: Sequence[str]) -> Arrays | Non
     shared = [name for name in names if name not in private]
     own = {n: encode(kept[f"{STATE}model_{i}"]) for i, n in enumerate(shared)}
     return {name: private[name] if name in private else own[name] for name in names}
-
-
-class _App:
-    """An app's training and evaluation, as a program's client."""
-
-    def __init__(self, local: Local, names: list[str], inner: Mapping[str, Scalar]) -> None:
-        self._local, self._names, self._inner = local, names, inner
-
-    def fit(
-        self, parameters: list[Matrix], config: dict[str, Scalar]
-    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
-        """Train; ``config`` has the algorithm's round."""
-        asked: dict[str, Any] = {**self._inner, **config}
-        trained = self._local.fit(parameters, self._names, **asked)
-        return trained.arrays, trained.num_examples, trained.metrics
-
-    def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
-        """Evaluate; an app that does not has nothing to evaluate on."""
-        asked: dict[str, Any] = {**self._inner, **config}
-        try:
-            if config.get(PURPOSE) == SELECT:
-                measured = self._local.select(parameters, self._names, **asked)
-                return measured.cost, measured.num_examples, measured.metrics
-            return self._local.evaluate(parameters, self._names, **asked)
-        except NoEvaluateError:
-            return nan, 0, {}
-
-
-class _Node(DiffusionClient):
-    """A node whose start is the server's to send."""
-
-    has_start = False
-
-    def _end(self, state: Any, *, sealed: bool) -> list[Matrix]:
-        if sealed:  # whatever the server asks for: it has not read the messages, either
-            self.shows = "nothing" if self.pins else "observed"
-        return super()._end(state, sealed=sealed)
-
-    def _kept(self, arrays: Mapping[str, Any] | None) -> Any:
-        if arrays is None and not self.has_start:
-            raise StateLostError("this node's model")
-        if arrays is None:
-            return super()._kept(arrays)
-        fields = [name.removeprefix(STATE) for name in arrays if name.startswith(STATE)]
-        return Kept.from_arrays(arrays, state_type(tuple(fields)))  # a start would take as long

@@ -15,22 +15,18 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients.dispatch import ProtocolClient, step
 from flwr_perdl.core.arrays import count_values
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_function
+from flwr_perdl.core.checks import check_choice, check_count, check_flag, check_function
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.models import magnitude
-from flwr_perdl.core.npy import pack_arrays, text_array, texts_of
-from flwr_perdl.network.averaging_program import BYTES
+from flwr_perdl.core.npy import pack, pack_arrays, unpack
 from flwr_perdl.network.combine import (
     Array,
     Program,
     check_message,
     check_state,
     reported,
-    screened,
-    silent_nodes,
 )
-from flwr_perdl.network.messages import Delivery, inbox_of
-from flwr_perdl.parts.transport import halved
+from flwr_perdl.network.messages import Delivery, Neighborhood, neighborhood_of
 from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.client_state import PrivateState
 from flwr_perdl.protocol.compat import log
@@ -122,8 +118,6 @@ class DiffusionClient(ProtocolClient):
     (30, 240.0)
     """
 
-    #: Whether messages travel in half floats.
-    half = False
     only = (
         "this strategy needs a DiffusionClient at every node; the strategy DiffusionAveraging "
         "takes ordinary clients"
@@ -150,10 +144,8 @@ class DiffusionClient(ProtocolClient):
         self.shows = check_choice("shows", shows, SHOWS)
         self.on_end = check_function("on_end", on_end)
         self.node = self.partition
-        config = context.node_config
-        self._lasting = lasting_keys(config) if {KEY_FILE, PINNED_KEYS} & config.keys() else {}
-        self.pins = bool(config.get(PINNED_KEYS))
-        self.sealed = check_flag("sealed", sealed) or self.pins
+        self._keys = OwnKeys.of(context)
+        self.sealed = check_flag("sealed", sealed)
 
     def exchange(self, request: StepRequest, private: PrivateState) -> StepResult:
         """Take in what the neighbors have sent, do the work of a round, and send a message.
@@ -165,135 +157,37 @@ class DiffusionClient(ProtocolClient):
         ``"state-lost": 1`` if the node found no state after round one, and began from its start,
         and what the program reports about the round before, as far as it is finite.
         """
-        step_, config = request.step, request.config
-        round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
-        sealed = bool(config.get(SEALED))
-        if self.sealed and not sealed:
-            raise ValueError(
-                f"node {self.node} sends sealed messages only, and was asked for others."
-            )
-        kept = self._kept(private.newest())
-        if kept.over:
-            if step_ != SHOW:
-                raise ValueError(
-                    f"step must be {SHOW!r} after node {self.node} has deleted its key of this run,"
-                    f" got {step_!r}."
-                )
-            return StepResult(self._end(kept.state, sealed=True), 1, kept.metrics)
-        if kept.asked > request.round:
-            kept = self._kept(private.before(request.round))  # which are none, and that is logged
-        delivery = Delivery() if step_ == ANNOUNCE else Delivery.from_arrays(request.arrays, sealed)
-        keys = None
-        if sealed:
-            keys = Keys(self.node, request.run, run_key=kept.run_key, **self._lasting)
-            kept = kept._replace(run_key=keys.run_key)
-        # A server that crashed asks for a round again, and gets the same messages.
-        if (kept.asked, kept.step) != (request.round, step_):
-            kept = self._next(kept, request, round_, delivery, keys)
-        reply: Sequence[Array] = [] if keys is None else [keys.card]
-        more: dict[str, Scalar] = {}
-        if step_ == SHOW:
-            reply = self._end(kept.state, sealed=kept.over)
-        elif kept.pending:
-            sent, more = self._sent(kept, delivery, keys)
-            reply = [*reply, *sent]
-        return StepResult(reply, 1, {**kept.metrics, **more}, kept.to_arrays(), last=True)
-
-    def _next(
-        self, kept: Kept, request: StepRequest, round_: int, delivery: Delivery, keys: Keys | None
-    ) -> Kept:
-        """Return what the node keeps after a request's work."""
-        state, pending, sizes = kept.state, kept.pending, kept.sizes
-        metrics: dict[str, Scalar] = {NEW_STATE: 1} if round_ > 1 and kept.asked < 0 else {}
-        # Combination comes first: the messages of the last round have only now been delivered.
-        if pending:
-            staleness = check_count(STALENESS, request.config.get(STALENESS, 0), 0, LAST_ROUND)
-            if staleness:  # after an absence it takes in what its neighbors have sent since
-                pending = round_ - 1
-            if pending != round_ - 1:
-                delivery = delivery._replace(messages=())
-            state, more = self._combined(kept, pending, delivery, keys, staleness)
-            metrics, pending = more | metrics, 0
-        asleep = str(self.node) in str(request.config.get(ASLEEP, "")).split()
-        if request.step == EXCHANGE and not asleep:
-            state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
-            sizes = [*map(magnitude, self._message(state))]
-        # Past messages cannot be opened once the key is gone, by a thief of the disk either.
-        over = request.step == SHOW and kept.run_key is not None
-        key = None if over else kept.run_key
-        return Kept(state, key, pending, request.round, request.step, metrics, sizes, over)
-
-    def _combined(
-        self, kept: Kept, round_: int, delivery: Delivery, keys: Keys | None, staleness: int
-    ) -> tuple[Any, dict[str, Scalar]]:
-        """Return the state with a round's messages taken in, and the metrics of that."""
-        inbox, left_out = inbox_of(
-            self.node,
-            round_,
-            self._message(kept.state),
-            kept.sizes,
-            delivery.messages,
-            staleness=staleness,
-            total=delivery.total,
-            unseal=None if keys is None else keys.open,
-            half=self.half,
-        )
-        inbox, rejected = screened(self.program, kept.state, inbox)
-        state = check_state("combine", self.program.combine(kept.state, inbox), 1)
-        reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
-        metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
-        if self.half and BYTES in metrics:  # the inbox has them in full
-            whole = self._message(kept.state)
-            sizes = [sum(array.nbytes for array in some) for some in (self._halved(whole), whole)]
-            metrics[BYTES] = float(metrics[BYTES]) * sizes[0] / sizes[1]
-        metrics |= self._left_out({one.sender: one.reason for one in rejected})
-        # With pinned keys no number that follows from a model leaves, nor whether it is too large.
-        return state, ({} if self.pins else metrics) | self._left_out(left_out)
+        turn = Turn(self.node, self._keys, request, private, sealed=self.sealed)
+        program, state = self.program, self._state(turn.saved)
+        if turn.is_new:
+            # Combination comes first: the messages of the last round have only now been delivered.
+            if turn.pending:
+                inbox = turn.received(self._message(state)).inbox
+                state = check_state("combine", program.combine(state, inbox), 1)
+                reports = reported(program, state)
+                turn.combined({name: float(own) for name, (own,) in reports.items()}, {})
+            if turn.works:
+                state = check_state("adapt", program.adapt(state, turn.round), 1)
+        message = self._message(state) if turn.awaits else []
+        fields = state._asdict()
+        shown = self._shown(state) if turn.shows else []
+        return turn.result({k: own[0, ...] for k, own in fields.items()}, message, False, shown)
 
     def _message(self, state: Any) -> list[Array]:
         """Return the node's message, without the axis of nodes."""
         return [array[0, ...] for array in check_message(self.program.message(state), 1)]
 
-    def _kept(self, arrays: Mapping[str, Array] | None) -> Kept:
-        """Return what was kept, or the program's start."""
+    def _state(self, saved: Mapping[str, Array] | None) -> Any:
+        """Return the state that was saved, or the program's start."""
         start = check_state("start", self.program.start(np.array([self.node])), 1)
-        return Kept(start) if arrays is None else Kept.from_arrays(arrays, type(start))
+        if saved is None:
+            return start
+        return type(start)(**{name: saved[name][None] for name in start._fields})
 
-    def _sent(
-        self, kept: Kept, delivery: Delivery, keys: Keys | None
-    ) -> tuple[Sequence[Array], dict[str, Scalar]]:
-        """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
-        if silent_nodes(self.program, kept.state).any():
-            return [], {FLOATS: 0}
-        message = self._message(kept.state)
-        metrics: dict[str, Scalar] = {FLOATS: count_values(*message)}
-        if not np.isfinite(kept.sizes).all():
-            return [], {**metrics, BROKEN: 1}
-        message = self._halved(message)
-        if keys is None:
-            return message, metrics
-        sealed, rejected = keys.seal_each(message, kept.pending, delivery.cards or {})
-        return sealed, metrics | self._left_out(rejected)
-
-    def _halved(self, message: list[Array]) -> list[Array]:
-        """Return a message as it is sent; a single number, as push-sum's weight, in full."""
-        if not self.half:
-            return message
-        return [a if a.size == 1 else halved(str(i), a) for i, a in enumerate(message)]
-
-    def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
-        """Log which neighbors' messages or cards were rejected; return the metrics of that."""
-        for neighbor, reason in reasons.items():
-            log(WARNING, "Node %d leaves out node %d: %s", self.node, neighbor, reason)
-        return {f"{REJECTED}{neighbor}": 1 for neighbor in reasons}
-
-    def _end(self, state: Any, *, sealed: bool) -> list[Matrix]:
+    def _shown(self, state: Any) -> list[Array]:
         """Call ``on_end``, and return what the node shows at the end of a run."""
         if self.on_end is not None:
             self.on_end(state)
-        return self._shown(state)
-
-    def _shown(self, state: Any) -> list[Array]:
         shown: dict[str, Array] = {}
         if self.shows != "nothing":
             shown.update(self.program.observe(state))
@@ -302,13 +196,175 @@ class DiffusionClient(ProtocolClient):
         return [pack_arrays(shown)] if shown else []
 
 
-class Kept(NamedTuple):
-    """What a node keeps between two requests.
+class OwnKeys(NamedTuple):
+    """A node's lasting keys, of its node config.
 
     Attributes
     ----------
-    state : NamedTuple of arrays
-        The program's state.
+    lasting : dict
+        Those arguments of `Keys`.
+    pinned : bool
+        Whether it has its neighbors' keys, and sends sealed messages only.
+    """
+
+    lasting: Mapping[str, Any]
+    pinned: bool
+
+    @classmethod
+    def of(cls, context: Context) -> OwnKeys:
+        """Return the keys that the node config names, or raise a ValueError."""
+        config = context.node_config
+        lasting = lasting_keys(config) if {KEY_FILE, PINNED_KEYS} & config.keys() else {}
+        return cls(lasting, bool(config.get(PINNED_KEYS)))
+
+
+class Turn:
+    """A request to a node, and all that is done with it but the algorithm's own work.
+
+    Attributes
+    ----------
+    step, round : str, int
+        The step, and the algorithm's round.
+    saved : dict of str to ndarray, or None
+        The algorithm's state that the node has kept, without an axis of nodes.
+    delivery : Delivery
+        What the request has brought.
+    is_new : bool
+        Whether it is not asked for again: its work is to be done.
+    pending : int
+        The round whose messages the node waits for; 0 if it waits for none.
+    works, awaits, shows : bool
+        Whether the node is to do the work of a round, awaits messages after this request, and is to
+        show what it has at the end of the run.
+    hides : bool
+        Whether the run's messages are sealed, whatever this request says.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        keys: OwnKeys,
+        request: StepRequest,
+        private: PrivateState,
+        *,
+        sealed: bool = False,
+        encode: Callable[[list[Array]], list[Array]] | None = None,
+    ) -> None:
+        config, self.step = request.config, request.step
+        self.node, self._request, self._pins, self._encode = node, request, keys.pinned, encode
+        self.round = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
+        asleep = str(node) in str(config.get(ASLEEP, "")).split()
+        self.works, self.shows = self.step == EXCHANGE and not asleep, self.step == SHOW
+        asks_sealed = bool(config.get(SEALED))
+        if (sealed or keys.pinned) and not asks_sealed:
+            raise ValueError(f"node {node} sends sealed messages only, and was asked for others.")
+        kept, self.saved = Kept.from_arrays(private.newest())
+        if kept.over and not self.shows:
+            raise ValueError(
+                f"step must be {SHOW!r} after node {node} has deleted its key of this run, got "
+                f"{self.step!r}."
+            )
+        if kept.asked > request.round and not kept.over:  # there is no state, and that is logged
+            kept, self.saved = Kept.from_arrays(private.before(request.round))
+        self.delivery = Delivery()
+        if not kept.over and (request.arrays or self.step != ANNOUNCE):
+            self.delivery = Delivery.from_arrays(request.arrays, asks_sealed)
+        # A server that crashed asks for a round again, and gets the same messages.
+        self.is_new = not kept.over and (kept.asked, kept.step) != (request.round, self.step)
+        self.pending = kept.pending
+        self.awaits = self.works if self.is_new else bool(kept.pending)
+        self._keys = None
+        if asks_sealed and not kept.over:
+            self._keys = Keys(node, request.run, run_key=kept.run_key, **keys.lasting)
+            kept = kept._replace(run_key=self._keys.run_key)
+        self.hides = kept.over or kept.run_key is not None
+        self._kept, self._metrics = kept, dict[str, Scalar]()
+
+    def received(self, message: Sequence[Array]) -> Neighborhood:
+        """Return what counts of the messages that the node, which sent this one, waits for."""
+        kept, delivery, round_ = self._kept, self.delivery, self._kept.pending
+        staleness = check_count(STALENESS, self._request.config.get(STALENESS, 0), 0, LAST_ROUND)
+        if staleness:  # after an absence it takes in what its neighbors have sent since
+            round_ = self.round - 1
+        if round_ != self.round - 1:
+            delivery = delivery._replace(messages=())
+        around, left_out = neighborhood_of(
+            *(self.node, round_, message, kept.sizes, delivery),
+            staleness=staleness,
+            unseal=None if self._keys is None else self._keys.open,
+            half=self._encode is not None,
+        )
+        self._metrics = self._left_out(left_out)
+        return around
+
+    def combined(self, reports: Mapping[str, float], rejected: Mapping[int, str]) -> None:
+        """Note what the algorithm reports, and whose messages it has rejected."""
+        metrics = self._left_out(rejected)
+        if not self._pins:  # else no number that follows from a model leaves, nor its size
+            reports = {name: own for name, own in reports.items() if isfinite(own)}
+            self._metrics = {**reports, **metrics, **self._metrics}
+
+    def result(
+        self,
+        state: Mapping[str, Array],
+        message: list[Array],
+        silent: bool,
+        shown: Sequence[Array],
+    ) -> StepResult:
+        """Return the reply, and what the node keeps.
+
+        ``message`` is what the node sends, if it awaits an answer and is not ``silent``, and
+        ``shown`` what it shows, if it is to.
+        """
+        kept = self._kept
+        if self.is_new:
+            lost = self.round > 1 and kept.asked < 0
+            metrics = {**self._metrics, **({NEW_STATE: 1} if lost else {})}
+            # Past messages cannot be opened once the key is gone, by a thief of the disk either.
+            over = self.shows and kept.run_key is not None
+            kept = Kept(
+                run_key=None if over else kept.run_key,
+                pending=self.round if self.works else 0,
+                asked=self._request.round,
+                step=self.step,
+                metrics=metrics,
+                sizes=[*map(magnitude, message)],
+                over=over,
+            )
+        reply: Sequence[Array] = [] if self._keys is None else [self._keys.card]
+        more: dict[str, Scalar] = {}
+        if self.shows:
+            reply = shown
+        elif kept.pending:
+            sent, more = ([], {FLOATS: 0}) if silent else self._sent(kept, message)
+            reply = [*reply, *sent]
+        keep = None if self._kept.over else kept.to_arrays(state)
+        return StepResult(reply, 1, {**kept.metrics, **more}, keep, last=True)
+
+    def _sent(self, kept: Kept, message: list[Array]) -> tuple[Sequence[Array], dict[str, Scalar]]:
+        """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
+        metrics: dict[str, Scalar] = {FLOATS: count_values(*message)}
+        if not all(map(isfinite, kept.sizes)):
+            return [], {**metrics, BROKEN: 1}
+        message = message if self._encode is None else self._encode(message)
+        if self._keys is None:
+            return message, metrics
+        cards = self.delivery.cards or {}
+        sealed, rejected = self._keys.seal_each(message, kept.pending, cards)
+        return sealed, metrics | self._left_out(rejected)
+
+    def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
+        """Log which neighbors' messages or cards were rejected; return the metrics of that."""
+        for neighbor, reason in reasons.items():
+            log(WARNING, "Node %d leaves out node %d: %s", self.node, neighbor, reason)
+        return {f"{REJECTED}{neighbor}": 1 for neighbor in reasons}
+
+
+class Kept(NamedTuple):
+    """What a node keeps between two requests, besides the algorithm's state.
+
+    Attributes
+    ----------
     run_key : bytes or None
         The node's private key in this run.
     pending : int
@@ -323,7 +379,6 @@ class Kept(NamedTuple):
         Whether the run is over for this node.
     """
 
-    state: Any
     run_key: bytes | None = None
     pending: int = 0
     asked: int = -1
@@ -332,22 +387,24 @@ class Kept(NamedTuple):
     sizes: Sequence[float] = ()
     over: bool = False
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the private arrays."""
-        state, run_key, *rest = self
-        arrays = {STATE + name: field[0, ...] for name, field in state._asdict().items()}
+    def to_arrays(self, state: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
+        """Return the private arrays, with those of the algorithm's state."""
+        run_key, *rest = self
+        arrays = {STATE + name: array for name, array in state.items()}
         if run_key is not None:
             arrays[_RUN_KEY] = np.frombuffer(run_key, dtype=np.uint8)
-        return {**arrays, _REST: text_array([json.dumps(rest)])}
+        return {**arrays, _REST: pack(json.dumps(rest).encode())}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> Kept:
-        """Return what `to_arrays` was called on; ``state`` is the type of the program's state."""
-        return cls(
-            state(**{name: arrays[STATE + name][None] for name in state._fields}),
-            arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
-            *json.loads(*texts_of(arrays[_REST])),
-        )
+    def from_arrays(
+        cls, arrays: Mapping[str, Array] | None
+    ) -> tuple[Kept, dict[str, Array] | None]:
+        """Return what `to_arrays` was called on; of no arrays what a node begins with."""
+        if arrays is None:
+            return cls(), None
+        state = {n.removeprefix(STATE): own for n, own in arrays.items() if n.startswith(STATE)}
+        run_key = arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None
+        return cls(run_key, *json.loads(unpack(arrays[_REST]))), state
 
 
 @step(RELAY, ANNOUNCE, client=DiffusionClient, seals=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from math import inf
+from math import inf, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ def magnitude(array: Array) -> float:
     flat = array.ravel("K")
     parts = [flat[part] for part in blocks(flat.size)]
     ends = [float(end) for part in parts for end in (part.max(), -float(part.min()))]
-    return float(np.max(ends, initial=0))
+    return nan if any(map(isnan, ends)) else max(ends, default=0.0)
 
 
 def fixed_entries(array: Array) -> NDArray[np.bool_] | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flwr_perdl.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from flwr_perdl.network.averaging import diffusion_averaging
+    from flwr_perdl.network.averaging_in_memory import diffusion_averaging
     from flwr_perdl.network.combine import Averaging, Inbox, Program, Run
     from flwr_perdl.network.compression import RandomQuantization, TopK
     from flwr_perdl.network.data_diffusion import DataDiffusion

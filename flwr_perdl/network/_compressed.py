@@ -9,9 +9,9 @@ consensus step, `consensus_step`.
 =========================================  ======================================================
 literature                                 here
 =========================================  ======================================================
-``q_k = Q(v_k - c_k)``, ``c_k <- c_k +     `CompressedProgram.adapt`, ``state.copies``
-q_k``, ``s_k <- s_k + sum_l a_kl q_l``     `CompressedProgram.combine`, ``state.sums``
-``v_k <- v_k + gamma (s_k - c_k)``         `CompressedProgram._means`: those of the neighborhood
+``q_k = Q(v_k - c_k)``, ``c_k <- c_k +     `CompressedNode.adapt`, ``copies``
+q_k``, ``s_k <- s_k + sum_l a_kl q_l``     `CompressedNode.combine`, ``sums``
+``v_k <- v_k + gamma (s_k - c_k)``         `CompressedNode._means`: those of the neighborhood
 CHOCO-SGD                                  ``method="atc"``: ``v = psi``;
                                            ``"cta"``: ``v = w``, then ``fit``
 compressed gradient tracking (C-GT)        ``"gradient_tracking"``: ``v = w - y``, and a copy and
@@ -32,8 +32,7 @@ the whole of ``q`` (its alpha is 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -41,116 +40,109 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.models import cleared
-from flwr_perdl.network.averaging_program import AveragingProgram, arrays_of, fixed_of, state_type
-from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.network.averaging import AveragingNode, Learner, NodeState
+from flwr_perdl.network.combine import Array
 from flwr_perdl.network.compression import consensus_step
+from flwr_perdl.network.messages import Neighborhood
 from flwr_perdl.random import spawn
 
 
-class CompressedProgram(AveragingProgram):
-    """`AveragingProgram` with ``compression``: see `diffusion_averaging`.
+class CompressedNode(AveragingNode):
+    """`AveragingNode` with ``compression``: see `diffusion_averaging`.
 
-    Its state has public copies besides: ``copies`` and ``sums`` (m, n_parts, n_parameters) are of
-    the arrays that are corrected, as one vector, and, with gradient tracking, of the tracker;
-    ``values`` and ``codes`` (m, n_parts, ...) are the message of the round. The other arrays are
-    sent as they are.
+    Its state has public copies besides: ``copies`` and ``sums`` (n_parts, n_parameters) are of the
+    arrays that are corrected, as one vector, and, with gradient tracking, of the tracker;
+    ``values`` and ``codes`` (n_parts, ...) are the message of the round. The other arrays are sent
+    as they are.
     """
 
-    def start(self, nodes: NDArray[np.intp]) -> Any:
+    def start(self, model: Any, *, known: bool = True) -> NodeState:
         """Return the state before the first round."""
-        first = super().start(nodes)
+        first = super().start(model, known=known)
         copies = np.zeros_like(self._parts(first))
-        if self.initial is not None:  # which all nodes know: it need not be sent
-            copies[:, 0] = self._parts(first)[:, 0]
-        values, codes = self._encoded(copies, nodes, 0)
-        more = {"copies": copies, "sums": copies, "values": values, "codes": codes}
-        return state_type((*first._fields, *more))(*first, *more.values())
+        if known:  # it need not be sent
+            copies[0] = self._parts(first)[0]
+        return first._replace(more={"copies": copies, "sums": copies, **self._encoded(copies, 0)})
 
-    def adapt(self, state: Any, round_: int) -> Any:
-        """Train every node's model; what is sent is how far the result is from the public copy."""
-        state = super().adapt(state, round_)
-        values, codes = self._encoded(self._parts(state) - state.copies, state.nodes, round_)
-        return state._replace(values=values, codes=codes)
+    def adapt(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+        """Train the model; what is sent is how far the result is from the public copy."""
+        state = super().adapt(state, round_, learner)
+        sent = self._encoded(self._parts(state) - state.more["copies"], round_)
+        return state._replace(more={**state.more, **sent})
 
-    def message(self, state: Any) -> tuple[Array, ...]:
+    def message(self, state: NodeState) -> list[Array]:
         """Return the compressed difference, and the arrays that are not compressed."""
-        form, model = self._of(state), super().message(state)
-        pairs = zip(form.sent, model, strict=False)
-        return state.values, state.codes, *(a for i, a in pairs if i not in form.corrected)
+        pairs = zip(self.form.sent, super().message(state), strict=False)
+        others = [array for i, array in pairs if i not in self.form.corrected]
+        return [state.more["values"], state.more["codes"], *others]
 
-    def rejects(self, state: Any, inbox: Inbox) -> dict[str, NDArray[np.bool_]]:
-        """Return by reason which of the inbox's links brought a message that does not count."""
-        sent = self._all_decoded(state, inbox.rows)
-        unreadable = np.array([vectors is None for vectors in sent])
-        found = super().rejects(state, inbox)
-        return {**found, "it cannot be read": unreadable[inbox.links.indices]}
+    def rejects(self, state: NodeState, around: Neighborhood) -> dict[str, NDArray[np.bool_]]:
+        """Return by reason which neighbors' messages do not count, in their order."""
+        sent = self._all_decoded(state, around)
+        unreadable = np.array([sent[j] is None for j in around.neighbors], bool)
+        return {**super().rejects(state, around), "it cannot be read": unreadable}
 
-    def combine(self, state: Any, inbox: Inbox) -> Any:
+    def combine(self, state: NodeState, around: Neighborhood, learner: Learner) -> NodeState:
         """Move the public copies, and combine by their means."""
-        copies, sums = state.copies.copy(), state.sums.copy()
-        decoded = self._all_decoded(state, inbox.rows)
-        # What cannot be read has no weight.
-        sent = np.stack([np.zeros_like(copies[0]) if own is None else own for own in decoded])
-        copies += sent[inbox.own]
-        sums += replace(inbox, rows=(sent,)).mean(ordered=True)
-        state = super().combine(state._replace(copies=copies, sums=sums), inbox)
-        state.reports[:, 0] /= consensus_step(self.options.compression)
+        copies, sums = (state.more[name].copy() for name in ("copies", "sums"))
+        sent = self._all_decoded(state, around)
+        copies += sent[around.own]
+        sums += around.mean_of(sent)
+        more = {**state.more, "copies": copies, "sums": sums}
+        state = super().combine(state._replace(more=more), around, learner)
+        state.reports[0] /= consensus_step(self._compression)
         return state
 
-    def _means(self, state: Any, inbox: Inbox) -> Iterator[Array]:
+    def _means(self, state: NodeState, around: Neighborhood) -> Iterator[Array]:
         """Yield the model, moved towards the mean by the public copies; other arrays' means."""
-        form, moved, position = self._of(state), iter(self._moved(state, 0)), count(2)
-        for i in form.sent:
-            yield next(moved) if i in form.corrected else inbox.mean(next(position), ordered=True)
+        moved, position = iter(self._moved(state, 0)), count(2)
+        for i in self.form.sent:
+            yield next(moved) if i in self.form.corrected else around.mean(next(position))
 
-    def _tracked(self, state: Any, inbox: Inbox) -> list[Array]:
+    def _tracked(self, state: NodeState, around: Neighborhood) -> list[Array]:
         """Return the trackers, moved towards the mean by the public copies."""
-        trackers = arrays_of(state, "tracker")
-        moved = self._moved(state, 1) if trackers else []
-        return [array.astype(own.dtype) for array, own in zip(moved, trackers, strict=True)]
+        moved = self._moved(state, 1) if state.tracker else []
+        return [array.astype(own.dtype) for array, own in zip(moved, state.tracker, strict=True)]
 
-    def _moved(self, state: Any, part: int) -> list[Array]:
+    def _moved(self, state: NodeState, part: int) -> list[Array]:
         """Return the arrays of a part, moved towards the mean by the public copies."""
-        apart = state.sums[:, part] - state.copies[:, part]
-        rows = self._parts(state)[:, part] + consensus_step(self.options.compression) * apart
-        arrays = [arrays_of(state, "model")[i] for i in self._of(state).corrected]
-        ends = np.cumsum([array[0].size for array in arrays])[:-1]
-        parts = zip(np.split(rows, ends, axis=1), arrays, strict=True)
-        return [rows.reshape(array.shape) for rows, array in parts]
+        apart = state.more["sums"][part] - state.more["copies"][part]
+        row = self._parts(state)[part] + consensus_step(self._compression) * apart
+        arrays = [state.model[i] for i in self.form.corrected]
+        ends = np.cumsum([array.size for array in arrays])[:-1]
+        parts = zip(np.split(row, ends), arrays, strict=True)
+        return [part.reshape(array.shape) for part, array in parts]
 
-    def _parts(self, state: Any) -> Array:
-        """Return what has a public copy, (m, n_parts, n_parameters)."""
-        model = arrays_of(state, "model")
-        parts = [[cleared(model[i], fixed_of(state, i)) for i in self._of(state).corrected]]
-        if trackers := arrays_of(state, "tracker"):
-            parts.append(trackers)
-        m = len(state.nodes)
-        flat = [[array.reshape(m, -1) for array in arrays] for arrays in parts]
+    def _parts(self, state: NodeState) -> Array:
+        """Return what has a public copy, (n_parts, n_parameters)."""
+        parts = [[cleared(state.model[i], state.fixed[i]) for i in self.form.corrected]]
+        parts += [state.tracker] if state.tracker else []
         dtype = np.result_type(np.float32, *parts[0])
-        return np.stack([np.concatenate(rows, axis=1, dtype=dtype) for rows in flat], axis=1)
+        flat = [[array.reshape(-1) for array in arrays] for arrays in parts]
+        return np.stack([np.concatenate(rows, dtype=dtype) for rows in flat])
 
-    def _encoded(self, parts: Array, nodes: NDArray[np.intp], round_: int) -> tuple[Array, Array]:
-        """Return the compressed vectors, (m, n_parts, ...)."""
-        compression, values, codes = self.options.compression, [], []
-        assert compression is not None
-        for node, own in zip(nodes, parts, strict=True):
-            rng = spawn(getattr(compression, "seed", 0), int(node), round_)
-            each = [compression.encode(part, rng) for part in own]
-            values.append(np.stack([sent for sent, _ in each]))
-            codes.append(np.stack([sent for _, sent in each]))
-        return np.stack(values), np.stack(codes)
+    @property
+    def _compression(self) -> Any:
+        return self.options.compression
 
-    def _all_decoded(self, state: Any, rows: Sequence[Any]) -> list[Any]:
+    def _encoded(self, parts: Array, round_: int) -> dict[str, Array]:
+        """Return the compressed vectors, (n_parts, ...)."""
+        rng = spawn(getattr(self._compression, "seed", 0), self.node, round_)
+        each = [self._compression.encode(part, rng) for part in parts]
+        return {
+            "values": np.stack([sent for sent, _ in each]),
+            "codes": np.stack([sent for _, sent in each]),
+        }
+
+    def _all_decoded(self, state: NodeState, around: Neighborhood) -> list[Any]:
         """Return the vectors of each message; None of one that cannot be read."""
-        n = state.copies.shape[2]
-        return [self._decoded(*each, n) for each in zip(rows[0], rows[1], strict=True)]
+        n = state.more["copies"].shape[1]
+        return [self._decoded(message[0], message[1], n) for message in around.messages]
 
     def _decoded(self, values: Array, codes: Array, n: int) -> Any:
         """Return the vectors of a message, (n_parts, n_parameters); None if there are none."""
-        compression = self.options.compression
-        assert compression is not None
         try:
-            each = [compression.decode(sent, n) for sent in zip(values, codes, strict=True)]
+            each = [self._compression.decode(sent, n) for sent in zip(values, codes, strict=True)]
         except ValueError:
             return None
         return np.stack(each)

@@ -3,11 +3,11 @@
 =========================================  ======================================================
 step                                       here
 =========================================  ======================================================
-``psi_k = fit_k(w_k)``                     `AveragingProgram.adapt`; in its first ``local_rounds``
-                                           rounds a node sends nothing: `GroupsProgram.silent`
-``L_k((psi_k + psi_l) / 2) < L_k(psi_k)``  `GroupsProgram.combine`: k accepts its neighbor l;
+``psi_k = fit_k(w_k)``                     `AveragingNode.adapt`; in its first ``local_rounds``
+                                           rounds a node sends nothing: `GroupsNode.silent`
+``L_k((psi_k + psi_l) / 2) < L_k(psi_k)``  `GroupsNode.combine`: k accepts its neighbor l;
                                            ``L_k`` is the loss of the client's ``evaluate``
-``w_k <-`` the mean of ``psi_k`` and of    `AveragingProgram.combine`, with equal weights
+``w_k <-`` the mean of ``psi_k`` and of    `AveragingNode.combine`, with equal weights
 those accepted
 =========================================  ======================================================
 
@@ -23,111 +23,96 @@ choice is made anew in every round, without a memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import sparse
 
-from flwr_perdl.core.keys import PURPOSE, ROUND, SELECT
+from flwr_perdl.core.keys import ROUND
 from flwr_perdl.core.models import cleared, is_float, settled
+from flwr_perdl.core.npy import as_file
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.network.averaging_program import (
-    AveragingProgram,
-    arrays_of,
-    fixed_of,
-    state_type,
-)
-from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.network.averaging import AveragingNode, Learner, NodeState
+from flwr_perdl.network.combine import Array
+from flwr_perdl.network.messages import Neighborhood
 
 #: What a node reports of its choice: how often it has called ``evaluate`` for it, and how long
 #: that took.
 EVALUATIONS, SECONDS = "choice-evaluations", "choice-seconds"
 
 
-class GroupsProgram(AveragingProgram):
-    """`AveragingProgram` with ``groups="auto"``: see `diffusion_averaging`.
+class GroupsNode(AveragingNode):
+    """`AveragingNode` with ``groups="auto"``: see `diffusion_averaging`.
 
-    Its state has besides: ``trained`` (m,), rounds in which the node has trained since its start;
-    ``met`` and ``accepted`` (m, n_nodes), how often it has judged each other node's model and taken
-    it in; ``choice`` (m, 2), its reports of that.
+    Its state has besides: ``trained``, rounds in which the node has trained since its start;
+    ``met`` and ``accepted`` (n_nodes,), how often it has judged each other node's model and taken
+    it in; ``choice`` (2,), its reports of that.
     """
 
-    def start(self, nodes: NDArray[np.intp]) -> Any:
+    def start(self, model: Any, *, known: bool = True) -> NodeState:
         """Return the state before the first round."""
-        first, m, n = super().start(nodes), len(nodes), self.options.n_nodes
-        more = {"trained": np.zeros(m, np.intp), "choice": np.zeros((m, 2))}
-        more |= {name: np.zeros((m, n), np.intp) for name in ("met", "accepted")}
-        return state_type((*first._fields, *more))(*first, *more.values())
+        more = {"trained": np.array(0), "choice": np.zeros(2)}
+        more |= {name: np.zeros(self.options.n_nodes, np.intp) for name in ("met", "accepted")}
+        return super().start(model, known=known)._replace(more=more)
 
     @one_blas_thread()
-    def adapt(self, state: Any, round_: int) -> Any:
-        """Train every node's model; in its first round, see that it can be evaluated."""
-        state = super().adapt(state, round_)
-        for i in map(int, np.flatnonzero(state.trained == 0)):
-            self._loss(state, i, self._given(arrays_of(state, "model"), i), round_)
-        return state._replace(trained=state.trained + 1)
+    def adapt(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+        """Train the model; in the first round, see that it can be evaluated."""
+        state = super().adapt(state, round_, learner)
+        if not state.more["trained"]:
+            self._cost(learner, state.model, round_)
+        trained = np.asarray(state.more["trained"] + 1)
+        return state._replace(more={**state.more, "trained": trained})
 
-    def silent(self, state: Any) -> NDArray[np.bool_]:
-        """Return which nodes send nothing in this round: those in local training, (m,)."""
-        alone: NDArray[np.bool_] = state.trained <= self.options.local_rounds
-        return alone
+    def silent(self, state: NodeState) -> bool:
+        """Whether the node sends nothing in this round: it is in local training."""
+        return bool(state.more["trained"] <= self.options.local_rounds)
 
     @one_blas_thread()
-    def combine(self, state: Any, inbox: Inbox) -> Any:
+    def combine(self, state: NodeState, around: Neighborhood, learner: Learner) -> NodeState:
         """Average with the neighbors whose midpoint with the own model has a lower loss."""
-        met, accepted, choice = state.met.copy(), state.accepted.copy(), np.zeros_like(state.choice)
-        rows, columns = [*range(len(state.met))], [*map(int, inbox.own)]
-        for i in map(int, np.flatnonzero(~self.silent(state))):
-            begin = perf_counter()
-            neighbors = inbox.links.indices[slice(*inbox.links.indptr[i : i + 2])]
-            own = self._given(arrays_of(state, "model"), i) if len(neighbors) else []
-            least = self._loss(state, i, own, inbox.round) if own else np.nan
-            for j in map(int, neighbors):
-                better = self._loss(state, i, self._midpoint(state, i, inbox, j), inbox.round)
-                met[i, inbox.senders[j]] += 1
-                if better < least:
-                    accepted[i, inbox.senders[j]] += 1
-                    rows.append(i)
-                    columns.append(j)
-            choice[i] = len(neighbors) + bool(own), perf_counter() - begin
-        sizes = np.bincount(rows)
-        weights = sparse.csr_array((1 / sizes[rows], (rows, columns)), shape=inbox.weights.shape)
-        state = state._replace(met=met, accepted=accepted, choice=choice)
-        return super().combine(state, replace(inbox, weights=weights))
+        met, accepted = (state.more[name].copy() for name in ("met", "accepted"))
+        taken, choice = [around.own], np.zeros(2)
+        if not self.silent(state):
+            begin, neighbors = perf_counter(), around.neighbors
+            least = self._cost(learner, state.model, around.round) if neighbors else np.nan
+            for j in neighbors:
+                midpoint, sender = self._midpoint(state, around.messages[j]), around.senders[j]
+                met[sender] += 1
+                if self._cost(learner, midpoint, around.round) < least:
+                    accepted[sender] += 1
+                    taken.append(j)
+            choice[:] = len(neighbors) + bool(neighbors), perf_counter() - begin
+        more = {**state.more, "met": met, "accepted": accepted, "choice": choice}
+        return super().combine(state._replace(more=more), around.equal(taken), learner)
 
-    def observe(self, state: Any) -> dict[str, Array]:
-        """Return how often each node has met and accepted each other, (m, n_nodes)."""
-        return {"met": state.met, "accepted": state.accepted}
+    def observe(self, state: NodeState) -> dict[str, Array]:
+        """Return how often the node has met and accepted each other, (n_nodes,)."""
+        return {name: state.more[name] for name in ("met", "accepted")}
 
-    def report(self, state: Any) -> dict[str, Array]:
-        """Return what `AveragingProgram` reports, and number and seconds of the evaluations."""
-        choice = dict(zip((EVALUATIONS, SECONDS), state.choice.T, strict=True))
-        return {**super().report(state), **choice}
+    def report(self, state: NodeState) -> dict[str, float]:
+        """Return what `AveragingNode` reports, and number and seconds of the evaluations."""
+        choice = zip((EVALUATIONS, SECONDS), state.more["choice"].tolist(), strict=True)
+        return {**super().report(state), **dict(choice)}
 
-    def _midpoint(self, state: Any, i: int, inbox: Inbox, j: int) -> list[Array]:
+    def _midpoint(self, state: NodeState, message: Any) -> list[Array]:
         """Return the midpoint of a node's model and a message: of floats, the rest is its own."""
-        model = self._given(arrays_of(state, "model"), i)
-        for k, at in enumerate(self._of(state).sent):
-            if is_float(model[at]):
-                fixed = fixed_of(state, at)
-                own = fixed if fixed is None else fixed[i]
-                total = cleared(model[at], own).astype(np.result_type(model[at], np.float32))
-                total += inbox.rows[k][j]
+        model = [*state.model]
+        for k, i in enumerate(self.form.sent):
+            if is_float(model[i]):
+                own = cleared(model[i], state.fixed[i])
+                total = own.astype(np.result_type(own, np.float32))
+                total += message[k]
                 total /= 2
-                # Written as it is sent to the client, which then takes no copy.
-                model[at] = self._written(settled(total, model[at], own)[None])[0, ...]
+                model[i] = as_file(settled(total, model[i], state.fixed[i]))
         return model
 
-    def _loss(self, state: Any, i: int, model: list[Array], round_: int) -> float:
-        """Return the loss of a model at a node."""
-        node = int(state.nodes[i])
-        loss, n_examples, _ = self._client(node).evaluate(model, {ROUND: round_, PURPOSE: SELECT})
+    def _cost(self, learner: Learner, model: list[Array], round_: int) -> float:
+        """Return the cost of a model at the node."""
+        cost, n_examples, *_ = learner.select(model, **{ROUND: round_})
         if not n_examples:
             raise ValueError(
-                f"evaluate of node {node} must return a loss of at least one example with groups, "
-                "by which the node chooses its neighbors, got none."
+                f"evaluate of node {self.node} must return a loss of at least one example with "
+                "groups, by which the node chooses its neighbors, got none."
             )
-        return float(loss)
+        return float(cost)

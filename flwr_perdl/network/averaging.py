@@ -1,33 +1,34 @@
 """Decentralized averaging of any model: nodes train locally and average with their neighbors.
 
-Every node k has a model ``w_k``, its own data, and a client with Flower's ``fit(parameters,
-config)``, which takes the place of a gradient step: ``fit_k(w) = w - mu g_k(w)``, with any number
-of epochs of any optimizer. ``A`` are the network's weights, symmetric or at least doubly
-stochastic, ``t`` is the round.
+Every node k has a model ``w_k``, its own data, and the user's training, which takes the place of a
+gradient step: ``fit_k(w) = w - mu g_k(w)``, with any number of epochs of any optimizer. ``A`` are
+the network's weights, symmetric or at least doubly stochastic, ``t`` is the round. A node's round
+is here, and is the same in memory (`flwr_perdl.network.averaging_in_memory`) and at a Flower client
+(`flwr_perdl.clients.diffusion_averaging`).
 
 =========================================  ======================================================
 literature                                 here
 =========================================  ======================================================
 adapt-then-combine (ATC)                   ``method="atc"``
-``psi_k = fit_k(w_k)``                     `AveragingProgram.adapt`
-``w_k <- sum_l a_kl psi_l``                `AveragingProgram.combine`
+``psi_k = fit_k(w_k)``                     `AveragingNode.adapt`
+``w_k <- sum_l a_kl psi_l``                `AveragingNode.combine`
 combine-then-adapt (CTA)                   ``method="cta"``
-``w_k <- fit_k(sum_l a_kl w_l)``           `AveragingProgram.combine`
+``w_k <- fit_k(sum_l a_kl w_l)``           `AveragingNode.combine`
 exact diffusion                            ``method="exact_diffusion"``
-``psi_k(t) = fit_k(w_k(t-1))``             `AveragingProgram.adapt`, ``state.last_i``
-``phi_k = psi_k(t) + w_k(t-1)              `AveragingProgram.adapt`; ``psi_k(0) = w_k(0)``
+``psi_k(t) = fit_k(w_k(t-1))``             `AveragingNode.adapt`, ``state.last_i``
+``phi_k = psi_k(t) + w_k(t-1)              `AveragingNode.adapt`; ``psi_k(0) = w_k(0)``
 - psi_k(t-1)``
-``w_k(t) = (phi_k + sum_l a_kl phi_l)/2``  `AveragingProgram.combine`
+``w_k(t) = (phi_k + sum_l a_kl phi_l)/2``  `AveragingNode.combine`
 gradient tracking                          ``method="gradient_tracking"``
-``g_k(t) = w_k(t-1) - fit_k(w_k(t-1))``    `AveragingProgram.adapt`, ``state.last_i``
-``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker_i``; 0 at
+``g_k(t) = w_k(t-1) - fit_k(w_k(t-1))``    `AveragingNode.adapt`, ``state.last_i``
+``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingNode.adapt`, ``state.tracker_i``; 0 at
 + g_k(t) - g_k(t-1)``                      the start
-``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
+``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingNode.combine`
 clipping, trimmed mean                     ``robust``: `flwr_perdl.core.aggregate`
 push-sum, stochastic gradient push         ``method="push_sum"``; ``a_kl = 1 / (out-degree of l
                                            + 1)`` by `push_weights`, columns sum to one
-``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z``: ``state.model_i``
-``x_k <- sum_l a_kl x_l,                   `AveragingProgram.combine`, ``state.weight_0``; 1 at
+``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingNode.adapt`; ``z``: ``state.model_i``
+``x_k <- sum_l a_kl x_l,                   `AveragingNode.combine`, ``state.weight_0``; 1 at
 u_k <- sum_l a_kl u_l, z_k = x_k / u_k``   the start
 =========================================  ======================================================
 
@@ -39,8 +40,8 @@ step. Push-sum: Nedić, Olshevsky, "Distributed optimization over time-varying d
 TAC 60, 2015, in the order of Assran, Loizou, Ballas, Rabbat, "Stochastic gradient push for
 distributed deep learning", ICML 2019: step, then push.
 
-Deviation: where the papers take one gradient step of a known learning rate, this calls the client's
-``fit``. The two corrected methods then converge to a point where the changes by the nodes' ``fit``
+Deviation: where the papers take one gradient step of a known learning rate, this calls the user's
+training. The two corrected methods then converge to a point where the changes by the nodes' ``fit``
 sum to zero; for one full gradient step this is the minimum of the sum of the nodes' losses.
 
 Compressed messages: `flwr_perdl.network._compressed`. Groups: `flwr_perdl.network._groups`.
@@ -48,463 +49,362 @@ Compressed messages: `flwr_perdl.network._compressed`. Groups: `flwr_perdl.netwo
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from logging import getLogger
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.sparse.csgraph import connected_components
 
-from flwr_perdl.core import html
-from flwr_perdl.core.aggregate import NEIGHBOR_RULES
-from flwr_perdl.core.checks import (
-    brief_repr,
-    check_choice,
-    check_count,
-    check_function,
-    check_kind,
-    check_real,
-    check_robust,
+from flwr_perdl.core.arrays import count_values, row_products
+from flwr_perdl.core.keys import ROUND
+from flwr_perdl.core.models import (
+    Start,
+    as_dtype,
+    check_dtypes,
+    check_trained,
+    cleared,
+    far_too_large,
+    fixed_entries,
+    is_float,
+    is_plain,
+    largest_averaged,
+    settled,
 )
-from flwr_perdl.core.models import cleared, fixed_entries, is_float
-from flwr_perdl.core.repr import short_repr
-from flwr_perdl.network._compressed import CompressedProgram
-from flwr_perdl.network._groups import GroupsProgram
-from flwr_perdl.network.averaging_program import (
-    BYTES,
-    DISTANCE,
-    FIXED,
-    FLOATS,
-    AveragingProgram,
-    Clients,
-    arrays_of,
-)
-from flwr_perdl.network.combine import Array, Run
-from flwr_perdl.network.compression import Compression, check_compression
-from flwr_perdl.network.exchange import resolve_weights, run_program
-from flwr_perdl.network.schedule import Schedule, schedule_of
-from flwr_perdl.network.topology import MOST_NODES, Topology, weights_of
+from flwr_perdl.core.npy import as_file
+from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.network.combine import Array
+from flwr_perdl.network.messages import Neighborhood
 
-METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
-_LOG = getLogger(__name__)
+#: The method by default: where the network is fixed and symmetric, or not known.
+FIXED = "exact_diffusion"
+#: The report that every method makes: how far a node's model was from its neighborhood's mean.
+DISTANCE = "neighbor-distance"
+#: What else a node reports of itself: the size of the messages that it has received in the round.
+FLOATS, BYTES = "floats-received", "bytes-received"
+_OWN = (DISTANCE, FLOATS, BYTES)
 
 
-class Averaged(NamedTuple):
-    """What the nodes have learned.
+class Learner(NamedTuple):
+    """What a node's user has written, as the algorithm calls it: `Local`'s methods, or a client's.
 
     Attributes
     ----------
-    models : dict of int to list of ndarray
-        Every node's model. Empty on Flower, where models stay at the nodes.
-    curves : dict of str to ndarray of shape (rounds, n_nodes)
-        What the nodes reported after every round, NaN where nothing: ``"neighbor-distance"``, the
-        Euclidean distance between what a node sent and the mean of what it received (compressed:
-        between its public copy and the mean of its neighbors'); ``"floats-received"`` and
-        ``"bytes-received"``, the size of its neighbors' messages: on a symmetric network a node
-        sends as much;
-        ``"train-NAME"``, a metric of ``fit``; ``"evaluate-loss"`` and ``"evaluate-NAME"``, loss
-        and metrics that ``evaluate`` returned for the node's model after the round.
-    disagreement : float
-        The largest Euclidean distance of a node's model from the mean, over the nodes that took
-        part in the last round; on Flower over those that show their state, NaN if none does.
-    rounds : int
-        Communication rounds.
-    floats_sent, bytes_sent : float
-        Floats that reached a neighbor, counted once per link, all nodes and rounds, and the bytes
-        of these arrays, before messages are sealed.
-    dropped_messages : dict of int to int
-        Node -> in how many rounds its message was left out: not finite, too large, or unreadable.
-    alive : ndarray of shape (n_nodes,)
-        Which nodes took part in the last round.
-    dropped_by : dict of int to list of int
-        Node -> which nodes say that they have left out its message; a node that lies may.
-    met, accepted : ndarray of shape (n_nodes, n_nodes), or None
-        With ``groups``: in how many rounds a node (row) has judged a neighbor's model (column), and
-        has taken it in; NaN for nodes that have not said so. Each tells of itself only.
+    fit : callable
+        ``(arrays, **config)`` -> ``arrays``, ``metrics`` as attributes.
+    evaluate : callable
+        ``(arrays, **config) -> (loss, num_examples, metrics)``.
+    select : callable
+        ``(arrays, **config) -> (cost, num_examples, ...)``: less is better.
     """
 
-    models: dict[int, list[Array]]
-    curves: dict[str, Array]
-    disagreement: float
-    rounds: int
-    floats_sent: float
-    bytes_sent: float
-    dropped_messages: dict[int, int]
-    alive: NDArray[np.bool_]
-    dropped_by: dict[int, list[int]]
-    met: Array | None = None
-    accepted: Array | None = None
-
-    @property
-    def groups(self) -> list[list[int]]:
-        """The groups that nodes have found, each ascending, the one of node 0 first.
-
-        Two nodes are in one group if both have accepted each other in more than half of the rounds
-        in which they have met, or if others link them so. Without ``groups`` there are none.
-        """
-        if self.met is None or self.accepted is None:
-            return []
-        likes = 2 * self.accepted > self.met  # of NaN: no
-        mutual = sparse.csr_array(likes & likes.T, dtype=np.float64)
-        _, labels = connected_components(mutual, directed=False)
-        return [np.flatnonzero(labels == label).tolist() for label in dict.fromkeys(labels)]
-
-    def __repr__(self) -> str:
-        """Return the fields in one line; what is large is only described."""
-        return short_repr(self)
-
-    def _repr_html_(self) -> str:
-        """Return the fields as a table, for a notebook."""
-        return html.record(self)
+    fit: Callable[..., Any]
+    evaluate: Callable[..., tuple[float, int, Mapping[str, Any]]]
+    select: Callable[..., Any]
 
 
-def diffusion_averaging(
-    clients: Clients,
-    network: Any,
-    n_rounds: int,
-    *,
-    initial: Sequence[Array] | Any = None,
-    callback: Callable[[int, dict[str, Array]], Any] | None = None,
-    method: str | None = None,
-    compression: Compression | None = None,
-    evaluate_every: int = 1,
-    metrics: Sequence[str] = (),
-    robust: bool | str = False,
-    n_liars: int = 1,
-    max_magnitude: float | None = None,
-    groups: str | None = None,
-    local_rounds: int = 5,
-) -> Averaged:
-    """Train any model at many nodes that exchange models with their neighbors only.
+class NodeState(NamedTuple):
+    """What a node keeps between rounds.
 
-    In every round each node trains its model with its client's ``fit`` and replaces it by the
-    weighted mean of its own and its neighbors' models. There is no server and no global model:
-    every node ends with its own, and these are nearly the same. On a Flower federation use the
-    strategy `flwr_perdl.strategies.DiffusionAveraging`.
-
-    A node leaves out a message with a value far larger than those of its neighborhood (see
-    ``max_magnitude``) or not finite, or with a push-sum weight that is not positive. The message's
-    weight goes to the node itself; ``dropped_messages`` of the result counts such messages by
-    sender, and ``dropped_by`` names the receivers.
-
-    **What each party receives**:
-
-    - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
-      ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker as
-      well; ``"push_sum"``: the model times a weight, and the weight; with ``compression`` a part of
-      their changes). From successive models, and those of all neighbors of the node, it can compute
-      the change that ``fit`` made: with one sample per step that may reveal the sample. Where this
-      matters, use Flower's or the framework's differential privacy in ``fit``.
-    - *A node that is no neighbor*: nothing.
-    - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
-      ``sealed=True``. In both cases, for every node and round, in the clear:
-      ``"neighbor-distance"``, the size of what it received, the loss of ``evaluate``, and the
-      metrics that ``metrics`` names; no other metric leaves a node. With ``groups`` also the number
-      and seconds of the evaluations by which a node chooses, and once, at the end, two rows of
-      counts: how often it met and accepted each other node. A node's model only with
-      ``shows_models=True``.
-
-    Parameters
+    Attributes
     ----------
-    clients : callable
-        ``node -> client``, called for every round as in Flower: a client keeps nothing between two
-        calls. ``client.to_client()`` works too.
-    network : Topology, CombinationMatrix, Schedule or InMemoryNetwork
-        Which nodes are neighbors: connected, with doubly stochastic weights, or column-stochastic
-        ones for "push_sum". A topology has Metropolis weights, or `push_weights` if it is directed.
-        The first three run in this process and without faults.
-    n_rounds : int
-        Communication rounds.
-    initial : sequence of ndarray or ArrayRecord, optional
-        The first model of all nodes; by default that of each node's client (``get_parameters``).
-        Start neural networks from equal models.
-    callback : callable, optional
-        Called after every round with the round and the nodes' reports, (n_nodes,) by name.
-    method : str, optional
-        "atc" (adapt, then combine), "cta" (combine, then adapt), "exact_diffusion",
-        "gradient_tracking" or "push_sum". By default "atc" with ``robust`` or a network's
-        ``staleness``, "gradient_tracking" with ``compression``, else the one that fits the network:
-        "exact_diffusion" if it is fixed with symmetric weights, "gradient_tracking" if other
-        weights sum to one in rows and columns, "push_sum" if they do so in columns only (directed
-        networks). On non-IID data "atc", "cta" and "push_sum" converge to a biased solution, the
-        closer to the minimum of the sum of losses the smaller the learning rate. "exact_diffusion"
-        and "gradient_tracking" remove that bias, even if links drop or nodes sleep. Exact diffusion
-        sends as much as "atc", gradient tracking twice as much. If a node
-        returns without its state, their corrections no longer sum to zero and an error remains, as
-        with "push_sum". "atc" and "cta" forget such a fault, and only they take a network with
-        ``staleness``.
-    compression : TopK or RandomQuantization, optional
-        Send compressed differences from public copies (CHOCO), on a fixed network that loses no
-        message: `TopK` with any method but "exact_diffusion" and "push_sum", `RandomQuantization`
-        with all but "push_sum". "gradient_tracking" (and "exact_diffusion") converge to the same
-        point as without; "atc" and "cta" are more biased, as they average less per round.
-        ``initial`` is the first public copy and must be the same at all nodes. None: whole models.
-    evaluate_every : int, default 1
-        Rounds between two calls of ``evaluate``; 0: never. The curves have NaN in the other rounds,
-        also in the last one unless it is a multiple.
-    metrics : sequence of str, default ()
-        Metrics of ``fit`` and ``evaluate`` to keep (and, on Flower, to send to the server).
-    robust : bool or str, default False
-        Replaces the mean if neighbors may be malicious (`flwr_perdl.core.aggregate`), for "atc" and
-        "cta": True is "clip", False "mean". "clip": a node moves toward no neighbor by more than
-        toward the farthest but ``n_liars``. "trimmed": in every coordinate it leaves out the
-        ``n_liars`` largest and smallest values of its neighbors. Both cost accuracy on non-IID
-        data.
-    n_liars : int, default 1
-        Number of malicious (Byzantine) neighbors that any node may have: less than half. Not used
-        without ``robust``.
-    max_magnitude : float, optional
-        Largest absolute value of a float in a valid message. By default, in each array, 100 times
-        the lower median of the largest absolute values at the node and its neighbors, but at least
-        100.
-    groups : {"auto"}, optional
-        "auto": nodes find out by themselves which neighbors are in their group. In every round a
-        node evaluates, by its client's ``evaluate``, its trained model and, for each neighbor, the
-        midpoint of the two models (of floats; integers and booleans are its own). It accepts the
-        neighbors with a lower loss than its own model, and replaces its model by the plain mean of
-        its own and theirs. The network's weights are not used, and it may be directed or
-        disconnected; every node needs a neighbor in some round. For method "atc" without ``robust``
-        and ``compression``. ``evaluate`` should use held-out examples. Related: Zhao and Sayed
-        (2015) compare distances of models; PENS (Onoszko et al., 2021) takes a given number of
-        neighbors with the lowest losses.
-    local_rounds : int, default 5
-        Rounds of local training, without messages, before ``groups``: less than ``n_rounds``. A
-        node that returns without its state repeats them.
-
-    Returns
-    -------
-    Averaged
-
-    Raises
-    ------
-    ValueError
-        If an argument breaks its rule, the network does not fit the method, a node has too few
-        neighbors for ``n_liars``, or a client does not return a finite model of the form that it
-        received.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.network import Topology, diffusion_averaging
-    >>> class Client:  # any flwr.client.NumPyClient
-    ...     def __init__(self, node):
-    ...         self.target = float(node)
-    ...
-    ...     def fit(self, parameters, config):
-    ...         return [w - 0.5 * (w - self.target) for w in parameters], 1, {}
-    ...
-    ...     def evaluate(self, parameters, config):
-    ...         return float(np.sum((parameters[0] - self.target) ** 2)), 1, {}
-    >>> learned = diffusion_averaging(Client, Topology.ring(4), 60, initial=[np.zeros(1)])
-    >>> [round(float(w[0]), 6) for w, in learned.models.values()]
-    [1.5, 1.5, 1.5, 1.5]
-    """
-    options = AveragingOptions(
-        method=method,
-        compression=compression,
-        evaluate_every=evaluate_every,
-        metrics=metrics,
-        robust=robust,
-        n_liars=n_liars,
-        max_magnitude=max_magnitude,
-        groups=groups,
-        local_rounds=local_rounds,
-    )
-    check_count("n_rounds", n_rounds)
-    check_function("callback", callback)
-    network = weights_of(network) if isinstance(network, Topology) else resolve_weights(network)
-    program = options.suited_to(network, n_rounds).program(clients, initial=initial)
-    return options.learned(run_program(program, network, n_rounds, on_report=callback), program)
-
-
-@dataclass(kw_only=True)
-class AveragingOptions:
-    """The options of `diffusion_averaging`, checked: what server and nodes agree on.
-
-    Raises
-    ------
-    ValueError
-        If an option is not as described, or ``robust`` comes with another method.
+    model : list of ndarray
+        ``w``, in the dtypes of the model's arrays; after ``adapt`` what is sent, with push-sum the
+        numerators.
+    fixed : list of (ndarray of bool or None)
+        Which entries of each array stay as they are.
+    last, tracker : list of ndarray
+        Of each array that the method corrects, ``psi`` of exact diffusion or ``g`` of gradient
+        tracking, and its ``y``.
+    weight : list of ndarray
+        Push-sum's ``u`` (1,).
+    reports : ndarray
+        About the last round, in the order of `AveragingNode.names`.
+    more : dict of str to ndarray
+        What compression and groups keep besides.
     """
 
-    method: str | None = None
-    compression: Compression | None = None
-    evaluate_every: int = 1
-    metrics: Sequence[str] = ()
-    robust: bool | str = False
-    n_liars: int = 1
-    max_magnitude: float | None = None
-    groups: str | None = None
-    local_rounds: int = 5
-    #: Number of nodes, with ``groups``: how long the rows of counts are; `suited_to` sets it.
-    n_nodes: int = 0
+    model: list[Array]
+    fixed: list[NDArray[np.bool_] | None]
+    last: list[Array]
+    tracker: list[Array]
+    weight: list[Array]
+    reports: Array
+    more: dict[str, Array]
+
+    def to_arrays(self) -> dict[str, Array]:
+        """Return the state as arrays by name, such as ``model_0``."""
+        lists: dict[str, Any] = self._asdict()
+        more, reports = lists.pop("more"), lists.pop("reports")
+        pairs = ((f"{kind}_{i}", a) for kind, own in lists.items() for i, a in enumerate(own))
+        return {**{name: a for name, a in pairs if a is not None}, "reports": reports, **more}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> NodeState:
+        """Return what `to_arrays` was called on."""
+        more, found = {**arrays}, dict[str, dict[int, Array]]()
+        for name in arrays:
+            kind, _, i = name.partition("_")
+            if i:
+                found.setdefault(kind, {})[int(i)] = more.pop(name)
+        lists: Any = {kind: [*found.get(kind, {}).values()] for kind in cls._fields[:-2]}
+        lists["fixed"] = [found.get("fixed", {}).get(i) for i in found["model"]]
+        return cls(**lists, reports=more.pop("reports"), more=more)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The arrays of a model: their names, and a model of that form."""
+
+    names: Sequence[str]
+    like: Sequence[Array]
+
+    @cached_property
+    def sent(self) -> list[int]:
+        """Which arrays are sent to the neighbors: all but booleans."""
+        return [i for i, array in enumerate(self.like) if array.dtype.kind != "b"]
+
+    @cached_property
+    def corrected(self) -> list[int]:
+        """Which arrays a method may correct; the others are averaged plainly."""
+        arrays = zip(self.names, self.like, strict=True)
+        return [i for i, (name, array) in enumerate(arrays) if not is_plain(name, array)]
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        self.robust = check_robust(self.robust, ("mean", *NEIGHBOR_RULES), best="clip")
-        trusting, compression = self.robust == "mean", self.compression
-        if self.groups is not None:
-            check_choice("groups", self.groups, ("auto",))
-        if self.method is None:
-            plain = None if compression is None else "gradient_tracking"
-            self.method = plain if trusting and self.groups is None else "atc"
-        if self.method is not None:
-            check_choice("method", self.method, METHODS)
-        if compression is not None:
-            check_compression(self.method, compression)
-        self._check_groups()
-        check_count("evaluate_every", self.evaluate_every)
-        check_kind("metrics", self.metrics, Sequence, "a sequence of names")
-        if isinstance(self.metrics, str) or not all(isinstance(x, str) for x in self.metrics):
-            raise ValueError(f"metrics must be a sequence of names, got {self.metrics!r}.")
-        self.metrics = tuple(self.metrics)
-        check_count("n_liars", self.n_liars, 1)
-        check_count("n_nodes", self.n_nodes, 0, MOST_NODES)
-        if self.max_magnitude is not None:
-            self.max_magnitude = check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
-        if not trusting and compression is not None:
-            raise ValueError(f"robust must be False with compression, got {self.robust!r}.")
-        if not trusting and self.method not in ("atc", "cta"):
+        """Check the dtypes."""
+        check_dtypes("initial, or what get_parameters returns,", self.names, self.like)
+
+    def without(self, names: Collection[str]) -> Form:
+        """Return the form of a model without these arrays."""
+        kept = {n: own for n, own in zip(self.names, self.like, strict=True) if n not in names}
+        return Form([*kept], [*kept.values()])
+
+    def named(self, arrays: Sequence[Array]) -> dict[str, Array]:
+        """Return a model by name, or none; a ValueError if it has another form."""
+        forms = ([(a.shape, a.dtype) for a in some] for some in (arrays, self.like))
+        if arrays and next(forms) != next(forms):
             raise ValueError(
-                "method must be 'atc' or 'cta' with robust, since the corrections of the others "
-                f"would accumulate what a rule removes, got {self.method!r}."
+                "arrays must end with a model of the form that config says, got others."
             )
+        return dict(zip(self.names, arrays, strict=True)) if arrays else {}
 
-    def _check_groups(self) -> None:
-        """Raise a ValueError if an option does not go with ``groups``."""
-        check_count("local_rounds", self.local_rounds)
-        needs = {"method": "atc", "robust": "mean", "compression": None}
-        for name, needed in needs.items() if self.groups is not None else ():
-            if (value := getattr(self, name)) != needed:
-                raise ValueError(
-                    f"{name} must be {needed!r} with groups, in which each node takes the plain "
-                    f"mean of the whole models that it accepts, got {value!r}."
-                )
+    def checked(
+        self, whose: str, arrays: Sequence[Array], before: Sequence[Start] = ()
+    ) -> list[Array]:
+        """Return a model, trained from the one ``before`` if any, in the dtypes of this form."""
+        own, shapes = [np.asarray(array) for array in arrays], [a.shape for a in self.like]
+        if (found := [array.shape for array in own]) != shapes:
+            raise ValueError(f"{whose} must have arrays of shapes {shapes}, got {found}.")
+        try:
+            own = [as_dtype(array, old.dtype) for array, old in zip(own, self.like, strict=True)]
+            for name, array, start in zip(self.names, own, before, strict=False):
+                check_trained(name, array, *start)
+        except ValueError as error:
+            raise ValueError(f"{whose} must return what can be averaged: {error}") from None
+        return own
 
-    def learned(self, run: Run, program: AveragingProgram | None = None) -> Averaged:
-        """Return what a run has learned, with warnings; the models only by the program."""
-        for name in self.metrics:
-            known = [run.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
-            if run.rounds and not any(own is not None and np.isfinite(own).any() for own in known):
-                text = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
-                warnings.warn(text, RuntimeWarning, stacklevel=3)
-        there, losses = run.curves.get(DISTANCE), run.curves.get("evaluate-loss")
-        if there is not None and losses is not None:
-            measured = np.isfinite(there) & np.isfinite(losses).any(axis=1, keepdims=True)
-            missing = (measured & ~np.isfinite(losses)).sum(axis=1)
-            few = (missing > 0) & (3 * missing >= measured.sum(axis=1))
-            if few.any():
-                text = f"In {few.sum()} rounds a third of the nodes or more had no finite loss."
-                warnings.warn(text, RuntimeWarning, stacklevel=3)
-        received = run.curves.get(FLOATS, np.zeros((1, 1)))
-        lost = run.dropped_messages or (received != received.max(axis=0, initial=0)).any()
-        if self.compression is not None and lost:
-            text = "Messages were lost: with compression this leaves an error in the models."
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-        for node, n_times in run.dropped_messages.items():
-            by = ", ".join(map(str, run.dropped_by.get(node, ())))
-            said = f", as node {by} says" if by else ""
-            _LOG.warning("Messages of node %d were left out in %d rounds%s.", node, n_times, said)
-        models: dict[int, list[Array]] = {}
-        apart = np.nan
-        if run.state is not None:
-            models = {} if program is None else program.models(run.state)
-            apart = _disagreement(run.state, run.alive[run.state.nodes])
-        costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
-        return Averaged(
-            *(models, run.curves, apart, *costs, run.dropped_messages, run.alive, run.dropped_by),
-            met=run.observed.get("met"),
-            accepted=run.observed.get("accepted"),
-        )
 
-    def suited_to(self, network: Any, n_rounds: int) -> AveragingOptions:
-        """Return these options with a method: its own, or the one that suits a network.
+class AveragingNode:
+    """One node of the network: what it does in a round.
 
-        Raises
-        ------
-        ValueError
-            If an option does not suit the network, which is as in `diffusion_averaging`.
+    Not corrected, but averaged plainly, are integers and the statistics of batch normalization
+    (`flwr_perdl.core.models`); booleans are not sent. Arrays that are sent or given to the user's
+    training are views of their ``.npy`` files, so that messages have them without a copy.
+    """
+
+    def __init__(self, options: Any, form: Form, node: int) -> None:
+        self.options = options
+        self.method = options.method or FIXED
+        self.form = form
+        self.node = node
+        self._trained = list(dict.fromkeys(options.metrics))
+        self._evaluated = list(dict.fromkeys(("loss", *options.metrics)))
+        if not options.evaluate_every:
+            self._evaluated = []
+        fitted = (f"train-{name}" for name in self._trained)
+        #: Names of the reports.
+        self.names = [*_OWN, *fitted, *(f"evaluate-{name}" for name in self._evaluated)]
+
+    def start(self, model: Sequence[Array], *, known: bool = True) -> NodeState:
+        """Return the state before the first round; ``known``: whether all nodes have this model."""
+        own, form = self.form.checked("initial", model), self.form
+        fixed = [fixed_entries(a) if i in form.sent else None for i, a in enumerate(own)]
+        corrected = [cleared(own[i], fixed[i]) for i in form.corrected]
+        last, tracker, weight = [], [], []
+        if self.method == "exact_diffusion":
+            last = corrected
+        elif self.method == "gradient_tracking":
+            last = tracker = [*map(np.zeros_like, corrected)]
+        elif self.method == "push_sum":
+            weight = [np.ones(1, np.result_type(np.float32, *corrected))]
+        reports = np.full(len(self.names), np.nan)
+        return NodeState(own, fixed, last, tracker, weight, reports, {})
+
+    @one_blas_thread()
+    def adapt(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+        """Train the model; what is sent is the result, corrected where the method does."""
+        method, w = self.method, state.model
+        if method == "cta":
+            return state
+        state = self._train(state, round_, learner)
+        psi = state.model
+        sent, last, trackers = [*psi], [], []
+        for j, i in enumerate(self.form.corrected if method != "atc" else ()):
+            fixed = state.fixed[i]
+            old, new = cleared(w[i], fixed), cleared(psi[i], fixed)
+            if method == "exact_diffusion":
+                found = new + old
+                found -= state.last[j]
+                last.append(new)
+            elif method == "gradient_tracking":
+                last.append(np.asarray(old - new))
+                trackers.append(as_file(state.tracker[j] + last[j] - state.last[j]))
+                found = old - trackers[j]
+            else:
+                found = old * _as_factor(state.weight[0], old) + new - old
+            sent[i] = as_file(settled(found, w[i], fixed))
+        return state._replace(model=sent, last=last, tracker=trackers)
+
+    def message(self, state: NodeState) -> list[Array]:
+        """Return the model; with gradient tracking the tracker, with push-sum the weight.
+
+        Booleans are not in it, and zeros stand for values that are not averaged.
         """
-        check_count("n_rounds", n_rounds)
-        schedule = schedule_of(network)
-        if self.groups is not None:
-            return self._grouped(schedule, n_rounds)
-        schedule.check_connected(n_rounds)
-        last = schedule.window if schedule.repeats else max(n_rounds, schedule.window)
-        rounds = map(schedule.matrix, range(1, last + 1))
-        kinds = [
-            (m.row_stochastic, m.column_stochastic, m.symmetric, m.topology.degrees.min())
-            for m in rounds
-        ]
-        *stochastic, degrees = zip(*kinds, strict=True)
-        rows, columns, symmetric = map(all, stochastic)
-        fixed = last == 1 and schedule.repeats and symmetric
-        if self.robust != "mean" and min(degrees) <= 2 * self.n_liars:
-            raise ValueError(
-                "n_liars must be less than half of every node's number of neighbors, got "
-                f"{self.n_liars} where a node has {min(degrees)}."
-            )
-        plan = getattr(network, "plan", None)
-        faulty, stale = bool(plan and plan.faults.drop), plan.staleness if plan else 0
-        if self.compression is not None and (faulty or stale or not fixed):
-            raise ValueError(
-                "network must stay the same and have no simulated faults and no staleness with "
-                f"compression, got {brief_repr(network)}."
-            )
-        suited = "atc" if stale else FIXED if fixed else "gradient_tracking"
-        method = self.method or (suited if rows and columns else "push_sum")
-        if not (columns and (rows or method == "push_sum")):
-            kind = "column-stochastic" if method == "push_sum" else "doubly stochastic"
-            raise ValueError(f"network must have {kind} weights for {method!r}, got {schedule!r}.")
-        if stale and method not in ("atc", "cta"):
-            raise ValueError(
-                "method must be 'atc' or 'cta' with staleness, since the corrections of the others "
-                f"do not forget an old model, got {method!r} with staleness {stale}."
-            )
-        if method == FIXED and not fixed:
-            raise ValueError(
-                f"network must be fixed and have symmetric weights for {method!r}, got "
-                f"{schedule!r}: 'gradient_tracking' takes any doubly stochastic ones."
-            )
-        return replace(self, method=method)
+        sent = [cleared(state.model[i], state.fixed[i]) for i in self.form.sent]
+        return [*sent, *state.tracker, *state.weight]
 
-    def _grouped(self, schedule: Schedule, n_rounds: int) -> AveragingOptions:
-        """Return these options for the nodes of a network, which need not be connected."""
-        if 0 < n_rounds <= self.local_rounds:
-            raise ValueError(
-                f"local_rounds must be less than the number of rounds, {n_rounds}, got "
-                f"{self.local_rounds}."
-            )
-        schedule.check_linked(n_rounds)
-        return replace(self, n_nodes=schedule.n_nodes)
+    def silent(self, state: NodeState) -> bool:
+        """Whether the node sends nothing in this round."""
+        return False
 
-    def program(
-        self,
-        clients: Clients,
-        *,
-        initial: Sequence[Array] | Any = None,
-        array_names: Sequence[str] = (),
-        in_files: bool = False,
-    ) -> AveragingProgram:
-        """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
+    def rejects(self, state: NodeState, around: Neighborhood) -> dict[str, NDArray[np.bool_]]:
+        """Return by reason which neighbors' messages do not count, in their order."""
+        places = [around.own, *around.neighbors]
+        sizes = np.array([around.sizes[j] for j in places]).T
+        own, bound = around.messages[around.own], self.options.max_magnitude
+        floats = [is_float(array) for array in own]
+        limits = [largest_averaged(array.dtype) for array in own]
+        most = np.where(floats, far_too_large(sizes) if bound is None else bound, limits)
+        large = np.any(sizes[:, 1:] > most[:, None], axis=0)
+        reasons: dict[str, Any] = {
+            "it has a value that is far larger than those of the neighborhood": large
+        }
+        if self.method == "push_sum":
+            weights = [around.messages[j][-1][0] for j in places[1:]]
+            reasons["its weight is not positive"] = np.less_equal(weights, 0)
+        return reasons
 
-        ``clients`` and ``initial`` are those of `diffusion_averaging`; ``array_names`` are the
-        names of a list's arrays, by default those of an ArrayRecord, or "0", "1", …; ``in_files``
-        is that of `AveragingProgram`.
-        """
-        kind = AveragingProgram if self.compression is None else CompressedProgram
-        kind = kind if self.groups is None else GroupsProgram
-        return kind(self, clients, initial, array_names, in_files)
+    def screened(
+        self, state: NodeState, around: Neighborhood
+    ) -> tuple[Neighborhood, dict[int, str]]:
+        """Return the neighborhood without what is rejected, and why, by sender."""
+        out = {
+            j: reason
+            for reason, each in self.rejects(state, around).items()
+            for j, rejected in zip(around.neighbors, each, strict=True)
+            if rejected
+        }
+        if not out:
+            return around, {}
+        return around.without(out), {around.senders[j]: reason for j, reason in out.items()}
+
+    @one_blas_thread()
+    def combine(self, state: NodeState, around: Neighborhood, learner: Learner) -> NodeState:
+        """Average over the neighborhood; evaluate the model where it is the round for that."""
+        form, sent, square = self.form, state.model, 0.0
+        model = [*sent]
+        for i, mean in zip(form.sent, self._means(state, around), strict=True):
+            fixed = state.fixed[i]
+            own = cleared(sent[i], fixed)
+            if self.method == "push_sum" and i in form.corrected:
+                own = own / _as_factor(state.weight[0], own)
+            if is_float(own):
+                apart = np.reshape(own - mean, (1, -1))
+                square += float(row_products(apart, apart)[0])
+            if self.method == "exact_diffusion" and i in form.corrected:
+                mean = (mean + own) / 2
+            model[i] = as_file(settled(mean, sent[i], fixed))
+        message, n = around.messages[around.own], len(around.neighbors)
+        reports = state.reports.copy()
+        reports[0] = np.sqrt(square)
+        reports[1] = n * count_values(*message)
+        reports[2] = n * sum(array.nbytes for array in message)
+        trackers = self._tracked(state, around)
+        state = state._replace(reports=reports, model=model, tracker=trackers)
+        if self.method == "push_sum":
+            state = state._replace(weight=[around.mean(-1)])
+        if self.method == "cta":
+            state = self._train(state, around.round, learner)
+        return self._evaluate(state, around.round, learner) if self._evaluated else state
+
+    def _means(self, state: NodeState, around: Neighborhood) -> Iterator[Array]:
+        """Yield the neighborhood's means of the arrays of the model that are sent."""
+        form, rule = self.form, str(self.options.robust)
+        floats = [k for k, i in enumerate(form.sent) if is_float(form.like[i])]
+        if rule != "mean":
+            robust = around.robust_means(floats, rule, self.options.n_liars)
+        for k, i in enumerate(form.sent):
+            if rule != "mean" and k in floats:
+                yield next(robust)
+            elif self.method != "push_sum":
+                yield around.mean(k)
+            else:
+                rows = [message[k] for message in around.messages]
+                if i not in form.corrected:  # sent as it is: the weights are not in it
+                    weights = [message[-1] for message in around.messages]
+                    pairs = zip(rows, weights, strict=True)
+                    rows = [np.asarray(row * _as_factor(u, row)) for row, u in pairs]
+                mean = around.mean_of(rows)
+                yield mean / _as_factor(around.mean(-1), mean)
+
+    def _tracked(self, state: NodeState, around: Neighborhood) -> list[Array]:
+        """Return the neighborhood's means of the trackers."""
+        first = len(self.form.sent)
+        pairs = ((around.mean(first + j), own) for j, own in enumerate(state.tracker))
+        return [as_file(mean.astype(own.dtype, copy=False)) for mean, own in pairs]
+
+    def observe(self, state: NodeState) -> dict[str, Array]:
+        """Return nothing: the models stay at the nodes."""
+        return {}
+
+    def report(self, state: NodeState) -> dict[str, float]:
+        """Return what the node reports to the operator about the last round."""
+        return dict(zip(self.names, state.reports.tolist(), strict=True))
+
+    def _train(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+        """Return the state with what ``fit`` makes of the model, and its metrics."""
+        trained = learner.fit(state.model, **{ROUND: round_})
+        whose, before = f"fit of node {self.node}", zip(state.model, state.fixed, strict=True)
+        psi = self.form.checked(whose, trained.arrays, [*before])
+        reports, first = state.reports.copy(), len(_OWN)
+        numbers = _numbers(whose, trained.metrics, self._trained)
+        reports[first : first + len(numbers)] = numbers
+        return state._replace(model=psi, reports=reports)
+
+    def _evaluate(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+        """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
+        reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
+        reports[first:] = np.nan
+        if round_ % self.options.evaluate_every == 0:
+            loss, n_examples, metrics = learner.evaluate(state.model, **{ROUND: round_})
+            if n_examples:  # none: the client has nothing to evaluate on
+                own = {**metrics, "loss": loss}
+                whose = f"evaluate of node {self.node}"
+                reports[first:] = _numbers(whose, own, self._evaluated)
+        return state._replace(reports=reports)
 
 
-def _disagreement(state: Any, living: NDArray[np.bool_]) -> float:
-    """Return the largest distance of a living node's model from their mean, of floats."""
-    squares = np.zeros(int(living.sum()))
-    for array in filter(is_float, arrays_of(state, "model")):
-        own = cleared(array[living], fixed_entries(array[living]))
-        squares += np.square((own - own.mean(axis=0)).reshape(len(own), -1)).sum(axis=1)
-    return float(np.sqrt(squares.max())) if len(squares) else np.nan
+def _as_factor(weight: Array, array: Array) -> Array:
+    """Return a weight (1,) in as many dimensions as an array."""
+    factor: Array = weight.reshape((1,) * array.ndim)
+    return factor
+
+
+def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+    """Return the metrics of these names; NaN for one that a client does not have."""
+    for name in names:
+        if not isinstance(metrics.get(name, 0.0), Real):
+            raise ValueError(f"{whose} must return a number as {name!r}, got {metrics[name]!r}.")
+    return [float(metrics.get(name, np.nan)) for name in names]

@@ -18,8 +18,8 @@ N_k without k                       ``Inbox.links[k]``: those whose messages wer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import html
-from flwr_perdl.core.aggregate import NEIGHBOR_RULES
-from flwr_perdl.core.arrays import row_norms
 from flwr_perdl.core.checks import FLOATS, brief_repr, check_list, check_real
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.repr import short_repr
@@ -41,8 +39,6 @@ Array = NDArray[Any]
 DENSE_SHARE = 0.2
 #: Numbers in a row from which on compiled loops are faster than calls of NumPy and SciPy.
 LONG = 128
-#: Columns of messages that are combined at a time where they lie apart.
-BLOCK = 2**16
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -53,11 +49,8 @@ class Program(Protocol[State]):
     A state is a NamedTuple of arrays with a leading axis over the hosted nodes; its first field is
     ``nodes``, their ids. It has everything but parameters and the nodes' own data.
 
-    Optional methods: ``report(state)`` returns what the operator learns after every round, a dict
-    of float arrays of shape (m,), NaN where a node has nothing to report. ``rejects(state, inbox)``
-    returns, by reason, which of the inbox's links brought a message to leave out, in the order of
-    the entries of ``inbox.links``; such a message counts as lost. ``silent(state)`` returns, after
-    ``adapt``, which nodes, (m,), send nothing, which is no fault.
+    An optional method, ``report(state)``, returns what the operator learns after every round: a
+    dict of float arrays of shape (m,), NaN where a node has nothing to report.
 
     Examples
     --------
@@ -152,18 +145,15 @@ class Inbox:
         The round, from 1.
     nodes : ndarray of shape (m,)
         Ids of the receivers: the nodes that are hosted together.
-    senders, rows : ndarray of shape (s,), tuple of s arrays each
+    senders, arrays : ndarray of shape (s,), tuple of ndarray of shape (s, ...)
         Ids of the senders, ascending, the receivers among them, and the messages: of each array a
-        stack (s, ...), or a list of the senders' own where they lie apart. Of several rounds, if
-        some are late, there is an entry each: ids may repeat.
+        stack. Of several rounds, if some are late, there is an entry each: ids may repeat.
     weights : sparse array of shape (m, s)
         The round's combination weights, a node's own included; rows sum to one.
     links : sparse array of shape (m, s)
         One where a neighbor's message was received, a node itself excluded.
     own : ndarray of shape (m,)
         Where each receiver stands among the senders.
-    sizes : ndarray of shape (n_arrays, s), optional
-        Largest absolute values, where they are known; see `magnitudes`.
 
     Examples
     --------
@@ -180,77 +170,27 @@ class Inbox:
     round: int
     nodes: NDArray[np.intp]
     senders: NDArray[np.intp]
-    rows: tuple[Array | Sequence[Array], ...]
+    arrays: tuple[Array, ...]
     weights: Csr
     links: Csr
     own: NDArray[np.intp]
-    sizes: Array | None = None
 
-    @cached_property
-    def arrays(self) -> tuple[Array, ...]:
-        """The messages as stacks, a tuple of ndarray of shape (s, ...)."""
-        return tuple(map(stacked, self.rows))
-
-    @property
-    def magnitudes(self) -> Array:
-        """Largest absolute value of each array, of each message: (n_arrays, s)."""
-        if self.sizes is not None:
-            return self.sizes
-        flat = [array.reshape(len(array), -1) for array in self.arrays]
-        ends = [(rows.max(axis=1, initial=0), rows.min(axis=1, initial=0)) for rows in flat]
-        return np.array([np.maximum(high.astype(float), -low.astype(float)) for high, low in ends])
-
-    def mean(self, i: int = 0, *, ordered: bool = False) -> Array:
+    def mean(self, i: int = 0) -> Array:
         """Return the weighted mean of an array over a node and its neighbors.
 
         Parameters
         ----------
         i : int, default 0
             Which array of the messages.
-        ordered : bool, default False
-            Whether to add messages by sender, so that the mean has the same bits wherever the nodes
-            are hosted. Half floats are then averaged in float32, integers in float64.
 
         Returns
         -------
         ndarray of shape (m, ...)
         """
-        weights, rows = self._by_sender if ordered else self.weights, self.rows[i]
-        if (dtype := rows[0].dtype) not in FLOATS:
-            rows = stacked(rows).astype(np.float32 if dtype.kind == "f" else np.float64)
-        if ordered and not isinstance(rows, np.ndarray):
-            return sums_apart(weights, rows)
-        return product(weights, stacked(rows), dense=not ordered)
-
-    def robust_means(self, positions: Sequence[int], rule: str, n_liars: int) -> Iterator[Array]:
-        """Yield what a rule makes of each of these arrays of each neighborhood, (m, ...).
-
-        The received are in the order of their senders: the bits are those of any engine. The
-        distances of messages are sums over arrays, which are read twice, one at a time.
-        """
-        terms = [
-            [term for term in self.neighbor_terms(k) if term[0] != at]
-            for k, at in enumerate(self.own)
-        ]
-        squares = [np.zeros(len(received)) for received in terms]
-
-        def neighborhoods(i: int) -> Iterator[tuple[Array, Array, Array, Array]]:
-            dtype = np.result_type(self.rows[i][0], np.float32)
-            for at, received, there in zip(self.own, terms, squares, strict=True):
-                own = self.rows[i][at].ravel().astype(dtype, copy=False)
-                others = np.array([self.rows[i][j].ravel() for j, _ in received], dtype)
-                weights = np.array([weight for _, weight in received], dtype)
-                yield own, others.reshape(len(received), own.size), weights, there
-
-        for i in positions:
-            for own, received, _, there in neighborhoods(i):
-                there += np.square(row_norms(received - own))
-        for i in positions:
-            combined = [
-                NEIGHBOR_RULES[rule](own, received, weights, n_liars, np.sqrt(there))
-                for own, received, weights, there in neighborhoods(i)
-            ]
-            yield np.stack(combined).reshape(len(combined), *self.rows[i][0].shape)
+        rows = self.arrays[i]
+        if rows.dtype not in FLOATS:  # half floats are averaged in float32, integers in float64
+            rows = rows.astype(np.float32 if rows.dtype.kind == "f" else np.float64)
+        return product(self.weights, rows)
 
     @cached_property
     def _by_sender(self) -> Csr:
@@ -305,23 +245,17 @@ class Inbox:
         return zip(weights.indices[row], weights.data[row], strict=True)
 
 
-def stacked(rows: Array | Sequence[Array]) -> Array:
-    """Return rows as one array, (s, ...)."""
-    return rows if isinstance(rows, np.ndarray) else np.stack(rows)
-
-
-def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
+def product(weights: Csr, array: Array) -> Array:
     """Return ``weights @ array``, (m, s) by (s, ...), in the array's dtype, the fastest way.
 
-    Over long rows it is compiled, which takes half the time of SciPy's product. Without ``dense``
-    terms are added in the order in which the weights are stored.
+    Over long rows it is compiled, which takes half the time of SciPy's product.
     """
     # The weights would be rounded to integers.
     if array.dtype.kind != "f":
         raise ValueError(f"messages must be arrays of floats, got {array.dtype}.")
     flat = array.reshape(len(array), -1)
     combined: Array
-    if dense and not is_sparse(weights):
+    if not is_sparse(weights):
         combined = weights.astype(array.dtype, copy=False).toarray() @ flat
     elif is_long(flat):
         from flwr_perdl.network import _kernels  # compiled: Numba is imported where it is needed
@@ -333,19 +267,6 @@ def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
     else:
         combined = weights.astype(array.dtype, copy=False) @ flat
     return combined.reshape(weights.shape[0], *array.shape[1:])
-
-
-def sums_apart(weights: Csr, rows: Sequence[Array]) -> Array:
-    """Return the `product` in order of rows that are apart, by blocks that stay in the cache."""
-    sums = np.zeros((weights.shape[0], *rows[0].shape), rows[0].dtype)
-    flat, values = [row.reshape(-1) for row in rows], weights.data.astype(sums.dtype)
-    for k, total in enumerate(sums.reshape(len(sums), -1)):
-        terms = range(*weights.indptr[k : k + 2])
-        for at in range(0, len(total), BLOCK):
-            part = slice(at, at + BLOCK)
-            for j in terms:
-                total[part] += values[j] * flat[weights.indices[j]][part]
-    return sums
 
 
 def is_sparse(weights: Csr) -> bool:
@@ -367,74 +288,15 @@ def begin_round(
     return adapted, check_message(program.message(adapted), n)
 
 
-def end_round(
-    program: Program[State], adapted: State, inbox: Inbox
-) -> tuple[State, Inbox, list[LeftOut]]:
-    """Combine what counts of an inbox; return state, inbox, and which messages were left out."""
-    inbox, left_out = screened(program, adapted, inbox)
-    state: State = check_state("combine", program.combine(adapted, inbox), len(inbox.nodes))
-    return state, inbox, left_out
-
-
-def silent_nodes(program: Program[State], adapted: State) -> NDArray[np.bool_]:
-    """Return which of the hosted nodes send nothing in a round, (m,): see `Program`."""
-    silent = getattr(program, "silent", None)
-    found: NDArray[np.bool_] = (
-        np.zeros(len(adapted[0]), dtype=bool) if silent is None else silent(adapted)
-    )
-    return found
-
-
 def run_round(
     program: Program[State], state: State, round_: int, weights: Csr, links: Csr
 ) -> State:
     """Run a round of all nodes in this process in which every message is received."""
     nodes = np.arange(links.shape[0])
     adapted, message = begin_round(program, state, round_)
-    return end_round(program, adapted, Inbox(round_, nodes, nodes, message, weights, links, nodes))[
-        0
-    ]
-
-
-class LeftOut(NamedTuple):
-    """A message that a node has left out, and why; the sender itself stands for the network."""
-
-    sender: int
-    receiver: int
-    reason: str
-
-
-def screened(program: Program[State], state: State, inbox: Inbox) -> tuple[Inbox, list[LeftOut]]:
-    """Return the inbox without messages that the program rejects, and which these are.
-
-    As with a message that is lost, the weight falls to the receiver. ``state`` is that of the
-    receivers after ``adapt``.
-    """
-    rejects = getattr(program, "rejects", None)
-    if rejects is None:
-        return inbox, []
-    reasons: dict[str, NDArray[np.bool_]] = rejects(state, inbox)
-    out_of = [(why, np.flatnonzero(links)) for why, links in reasons.items()]
-    rejected = np.unique(np.concatenate([np.zeros(0, np.intp), *(links for _, links in out_of)]))
-    if not len(rejected):
-        return inbox, []
-    shape, m = inbox.links.shape, len(inbox.nodes)
-    all_rows, all_columns = sparse.coo_array(inbox.links).coords
-    left_out = [
-        LeftOut(sender, receiver, why)
-        for why, links in out_of
-        for sender, receiver in zip(
-            inbox.senders[all_columns[links]].tolist(),
-            inbox.nodes[all_rows[links]].tolist(),
-            strict=True,
-        )
-    ]
-    rows, columns = all_rows[rejected], all_columns[rejected]
-    out = sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=shape)
-    lost = inbox.weights.multiply(out).tocsr()
-    own = sparse.csr_array((lost.sum(axis=1), (np.arange(m), inbox.own)), shape=shape)
-    kept = replace(inbox, weights=inbox.weights - lost + own, links=inbox.links - out)
-    return kept, left_out
+    inbox = Inbox(round_, nodes, nodes, message, weights, links, nodes)
+    combined: State = check_state("combine", program.combine(adapted, inbox), len(nodes))
+    return combined
 
 
 def tally(left_out: Iterable[tuple[int, int, int]]) -> tuple[dict[int, int], dict[int, list[int]]]:

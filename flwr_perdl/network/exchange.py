@@ -18,9 +18,7 @@ from flwr_perdl.network.combine import (
     begin_round,
     check_state,
     curves,
-    end_round,
     reported,
-    silent_nodes,
     step_back,
     tally,
 )
@@ -112,9 +110,9 @@ class InMemoryNetwork(ShownAsCalled):
         now = check_state("start", program.start(np.arange(n)), n)
         for round_ in range(1, n_rounds + 1):
             adapted, sent = begin_round(program, now, round_)
-            inbox = mailbox.inbox(round_, sent, ~silent_nodes(program, adapted))
-            after, inbox, left_out = end_round(program, adapted, inbox)
-            mailbox.count(inbox, left_out)
+            inbox = mailbox.inbox(round_, sent)
+            after = check_state("combine", program.combine(adapted, inbox), n)
+            mailbox.count(inbox)
             awake = plan.awake(round_)
             now = step_back(after, now, ~awake)  # who is asleep takes in nothing
             rows.append(reported(program, now, awake))

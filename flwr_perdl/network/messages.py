@@ -1,10 +1,10 @@
 """Messages between neighbors: which of them count, their records, and their form on Flower's wire.
 
 A request of the server to a node is a `Delivery`: the `Message` of every neighbor that it hears,
-and whose public keys it needs for its own next one. `inbox_of` says which messages count, and with
-which weights. The arrays of a node's reply are its message, none if it is asleep or its message is
-not finite; where messages are *sealed* (`flwr_perdl.privacy.sealed`) its card, and then a message
-for each receiver, in the order of `Delivery.cards`, of size 0 where a card was rejected.
+and whose public keys it needs for its own next one. `neighborhood_of` says which messages count,
+and with which weights. The arrays of a node's reply are its message, none if it is asleep or its
+message is not finite; where messages are *sealed* (`flwr_perdl.privacy.sealed`) its card, and then
+a message for each receiver, in the order of `Delivery.cards`, of size 0 where a card was rejected.
 
 In memory a `Mailbox` keeps the messages of the last rounds, of all nodes in stacks; a server has a
 `MessageStore` of single messages that it need not be able to read. Which of them arrive,
@@ -15,19 +15,22 @@ without the others.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import starmap
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.core.arrays import count_values
-from flwr_perdl.core.checks import Matrix, check_array
-from flwr_perdl.core.models import magnitude
+from flwr_perdl.core.aggregate import NEIGHBOR_RULES
+from flwr_perdl.core.arrays import count_values, row_norms
+from flwr_perdl.core.checks import FLOATS, Matrix, check_array
+from flwr_perdl.core.models import blocks, magnitude
 from flwr_perdl.core.npy import text_array, texts_of
-from flwr_perdl.network.combine import Array, Inbox, LeftOut
+from flwr_perdl.network.combine import Array, Inbox
 from flwr_perdl.network.schedule import LinkPlan
 from flwr_perdl.network.topology import Csr
 
@@ -86,17 +89,18 @@ class Delivery(NamedTuple):
         fewest = 3 if sealed else 1
         if len(arrays) < fewest:
             raise ValueError(f"parameters must have {fewest} arrays or more, got {len(arrays)}.")
-        table = check_array("messages", arrays[0], columns=4)
-        _check_whole("messages", table[:, [0, 3]])
-        _check_whole("rounds late", np.abs(table[:, 1]))
-        own = (table[:, 1] < 0) & (table[:, 3] == 0)
-        total, table = float(table[own, 2].max(initial=1.0 - own.any())), table[~own]
-        weights = table[:, 2]
-        if (weights < 0).any() or weights.sum() > total + 1e-9:
+        table = check_array("messages", arrays[0], columns=4).tolist()
+        _check_whole("messages", [number for row in table for number in (row[0], row[3])])
+        _check_whole("rounds late", [abs(row[1]) for row in table])
+        own = [row for row in table if row[1] < 0 and not row[3]]
+        total = max((row[2] for row in own), default=1.0)
+        table = [row for row in table if row not in own] if own else table
+        weights = [row[2] for row in table]
+        if min(weights, default=0) < 0 or sum(weights) > total + 1e-9:
             raise ValueError(f"weights must be from 0 on, {total:g} in all at most, got {weights}.")
         cards = None
         if sealed:
-            receivers = check_array("receivers", arrays[1], ndim=1)
+            receivers = check_array("receivers", arrays[1], ndim=1).tolist()
             _check_whole("receivers", receivers)
             keys = arrays[2]
             if keys.dtype != np.uint8 or keys.ndim != 2 or len(keys) != len(receivers):
@@ -104,28 +108,136 @@ class Delivery(NamedTuple):
                     f"cards must be the bytes of {len(receivers)} receivers, got {keys.dtype} of "
                     f"shape {keys.shape}."
                 )
-            cards = dict(zip(receivers.astype(int).tolist(), keys, strict=True))
+            cards = dict(zip(map(int, receivers), keys, strict=True))
         messages, at = [], fewest
-        for sender, late, weight, n_arrays in table.tolist():
+        for sender, late, weight, n_arrays in table:
             end = at + int(n_arrays)
             messages.append(Message(int(sender), int(late), weight, arrays[at:end]))
             at = end
         return cls(messages, cards, arrays[at:], total)
 
 
-def inbox_of(
+@dataclass(frozen=True, eq=False)
+class Neighborhood:
+    """A node's own message and those of its neighbors that count, in a round.
+
+    Attributes
+    ----------
+    round : int
+        The round, from 1.
+    own : int
+        Where the node's own message stands among all.
+    senders, messages, sizes : list
+        All senders, their messages, and of each the largest absolute value of each array.
+    weights : list of float
+        The combination weights; they sum to what the network's do.
+    """
+
+    round: int
+    own: int
+    senders: list[int]
+    messages: list[Sequence[Array]]
+    sizes: list[Sequence[float]]
+    weights: list[float]
+
+    @property
+    def neighbors(self) -> list[int]:
+        """Where the neighbors' messages stand."""
+        return [j for j in range(len(self.senders)) if j != self.own]
+
+    @property
+    def terms(self) -> list[int]:
+        """Where the messages stand that are combined, by sender's id: the order of every sum."""
+        there = [j for j, weight in enumerate(self.weights) if weight]
+        return sorted(there, key=self.senders.__getitem__)
+
+    @property
+    def inbox(self) -> Inbox:
+        """These messages as a `Program` receives them."""
+        n, own, others = len(self.senders), np.array([self.own]), np.array(self.neighbors, int)
+        values = np.array([self.weights])
+        arrays = tuple(map(np.stack, zip(*self.messages, strict=True)))
+        at = np.flatnonzero(values)
+        weights = _by_rows(values[0, at], np.zeros_like(at), at, (1, n))
+        links = _by_rows(np.ones(len(others)), np.zeros_like(others), others, (1, n))
+        senders = np.array(self.senders)
+        return Inbox(self.round, senders[own], senders, arrays, weights, links, own)
+
+    def without(self, rejected: Container[int]) -> Neighborhood:
+        """Return the messages but those at these places, whose weights fall to the node itself."""
+        kept = [j for j in range(len(self.senders)) if j not in rejected]
+        weights = [*self.weights]
+        weights[self.own] += sum(weight for j, weight in enumerate(weights) if j not in kept)
+        return Neighborhood(
+            self.round,
+            kept.index(self.own),
+            [self.senders[j] for j in kept],
+            [self.messages[j] for j in kept],
+            [self.sizes[j] for j in kept],
+            [weights[j] for j in kept],
+        )
+
+    def equal(self, places: Collection[int]) -> Neighborhood:
+        """Return the neighborhood with equal weights of the messages at these places alone."""
+        weights = [(j in places) / len(places) for j in range(len(self.senders))]
+        return replace(self, weights=weights)
+
+    def mean(self, k: int) -> Array:
+        """Return the weighted mean of the k-th array of the messages."""
+        return self.mean_of([message[k] for message in self.messages])
+
+    def mean_of(self, rows: Sequence[Array]) -> Array:
+        """Return the weighted mean of an array of each message.
+
+        Half floats are averaged in float32, integers in float64.
+        """
+        first = rows[self.own]
+        if (dtype := first.dtype) not in FLOATS:
+            dtype = np.dtype(np.float32 if dtype.kind == "f" else np.float64)
+        total = np.zeros(first.size, dtype)
+        terms = [(dtype.type(self.weights[j]), rows[j].reshape(-1)) for j in self.terms]
+        for part in blocks(first.size):
+            into = total[part]
+            for weight, flat in terms:
+                into += weight * flat[part].astype(dtype, copy=False)
+        return total.reshape(first.shape)
+
+    def robust_means(self, places: Sequence[int], rule: str, n_liars: int) -> Iterator[Array]:
+        """Yield what a rule makes of each of these arrays.
+
+        The distances of messages are sums over arrays, which are read twice, one at a time.
+        """
+        terms = [j for j in self.terms if j != self.own]
+        squares = np.zeros(len(terms))
+
+        def rows(k: int) -> tuple[Array, Array]:
+            own = self.messages[self.own][k].ravel()
+            dtype = np.result_type(own, np.float32)
+            others = np.array([self.messages[j][k].ravel() for j in terms], dtype)
+            return own.astype(dtype, copy=False), others.reshape(len(terms), own.size)
+
+        for k in places:
+            own, others = rows(k)
+            squares += np.square(row_norms(others - own))
+        for k in places:
+            own, others = rows(k)
+            weights = np.array([self.weights[j] for j in terms], own.dtype)
+            mean = NEIGHBOR_RULES[rule](own, others, weights, n_liars, np.sqrt(squares))
+            yield mean.reshape(self.messages[self.own][k].shape)
+
+
+def neighborhood_of(
     node: int,
     round_: int,
     own: Sequence[Array],
     sizes: Sequence[float],
-    messages: Sequence[Message],
+    delivery: Delivery,
     *,
     staleness: int = 0,
-    total: float = 1.0,
     unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
     half: bool = False,
-) -> tuple[Inbox, dict[int, str]]:
-    """Return the inbox of a node from single messages, by the rules of `Mailbox`.
+) -> tuple[Neighborhood, dict[int, str]]:
+    """Return what a node combines of what it received, by the rules of `Mailbox`.
 
     A message counts if it comes from another node and is at most ``staleness`` rounds late, is the
     first from that sender and round, can be unsealed, has the shapes and dtypes of the node's own
@@ -137,12 +249,10 @@ def inbox_of(
         The receiver, and the round, from 1.
     own, sizes : sequence of ndarray, sequence of float
         Its own message, and the largest absolute value of each array.
-    messages : sequence of Message
+    delivery : Delivery
         What it received.
     staleness : int, default 0
         How many rounds late a message may be.
-    total : float, default 1.0
-        What the node's weights sum to, its own included.
     unseal : callable, optional
         ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
         `Rejected`.
@@ -150,10 +260,9 @@ def inbox_of(
         Whether half floats stand for floats of the own message's dtypes.
     """
     form = [(array.shape, array.dtype) for array in own]
-    good: dict[tuple[int, int], tuple[Message, Sequence[float]]] = {}
+    good: dict[tuple[int, int], tuple[float, Sequence[Array], Sequence[float]]] = {}
     left_out: dict[int, str] = {}
-    for message in messages:
-        sender, late, _, arrays = message
+    for sender, late, weight, arrays in delivery.messages:
         try:
             if not 0 <= late <= min(staleness, round_ - 1):
                 raise Rejected(f"it is {late} rounds late")
@@ -166,28 +275,28 @@ def inbox_of(
             if half and len(arrays) == len(own):
                 arrays = [*starmap(_restored, zip(arrays, own, strict=True))]
             alike = [(array.shape, array.dtype) for array in arrays] == form
-            largest = [*map(magnitude, arrays)] if alike else [np.nan]
-            if not np.isfinite(largest).all():
+            largest = [*map(magnitude, arrays)] if alike else [nan]
+            if not all(map(isfinite, largest)):
                 raise Rejected("it has another form, or NaN or infinite values")
-            good[late, sender] = message._replace(arrays=arrays), largest
+            good[late, sender] = weight, arrays, largest
         except Rejected as reason:
             left_out[sender] = str(reason)
-    sound = np.array([np.isfinite(sizes).all()])
+    sound = np.array([all(map(isfinite, sizes))])
     if not sound:
         own, sizes = [*map(np.zeros_like, own)], [0.0] * len(own)
     # The node's own message stands among the others in the order of (late, sender).
-    good[0, node] = Message(node, 0, 0.0, own), sizes
-    stack, all_sizes = zip(*(good[key] for key in sorted(good)), strict=True)
-    senders = np.array([message.sender for message in stack])
-    others = np.flatnonzero(senders != node)
-    where = np.flatnonzero(senders == node)
-    received = np.array([message.weight for message in stack])[others]
-    places = np.zeros_like(others), others
-    totals = np.array([total])
-    weights, links = shared_weights(received, places, (1, len(stack)), where, sound, totals)
-    rows = tuple(map(list, zip(*(message.arrays for message in stack), strict=True)))
-    found = np.array(all_sizes).T
-    return Inbox(round_, np.array([node]), senders, rows, weights, links, where, found), left_out
+    good[0, node] = 0.0, own, sizes
+    order = sorted(good)
+    given, messages, all_sizes = map(list, zip(*(good[key] for key in order), strict=True))
+    at, n = order.index((0, node)), len(order)
+    columns = np.delete(np.arange(n), at)
+    places, totals = (np.zeros_like(columns), columns), np.array([delivery.total])
+    shared = shared_weights(np.delete(given, at), places, np.array([at]), sound, totals)
+    weights = np.zeros(n)
+    weights[shared[2]] = shared[0]
+    senders = [sender for _, sender in order]
+    found = Neighborhood(round_, at, senders, messages, all_sizes, weights.tolist())
+    return found, left_out
 
 
 def _restored(array: Array, own: Array) -> Array:
@@ -213,12 +322,7 @@ class Mailbox:
         self._routes: dict[int, tuple[Csr, Csr]] = {}
         self._floats: dict[int, float] = {}
 
-    def inbox(
-        self,
-        round_: int,
-        arrays: tuple[Array, ...],
-        sent: NDArray[np.bool_],
-    ) -> Inbox:
+    def inbox(self, round_: int, arrays: tuple[Array, ...]) -> Inbox:
         """Return what the nodes hear in a round.
 
         Parameters
@@ -226,12 +330,9 @@ class Mailbox:
         round_ : int
             The round, from 1.
         arrays : tuple of ndarray of shape (n_nodes, ...)
-            The nodes' messages of the round.
-        sent : ndarray of shape (n_nodes,)
-            Who sends a message; the rows of the others are ignored.
+            The nodes' messages of the round; those of nodes that are asleep are ignored.
         """
-        finite = finite_rows(arrays)
-        sent = sent & self.plan.awake(round_)  # a node that is asleep sends nothing
+        finite, sent = finite_rows(arrays), self.plan.awake(round_)
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
             broken = np.flatnonzero(~finite & sent).tolist()
@@ -257,13 +358,12 @@ class Mailbox:
                 self._routes[self._turn] = route
         return Inbox(round_, self.nodes, senders, stacked, *route, self.nodes)
 
-    def count(self, inbox: Inbox, left_out: Sequence[LeftOut]) -> None:
-        """Count the messages of an inbox, without those that the nodes have left out."""
-        floats = count_values(*(rows[0] for rows in inbox.rows))
-        if self._turn is not None and not left_out:
+    def count(self, inbox: Inbox) -> None:
+        """Count the messages of an inbox."""
+        floats = count_values(*(rows[0] for rows in inbox.arrays))
+        if self._turn is not None:
             self._floats[self._turn] = self._floats.get(self._turn, 0.0) + floats
             return
-        self.left_out |= {(inbox.round, one.sender, one.receiver) for one in left_out}
         self._traffic = self._traffic + self._carried(inbox.links, inbox.senders, floats)
 
     def _route(self, round_: int, n_columns: int, sound: NDArray[np.bool_]) -> tuple[Csr, Csr]:
@@ -275,8 +375,9 @@ class Mailbox:
         there[there] = received[links.late[there], links.senders[there]]
         links = links.first(there)
         places = links.receivers, links.late * n + links.senders
-        totals = self.plan.totals(round_)
-        return shared_weights(links.weights, places, (n, n_columns), self.nodes, sound, totals)
+        totals, shape = self.plan.totals(round_), (n, n_columns)
+        weights = shared_weights(links.weights, places, self.nodes, sound, totals)
+        return _by_rows(*weights, shape), _by_rows(np.ones(len(links.weights)), *places, shape)
 
     @property
     def traffic(self) -> Csr:
@@ -307,9 +408,11 @@ class MessageStore:
         What nodes without a state begin with.
     """
 
-    def __init__(self, plan: LinkPlan, sealed: bool, start: dict[str, Matrix]) -> None:
+    def __init__(
+        self, plan: LinkPlan, sealed: bool = False, start: Mapping[str, Matrix] | None = None
+    ) -> None:
         n = plan.n_nodes
-        self.plan, self.sealed, self.start = plan, sealed, start
+        self.plan, self.sealed, self.start = plan, sealed, dict(start or {})
         #: Who has a state, as far as it is known: nodes lose it while a run is not on.
         self.known: set[int] = set()
         self.round = 0
@@ -355,8 +458,9 @@ class MessageStore:
             for to, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
                 arrays = self._arrays[self._key(to, sender, late)]
                 messages[to].append(Message(sender, late, weight, arrays))
-        links = self.plan.schedule.matrix(round_).topology.adjacency
-        hearers = links.T.tocsr() if self.sealed else None
+        hearers = None
+        if self.sealed:
+            hearers = self.plan.schedule.matrix(round_).topology.adjacency.T.tocsr()
         new, deliveries = [*self.start.values()], {}
         for node in range(n):
             cards = None
@@ -447,12 +551,11 @@ def matrix_of(entries: Matrix, n: int) -> Csr:
 def shared_weights(
     received: NDArray[np.float64],
     places: tuple[NDArray[np.intp], NDArray[np.intp]],
-    shape: tuple[int, int],
     own: NDArray[np.intp],
     sound: NDArray[np.bool_],
     totals: NDArray[np.float64],
-) -> tuple[Csr, Csr]:
-    """Return the weights and links of an inbox: the rule for what is missing.
+) -> tuple[Array, Array, Array]:
+    """Return the weights of an inbox, with their rows and columns: the rule for what is missing.
 
     The weight of what a node has not received falls to the node itself. A node whose own message is
     not finite (``sound``) takes the mean of its neighbors' alone.
@@ -461,17 +564,16 @@ def shared_weights(
     ascending, and the column of each, ``own`` the columns of the receivers' own messages, and
     ``totals`` what each receiver's weights sum to.
     """
-    (rows, columns), n = places, shape[0]
+    (rows, columns), n = places, len(own)
     there = np.bincount(rows, received, minlength=n)
     lost = ~sound & (there > 0)
     scale = np.where(lost, totals / np.where(lost, there, 1.0), 1.0)
     rest = np.where(lost, 0.0, totals - there)
-    links = _by_rows(np.ones(len(received)), rows, columns, shape)
     values = np.concatenate([received * scale[rows], rest])
     rows, columns = np.concatenate([rows, np.arange(n)]), np.concatenate([columns, own])
     order = np.lexsort((columns, rows))
     order = order[values[order] != 0]
-    return _by_rows(values[order], rows[order], columns[order], shape), links
+    return values[order], rows[order], columns[order]
 
 
 def _by_rows(values: Array, rows: Array, columns: Array, shape: tuple[int, int]) -> Csr:
@@ -504,8 +606,8 @@ def cleared(array: Array, rows: NDArray[np.bool_]) -> Array:
     return copy
 
 
-def _check_whole(name: str, numbers: Matrix) -> None:
+def _check_whole(name: str, numbers: Sequence[float]) -> None:
     """Raise a ValueError if floats are not ids or counts."""
-    odd = (numbers != np.rint(numbers)) | (numbers < 0) | (numbers > _LARGEST)
-    if odd.any():
-        raise ValueError(f"{name} must have whole numbers from 0 on, got {numbers[odd][0]:g}.")
+    for number in numbers:
+        if not 0 <= number <= _LARGEST or number != int(number):
+            raise ValueError(f"{name} must have whole numbers from 0 on, got {number:g}.")

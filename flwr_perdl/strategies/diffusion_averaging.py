@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients.diffusion_averaging import AVERAGING, averaging_config
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_function
-from flwr_perdl.network.averaging import Averaged, AveragingOptions
+from flwr_perdl.network.averaging_options import Averaged, AveragingOptions, models_of
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.schedule import Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology, averaging_weights
@@ -275,12 +275,13 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         models: dict[int, list[Matrix]] = {}
         if self._running().record.finished:
             run = self.outcome
-            learned = self.averaging.learned(run)
-            models = self._models_of(run.state) if self.shows_models else {}
+            shown = {} if run.state is None else models_of(run.state)
+            learned = self.averaging.learned(run, shown)
+            models = self._whole(shown) if self.shows_models else {}
             if models:
                 self._shown = [[*map(_mean, zip(*models.values(), strict=True))]]
             self._shown_by = {node: self._named(model) for node, model in models.items()}
-            self._learned = learned
+            self._learned = learned._replace(models={})
             groups = [[node, j] for j, some in enumerate(learned.groups) for node in some]
             if groups:
                 self._running().record.kept[MEMBERS] = np.array(groups)
@@ -296,15 +297,10 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             )
         return found
 
-    def _models_of(self, state: Any) -> dict[int, list[Matrix]]:
+    def _whole(self, shown: Mapping[int, list[Matrix]]) -> dict[int, list[Matrix]]:
         """Return the models that the nodes have shown, of the form of the initial arrays."""
         forms = [array.shape for array in self._running().initial]
-        try:
-            program = self.averaging.program(lambda node: None, initial=self._running().initial)
-            models = {} if state is None else program.models(state)
-        except ValueError:  # parts of models
-            models = {}
-        whole = {k: own for k, own in models.items() if [a.shape for a in own] == forms}
+        whole = {k: own for k, own in shown.items() if [a.shape for a in own] == forms}
         if len(whole) < self.topology.n_nodes:
             log(
                 WARNING,

@@ -15,8 +15,8 @@ observe                                its reply to ``"show"``
 
 A message takes this way: `DiffusionClient.fit` of the sender, reply, `MessageStore.put`,
 `MessageStore.deliveries`, `Delivery.to_arrays`, request, `DiffusionClient.fit` of the receiver,
-`Delivery.from_arrays`, and `inbox_of`, which decides whether it counts. Its form on the wire, and
-the rules, are in `flwr_perdl.network.messages`.
+`Delivery.from_arrays`, and `neighborhood_of`, which decides whether it counts. Its form on the
+wire, and the rules, are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
@@ -68,8 +68,8 @@ from flwr_perdl.clients.neighbor_relay import (
 from flwr_perdl.core.arrays import count_values
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.core.npy import pack_arrays, unpack, unpack_arrays
-from flwr_perdl.network.averaging_program import BYTES
-from flwr_perdl.network.averaging_program import FLOATS as RECEIVED
+from flwr_perdl.network.averaging import BYTES
+from flwr_perdl.network.averaging import FLOATS as RECEIVED
 from flwr_perdl.network.combine import Run, curves, spread, tally
 from flwr_perdl.network.messages import EVERYBODY, Delivery, MessageStore, entries_of, matrix_of
 from flwr_perdl.network.schedule import LinkPlan, Schedule

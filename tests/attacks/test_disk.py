@@ -367,7 +367,7 @@ def recorded(tmp_path: Path) -> tuple[Node, Keys, list[Any], Any]:
     """Return a node that waits for its end, its neighbor, the last request, and a letter to it."""
     node, other = Node(tmp_path), Keys(5, "run")
     cards = [np.array([5.0]), other.card[None]]
-    (card,), _, _ = node.ask([np.zeros((0, 4))], "announce", 0)
+    (card,), _, _ = node.ask([], "announce", 0)
     node.ask([np.zeros((0, 4)), *cards], "exchange", 1)
     letter = other.seal((np.array([2.0, 4.0]),), 2, 1, card)
     return node, other, [np.array([[5.0, 0.0, 0.5, 1.0]]), *cards, letter], letter

@@ -16,9 +16,8 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.core.npy import pack_arrays, unpack_arrays
-from flwr_perdl.network import Averaging, InMemoryNetwork, Topology
-from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.network.averaging_program import AveragingProgram
+from flwr_perdl.network import Averaging, InMemoryNetwork, Topology, diffusion_averaging
+from flwr_perdl.network.averaging import AveragingNode, NodeState
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -120,36 +119,28 @@ def test_two_nodes_of_sixteen_take_no_honest_node_along(method: str, value: floa
 # Push-sum weights --------------------------------------------------------------------------------
 
 
-class NegativeWeight(AveragingProgram):
-    """Node 2 sends a weight that its neighbors' sum to almost nothing with."""
+@pytest.mark.parametrize("believed", [False, True])
+def test_a_negative_weight_is_refused_by_the_name_of_its_sender(
+    believed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = AveragingNode.message
 
-    def message(self, state: Any) -> tuple[Any, ...]:
-        *model, weight = super().message(state)
-        lies = state.nodes[:, None] == 2
-        return *model, np.where(lies, 1e-9 - 1.5 * weight, weight)
+    def message(node: AveragingNode, state: NodeState) -> list[Any]:
+        """Node 2 sends a weight that its neighbors' sum to almost nothing with."""
+        *model, weight = honest(node, state)
+        return [*model, 1e-9 - 1.5 * weight if node.node == 2 else weight]
 
-
-class Believing(NegativeWeight):
-    def rejects(self, state: Any, inbox: Any) -> dict[str, Any]:
-        return {}
-
-
-def test_a_negative_weight_is_refused_by_the_name_of_its_sender() -> None:
-    net = Topology.exponential(6)
-
-    def run(kind: type[AveragingProgram]) -> tuple[float, Any]:
-        options = AveragingOptions(method="push_sum", evaluate_every=0)
-        program = kind(options, Half, [np.zeros(3)])
-        learned = InMemoryNetwork(net).run(program, 30)
-        models = program.models(learned.state)
-        honest = [np.abs(w).max() for node, (w,) in models.items() if node != 2]
-        return max(honest), learned
-
-    guarded, learned = run(NegativeWeight)
-    assert guarded < 4
-    assert learned.dropped_messages == {2: 30}
-    assert 2 not in learned.dropped_by[2]
-    assert run(Believing)[0] > 100
+    monkeypatch.setattr(AveragingNode, "message", message)
+    if believed:
+        monkeypatch.setattr(AveragingNode, "rejects", lambda *_: {})
+    net = InMemoryNetwork(Topology.exponential(6))
+    learned = diffusion_averaging(
+        Half, net, 30, initial=[np.zeros(3)], method="push_sum", evaluate_every=0
+    )
+    largest = max(np.abs(w).max() for node, (w,) in learned.models.items() if node != 2)
+    assert largest > 100 if believed else largest < 4
+    assert learned.dropped_messages == ({} if believed else {2: 30})
+    assert believed or 2 not in learned.dropped_by[2]
 
 
 # What nodes say at the end -----------------------------------------------------------------------

@@ -148,7 +148,7 @@ def to(*neighbours: Keys) -> list[Array]:
 
 def test_sealed_messages_by_hand() -> None:
     where, other = context(), Keys(5, "run")
-    (card,), _, _ = client(where).fit(NOTHING, sealed(0, "announce"))
+    (card,), _, _ = client(where).fit([], sealed(0, "announce"))
     again, sent = client(where).fit([*NOTHING, *to(other)], sealed(1))[0]
     np.testing.assert_array_equal(card, again)
     np.testing.assert_array_equal(other.open(sent, 2, 1), [[6.0, 0.0]])

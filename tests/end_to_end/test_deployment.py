@@ -18,7 +18,7 @@ from flwr.app import Context, RecordDict
 
 from benchmarks._deployment import Deployment
 from flwr_perdl.core import files
-from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network import diffusion_averaging
 from perdl_experiments import run_experiment
 from perdl_experiments.data import planted_clients
 from perdl_experiments.report import read_results
@@ -109,18 +109,18 @@ def test_registered_nodes_learn_what_a_run_in_process_learns_and_others_are_refu
 
 SEALED_AVERAGING = """\
 import numpy as np
+from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from flwr.common import log
 from flwr.serverapp import ServerApp
 
-from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.clients import client_app
 from flwr_perdl.network import Topology
-from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.strategies import NeighborRelay
+from flwr_perdl.strategies import DiffusionAveraging
 
-options = AveragingOptions(method="exact_diffusion", evaluate_every=2)
+options = {"method": "exact_diffusion", "evaluate_every": 2}
 pair = Topology.complete(2)
-initial = [np.zeros(3)]
+initial = ArrayRecord([np.zeros(3)])
 
 
 class LeastSquares(NumPyClient):
@@ -137,7 +137,7 @@ class LeastSquares(NumPyClient):
 
 
 def make_client(context):
-    return DiffusionClient(options.program(LeastSquares, initial=initial), context)
+    return LeastSquares(int(context.node_config["partition-id"]))
 
 
 client = client_app(make_client)
@@ -150,9 +150,9 @@ def main(grid, context):
         distances = [report.metrics[node].get("neighbor-distance") for node in range(2)]
         log(20, "Exchange %d, distances %s", report.round, distances)
 
-    relay = NeighborRelay(pair, 2, sealed=True, on_round=tell)
-    relay.start(grid)
-    np.savez(context.run_config["out"], **relay.outcome.curves)
+    strategy = DiffusionAveraging(pair, sealed=True, on_round=tell, **options)
+    strategy.start(grid, initial, num_rounds=2)
+    np.savez(context.run_config["out"], **strategy.averaged.curves)
 """
 
 
@@ -162,8 +162,8 @@ def test_supernodes_average_their_models_by_sealed_messages_and_report_every_rou
 ) -> None:
     app: dict[str, Any] = {}
     exec(SEALED_AVERAGING, app)
-    program = app["options"].program(app["LeastSquares"], initial=app["initial"])
-    here = InMemoryNetwork(app["pair"]).run(program, 2).curves
+    given = {"initial": app["initial"], **app["options"]}
+    here = diffusion_averaging(app["LeastSquares"], app["pair"], 2, **given).curves
     out = tmp_path / "out.npz"
     with Deployment(tmp_path / "deployment", 2, app=SEALED_AVERAGING) as deployment:
         said = deployment.run({"out": str(out)}, timeout=400)

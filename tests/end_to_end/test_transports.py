@@ -18,7 +18,6 @@ from flwr_perdl.network import (
     Topology,
     metropolis_weights,
 )
-from flwr_perdl.network.averaging import AveragingOptions
 from flwr_perdl.network.data_diffusion import DataDiffusion
 from flwr_perdl.network.inference import DUAL_METHODS
 from flwr_perdl.network.model_diffusion import ModelDiffusion
@@ -81,27 +80,7 @@ def model_diffusion(objective: Any) -> Maker:
     return make
 
 
-class Centroid:
-    """A client whose fit goes halfway to the mean of its node's samples."""
-
-    def __init__(self, node: int) -> None:
-        self.mean = spawn(6, node).standard_normal((7, FEATURES)).mean(axis=0)
-
-    def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
-        return [(parameters[0] + self.mean) / 2], 7, {}
-
-
-def averaging(method: str) -> Maker:
-    def make(topology: Topology, hosted: list[int]) -> Any:
-        options = AveragingOptions(method=method, evaluate_every=0)
-        return options.program(Centroid, initial=[np.zeros(FEATURES)])
-
-    return make
-
-
 PROGRAMS: dict[str, Maker] = {
-    "averaging": averaging("atc"),
-    "averaging-tracking": averaging("gradient_tracking"),
     "admm": inference("admm", SparseSVD(0.1, 0.2)),
     "admm-huber": inference("admm", HuberNMF(0.1, 0.2, 0.3)),
     "atc-huber": inference("atc", HuberNMF(0.1, 0.2, 0.3)),

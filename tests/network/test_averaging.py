@@ -5,19 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import ArrayRecord, Context, Message
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from scipy.linalg import block_diag
 
-from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.clients import client_app
 from flwr_perdl.network import Faults, InMemoryNetwork, Schedule, diffusion_averaging
-from flwr_perdl.network.averaging import AveragingOptions
-from flwr_perdl.network.averaging_program import AveragingProgram
+from flwr_perdl.network.averaging import AveragingNode, NodeState
 from flwr_perdl.network.topology import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from tests.grids import Tapped, arrays_in, relayed
+from flwr_perdl.strategies import DiffusionAveraging
+from tests.grids import Tapped, arrays_in, partition_of
 from tests.network.objectives import AVERAGING
 from tests.network.programs import sleeping
 
@@ -67,6 +67,16 @@ CONSENSUS = np.linalg.solve(sum(GRAMS), sum(MOMENTS))
 def learn(network: Any, n_rounds: int, clients: Any = LeastSquares, **options: Any) -> Any:
     given = {"initial": START, "evaluate_every": 0, **options}
     return diffusion_averaging(clients, network, n_rounds, **given)
+
+
+def on_flower(grid: InProcessGrid, n_rounds: int, **options: Any) -> DiffusionAveraging:
+    strategy = DiffusionAveraging(RING, **{"evaluate_every": 0, **options})
+    strategy.start(grid, ArrayRecord(START), num_rounds=n_rounds)
+    return strategy
+
+
+def client(context: Context) -> LeastSquares:
+    return LeastSquares(partition_of(context))
 
 
 def models_of(learned: Any) -> Array:
@@ -217,23 +227,26 @@ def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
         round_ = message.content.get("config", {}).get("server-round", 0)
         return "error" if node == DEAD and round_ >= 5 else None
 
-    learner = AveragingOptions(evaluate_every=0)
-    program = learner.program(LeastSquares, initial=START)
-    app = client_app(lambda context: DiffusionClient(program, context, shows="state"))
-    learned = learner.learned(relayed(InProcessGrid(app, N, faults=dies), RING, 9))
+    grid = InProcessGrid(client_app(client), N, faults=dies)
+    learned = on_flower(grid, 9, shows_models=True).averaged
     assert learned.alive.tolist() == here.alive.tolist()
     assert learned.disagreement == pytest.approx(here.disagreement)
     assert warned.text.count(f"left out client {DEAD}") == 1
 
 
-class Lying(AveragingProgram):
-    """The last array of node 3's messages is a lie: its tracker, or its model."""
+@pytest.fixture
+def lies(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Have the last array of node 3's messages be a lie: its tracker, or its model."""
+    honest = AveragingNode.message
 
-    lie: Any = 1e6
+    def begin(lie: Any) -> None:
+        def message(node: AveragingNode, state: NodeState) -> list[Array]:
+            *others, last = honest(node, state)
+            return [*others, last + lie * (node.node == DEAD)]
 
-    def message(self, state: Any) -> tuple[Array, ...]:
-        *honest, last = super().message(state)
-        return *honest, last + self.lie * (state.nodes[:, None] == DEAD)
+        monkeypatch.setattr(AveragingNode, "message", message)
+
+    return begin
 
 
 ONE_VALUE = np.array([1e6, 0, 0])
@@ -242,27 +255,30 @@ ONE_VALUE = np.array([1e6, 0, 0])
 @pytest.mark.parametrize(
     ("method", "lie"), [*((method, 1e6) for method in AVERAGING), ("atc", ONE_VALUE)]
 )
-def test_the_others_end_as_without_a_node_that_lies_without_measure(method: str, lie: Any) -> None:
-    graph, options = Topology.exponential(N), AveragingOptions(method=method, evaluate_every=0)
-    program = Lying(options, LeastSquares, START)
-    program.lie = lie
-    learned = options.learned(InMemoryNetwork(graph).run(program, 60), program)
+def test_the_others_end_as_without_a_node_that_lies_without_measure(
+    method: str, lie: Any, lies: Any
+) -> None:
+    graph = Topology.exponential(N)
     dead = InMemoryNetwork(sleeping(metropolis_weights(graph), away={DEAD: range(99)}))
-    honest = options.program(LeastSquares, initial=START)
-    expected = options.learned(dead.run(honest, 60), honest)
+    expected = learn(dead, 60, method=method)
+    lies(lie)
+    learned = learn(InMemoryNetwork(graph), 60, method=method)
     others = np.arange(N) != DEAD
     np.testing.assert_allclose(models_of(learned)[others], models_of(expected)[others], atol=1e-9)
     assert learned.alive.all()
     assert learned.dropped_messages == {DEAD: 60}
 
 
-def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
-    program = Lying(AveragingOptions(method="gradient_tracking"), LeastSquares, START)
-    app = client_app(lambda context: DiffusionClient(program, context, shows="state"))
-    run = relayed(InProcessGrid(app, N), RING, 6)
-    here = InMemoryNetwork(RING).run(program, 6)
-    np.testing.assert_array_equal(run.state.model_0, here.state.model_0)
-    np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
+def test_a_lie_is_left_out_on_flower_as_in_memory(lies: Any) -> None:
+    lies(1e6)
+    method = "gradient_tracking"
+    strategy = on_flower(InProcessGrid(client_app(client), N), 6, method=method, shows_models=True)
+    here = learn(RING, 6, method=method)
+    for node, (model,) in here.models.items():
+        (shown,) = strategy.result.model_of(node).to_numpy_ndarrays()
+        np.testing.assert_array_equal(shown, model)
+    run = strategy.averaged
+    assert run.floats_sent == here.floats_sent
     assert run.dropped_messages == here.dropped_messages == {DEAD: 6}
 
 
@@ -273,7 +289,6 @@ def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
 def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_are_open(
     sealed: bool,
 ) -> None:
-    options = AveragingOptions(method="atc", metrics=["loss"])  # it sends what fit returns
     models: list[bytes] = []
 
     class Noted(LeastSquares):
@@ -282,13 +297,17 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
             models.append(own[0].tobytes())
             return own, *rest
 
-    program = options.program(Noted, initial=START)
-    app = client_app(lambda context: DiffusionClient(program, context, sealed=sealed))
-    grid = Tapped(app, N)
+    grid = Tapped(client_app(lambda context: Noted(partition_of(context))), N)
     reports: list[dict[int, dict[str, float]]] = []
-    learned = relayed(
-        grid, RING, 3, sealed=sealed, on_round=lambda report: reports.append(report.metrics)
-    )
+    learned = on_flower(
+        grid,
+        3,
+        method="atc",
+        metrics=["loss"],  # the node sends what fit returns
+        evaluate_every=1,
+        sealed=sealed,
+        on_round=lambda report: reports.append(report.metrics),
+    ).averaged
     crossed = b"".join(array.tobytes() for _, array in arrays_in(grid.asked + grid.replies))
     assert len(models) == 3 * N
     assert all((model in crossed) != sealed for model in models)

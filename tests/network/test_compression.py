@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient
+from flwr_perdl.clients import client_app
 from flwr_perdl.core.npy import pack
 from flwr_perdl.network import (
     Faults,
@@ -18,10 +19,12 @@ from flwr_perdl.network import (
     TopK,
     diffusion_averaging,
 )
-from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network.messages import MessageStore
 from flwr_perdl.network.topology import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.random import spawn
-from tests.grids import grid_of, relayed
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import DiffusionAveraging
+from tests.grids import partition_of
 from tests.network.programs import Quadratic
 
 Array = NDArray[Any]
@@ -46,9 +49,11 @@ def learn(rounds: int, network: Any = RING, dtype: type = float, **options: Any)
     )
 
 
-def program_of(clients: Any, dtype: type = float, **options: Any) -> Any:
-    checked = AveragingOptions(evaluate_every=0, **options)
-    return checked.program(clients, initial=[np.zeros(SIZE, dtype)])
+def on_flower(rounds: int, clients: Any = Client, **options: Any) -> Any:
+    app = client_app(lambda context: clients(partition_of(context)))
+    strategy = DiffusionAveraging(RING, evaluate_every=0, **options)
+    strategy.start(InProcessGrid(app, N), ArrayRecord([np.zeros(SIZE)]), num_rounds=rounds)
+    return strategy.averaged
 
 
 def models_of(learned: Any) -> Array:
@@ -152,30 +157,28 @@ def test_a_message_that_is_lost_is_warned_of() -> None:
                 raise RuntimeError("out of memory")
             return super().fit(parameters, config)
 
-    program = program_of(Fails, **TRACKED)
-    run = relayed(grid_of(lambda c, _: DiffusionClient(program, c), N), RING, 4)
     with pytest.warns(RuntimeWarning, match="compression"):
-        program.options.learned(run)
+        on_flower(4, Fails, **TRACKED)
 
 
 @pytest.mark.parametrize("compression", [TopK(0.25), RandomQuantization(4)])
 @pytest.mark.parametrize("odd", ["no bytes", "other bytes"])
-def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any, odd: str) -> None:
+def test_a_message_that_cannot_be_read_is_left_out_and_counted(
+    compression: Any, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes = pack(b"\xf0" * (7 if compression.unbiased else 2))  # too many, or far positions
     if odd == "no bytes":
         codes = np.full(2, 0.25)
+    put = MessageStore.put
 
-    class Odd(DiffusionClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            reply, *rest = super().fit(parameters, config)
-            if self.node == 2 and len(reply) == 2:
-                reply = [reply[0], codes[None, None]]
-            return reply, *rest
+    def tampered(store: Any, round_: int, sender: int, floats: float, arrays: Any) -> None:
+        if sender == 2:
+            arrays = {to: [own[0], codes[None]] for to, own in arrays.items()}
+        put(store, round_, sender, floats, arrays)
 
-    program = program_of(Client, method="atc", compression=compression)
-    run = relayed(grid_of(lambda c, _: Odd(program, c), N), RING, 3)
+    monkeypatch.setattr(MessageStore, "put", tampered)
     with pytest.warns(RuntimeWarning, match="compression"):
-        learned = program.options.learned(run)
+        learned = on_flower(3, method="atc", compression=compression)
     assert learned.dropped_messages == {2: 3}
 
 

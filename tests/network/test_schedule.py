@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flwr_perdl.network import Faults, InMemoryNetwork, Schedule, diffusion_averaging
-from flwr_perdl.network.averaging import AveragingOptions
+from flwr_perdl.network import Averaging, Faults, InMemoryNetwork, Schedule, diffusion_averaging
 from flwr_perdl.network.topology import CombinationMatrix, Topology, averaging_weights, push_weights
 from tests.network.programs import Quadratic, sleeping
 
@@ -89,9 +88,9 @@ def test_push_sum_finds_the_mean_where_plain_averaging_does_not() -> None:
     for network in (UNEQUAL, changing, lossy):
         learned = learn(network, 120)
         np.testing.assert_allclose(values(learned.models), mean, rtol=0, atol=1e-10)
-    plain = AveragingOptions(evaluate_every=0, method="atc").program(SAME)
+    plain = Averaging(np.arange(N) ** 2.0)
     for other in (weights, averaging_weights(UNEQUAL)):
-        ended = InMemoryNetwork(UNEQUAL, other).run(plain, 60).state.model_0[:, 0]
+        ended = InMemoryNetwork(UNEQUAL, other).run(plain, 60).state.estimate
         assert np.abs(ended - mean).max() > 0.1
 
 
