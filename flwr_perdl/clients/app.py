@@ -33,11 +33,8 @@ from flwr_perdl.clients.dispatch import (
 )
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_list
 from flwr_perdl.parts.private import KeepPrivate, Patterns, aside, asked_to_keep, check_mods
-from flwr_perdl.parts.transport import Transport
 from flwr_perdl.privacy.ledger import Own
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_client import answer_silently
-from flwr_perdl.privacy.secure_client import MIN_CLIENTS, OTHER_MOD, answer_for_sum
 from flwr_perdl.protocol.client_state import UNSENT, PrivateState, identify, private_store
 from flwr_perdl.protocol.compat import (
     FITINS,
@@ -63,7 +60,7 @@ from flwr_perdl.protocol.local import (
     state_apart,
     within,
 )
-from flwr_perdl.protocol.part import Part, classes_in, parts_of
+from flwr_perdl.protocol.part import PARTS, Part, classes_in, parts_of
 from flwr_perdl.protocol.records import (
     APART,
     ARRAYS,
@@ -72,6 +69,8 @@ from flwr_perdl.protocol.records import (
     FORK,
     KEEPS_PRIVATE,
     LEFT_OUT,
+    MIN_CLIENTS,
+    OTHER_MOD,
     PARTITION_ID,
     PINNED_KEYS,
     PROMISE,
@@ -80,6 +79,7 @@ from flwr_perdl.protocol.records import (
     SEALED,
     SEALS_ALL,
     SILENT,
+    TRANSPORT,
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
     Scalar,
@@ -211,7 +211,7 @@ def client_app(
     steps, names = steps_of(protocols), [*check_list("names", names)]
     if names and part is None:
         raise ValueError(f"names must come with private or share, got {names} alone.")
-    guards = Guards(min_clients, part, privacy, steps, evaluate, classes_in(parts))
+    guards = Guards(min_clients, part, privacy, steps, evaluate, classes_in(parts) if parts else {})
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
         if train_mods or secure or (ours and guards != Guards()):
@@ -359,6 +359,8 @@ class AnsweringApp(ClientApp):
                 )
             message = _received(message, parts)
         if trains and config_of(message).get(SILENT):
+            from flwr_perdl.privacy.noised_client import answer_silently  # few clients load it
+
             return answer_silently(message, context, call)
         if self._secure and trains and not secure and not _is_start(message, asked):
             raise ValueError(
@@ -366,6 +368,8 @@ class AnsweringApp(ClientApp):
                 "the clear."
             )
         if trains and summed:
+            from flwr_perdl.privacy.secure_client import answer_for_sum
+
             return answer_for_sum(message, context, call, self._min_clients, self._own(context))
         begun = dict(message.content.array_records.get(ARRAYS, {})) if parts else {}
         reply = call(message, context)
@@ -375,8 +379,13 @@ class AnsweringApp(ClientApp):
 
     def _parts_for(self, message: Message) -> list[Part]:
         """Return what changes a message's arrays, and those of its reply, in turn."""
-        transport = Transport.of(message)
-        return [*parts_of(config_of(message), self._parts), *([transport] if transport else [])]
+        config = config_of(message)
+        found = parts_of(config, self._parts) if PARTS in config else []
+        if TRANSPORT in config:
+            from flwr_perdl.parts.transport import Transport  # few clients load it
+
+            found.append(Transport.of(config))
+        return found
 
     def take_step(
         self, asked: Step, handlers: Handlers, message: Message, context: Context
@@ -407,7 +416,9 @@ class AnsweringApp(ClientApp):
 
     def _outer_keep(self, message: Message) -> KeepPrivate | None:
         """Return what keeps private arrays around the handlers; None where their own app does."""
-        return self._keep or (None if self.own_keep else asked_to_keep(message))
+        if self._keep or self.own_keep or LEFT_OUT not in config_of(message):
+            return self._keep
+        return asked_to_keep(message)
 
     def _around(self, call: Call, keep: KeepPrivate | None) -> Call:
         """Return what answers parts of a message, with the client's private arrays in them."""

@@ -44,7 +44,6 @@ from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_count, check_list
 from flwr_perdl.core.models import check_dtypes, check_trained, fixed_entries
 from flwr_perdl.core.npy import as_file
-from flwr_perdl.privacy.secure_client import OTHER_MOD
 from flwr_perdl.protocol.at_rest import locked, read
 from flwr_perdl.protocol.client_state import (
     INNER,
@@ -73,6 +72,7 @@ from flwr_perdl.protocol.records import (
     LEFT_OUT,
     METRICS,
     NEW_STATE,
+    OTHER_MOD,
     PROMISE,
     ROUND,
     RUN,

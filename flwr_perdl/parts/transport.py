@@ -29,17 +29,15 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, Message
+from flwr.app import Array
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_flag
 from flwr_perdl.core.models import change, fixed_entries, is_float, is_plain, settled
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.part import TRANSPORT as TRANSPORT_PART
 from flwr_perdl.protocol.part import Arrays, Asked, Part
-from flwr_perdl.protocol.records import Kept, Reply, Scalar, config_of, encode, view
+from flwr_perdl.protocol.records import TRANSPORT, Kept, Reply, Scalar, encode, view
 
-#: The key of a request's config that says as JSON how it travels, and its reply.
-TRANSPORT = "perdl.transport"
 #: The dtype of floats on the wire.
 HALF = np.dtype(np.float16)
 #: What precedes the name of an array in a reply that is a change, and that are positions.
@@ -83,10 +81,8 @@ class Transport(Part):
             check_choice("dtypes", dtype, _FULL)
 
     @classmethod
-    def of(cls, message: Message) -> Transport | None:
-        """Return how a message's arrays travel, None if as they are."""
-        if TRANSPORT not in (config := config_of(message)):
-            return None
+    def of(cls, config: Mapping[str, Any]) -> Transport:
+        """Return how a message's arrays travel, as its config says."""
         text = str(config[TRANSPORT])
         try:
             return cls(**json.loads(text))

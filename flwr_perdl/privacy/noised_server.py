@@ -24,13 +24,13 @@ from flwr_perdl.core.models import fixed_entries, settled
 from flwr_perdl.privacy.basis import PublicBasis
 from flwr_perdl.privacy.noise import Noise, Release, noise_multiplier, spent
 from flwr_perdl.privacy.noised_client import BUDGET, CHANGES, SUMS, Promise, is_summed
-from flwr_perdl.privacy.secure_client import MIN_CLIENTS
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.part import SUMS as SUMS_PART
 from flwr_perdl.protocol.part import Part
 from flwr_perdl.protocol.records import (
     MAX_WEIGHT,
+    MIN_CLIENTS,
     NORM,
     PROMISE,
     Kept,

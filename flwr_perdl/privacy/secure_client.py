@@ -29,13 +29,6 @@ from flwr_perdl.protocol.records import (
 
 #: The bits of the masks, and of the sum under them.
 MASK_BITS = 32
-#: The fewest clients whose sum a client takes part in, by default.
-MIN_CLIENTS = 3
-#: What mods must be; a request fails with a KeyError of the record that others read.
-OTHER_MOD = (
-    "mods must be those of flwr.clientapp.mod, got {}, which is for Flower's older interface; "
-    "secure rounds need none."
-)
 
 
 def answer_for_sum(

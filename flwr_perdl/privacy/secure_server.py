@@ -19,12 +19,13 @@ from flwr.serverapp import Grid
 
 from flwr_perdl.core.checks import LARGE, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.core.npy import view_file
-from flwr_perdl.privacy.secure_client import MASK_BITS, MIN_CLIENTS
+from flwr_perdl.privacy.secure_client import MASK_BITS
 from flwr_perdl.protocol.compat import SECAGG, log, secagg_server
 from flwr_perdl.protocol.options import refuse_unknown
 from flwr_perdl.protocol.records import (
     LARGEST_INT,
     MAX_WEIGHT,
+    MIN_CLIENTS,
     NORM,
     Kept,
     Limits,

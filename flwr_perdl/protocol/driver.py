@@ -175,7 +175,7 @@ class ProtocolRun:
             "protocol": type(self._strategy).__name__,
             "seed": options.seed,
             "fraction_train": options.fraction_train,
-            **own_parts(options.parts),
+            **(own_parts(options.parts) if options.parts else {}),
         }
         self._checkpoints = Checkpoints(options, identity, self.record)
         if options.resume:

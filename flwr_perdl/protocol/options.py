@@ -169,7 +169,8 @@ class ServerSettings:
         kinds = (str, Path, type(None))
         check_kind("checkpoint_dir", self.checkpoint_dir, kinds, "a path or None")
         list_observers(self.on_round)
-        in_turn(self.parts)
+        if self.parts:
+            self.__dict__["parts"] = in_turn(self.parts)  # frozen, but nobody else has it yet
         nodes = self.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
         if nodes is not None and not nodes:

@@ -343,8 +343,7 @@ def parts_of(config: Mapping[str, Any], known: Mapping[str, type[Part]]) -> list
     ValueError
         If it names another one, or options that break its rules.
     """
-    if (text := config.get(PARTS)) is None:
-        return []
+    text = config[PARTS]
     try:
         named = {name: dict(options) for name, options in json.loads(str(text)).items()}
     except (AttributeError, TypeError, ValueError, RecursionError):

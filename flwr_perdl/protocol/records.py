@@ -117,6 +117,15 @@ MAX_WEIGHT = "perdl.max-weight"
 NORM = "perdl.norm"
 PROMISE = "perdl.promise"
 SEALED = "perdl.sealed"
+#: The key of a request's config that says as JSON how its arrays travel, and its reply's.
+TRANSPORT = "perdl.transport"
+#: The fewest clients whose sum a client takes part in, by default.
+MIN_CLIENTS = 3
+#: What mods must be; a request fails with a KeyError of the record that others read.
+OTHER_MOD = (
+    "mods must be those of flwr.clientapp.mod, got {}, which is for Flower's older interface; "
+    "secure rounds need none."
+)
 #: Whether nothing leaves the client: whatever comes of the request, the reply is the same.
 SILENT = "perdl.silent"
 #: Keys of a node's config: the file of its lasting private key; that of its neighbors' public keys,
