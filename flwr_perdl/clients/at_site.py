@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients.app import AnsweringApp
-from flwr_perdl.clients.dispatch import ProtocolClient, Step
+from flwr_perdl.clients.dispatch import Step
 from flwr_perdl.clients.own_models import MOST_FITS, OWN_MODELS, choose_model, keep_best
 from flwr_perdl.core.checks import brief_repr, check_count, check_kind, check_list
 from flwr_perdl.protocol.compat import become_server, stamp
@@ -112,9 +112,8 @@ def adapt(
     handlers = answering.handlers(context)
 
     def adapt_model(local: Local, request: StepRequest) -> StepResult:
-        client = handlers.client
-        if isinstance(client, ProtocolClient):
-            own = client.adapted(request, fits)
+        if (adapted := getattr(handlers.client, "adapted", None)) is not None:  # one of ours
+            own = adapted(request, fits)
             found.update(to_record([*own.values()], [*own]))
             return StepResult([], 1)
         model, _ = choose_model(local, request.models)

@@ -430,22 +430,6 @@ class ProtocolClient(Member):
         functions = [getattr(method, "__func__", None) for method in (self.fit, self.evaluate)]
         return functions != [ProtocolClient.fit, ProtocolClient.evaluate]
 
-    def adapted(self, request: StepRequest, n_fits: int) -> Mapping[str, Matrix]:
-        """Return the client's own model, by `adapt`, from a finished run's; a subclass's to say.
-
-        Parameters
-        ----------
-        request : StepRequest
-            Its arrays are the model.
-        n_fits : int
-            How often the client trains at most.
-
-        Returns
-        -------
-        mapping of str to ndarray
-        """
-        raise ValueError(f"app must be one whose clients adapt models, got {type(self).__name__}.")
-
     def _take(
         self, kind: str, parameters: list[Matrix], config: Mapping[str, Scalar]
     ) -> StepResult:
