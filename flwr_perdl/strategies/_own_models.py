@@ -317,6 +317,7 @@ class EndsWithModels(ProtocolStrategy):
         self._add_tuned(result)
 
     def _ask_to_tune(self, grid: Grid) -> None:
+        """Ask all clients to, and take in what they measure."""
         run, names, private = self._running(), self._array_names(), self.private_names()
         models: dict[str, Sequence[Matrix]]
         models = {str(j): model for j, model in enumerate(self._models)}

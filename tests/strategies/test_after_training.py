@@ -463,3 +463,23 @@ def test_a_clients_dictionary_is_the_global_atoms_and_its_own(
     assert list(strategy.result.shared) == ["global_atoms"]
     with pytest.raises(ValueError, match="client"):
         strategy.result.model_of(9)
+
+
+def test_a_clients_regression_is_that_of_its_cluster() -> None:
+    slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
+    X = np.random.default_rng(0).standard_normal((7, 8, 2))
+
+    def make_client(context: Context) -> RegressionClient:
+        i = int(context.node_config["partition-id"])
+        return RegressionClient(X[i], X[i] @ slopes[i % 2], context)
+
+    strategy, app = FedX(2), client_app(make_client)
+    result = strategy.start(InProcessGrid(app, 6), ArrayRecord([slopes]), num_rounds=1)
+    found = strategy.result
+    assert (found.members, found.sizes) == ({i: i % 2 for i in range(6)}, [3, 3])
+    for own in (
+        found.model_of(3),
+        *(adapt(app, one, context_of(5)) for one in (found, result.arrays)),
+    ):
+        np.testing.assert_allclose(own["coefficients"].numpy(), slopes[1])
+    assert [row.split()[:2] for row in found.table().splitlines()[1:]] == [["0", "3"], ["1", "3"]]
