@@ -161,14 +161,14 @@ def steps_of(places: object) -> Steps:
     for place in check_list("protocols", places):
         if not isinstance(place, ModuleType) and not callable(place):
             raise TypeError(f"protocols must be modules or steps, got {place!r}.")
-        steps = _registered(vars(place).values() if isinstance(place, ModuleType) else [place])
+        steps = _collect(vars(place).values() if isinstance(place, ModuleType) else [place])
         if not steps:
             raise ValueError(f"protocols must have functions that @step registers, got {place!r}.")
         found.update(steps)
     return found
 
 
-def _registered(values: Iterable[Any]) -> Steps:
+def _collect(values: Iterable[Any]) -> Steps:
     """Return the steps that are among these values."""
     steps = [one for value in values for one in getattr(value, "__dict__", {}).get("_steps", ())]
     return {(one.protocol, one.kind, one.name): one for one in steps}
@@ -183,7 +183,7 @@ def _files() -> frozenset[str]:
 @cache
 def _steps_in(protocol: str) -> Steps:
     """Return the steps in one of these files."""
-    steps = _registered(vars(import_module(f".{protocol}", __package__)).values())
+    steps = _collect(vars(import_module(f".{protocol}", __package__)).values())
     return {key: one for key, one in steps.items() if one.protocol == protocol}
 
 

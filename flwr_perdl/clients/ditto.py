@@ -37,7 +37,7 @@ def train(local: Local, request: StepRequest) -> StepResult:
         sent = local.fit(request.received, state="shared")  # evaluations see the own model's state
         trained = local.fit(own).arrays
     each = enumerate(zip(request.names, trained, given, strict=True))
-    keep = {f"{i:06d}": as_file(_pulled(*one, pull)) for i, one in each}
+    keep = {f"{i:06d}": as_file(_pull(*one, pull)) for i, one in each}
     metrics = {**sent.metrics, NEW_STATE: int(kept is None)}
     return StepResult(sent.sent, sent.num_examples, metrics, keep)
 
@@ -78,7 +78,7 @@ def _own(kept: PrivateArrays | None, given: Sequence[Matrix]) -> Sequence[Matrix
     return own
 
 
-def _pulled(name: str, own: Matrix, shared: Matrix, pull: float) -> Matrix:
+def _pull(name: str, own: Matrix, shared: Matrix, pull: float) -> Matrix:
     """Return the client's trained array on its way to the server's; counters stay as they are."""
     fixed = fixed_entries(shared)
     with hide_numbers():

@@ -123,10 +123,10 @@ class RegressionClient(ProtocolClient):
         self.loss = loss
         self.min_support = check_count("min_support", min_support)
         self._max_norm = _LINEAR_NORM if isinstance(loss, SquaredLoss) else _OTHER_NORM
-        self.X, self.y = self._checked(X, y)
+        self.X, self.y = self._check(X, y)
         self.held_out = (self.X, self.y)
         if evaluation is not None:
-            self.held_out = self._checked(*evaluation, columns=self.X.shape[1])
+            self.held_out = self._check(*evaluation, columns=self.X.shape[1])
 
     def answer(self, request: StepRequest) -> StepResult:
         """Return what leaves the client: sums over at least ``min_support`` points."""
@@ -193,19 +193,19 @@ class RegressionClient(ProtocolClient):
         ndarray of shape (n,)
         """
         theta = centers[self.cluster(centers)]
-        predictions: Matrix = self._mapped(X, columns=len(theta)) @ theta
+        predictions: Matrix = self._map_features(X, columns=len(theta)) @ theta
         return predictions
 
-    def _mapped(self, X: Matrix, columns: int | None = None) -> Matrix:
+    def _map_features(self, X: Matrix, columns: int | None = None) -> Matrix:
         """Return the features of inputs."""
         name = "X" if self.features is None else "features(X)"
         return check_array(name, apply_features(X, self.features), columns=columns)
 
-    def _checked(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
+    def _check(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
         """Return features and responses."""
         if self.features is not None:
             check_array("X", X, min_rows=1)
-        X, y = check_points(self._mapped(X, columns), y)
+        X, y = check_points(self._map_features(X, columns), y)
         check_labels("y", y, self.loss)
         return X, y
 

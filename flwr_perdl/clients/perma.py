@@ -193,7 +193,7 @@ class DictionaryClient(LearnerClient):
         sent, errors, keep, metrics = [], [], {}, {}
         for G in candidates:
             L, _ = self.own_atoms(G, request, kept)
-            own, error, D = self._updated(request, self.X[~held], G, L)
+            own, error, D = self._update(request, self.X[~held], G, L)
             sent.append(own)
             errors.append(error)
             keep[f"{LOCAL_ATOMS}_{len(G)}"] = D[len(G) :]
@@ -212,7 +212,7 @@ class DictionaryClient(LearnerClient):
             # The number is chosen: the local atoms start from all samples, those held out too.
             kept = {DICTIONARY: self.first_dictionary(request)}
         L, new_state = self.own_atoms(G, request, kept)
-        sent, error, D = self._updated(request, self.X, G, L)
+        sent, error, D = self._update(request, self.X, G, L)
         result = self.result(sent, error, len(D), {LOCAL_ATOMS: D[len(G) :]}, new_state=new_state)
         bound = SAMPLE_BOUND.get()
         if bound is None or request.config.get(SENDS) != STATISTICS:
@@ -230,7 +230,7 @@ class DictionaryClient(LearnerClient):
         losses = [float(metrics.get("loss", inf)) for metrics in measured]
         return {GLOBAL_ATOMS: G, LOCAL_ATOMS: tried[losses.index(min(losses))]}
 
-    def _updated(
+    def _update(
         self, request: StepRequest, X: Matrix, G: Matrix, L: Matrix
     ) -> tuple[Matrix, float, Matrix]:
         """Return what is sent of an update, the error before it, and the dictionary after it."""
@@ -257,7 +257,7 @@ class DictionaryClient(LearnerClient):
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.concatenate([aligned.global_atoms, aligned.local_atoms])
         if bound is not None:
-            return self._bounded(X, G, bound), errors[0], after
+            return self._bound_statistics(X, G, bound), errors[0], after
         # Of the last step's codes and the D before it: with these the server does the update.
         if statistics:
             sent, energy = self._statistics(X, C, D, r)
@@ -265,8 +265,8 @@ class DictionaryClient(LearnerClient):
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
         if statistics and MAX_WEIGHT in config:  # of a secure sum
-            sent = _scaled(energy, sent)
-        return _rounded(sent, self.digits), errors[0], after
+            sent = _rescale(energy, sent)
+        return _round_digits(sent, self.digits), errors[0], after
 
     def _statistics(self, X: Matrix, C: Matrix, D: Matrix, r: int) -> tuple[Matrix, float]:
         """Return the statistics of the first ``r`` atoms, and the samples' energy."""
@@ -279,7 +279,7 @@ class DictionaryClient(LearnerClient):
             sent[:, r:] = np.where(entries, sent[:, r:], sent[:, :r] @ D[:r])
         return sent, float(np.vdot(full, full))
 
-    def _bounded(self, X: Matrix, G: Matrix, bound: float) -> Matrix:
+    def _bound_statistics(self, X: Matrix, G: Matrix, bound: float) -> Matrix:
         """Return the statistics to which each sample adds ``bound`` at most, for a sum with noise.
 
         Each sample's term depends on that sample and on G alone: it is coded by itself, and without
@@ -349,7 +349,7 @@ def held_out_errors(metrics: Mapping[str, Scalar]) -> dict[int, float]:
     return {int(number): float(error) for number, error in found.items()}
 
 
-def _rounded(sent: Matrix, digits: int | None) -> Matrix:
+def _round_digits(sent: Matrix, digits: int | None) -> Matrix:
     """Return ``sent`` rounded to this number of digits of its largest entry; None: unchanged."""
     if digits is None:
         return sent
@@ -357,7 +357,7 @@ def _rounded(sent: Matrix, digits: int | None) -> Matrix:
     return np.round(sent / unit) * unit if unit else sent
 
 
-def _scaled(energy: float, statistics: Matrix) -> Matrix:
+def _rescale(energy: float, statistics: Matrix) -> Matrix:
     """Return statistics at the scale that all clients of a secure round share.
 
     They are those of samples of mean norm 1, divided by the number of samples. For orthonormal

@@ -118,7 +118,7 @@ class DualInference(ABC):
             raise ValueError(
                 f"dictionaries must be one per node, {self.topology.n_nodes}, got {len(atoms)}."
             )
-        X, hosted = check_samples(self.X, hosted)
+        X, hosted = check_inference(self.X, hosted)
         checked = dict(zip(atoms, hosted, strict=True)) if isinstance(atoms, Mapping) else hosted
         most = max(len(D) for D in hosted)
         for name, value in {
@@ -224,7 +224,7 @@ def is_check_round(round_: int) -> bool:
     return round_ % _EVERY == 0 or (round_ < _EVERY and round_.bit_count() == 1)
 
 
-def check_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
+def check_inference(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
     """Return samples and atoms, checked."""
     X = check_array("X", X, floor=0.8)
     if not len(check_list("dictionaries", dictionaries)):

@@ -353,7 +353,7 @@ class DataDiffusion:
         else:
             learner = MODLearner if self.update == "mod" else KSVDLearner
             psi = learner(self.n_atoms).update(X, C, D)
-        return _clipped(psi, D) if self.nonnegative else psi
+        return _clip(psi, D) if self.nonnegative else psi
 
     def _disagreement(self, dictionaries: Matrix) -> float:
         first = dictionaries[0]
@@ -385,7 +385,7 @@ class DictionaryProgram:
                 raise ValueError(f"start must have two or three axes, got shape {start.shape}.")
         self.learner = learner
         self.data = {
-            node: own if callable(own) else self._checked(node, own) for node, own in data.items()
+            node: own if callable(own) else self._check(node, own) for node, own in data.items()
         }
         self.agreement = max(check_count("agreement", agreement), 1)
         self.every = max(_EVERY, self.agreement)
@@ -416,14 +416,14 @@ class DictionaryProgram:
         """Code and update at every node, or with shared observations choose which to send."""
         batches = self._batches(state.nodes, round_, state.dictionaries.shape[2])
         if not self.learner.shared:
-            return self._updated(state, batches, round_)
+            return self._learn(state, batches, round_)
         shared = np.zeros_like(state.shared)
         for own, X in zip(shared, batches, strict=True):
             n = min(len(own), len(X))
             own[:n] = X[((round_ - 1) * n + np.arange(n)) % max(len(X), 1)]
         return state._replace(dictionaries=state.psi, shared=shared)
 
-    def _updated(self, state: DictionaryState, data: list[Matrix], round_: int) -> DictionaryState:
+    def _learn(self, state: DictionaryState, data: list[Matrix], round_: int) -> DictionaryState:
         """Return the state to send in a round; every ``every`` rounds, propose replacements."""
         learner, copies = self.learner, {name: a.copy() for name, a in state._asdict().items()}
         after = DictionaryState(**copies)
@@ -458,17 +458,17 @@ class DictionaryProgram:
 
     def combine(self, state: DictionaryState, inbox: Inbox) -> DictionaryState:
         """Average the dictionaries; with shared observations, update for the next round."""
-        state = self._combined(state, inbox)
+        state = self._average(state, inbox)
         if not self.learner.shared:
             return state
         batches = self._batches(state.nodes, inbox.round, state.dictionaries.shape[2])
         for k, (own, X) in enumerate(zip(inbox.own, batches, strict=True)):
             others = (inbox.arrays[-1][j] for j, _ in inbox.neighbor_terms(k) if j != own)
             batches[k] = np.concatenate([X, *(Y[Y.any(axis=1)] for Y in others)])
-        after = self._updated(state, batches, inbox.round + 1)
+        after = self._learn(state, batches, inbox.round + 1)
         return after._replace(dictionaries=state.dictionaries, psi=after.dictionaries)
 
-    def _combined(self, state: DictionaryState, inbox: Inbox) -> DictionaryState:
+    def _average(self, state: DictionaryState, inbox: Inbox) -> DictionaryState:
         """Average the dictionaries; replace atoms when all nodes know which."""
         sent = state.dictionaries
         mean = inbox.mean() if self.learner.alignment == "none" else self._aligned_mean(inbox)
@@ -486,13 +486,13 @@ class DictionaryProgram:
             score=np.take_along_axis(inbox.arrays[2], best, axis=0),
             candidates=inbox.arrays[3][best, np.arange(best.shape[1])],
         )
-        return self._replaced(state, inbox.round) if news == self.agreement - 1 else state
+        return self._replace_atoms(state, inbox.round) if news == self.agreement - 1 else state
 
     def observe(self, state: DictionaryState) -> dict[str, Matrix]:
         """Return dictionaries and errors."""
         return {"dictionaries": state.dictionaries, "error": state.error}
 
-    def _replaced(self, state: DictionaryState, round_: int) -> DictionaryState:
+    def _replace_atoms(self, state: DictionaryState, round_: int) -> DictionaryState:
         """Put the candidates in the place of the atoms that no node finds worth keeping."""
         D, epoch = state.dictionaries.copy(), round_ // self.every
         for i in range(len(D)):
@@ -507,7 +507,7 @@ class DictionaryProgram:
         mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
         for k, own in enumerate(inbox.own):
             for j, weight in inbox.neighbor_terms(k):
-                other = sent[j] if j == own else _aligned(sent[j], sent[own])
+                other = sent[j] if j == own else _align(sent[j], sent[own])
                 mean[k] += sent.dtype.type(weight) * other
         return mean
 
@@ -516,14 +516,14 @@ class DictionaryProgram:
         batches = []
         for node in nodes.tolist():
             own = self.data[node]
-            X = self._checked(node, own(round_)) if callable(own) else own
+            X = self._check(node, own(round_)) if callable(own) else own
             d = X.shape[1] if d is None else d
             if X.shape[1] != d:
                 raise ValueError(f"data of node {node} must have {d} columns, got shape {X.shape}.")
             batches.append(X)
         return batches
 
-    def _checked(self, node: int, own: Matrix) -> Matrix:
+    def _check(self, node: int, own: Matrix) -> Matrix:
         """Return a node's data, checked."""
         name = f"data of node {node}"
         X = check_magnitude(name, check_array(name, own))
@@ -553,7 +553,7 @@ class DictionaryProgram:
         return normalize_atoms(D).astype(X.dtype)
 
 
-def _aligned(D: Matrix, reference: Matrix) -> Matrix:
+def _align(D: Matrix, reference: Matrix) -> Matrix:
     """Return atoms in the order, by the largest sum of cosines, and with the signs of others."""
     cosines = np.abs(unit_rows(reference) @ unit_rows(D).T)
     D = D[linear_sum_assignment(cosines, maximize=True)[1]]
@@ -572,7 +572,7 @@ def _nonnegative_codes(X: Matrix, D: Matrix) -> Matrix:
     return nonnegative_from_gram(X @ D.T, gram + ridge * np.eye(len(D), dtype=D.dtype))
 
 
-def _clipped(D: Matrix, fallback: Matrix) -> Matrix:
+def _clip(D: Matrix, fallback: Matrix) -> Matrix:
     """Set negative entries to zero; an atom without positive entries stays as it was."""
     clipped = np.maximum(D, 0)
     return np.where(clipped.any(axis=1, keepdims=True), clipped, fallback)

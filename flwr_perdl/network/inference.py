@@ -64,7 +64,7 @@ from flwr_perdl.network._dual import (
     MOST_ROUNDS,
     DualInference,
     DualState,
-    check_samples,
+    check_inference,
     informed_agents,
     is_check_round,
 )
@@ -135,7 +135,7 @@ def local_costs(
     True
     """
     dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
-    X, _ = check_samples(X, list(dictionaries))
+    X, _ = check_inference(X, list(dictionaries))
     n_agents = len(dictionaries)
     check_objective(objective, n_agents)
     nu = _check_nu(objective, nu, n_agents, X)
@@ -220,7 +220,7 @@ def exact_dual(
     >>> np.concatenate(found.codes, axis=1).round(3) + 0.0
     array([[1.727, 0.   ]])
     """
-    X, atoms = check_samples(X, dictionaries)
+    X, atoms = check_inference(X, dictionaries)
     check_objective(objective, len(atoms))
     check_closed_forms(objective)
     tolerance = check_real("tolerance", tolerance, 0)

@@ -283,7 +283,7 @@ class ModelDiffusion:
         network = self._carrier(model, network)
         if not isinstance(network, CombinationMatrix):
             return self._on_network(model, X, network, n_rounds)
-        W, given = model.dictionaries.copy(), self._given(model, X, network)
+        W, given = model.dictionaries.copy(), self._options_for(model, X, network)
         rounds, worst, t, seen = 0, 0.0, model.n_updates, 0
         for at in range(0, len(X), self.batch_size):
             if n_rounds is not None and rounds + given.get("n_rounds", 0) > n_rounds:
@@ -291,7 +291,7 @@ class ModelDiffusion:
             batch = X[at : at + self.batch_size]
             found = self._infer(W, batch, network, given)
             t, seen = t + 1, seen + len(batch)  # the first step is step / 1**decay
-            W = self._updated(W, found.nu, np.stack(found.codes), t)
+            W = self._update_atoms(W, found.nu, np.stack(found.codes), t)
             rounds += found.rounds
             worst = max(worst, float(found.residual.max(initial=0)))
         return Model(W, model.n_samples + seen, t, model.rounds + rounds, worst)
@@ -328,7 +328,7 @@ class ModelDiffusion:
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
         network = self._carrier(model, network)
-        found = self._infer(model.dictionaries, X, network, self._given(model, X, network))
+        found = self._infer(model.dictionaries, X, network, self._options_for(model, X, network))
         if isinstance(self.n_atoms_per_agent, int):
             return found
         own = tuple(C[:, :n] for C, n in zip(found.codes, self.n_atoms_per_agent, strict=True))
@@ -354,7 +354,7 @@ class ModelDiffusion:
         """
         return Learning(self, X, topology, **options)
 
-    def _updated(self, W: Matrix, nu: Matrix, codes: Matrix, t: int) -> Matrix:
+    def _update_atoms(self, W: Matrix, nu: Matrix, codes: Matrix, t: int) -> Matrix:
         """Return the atoms after the update of the t-th batch."""
         return update_dictionary(self.objective, W, nu, codes, self.step / t**self.decay)
 
@@ -383,7 +383,7 @@ class ModelDiffusion:
             raise ValueError("network must be in memory with method='exact', got one of messages.")
         return network
 
-    def _given(self, model: Model, X: Matrix, network: Any) -> dict[str, Any]:
+    def _options_for(self, model: Model, X: Matrix, network: Any) -> dict[str, Any]:
         """Return what all batches have in common, checked: the arguments of `infer`."""
         exact = self.method == EXACT
         kind, options = DUAL_METHODS["admm" if exact else self.method], dict(self.options)
@@ -556,7 +556,7 @@ class Learning:
         count = len(self._rows(batch))
         codes = self.learner.objective.at(state.nodes).code(correlate(state.nu, state.atoms))
         t = batch + 1 + (self.model.n_updates if self.model else 0)
-        atoms = self.learner._updated(state.atoms, state.nu[:, :count], codes[:, :count], t)
+        atoms = self.learner._update_atoms(state.atoms, state.nu[:, :count], codes[:, :count], t)
         return state._replace(atoms=atoms, codes=codes)
 
     def observe(self, state: DualState) -> dict[str, Array]:
