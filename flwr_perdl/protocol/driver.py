@@ -165,6 +165,8 @@ class ProtocolRun:
         self.names: Sequence[str] = self.record.array_names
         #: The number of values that each client was sent in the exchange that is on.
         self.sent_values: dict[int, int] = {}
+        #: What that exchange asks for.
+        self.asked = Asked(trains=True, names=(), request=None)
         self.initial = initial
 
     def _load(self) -> None:
@@ -245,11 +247,6 @@ class ProtocolRun:
         self.record.server_metrics[round_] = dict(metrics)
 
     # Training ------------------------------------------------------------------------------
-
-    @property
-    def asked(self) -> Asked:
-        """What the exchange that is on asks for."""
-        return Asked(self._plan.step != EVALUATE, self.names, self.request)
 
     def received(self, reply: Reply) -> Reply:
         """Return a reply to training in the algorithm's terms."""
@@ -558,6 +555,7 @@ class ProtocolRun:
         whole = {**self._strategy._told, **config, **common}
         plain_config = {name: plain(value) for name, value in whole.items()}
         self._plan, self.sent_values = Plan(round_, step, arrays, plain_config), {}
+        self.asked = Asked(step != EVALUATE, self.names, self.request)
         return self._plan
 
     def _take_up(self, request: object) -> None:

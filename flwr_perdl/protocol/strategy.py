@@ -701,18 +701,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     ) -> list[Message]:
         """Return a message per client; as in Flower's own strategies they share their content."""
         run, told = self._running(), {**config, **plan.config}
-        contents: dict[Any, RecordDict] = {}
+        made: dict[Any, tuple[RecordDict, int]] = {}
         self._sent = []
         records = to_records(plan.arrays, run.names_for)
         for partition, record in records.items():
-            case = (id(record), *(part.case(partition) for part in run.parts))
-            if case not in contents:
-                contents[case] = self._content(run, partition, record, told)
-            message = Message(contents[case], nodes[partition], message_type)
-            self._sent.append((partition, message))
-            if run.parts:
-                sent = contents[case].array_records[ARRAYS]
-                run.sent_values[partition] = sum(prod(one.shape) for one in sent.values())
+            case = (id(record), *[part.case(partition) for part in run.parts])
+            if case not in made:
+                content = self._content(run, partition, record, told)
+                arrays = content.array_records[ARRAYS].values()
+                made[case] = content, sum(prod(array.shape) for array in arrays)
+            content, run.sent_values[partition] = made[case]
+            self._sent.append((partition, Message(content, nodes[partition], message_type)))
         return [message for _, message in self._sent]
 
     @staticmethod
