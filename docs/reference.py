@@ -74,7 +74,7 @@ INTERNAL = (
     *("set_run", "get_properties", "check_evaluation"),
     *("after_protocol", "needs", "unsupported", "warns", "half", "only", "models_for"),
     *("needed", "private_names", "take_step", "trained_by"),
-    *("whole", "ModelStrategy.shared", "exchanges", "reports_of", "round_of"),
+    *("whole", "ModelStrategy.shared", "exchanges", "reports_of"),
     *("Combine.begun", "Combine.changes", "Combine.check", "Combine.expected"),
     *("Combine.magnitudes", "Request.max_bytes", "Request.models", "Replies.sharing"),
     *("Averaging.start", "Averaging.adapt", "Averaging.message", "Averaging.combine"),

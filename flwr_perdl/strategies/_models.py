@@ -110,6 +110,8 @@ class Adam:
 
     learning_rate: float = 0.1
     tau: float = 1e-3
+    #: Whether v falls as Yogi's does.
+    _slower: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -126,11 +128,12 @@ class Adam:
     ) -> tuple[Matrix, list[Matrix]]:
         """Return the next array and memory."""
         m: Matrix = _BETA_1 * memory[0] + (1 - _BETA_1) * change
-        v = self._second(memory[1], change**2)
+        v, square = memory[1], change**2
+        if self._slower:
+            v = v - (1 - _BETA_2) * square * np.sign(v - square)
+        else:
+            v = _BETA_2 * v + (1 - _BETA_2) * square
         return array + self.learning_rate * (m / (np.sqrt(v) + self.tau)), [m, v]
-
-    def _second(self, v: Matrix, square: Matrix) -> Matrix:
-        return _BETA_2 * v + (1 - _BETA_2) * square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +148,7 @@ class Yogi(Adam):
     >>> strategy = PersonalizedFedAvg(["head.*"], optimizer=Yogi(learning_rate=0.03))
     """
 
-    def _second(self, v: Matrix, square: Matrix) -> Matrix:
-        moved: Matrix = v - (1 - _BETA_2) * square * np.sign(v - square)
-        return moved
+    _slower: ClassVar[bool] = True
 
 
 class ModelStrategy(TrainsModels):
