@@ -25,7 +25,7 @@ from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, brief_repr, check_kind
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import pack_arrays
-from flwr_perdl.network.averaging import BYTES, Form, Learner, NodeState
+from flwr_perdl.network.averaging import BYTES, Form, NodeState, Trainer
 from flwr_perdl.network.averaging_options import AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.parts.private import kept_private
@@ -80,7 +80,7 @@ def averaging_config(
 @step(AVERAGING, ANNOUNCE, seals=True)
 @step(AVERAGING, EXCHANGE, seals=True)
 @step(AVERAGING, SHOW, seals=True)
-def exchange(local: Local, request: StepRequest) -> StepResult:
+def average(local: Local, request: StepRequest) -> StepResult:
     """Take a step of `neighbor_relay` by an app that knows nothing of it."""
     form, options, shows, half = _read_about(str(request.config.get(ABOUT)))
     keys, keeps = OwnKeys.of(local.context), local.keeps
@@ -92,7 +92,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     if keeps is not None and first:
         keeps.begin(local.context, run, {name: encode(own) for name, own in first.items()})
     node = options.node(form, turn.node)
-    learner = _learner(local, form.names, {RUN: run, **more})
+    trainer = _trainer(local, form.names, {RUN: run, **more})
     if turn.saved is not None:
         state = NodeState.from_arrays(turn.saved)
     elif first:
@@ -104,14 +104,14 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
         if turn.pending:
             message = node.message(state)
             around, rejected = node.screened(state, turn.received(message))
-            state = node.combine(state, around, learner)
+            state = node.combine(state, around, trainer)
             reports = node.report(state)
             if half:  # the neighborhood has them in full
                 sizes = [sum(a.nbytes for a in some) for some in (_halve(message), message)]
                 reports[BYTES] *= sizes[0] / sizes[1]
             turn.combined(reports, rejected)
         if turn.works:
-            state = node.adapt(state, turn.round, learner)
+            state = node.adapt(state, turn.round, trainer)
     arrays, message = state.to_arrays(), node.message(state) if turn.awaits else []
     shown: dict[str, Matrix] = {}
     if turn.shows and not (turn.hides and keys.pinned):
@@ -122,7 +122,7 @@ def exchange(local: Local, request: StepRequest) -> StepResult:
     return turn.result(arrays, message, node.silent(state), packed)
 
 
-def _learner(local: Local, names: Sequence[str], more: Mapping[str, Scalar]) -> Learner:
+def _trainer(local: Local, names: Sequence[str], more: Mapping[str, Scalar]) -> Trainer:
     """Return the app's training and evaluation as the algorithm calls them."""
     own: dict[str, Any] = {"names": names, **more}
 
@@ -132,7 +132,7 @@ def _learner(local: Local, names: Sequence[str], more: Mapping[str, Scalar]) -> 
         except NoEvaluateError:  # it has nothing to evaluate on
             return nan, 0, {}
 
-    return Learner(partial(local.fit, **own), evaluate, partial(local.select, **own))
+    return Trainer(partial(local.fit, **own), evaluate, partial(local.select, **own))
 
 
 def _halve(message: Sequence[Matrix]) -> list[Matrix]:
@@ -164,12 +164,12 @@ def _read_about(given: str) -> tuple[Form, AveragingOptions, bool, bool]:
 
 
 @step(AVERAGING, TUNE, whole=True)
-def tune(local: Local, request: StepRequest) -> StepResult:
+def tune_node(local: Local, request: StepRequest) -> StepResult:
     """Fine-tune the node's own model."""
-    return own_models.tune(local, request, kept_model, INNER)
+    return own_models.tune(local, request, node_model, INNER)
 
 
-def kept_model(context: Context, run: str, names: Sequence[str]) -> Arrays | None:
+def node_model(context: Context, run: str, names: Sequence[str]) -> Arrays | None:
     """Return a node's own model, None before its first exchange."""
     kept = PrivateState(context, run, private_store(context, AVERAGING)).newest()
     private = kept_private(context, run + INNER)

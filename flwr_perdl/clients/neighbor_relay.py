@@ -14,13 +14,12 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients.dispatch import ProtocolClient, step
-from flwr_perdl.core.arrays import count_values
+from flwr_perdl.core.arrays import Array, count_values
 from flwr_perdl.core.checks import check_choice, check_count, check_flag, check_function
 from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.models import magnitude
 from flwr_perdl.core.npy import pack, pack_arrays, unpack
 from flwr_perdl.network.combine import (
-    Array,
     Program,
     check_message,
     check_state,
@@ -45,7 +44,7 @@ ASLEEP = "perdl.asleep"
 STALENESS = "perdl.staleness"
 #: The metrics of its replies: floats of the message, whether it is not finite, and whose messages
 #: were left out.
-FLOATS = "floats"
+SENT_FLOATS = "floats"
 BROKEN = "broken"
 REJECTED = "rejected-"
 #: Prefix of the state's fields among what a node shows.
@@ -53,7 +52,7 @@ STATE = "state."
 
 SHOWS = ("observed", "state", "nothing")
 
-#: Names of the private arrays besides the program's state, see `Kept`.
+#: Names of the private arrays besides the program's state, see `RelayState`.
 _RUN_KEY = "run-key"
 _REST = "rest"
 
@@ -258,14 +257,14 @@ class Turn:
         asks_sealed = bool(config.get(SEALED))
         if (sealed or keys.pinned) and not asks_sealed:
             raise ValueError(f"node {node} sends sealed messages only, and was asked for others.")
-        kept, self.saved = Kept.from_arrays(private.newest())
+        kept, self.saved = RelayState.from_arrays(private.newest())
         if kept.over and not self.shows:
             raise ValueError(
                 f"step must be {SHOW!r} after node {node} has deleted its key of this run, got "
                 f"{self.step!r}."
             )
         if kept.asked > request.round and not kept.over:  # there is no state, and that is logged
-            kept, self.saved = Kept.from_arrays(private.before(request.round))
+            kept, self.saved = RelayState.from_arrays(private.before(request.round))
         self.delivery = Delivery()
         if not kept.over and (request.arrays or self.step != ANNOUNCE):
             self.delivery = Delivery.from_arrays(request.arrays, asks_sealed)
@@ -322,7 +321,7 @@ class Turn:
             metrics = {**self._metrics, **({NEW_STATE: 1} if lost else {})}
             # Past messages cannot be opened once the key is gone, by a thief of the disk either.
             over = self.shows and kept.run_key is not None
-            kept = Kept(
+            kept = RelayState(
                 run_key=None if over else kept.run_key,
                 pending=self.round if self.works else 0,
                 asked=self._request.round,
@@ -336,14 +335,16 @@ class Turn:
         if self.shows:
             reply = shown
         elif kept.pending:
-            sent, more = ([], {FLOATS: 0}) if silent else self._sent(kept, message)
+            sent, more = ([], {SENT_FLOATS: 0}) if silent else self._sent(kept, message)
             reply = [*reply, *sent]
         keep = None if self._kept.over else kept.to_arrays(state)
         return StepResult(reply, 1, {**kept.metrics, **more}, keep, last=True)
 
-    def _sent(self, kept: Kept, message: list[Array]) -> tuple[Sequence[Array], dict[str, Scalar]]:
+    def _sent(
+        self, kept: RelayState, message: list[Array]
+    ) -> tuple[Sequence[Array], dict[str, Scalar]]:
         """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
-        metrics: dict[str, Scalar] = {FLOATS: count_values(*message)}
+        metrics: dict[str, Scalar] = {SENT_FLOATS: count_values(*message)}
         if not all(map(isfinite, kept.sizes)):
             return [], {**metrics, BROKEN: 1}
         message = message if self._encode is None else self._encode(message)
@@ -360,7 +361,7 @@ class Turn:
         return {f"{REJECTED}{neighbor}": 1 for neighbor in reasons}
 
 
-class Kept(NamedTuple):
+class RelayState(NamedTuple):
     """What a node keeps between two requests, besides the algorithm's state.
 
     Attributes
@@ -398,7 +399,7 @@ class Kept(NamedTuple):
     @classmethod
     def from_arrays(
         cls, arrays: Mapping[str, Array] | None
-    ) -> tuple[Kept, dict[str, Array] | None]:
+    ) -> tuple[RelayState, dict[str, Array] | None]:
         """Return what `to_arrays` was called on; of no arrays what a node begins with."""
         if arrays is None:
             return cls(), None

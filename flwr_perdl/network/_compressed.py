@@ -39,9 +39,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.models import cleared
-from flwr_perdl.network.averaging import AveragingNode, Learner, NodeState
-from flwr_perdl.network.combine import Array
+from flwr_perdl.network.averaging import AveragingNode, NodeState, Trainer
 from flwr_perdl.network.compression import consensus_step
 from flwr_perdl.network.messages import Neighborhood
 from flwr_perdl.random import spawn
@@ -64,9 +64,9 @@ class CompressedNode(AveragingNode):
             copies[0] = self._parts(first)[0]
         return first._replace(more={"copies": copies, "sums": copies, **self._encoded(copies, 0)})
 
-    def adapt(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+    def adapt(self, state: NodeState, round_: int, trainer: Trainer) -> NodeState:
         """Train the model; what is sent is how far the result is from the public copy."""
-        state = super().adapt(state, round_, learner)
+        state = super().adapt(state, round_, trainer)
         sent = self._encoded(self._parts(state) - state.more["copies"], round_)
         return state._replace(more={**state.more, **sent})
 
@@ -82,14 +82,14 @@ class CompressedNode(AveragingNode):
         unreadable = np.array([sent[j] is None for j in around.neighbors], bool)
         return {**super().rejects(state, around), "it cannot be read": unreadable}
 
-    def combine(self, state: NodeState, around: Neighborhood, learner: Learner) -> NodeState:
+    def combine(self, state: NodeState, around: Neighborhood, trainer: Trainer) -> NodeState:
         """Move the public copies, and combine by their means."""
         copies, sums = (state.more[name].copy() for name in ("copies", "sums"))
         sent = self._all_decoded(state, around)
         copies += sent[around.own]
         sums += around.mean_of(sent)
         more = {**state.more, "copies": copies, "sums": sums}
-        state = super().combine(state._replace(more=more), around, learner)
+        state = super().combine(state._replace(more=more), around, trainer)
         state.reports[0] /= consensus_step(self._compression)
         return state
 

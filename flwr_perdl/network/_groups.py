@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.keys import ROUND
 from flwr_perdl.core.models import cleared, is_float, settled
 from flwr_perdl.core.npy import as_file
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.network.averaging import AveragingNode, Learner, NodeState
-from flwr_perdl.network.combine import Array
+from flwr_perdl.network.averaging import AveragingNode, NodeState, Trainer
 from flwr_perdl.network.messages import Neighborhood
 
 #: What a node reports of its choice: how often it has called ``evaluate`` for it, and how long
@@ -56,11 +56,11 @@ class GroupsNode(AveragingNode):
         return super().start(model, known=known)._replace(more=more)
 
     @one_blas_thread()
-    def adapt(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+    def adapt(self, state: NodeState, round_: int, trainer: Trainer) -> NodeState:
         """Train the model; in the first round, see that it can be evaluated."""
-        state = super().adapt(state, round_, learner)
+        state = super().adapt(state, round_, trainer)
         if not state.more["trained"]:
-            self._cost(learner, state.model, round_)
+            self._cost(trainer, state.model, round_)
         trained = np.asarray(state.more["trained"] + 1)
         return state._replace(more={**state.more, "trained": trained})
 
@@ -69,22 +69,22 @@ class GroupsNode(AveragingNode):
         return bool(state.more["trained"] <= self.options.local_rounds)
 
     @one_blas_thread()
-    def combine(self, state: NodeState, around: Neighborhood, learner: Learner) -> NodeState:
+    def combine(self, state: NodeState, around: Neighborhood, trainer: Trainer) -> NodeState:
         """Average with the neighbors whose midpoint with the own model has a lower loss."""
         met, accepted = (state.more[name].copy() for name in ("met", "accepted"))
         taken, choice = [around.own], np.zeros(2)
         if not self.silent(state):
             begin, neighbors = perf_counter(), around.neighbors
-            least = self._cost(learner, state.model, around.round) if neighbors else np.nan
+            least = self._cost(trainer, state.model, around.round) if neighbors else np.nan
             for j in neighbors:
                 midpoint, sender = self._midpoint(state, around.messages[j]), around.senders[j]
                 met[sender] += 1
-                if self._cost(learner, midpoint, around.round) < least:
+                if self._cost(trainer, midpoint, around.round) < least:
                     accepted[sender] += 1
                     taken.append(j)
             choice[:] = len(neighbors) + bool(neighbors), perf_counter() - begin
         more = {**state.more, "met": met, "accepted": accepted, "choice": choice}
-        return super().combine(state._replace(more=more), around.equal(taken), learner)
+        return super().combine(state._replace(more=more), around.equal(taken), trainer)
 
     def observe(self, state: NodeState) -> dict[str, Array]:
         """Return how often the node has met and accepted each other, (n_nodes,)."""
@@ -107,9 +107,9 @@ class GroupsNode(AveragingNode):
                 model[i] = as_file(settled(total, model[i], state.fixed[i]))
         return model
 
-    def _cost(self, learner: Learner, model: list[Array], round_: int) -> float:
+    def _cost(self, trainer: Trainer, model: list[Array], round_: int) -> float:
         """Return the cost of a model at the node."""
-        cost, n_examples, *_ = learner.select(model, **{ROUND: round_})
+        cost, n_examples, *_ = trainer.select(model, **{ROUND: round_})
         if not n_examples:
             raise ValueError(
                 f"evaluate of node {self.node} must return a loss of at least one example with "

@@ -58,7 +58,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.arrays import count_values, row_products
+from flwr_perdl.core.arrays import Array, count_values, row_products
 from flwr_perdl.core.keys import ROUND
 from flwr_perdl.core.models import (
     Start,
@@ -75,7 +75,6 @@ from flwr_perdl.core.models import (
 )
 from flwr_perdl.core.npy import as_file
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.network.combine import Array
 from flwr_perdl.network.messages import Neighborhood
 
 #: The method by default: where the network is fixed and symmetric, or not known.
@@ -83,11 +82,11 @@ FIXED = "exact_diffusion"
 #: The report that every method makes: how far a node's model was from its neighborhood's mean.
 DISTANCE = "neighbor-distance"
 #: What else a node reports of itself: the size of the messages that it has received in the round.
-FLOATS, BYTES = "floats-received", "bytes-received"
-_OWN = (DISTANCE, FLOATS, BYTES)
+RECEIVED, BYTES = "floats-received", "bytes-received"
+_OWN = (DISTANCE, RECEIVED, BYTES)
 
 
-class Learner(NamedTuple):
+class Trainer(NamedTuple):
     """What a node's user has written, as the algorithm calls it: `Local`'s methods, or a client's.
 
     Attributes
@@ -243,12 +242,12 @@ class AveragingNode:
         return NodeState(own, fixed, last, tracker, weight, reports, {})
 
     @one_blas_thread()
-    def adapt(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+    def adapt(self, state: NodeState, round_: int, trainer: Trainer) -> NodeState:
         """Train the model; what is sent is the result, corrected where the method does."""
         method, w = self.method, state.model
         if method == "cta":
             return state
-        state = self._train(state, round_, learner)
+        state = self._train(state, round_, trainer)
         psi = state.model
         sent, last, trackers = [*psi], [], []
         for j, i in enumerate(self.form.corrected if method != "atc" else ()):
@@ -311,7 +310,7 @@ class AveragingNode:
         return around.without(out), {around.senders[j]: reason for j, reason in out.items()}
 
     @one_blas_thread()
-    def combine(self, state: NodeState, around: Neighborhood, learner: Learner) -> NodeState:
+    def combine(self, state: NodeState, around: Neighborhood, trainer: Trainer) -> NodeState:
         """Average over the neighborhood; evaluate the model where it is the round for that."""
         form, sent, square = self.form, state.model, 0.0
         model = [*sent]
@@ -336,8 +335,8 @@ class AveragingNode:
         if self.method == "push_sum":
             state = state._replace(weight=[around.mean(-1)])
         if self.method == "cta":
-            state = self._train(state, around.round, learner)
-        return self._evaluate(state, around.round, learner) if self._evaluated else state
+            state = self._train(state, around.round, trainer)
+        return self._evaluate(state, around.round, trainer) if self._evaluated else state
 
     def _means(self, state: NodeState, around: Neighborhood) -> Iterator[Array]:
         """Yield the neighborhood's means of the arrays of the model that are sent."""
@@ -373,9 +372,9 @@ class AveragingNode:
         """Return what the node reports to the operator about the last round."""
         return dict(zip(self.names, state.reports.tolist(), strict=True))
 
-    def _train(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+    def _train(self, state: NodeState, round_: int, trainer: Trainer) -> NodeState:
         """Return the state with what ``fit`` makes of the model, and its metrics."""
-        trained = learner.fit(state.model, **{ROUND: round_})
+        trained = trainer.fit(state.model, **{ROUND: round_})
         whose, before = f"fit of node {self.node}", zip(state.model, state.fixed, strict=True)
         psi = self.form.checked(whose, trained.arrays, [*before])
         reports, first = state.reports.copy(), len(_OWN)
@@ -383,12 +382,12 @@ class AveragingNode:
         reports[first : first + len(numbers)] = numbers
         return state._replace(model=psi, reports=reports)
 
-    def _evaluate(self, state: NodeState, round_: int, learner: Learner) -> NodeState:
+    def _evaluate(self, state: NodeState, round_: int, trainer: Trainer) -> NodeState:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
         reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
         reports[first:] = np.nan
         if round_ % self.options.evaluate_every == 0:
-            loss, n_examples, metrics = learner.evaluate(state.model, **{ROUND: round_})
+            loss, n_examples, metrics = trainer.evaluate(state.model, **{ROUND: round_})
             if n_examples:  # none: the client has nothing to evaluate on
                 own = {**metrics, "loss": loss}
                 whose = f"evaluate of node {self.node}"

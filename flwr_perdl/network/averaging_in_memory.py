@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flwr_perdl.core.arrays import count_values
+from flwr_perdl.core.arrays import Array, count_values
 from flwr_perdl.core.checks import brief_repr, check_count, check_function, check_list
 from flwr_perdl.core.keys import PURPOSE, SELECT
 from flwr_perdl.core.models import magnitude
-from flwr_perdl.network.averaging import AveragingNode, Form, Learner, NodeState
+from flwr_perdl.network.averaging import AveragingNode, Form, NodeState, Trainer
 from flwr_perdl.network.averaging_options import Averaged, AveragingOptions
-from flwr_perdl.network.combine import Array, Run, curves, tally
+from flwr_perdl.network.combine import Run, curves, tally
 from flwr_perdl.network.compression import Compression
 from flwr_perdl.network.exchange import InMemoryNetwork, resolve_weights
 from flwr_perdl.network.messages import EVERYBODY, MessageStore, neighborhood_of
@@ -187,14 +187,14 @@ def diffusion_averaging(
     hosts = Hosts(options, clients, initial)
     nodes = [options.node(hosts.form, k) for k in range(network.plan.n_nodes)]
     states = [node.start(hosts.first(node.node), known=hosts.known) for node in nodes]
-    run = run_nodes(nodes, states, hosts.learner, network.plan, n_rounds, callback)
+    run = run_nodes(nodes, states, hosts.trainer, network.plan, n_rounds, callback)
     return options.learned(*run)
 
 
 def run_nodes(
     nodes: Sequence[AveragingNode],
     states: list[NodeState],
-    learner: Callable[[int], Learner],
+    trainer: Callable[[int], Trainer],
     plan: LinkPlan,
     n_rounds: int,
     callback: Callable[[int, dict[str, Array]], Any] | None = None,
@@ -209,7 +209,7 @@ def run_nodes(
         sent: dict[int, tuple[list[Array], list[float]]] = {}
         awake = np.flatnonzero(plan.awake(round_)).tolist()
         for k in awake:
-            states[k] = nodes[k].adapt(states[k], round_, learner(k))
+            states[k] = nodes[k].adapt(states[k], round_, trainer(k))
         for k in awake:
             message = nodes[k].message(states[k])
             sent[k] = message, [*map(magnitude, message)]
@@ -223,7 +223,7 @@ def run_nodes(
             around, odd = neighborhood_of(k, round_, *own, deliveries[k], staleness=plan.staleness)
             around, rejected = nodes[k].screened(states[k], around)
             left_out |= {(sender, k) for sender in odd | rejected}
-            states[k] = nodes[k].combine(states[k], around, learner(k))
+            states[k] = nodes[k].combine(states[k], around, trainer(k))
         store.count({k: deliveries[k] for k in sent}, left_out)
         reports = [node.report(own) for node, own in zip(nodes, states, strict=True)]
         there = plan.awake(round_)
@@ -290,7 +290,7 @@ class Hosts:
             return first
         return [*self._client(node).get_parameters({})]
 
-    def learner(self, node: int) -> Learner:
+    def trainer(self, node: int) -> Trainer:
         """Return a node's client as the algorithm calls it; it may change the arrays it gets."""
         client = self._client(node)
 
@@ -301,7 +301,7 @@ class Hosts:
             return _Fitted(*call("fit", arrays, **config))
 
         evaluate = partial(call, "evaluate")
-        return Learner(fit, evaluate, partial(evaluate, **{PURPOSE: SELECT}))
+        return Trainer(fit, evaluate, partial(evaluate, **{PURPOSE: SELECT}))
 
     def _client(self, node: int) -> Any:
         """Return a node's client, checked."""

@@ -15,6 +15,7 @@ from scipy.sparse.csgraph import connected_components
 
 from flwr_perdl.core import html
 from flwr_perdl.core.aggregate import NEIGHBOR_RULES
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.checks import (
     brief_repr,
     check_choice,
@@ -27,8 +28,8 @@ from flwr_perdl.core.models import cleared, fixed_entries, is_float
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.network._compressed import CompressedNode
 from flwr_perdl.network._groups import GroupsNode
-from flwr_perdl.network.averaging import BYTES, DISTANCE, FIXED, FLOATS, AveragingNode, Form
-from flwr_perdl.network.combine import Array, Run
+from flwr_perdl.network.averaging import BYTES, DISTANCE, FIXED, RECEIVED, AveragingNode, Form
+from flwr_perdl.network.combine import Run
 from flwr_perdl.network.compression import Compression, check_compression
 from flwr_perdl.network.schedule import Schedule, schedule_of
 from flwr_perdl.network.topology import MOST_NODES
@@ -185,7 +186,7 @@ class AveragingOptions:
             if few.any():
                 text = f"In {few.sum()} rounds a third of the nodes or more had no finite loss."
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
-        received = run.curves.get(FLOATS, np.zeros((1, 1)))
+        received = run.curves.get(RECEIVED, np.zeros((1, 1)))
         lost = run.dropped_messages or (received != received.max(axis=0, initial=0)).any()
         if self.compression is not None and lost:
             text = "Messages were lost: with compression this leaves an error in the models."

@@ -28,22 +28,21 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core import html
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.checks import FLOATS, brief_repr, check_list, check_real
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.network.topology import Csr
-
-Array = NDArray[Any]
 
 #: Share of non-zero weights above which the combination is a dense product.
 DENSE_SHARE = 0.2
 #: Numbers in a row from which on compiled loops are faster than calls of NumPy and SciPy.
 LONG = 128
 
-State = TypeVar("State", bound=tuple[Any, ...])
+StateT = TypeVar("StateT", bound=tuple[Any, ...])
 
 
-class Program(Protocol[State]):
+class Program(Protocol[StateT]):
     """A distributed algorithm, for any number of nodes hosted together.
 
     A state is a NamedTuple of arrays with a leading axis over the hosted nodes; its first field is
@@ -62,7 +61,7 @@ class Program(Protocol[State]):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    def start(self, nodes: NDArray[np.intp]) -> State:
+    def start(self, nodes: NDArray[np.intp]) -> StateT:
         """Return the state of ``nodes`` before the first round.
 
         Parameters
@@ -76,7 +75,7 @@ class Program(Protocol[State]):
         """
         ...
 
-    def adapt(self, state: State, round_: int) -> State:
+    def adapt(self, state: StateT, round_: int) -> StateT:
         """Do the local work before the exchange of a round.
 
         Parameters
@@ -91,7 +90,7 @@ class Program(Protocol[State]):
         """
         ...
 
-    def message(self, state: State) -> tuple[Array, ...]:
+    def message(self, state: StateT) -> tuple[Array, ...]:
         """Return what every neighbor receives.
 
         Parameters
@@ -105,7 +104,7 @@ class Program(Protocol[State]):
         """
         ...
 
-    def combine(self, state: State, inbox: Inbox) -> State:
+    def combine(self, state: StateT, inbox: Inbox) -> StateT:
         """Combine what the nodes received.
 
         Parameters
@@ -120,7 +119,7 @@ class Program(Protocol[State]):
         """
         ...
 
-    def observe(self, state: State) -> dict[str, Array]:
+    def observe(self, state: StateT) -> dict[str, Array]:
         """Return what the nodes show to the operator of the network; never raw data.
 
         Parameters
@@ -280,22 +279,22 @@ def is_long(rows: Array) -> bool:
 
 
 def begin_round(
-    program: Program[State], state: State, round_: int
-) -> tuple[State, tuple[Array, ...]]:
+    program: Program[StateT], state: StateT, round_: int
+) -> tuple[StateT, tuple[Array, ...]]:
     """Do a round's work before the exchange; return the state after it, and the messages."""
     n = len(state[0])
-    adapted: State = check_state("adapt", program.adapt(state, round_), n)
+    adapted: StateT = check_state("adapt", program.adapt(state, round_), n)
     return adapted, check_message(program.message(adapted), n)
 
 
 def run_round(
-    program: Program[State], state: State, round_: int, weights: Csr, links: Csr
-) -> State:
+    program: Program[StateT], state: StateT, round_: int, weights: Csr, links: Csr
+) -> StateT:
     """Run a round of all nodes in this process in which every message is received."""
     nodes = np.arange(links.shape[0])
     adapted, message = begin_round(program, state, round_)
     inbox = Inbox(round_, nodes, nodes, message, weights, links, nodes)
-    combined: State = check_state("combine", program.combine(adapted, inbox), len(nodes))
+    combined: StateT = check_state("combine", program.combine(adapted, inbox), len(nodes))
     return combined
 
 
@@ -369,7 +368,7 @@ class Run(NamedTuple):
 
 
 def reported(
-    program: Program[State], state: State, taking_part: NDArray[np.bool_] | None = None
+    program: Program[StateT], state: StateT, taking_part: NDArray[np.bool_] | None = None
 ) -> dict[str, Array]:
     """Return what the hosted nodes report after a round, NaN for those that took no part in it."""
     report = getattr(program, "report", None)
@@ -434,7 +433,7 @@ def _check_rows(method: str, arrays: Sequence[Any], n_nodes: int) -> None:
             )
 
 
-def step_back(state: State, before: State, rows: NDArray[np.bool_]) -> State:
+def step_back(state: StateT, before: StateT, rows: NDArray[np.bool_]) -> StateT:
     """Return ``state`` with the given rows as they were ``before``."""
     if not rows.any():
         return state

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.checks import check_count, check_function, check_kind
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.network.combine import (
-    Array,
     Program,
     Run,
-    State,
+    StateT,
     begin_round,
     check_state,
     curves,
@@ -71,11 +71,11 @@ class InMemoryNetwork(ShownAsCalled):
 
     def run(
         self,
-        program: Program[State],
+        program: Program[StateT],
         n_rounds: int,
         *,
-        callback: Callable[[int, State], Any] | None = None,
-        stop: Callable[[State], bool] | None = None,
+        callback: Callable[[int, StateT], Any] | None = None,
+        stop: Callable[[StateT], bool] | None = None,
         on_report: Callable[[int, dict[str, Array]], Any] | None = None,
     ) -> Run:
         """Run a distributed algorithm for some rounds.

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.aggregate import NEIGHBOR_RULES
-from flwr_perdl.core.arrays import count_values, row_norms
+from flwr_perdl.core.arrays import Array, count_values, row_norms
 from flwr_perdl.core.checks import FLOATS, Matrix, check_array
 from flwr_perdl.core.models import blocks, magnitude
 from flwr_perdl.core.npy import text_array, texts_of
-from flwr_perdl.network.combine import Array, Inbox
+from flwr_perdl.network.combine import Inbox
 from flwr_perdl.network.schedule import LinkPlan
 from flwr_perdl.network.topology import Csr
 
@@ -334,7 +334,7 @@ class Mailbox:
         """
         finite, sent = finite_rows(arrays), self.plan.awake(round_)
         if not finite.all():
-            arrays = tuple(cleared(array, ~finite) for array in arrays)
+            arrays = tuple(clear_rows(array, ~finite) for array in arrays)
             broken = np.flatnonzero(~finite & sent).tolist()
             self.left_out |= {(round_, node, node) for node in broken}
         received = finite & sent
@@ -597,7 +597,7 @@ def finite_rows(arrays: Sequence[Array]) -> NDArray[np.bool_]:
     return finite
 
 
-def cleared(array: Array, rows: NDArray[np.bool_]) -> Array:
+def clear_rows(array: Array, rows: NDArray[np.bool_]) -> Array:
     """Return the array with zeros in these rows."""
     if not rows.any():
         return array

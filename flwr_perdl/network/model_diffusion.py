@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.checks import (
     FLOATS,
     LARGE,
@@ -53,7 +54,7 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.network._minimize import correlate
-from flwr_perdl.network.combine import Array, Inbox, step_back
+from flwr_perdl.network.combine import Inbox, step_back
 from flwr_perdl.network.exchange import resolve_weights, run_program
 from flwr_perdl.network.inference import (
     DUAL_METHODS,

@@ -46,8 +46,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from flwr_perdl.core.arrays import Array
 from flwr_perdl.core.npy import pack, read_files, unpack, write_files
-from flwr_perdl.network.combine import Array
 from flwr_perdl.network.messages import Rejected
 from flwr_perdl.protocol.records import KEY_FILE, PINNED_KEYS
 

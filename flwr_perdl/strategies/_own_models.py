@@ -26,8 +26,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients._states import NodeStates
-from flwr_perdl.clients.diffusion_averaging import AVERAGING
-from flwr_perdl.clients.diffusion_averaging import kept_model as kept_by_averaging
+from flwr_perdl.clients.diffusion_averaging import AVERAGING, node_model
 from flwr_perdl.clients.ditto import DITTO, personal_model
 from flwr_perdl.clients.kept_atoms import kept_local
 from flwr_perdl.clients.own_models import (
@@ -72,7 +71,7 @@ from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 #: How a client's own arrays are found, where they are others than its private ones.
 _FIND: Mapping[str, Find] = {
-    AVERAGING: kept_by_averaging,
+    AVERAGING: node_model,
     DITTO: personal_model,
     PERMA: kept_local,
     RIDGE: ridge_model,

@@ -57,9 +57,9 @@ from flwr_perdl.clients.neighbor_relay import (
     AT,
     BROKEN,
     EXCHANGE,
-    FLOATS,
     REJECTED,
     RELAY,
+    SENT_FLOATS,
     SHOW,
     STALENESS,
     STATE,
@@ -68,8 +68,7 @@ from flwr_perdl.clients.neighbor_relay import (
 from flwr_perdl.core.arrays import count_values
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.core.npy import pack_arrays, unpack, unpack_arrays
-from flwr_perdl.network.averaging import BYTES
-from flwr_perdl.network.averaging import FLOATS as RECEIVED
+from flwr_perdl.network.averaging import BYTES, RECEIVED
 from flwr_perdl.network.combine import Run, curves, spread, tally
 from flwr_perdl.network.messages import EVERYBODY, Delivery, MessageStore, entries_of, matrix_of
 from flwr_perdl.network.schedule import LinkPlan, Schedule
@@ -94,7 +93,7 @@ from flwr_perdl.protocol.strategy import ProtocolStrategy
 #: node how many messages were not heard, whether it took part in the last round, and showed all.
 _TRAFFIC, _NODES, _LEFT_OUT = "/traffic", "/nodes", "/left-out"
 #: The metrics of a reply that are no report of the node's program.
-_ABOUT_MESSAGES = NUM_EXAMPLES, NEW_STATE, BROKEN, FLOATS
+_ABOUT_MESSAGES = NUM_EXAMPLES, NEW_STATE, BROKEN, SENT_FLOATS
 
 #: What the sender of a reply of another kind is told.
 _ONLY = DiffusionClient.only
@@ -149,7 +148,7 @@ class NeighborRelay(ProtocolStrategy):
     protocol_name = RELAY
     flags = (NEW_STATE, BROKEN, f"{REJECTED}*")
     _called_as: ClassVar = {"topology": "", "plan": "", "network": "network"}
-    _not_in_words = (FLOATS, RECEIVED, BYTES)
+    _not_in_words = (SENT_FLOATS, RECEIVED, BYTES)
     _if_fewer = " Or make a topology of fewer nodes."  # fewer of this one break its paths
     _default_rounds = None
 
@@ -351,7 +350,7 @@ class NeighborRelay(ProtocolStrategy):
 
 def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, round_: int) -> str:
     """Store the message in a reply; return what is wrong with it, if anything."""
-    floats, cards = float(reply.metrics.get(FLOATS, 0.0)), delivery.cards
+    floats, cards = float(reply.metrics.get(SENT_FLOATS, 0.0)), delivery.cards
     addressed: dict[int, Sequence[Matrix]]
     if BROKEN in reply.metrics:
         return "it has NaN or infinite values"
@@ -385,10 +384,10 @@ def _check_reply(step: str, most: int | None, reply: Reply) -> None:
     reply : Reply
         The reply.
     """
-    if step == EXCHANGE and FLOATS in reply.metrics:
+    if step == EXCHANGE and SENT_FLOATS in reply.metrics:
         return
     if most is None:
-        raise ValueError(f"metrics must have {FLOATS!r}, got none of that name: {_ONLY}")
+        raise ValueError(f"metrics must have {SENT_FLOATS!r}, got none of that name: {_ONLY}")
     if len(reply.arrays) > most:
         raise ValueError(f"arrays must be at most {most} here, got {len(reply.arrays)}: {_ONLY}")
     for array in reply.arrays:
