@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -170,6 +171,19 @@ def test_the_application_imports_public_names_where_there_are_any() -> None:
                 if inner := {one.name for one in node.names} - public:
                     found.setdefault(f"{room}.{rest}".rstrip("."), set()).update(inner)
     assert found == INNER
+
+
+def test_a_name_is_defined_in_one_module() -> None:
+    homes = Counter[str]()
+    for file in (ROOT / "flwr_perdl").rglob("*.py"):
+        found = set()
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(node.name)
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", 0)]
+            found.update(target.id for target in targets if isinstance(target, ast.Name))
+        homes.update(name for name in found if not name.startswith("_"))
+    assert {name for name, n in homes.items() if n > 1} <= {"load", "save"}  # of files of any kind
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -25,7 +25,7 @@ from flwr_perdl.regression.two_phase import answer
 
 MIXED_REGRESSION = "mixed_regression"
 #: What the server calls its result.
-COEFFICIENTS = "coefficients"
+CLUSTER_COEFFICIENTS = "coefficients"
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
 #: The largest norms of models by default. With the squared loss replies are linear in the model,
@@ -176,7 +176,7 @@ class RegressionClient(ProtocolClient):
     def adapted(self, request: StepRequest, n_fits: int) -> dict[str, Matrix]:
         """Return the coefficients of the client's cluster."""
         centers = np.vstack(request.arrays)
-        return {COEFFICIENTS: centers[self.cluster(centers)]}
+        return {CLUSTER_COEFFICIENTS: centers[self.cluster(centers)]}
 
     def predict(self, centers: Matrix, X: Matrix) -> Matrix:
         """Return the predictions of this client's cluster model.

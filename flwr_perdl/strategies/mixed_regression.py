@@ -30,7 +30,7 @@ from typing import ClassVar, Unpack
 import numpy as np
 
 from flwr_perdl.clients.mixed_regression import (
-    COEFFICIENTS,
+    CLUSTER_COEFFICIENTS,
     MIXED_REGRESSION,
     OPTION,
     RegressionClient,
@@ -80,7 +80,7 @@ class _MixedRegression(EndsWithModels):
     }
     _called_as: ClassVar = {"two_phase": "*"}
     labels = (CLUSTER,)
-    _names_given, _stack = (COEFFICIENTS,), 0
+    _names_given, _stack = (CLUSTER_COEFFICIENTS,), 0
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     #: Whether the run is over where Phase 2 would begin.
