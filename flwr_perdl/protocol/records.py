@@ -148,7 +148,8 @@ CLUSTER = "cluster"
 #: What apps call the loss of an evaluation, the first of these that is there.
 LOSSES = ("loss", "eval_loss")
 #: What training and evaluation are called: as steps, in reports, and as kinds of requests.
-TRAIN, EVALUATE = "train", "evaluate"
+TRAIN = "train"
+EVALUATE = "evaluate"
 
 #: What a client says of itself: that it defines no evaluation; that it sends sealed messages alone.
 UNABLE_TO_EVALUATE, SEALS_ALL = "perdl.no-evaluate", "perdl.seals-all"

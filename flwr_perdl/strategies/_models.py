@@ -21,7 +21,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain, settled
 from flwr_perdl.core.npy import as_file
 from flwr_perdl.network.compression import TopK
-from flwr_perdl.parts import model_parts
+from flwr_perdl.parts import given
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.part import Part
@@ -166,7 +166,7 @@ class ModelStrategy(TrainsModels):
 
     def __init__(
         self,
-        *given: Part,
+        *others: Part,
         optimizer: Momentum | Adam | None,
         robust: str | bool,
         transport: str | None,
@@ -182,8 +182,8 @@ class ModelStrategy(TrainsModels):
         own |= {"metric": metric, "higher_is_better": higher_is_better}
         kinds = (TopK, type(None))
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
-        parts = model_parts(private, share, transport, compression)
-        super().__init__(*parts, *given, transport=transport, **own, **options)
+        parts = given(private, transport, share=share, compression=compression)
+        super().__init__(*parts, *others, transport=transport, **own, **options)
         kept = {"private": private or share} if private or share else {}
         check_support(self, {**kept, "robust": robust, "compression": compression})
         steps = (Momentum, Adam, type(None))

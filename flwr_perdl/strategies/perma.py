@@ -79,7 +79,7 @@ from flwr_perdl.dictionary.aggregation import (
 from flwr_perdl.dictionary.atoms import merge_atoms
 from flwr_perdl.dictionary.bounded import BALANCE, denoise_moments
 from flwr_perdl.dictionary.warm_start import pooled_start
-from flwr_perdl.parts import sums_with
+from flwr_perdl.parts import given
 from flwr_perdl.privacy import Noise
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
@@ -239,7 +239,7 @@ class PerMA(EndsWithModels):
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(*sums_with(privacy, secure), **options)
+        super().__init__(*given(privacy=privacy, secure=secure), **options)
         self.max_atoms = None if max_atoms is None else check_count("max_atoms", max_atoms, 1)
         word = isinstance(n_global, str) and check_choice("n_global", n_global, NAMED)
         self.n_global = n_global if word else check_count("n_global", n_global)

@@ -35,7 +35,7 @@ from typing import ClassVar, Unpack
 
 from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.network.compression import TopK
-from flwr_perdl.parts import sums_with
+from flwr_perdl.parts import given
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.protocol.options import JUDGED, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import ALTERNATE, TRAIN
@@ -171,7 +171,7 @@ class PersonalizedFedAvg(ModelStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(
-            *sums_with(privacy),
+            *given(privacy=privacy),
             optimizer=optimizer,
             robust=robust,
             transport=transport,

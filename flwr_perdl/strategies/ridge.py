@@ -28,7 +28,7 @@ from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, VA
 from flwr_perdl.core import checks
 from flwr_perdl.core.aggregate import OUTLIER, aggregate
 from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
-from flwr_perdl.parts import sums_with
+from flwr_perdl.parts import given
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
@@ -179,7 +179,7 @@ class FederatedRidge(EndsWithModels):
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(*sums_with(privacy, secure), **options)
+        super().__init__(*given(privacy=privacy, secure=secure), **options)
         self.level = checks.check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
         most = wire.MOST_CLASSES
         self.classes = None if classes is None else checks.check_count("classes", classes, 2, most)
