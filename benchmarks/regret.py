@@ -57,7 +57,7 @@ RESULTS = Path(__file__).parent / "results" / "regret.json"
 CANDIDATES: dict[str, Any] = {**Diagnosis.defaults}
 SEEDS, ROUNDS, STEPS, HIDDEN = 5, 20, 10, 32
 #: Learning rates, by the kind of loss.
-RATES = {"classes": 0.3, "numbers": 0.1}
+RATES = {"classes": 0.3, "numbers": 0.03}
 
 Rows = tuple[Any, Any]
 
@@ -306,7 +306,7 @@ def tables(stored: dict[str, list[dict[str, Any]]]) -> str:
         rows.append([name, str(len(runs)), said, min(mean, key=lambda one: mean[one]), *both])
     both = [[regret(stored[name], rule) for name in names] for rule in ("choice", "before")]
     for what, of in (("mean", np.mean), ("largest", np.max)):
-        rows.append([f"{what}", "", "", *[f"{of(own):.1%}" for own in both]])
+        rows.append([what, "", "", "", *[f"{of(own):.1%}" for own in both]])
     columns = ["federation", "seeds", "recommended", "best", "regret", "regret of the rule before"]
     tried = list(dict.fromkeys(one for name in names for one in losses(stored[name])))
     found = [

@@ -1,4 +1,4 @@
-"""Network and data: ten clients; in five of them labels 0 and 1 are swapped."""
+"""Network and data: ten clients with images; the cameras of five are turned by 90 degrees."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(10, 16), nn.Linear(16, 2)
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a score for each label."""
@@ -36,9 +36,10 @@ def partition_of(node_config: Mapping[str, Any]) -> int:
 def load_data(node_config: Mapping[str, Any]) -> tuple[DataLoader, DataLoader]:
     """Return a client's data, to train with and to test with."""
     partition = partition_of(node_config)
-    rule = torch.randn(10, generator=torch.Generator().manual_seed(0))
-    X = torch.randn(160, 10, generator=torch.Generator().manual_seed(1 + partition))
-    y = ((X @ rule > 0) ^ (partition % 2 == 1)).long()  # odd clients: 0 and 1 are swapped
+    rule = torch.randn(16, 2, generator=torch.Generator().manual_seed(0))
+    X = torch.randn(160, 4, 4, generator=torch.Generator().manual_seed(1 + partition))
+    y = (X.flatten(1) @ rule).argmax(dim=1)
+    X = torch.rot90(X, partition % 2, dims=(1, 2)).flatten(1)  # odd clients: turned
     train, test = TensorDataset(X[:80], y[:80]), TensorDataset(X[80:], y[80:])
     return DataLoader(train, batch_size=20), DataLoader(test, batch_size=80)
 
