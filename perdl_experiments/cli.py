@@ -30,6 +30,7 @@ from rich.text import Text
 
 from flwr_perdl import __version__
 from perdl_experiments.diagnose import diagnose_app, picture
+from perdl_experiments.diagnose import report as diagnosis_report
 from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.render import brief
@@ -271,15 +272,19 @@ def diagnose(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the run.")] = 0,
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("diagnosis.png"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
+    out: Annotated[Path, typer.Option(help="The picture; report.html goes beside it.")] = Path(
+        "diagnosis.png"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace both.")] = False,
 ) -> None:
     """Recommend a strategy for a Flower app's clients, and plot each client's gain."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
     with _errors_in_a_sentence():
         check_extras("to draw the picture")
+        page = out.with_name("report.html")
         check_target(out, overwrite=overwrite, suffix=".png")
+        check_target(page, overwrite=overwrite, suffix=".html")
         found = diagnose_app(
             folder,
             initial,
@@ -293,7 +298,8 @@ def diagnose(
         )
     print(f"{found.table()}\n\n{found.sentence}\n\n{found.code}")
     picture(found).savefig(out, dpi=200)
-    print(f"{out}: every client's {metric} by candidate")
+    page.write_text(diagnosis_report(found, out), encoding="utf-8")
+    print(f"{out}: every client's {metric} by candidate; {page}: all of the above")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -143,6 +144,15 @@ def _nodes(said: Mapping[str, Any]) -> int:
     federations = said.get("federations", {})
     options = federations.get(str(federations.get("default")), {}).get("options", {})
     return int(options.get("num-supernodes", NODES))
+
+
+def report(found: Diagnosed, picture: Path) -> str:
+    """Return an HTML page with the recommendation, the table, the code, and the picture."""
+    image = b64encode(picture.read_bytes()).decode()
+    return (
+        '<!doctype html><meta charset="utf-8"><title>Diagnosis</title>'
+        f'{found._repr_html_()}<img alt="" width="800" src="data:image/png;base64,{image}">\n'
+    )
 
 
 def picture(found: Diagnosed) -> Any:

@@ -346,7 +346,7 @@ def check_verbose(verbose: object, *, local: bool) -> str:
 
 
 @contextmanager
-def show_run(verbose: str, name: str, rounds: int) -> Iterator[Show]:
+def show_run(verbose: str, name: str, rounds: int, metric: str = "") -> Iterator[Show]:
     """Yield what takes a run's reports; Flower's lines are kept out of the log but for warnings.
 
     Parameters
@@ -359,11 +359,13 @@ def show_run(verbose: str, name: str, rounds: int) -> Iterator[Show]:
         The strategy's name, before the bar.
     rounds : int
         Communication rounds in all.
+    metric : str, optional
+        What a bar shows of an exchange that has it, instead of the first metric.
     """
     logger = logging.getLogger("flwr")
     if verbose == "lines" and not logger.isEnabledFor(logging.INFO):
         verbose = "log"
-    show, level = Show(verbose, name, rounds), logger.level
+    show, level = Show(verbose, name, rounds, metric), logger.level
     if verbose != "log":
         logger.setLevel(max(level, logging.WARNING))
     try:
@@ -380,12 +382,15 @@ class Show:
     ----------
     verbose : str, default "quiet"
         "bar" or "lines"; nothing is shown otherwise.
-    name, rounds : str, int
-        The strategy's name, and communication rounds in all.
+    name, rounds, metric : str, int, str
+        The strategy's name, communication rounds in all, and which metric a bar shows.
     """
 
-    def __init__(self, verbose: str = "quiet", name: str = "", rounds: int = 0) -> None:
+    def __init__(
+        self, verbose: str = "quiet", name: str = "", rounds: int = 0, metric: str = ""
+    ) -> None:
         self._name, self._rounds, self._found = name, rounds, dict[str, str]()
+        self._metric = metric
         self._words: dict[str, None] = {}  # what training and evaluation both say is said once
         self._bar: Any = None
         self._round = self._printed = 0
@@ -400,8 +405,9 @@ class Show:
         self._round = round_
         self._words.update(dict.fromkeys(words))
         self._found.pop("replies", None)
-        for name, value in list(numbers_in(report.aggregate).items())[:1]:  # the loss of the step
-            self._found[name] = f"{value:.4g}"
+        numbers = numbers_in(report.aggregate)  # by default the loss of the step
+        for name in [self._metric] if self._metric in numbers else list(numbers)[:1]:
+            self._found[name] = f"{numbers[name]:.4g}"
         if report.dropped:
             self._found["left out"] = str(len(report.dropped))
         if self._bar is not None:

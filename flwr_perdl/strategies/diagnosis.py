@@ -120,6 +120,8 @@ class Diagnosed(NamedTuple):
         interval.
     left_out : dict of str to str
         Why other candidates are not compared, by name.
+    metric : str, default "loss"
+        What is compared.
     higher_is_better : bool, default False
         Whether a larger metric is better.
 
@@ -130,8 +132,8 @@ class Diagnosed(NamedTuple):
     >>> values, gains = {"fedavg": np.array([0.7, 0.8])}, {"fedavg": np.zeros(2)}
     >>> about = {"fedavg": "FedAvg()"}, {"fedavg": 40}, {}, "fedavg", (0.0, 0.0, 0.0)
     >>> print(Diagnosed("fedavg", "One", "", 1.0, values, gains, [0, 1], {}, *about).table())
-    rounds  median  gain  interval  clients that gain  strategy
-        40    0.75     0    0 to 0             0 of 2  FedAvg()
+    rounds  median loss  gain  interval  clients that gain  strategy
+        40         0.75     0    0 to 0             0 of 2  FedAvg()
     """
 
     choice: str
@@ -148,6 +150,7 @@ class Diagnosed(NamedTuple):
     over: str
     lead: tuple[float, float, float]
     left_out: Mapping[str, str] = MappingProxyType({})
+    metric: str = "loss"
     higher_is_better: bool = False
 
     def table(self) -> str:
@@ -159,7 +162,7 @@ class Diagnosed(NamedTuple):
         -------
         str
         """
-        cells = [_COLUMNS, *self._rows()]
+        cells = [self._columns, *self._rows()]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = (
             "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False))
@@ -171,6 +174,11 @@ class Diagnosed(NamedTuple):
     def _not_compared(self) -> list[str]:
         """Return a line for each candidate that is not in the table."""
         return [f"not compared: {name}: {why}" for name, why in self.left_out.items()]
+
+    @property
+    def _columns(self) -> list[str]:
+        median = f"median {self.metric}"
+        return ["rounds", median, "gain", "interval", "clients that gain", "strategy"]
 
     def _rows(self) -> list[list[str]]:
         """Return the table's cells."""
@@ -196,10 +204,7 @@ class Diagnosed(NamedTuple):
     def _repr_html_(self) -> str:
         """Return the sentence, the candidates' table and the code, for a notebook."""
         code = "".join(f"<pre>{escape(text)}</pre>" for text in (*self._not_compared(), self.code))
-        return html.section(self.sentence, html.table(_COLUMNS, self._rows()), code)
-
-
-_COLUMNS = ["rounds", "median", "gain", "interval", "clients that gain", "strategy"]
+        return html.section(self.sentence, html.table(self._columns, self._rows()), code)
 
 
 class _Local(ProtocolStrategy):
@@ -464,6 +469,7 @@ class Diagnosis(ShownAsCalled):
                 f"{1 + list(self.candidates).index(run.name)} of {len(self.candidates)} candidates"
             )
             run.strategy._title = f"Diagnosis, {place}, {run.label}{left}"
+            run.strategy._shown = self.metric
             left.done += run.take(trainings, grid, timeout, evaluate_config, verbose)
 
         for run in runs:
@@ -628,6 +634,7 @@ class Diagnosis(ShownAsCalled):
             names[others[0]],
             lead,
             {name: self._why(name) for name in self.candidates if name not in found},
+            self.metric,
             self.higher_is_better,
         )
         return result, chosen

@@ -68,6 +68,9 @@ def test_the_kinds_of_an_app_of_the_template_are_found(tmp_path: Path) -> None:
     (shared,) = [line for line in result.output.splitlines() if line.endswith(" FedAvg()")]
     assert abs(float(shared.split()[1]) - 0.25) < 0.01
     assert (tmp_path / "found.png").is_file()
+    page = (tmp_path / "report.html").read_text()
+    assert "strategy = ClusteredFedAvg(&quot;auto&quot;, min_clusters=2" in page
+    assert "data:image/png;base64," in page
 
 
 TRAINS = ["--train-config", "lr=0.5, optimizer='a, b'"]
