@@ -169,11 +169,13 @@ class Diagnosed(NamedTuple):
             for row in cells
         )
         table = [f"{line}  {row[-1]}" for line, row in zip(lines, cells, strict=True)]
-        return "\n".join([*table, *self._not_compared()])
+        return "\n".join([*table, *self._notes()])
 
-    def _not_compared(self) -> list[str]:
-        """Return a line for each candidate that is not in the table."""
-        return [f"not compared: {name}: {why}" for name, why in self.left_out.items()]
+    def _notes(self) -> list[str]:
+        """Return a line on the clusters, and one for each candidate that is not in the table."""
+        sizes = np.unique([*self.groups.values()], return_counts=True)[1].tolist()
+        found = [f"clients per cluster: {', '.join(map(str, sizes))}"] if sizes else []
+        return found + [f"not compared: {name}: {why}" for name, why in self.left_out.items()]
 
     @property
     def _columns(self) -> list[str]:
@@ -203,7 +205,7 @@ class Diagnosed(NamedTuple):
 
     def _repr_html_(self) -> str:
         """Return the sentence, the candidates' table and the code, for a notebook."""
-        code = "".join(f"<pre>{escape(text)}</pre>" for text in (*self._not_compared(), self.code))
+        code = "".join(f"<pre>{escape(text)}</pre>" for text in (*self._notes(), self.code))
         return html.section(self.sentence, html.table(self._columns, self._rows()), code)
 
 
