@@ -234,7 +234,7 @@ def average_among_liars(
 
     for k in liars:
         vars(nodes[k])["message"] = partial(message, nodes[k])
-    return run_nodes(nodes, states, hosts.learner, network.plan, n_rounds)[1]
+    return run_nodes(nodes, states, hosts.trainer, network.plan, n_rounds)[1]
 
 
 def among_liars(

@@ -30,7 +30,7 @@ from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.client_state import PrivateState
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.local import Local, StepRequest, StepResult
-from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, PINNED_KEYS, SEALED, Scalar
+from flwr_perdl.protocol.records import NEW_STATE, SEALED, Scalar
 
 #: The protocol, and its steps.
 RELAY = "neighbor_relay"
@@ -143,7 +143,7 @@ class DiffusionClient(ProtocolClient):
         self.shows = check_choice("shows", shows, SHOWS)
         self.on_end = check_function("on_end", on_end)
         self.node = self.partition
-        self._keys = OwnKeys.of(context)
+        self._keys = lasting_keys(context.node_config)
         self.sealed = check_flag("sealed", sealed)
 
     def exchange(self, request: StepRequest, private: PrivateState) -> StepResult:
@@ -164,13 +164,13 @@ class DiffusionClient(ProtocolClient):
                 inbox = turn.received(self._message(state)).inbox
                 state = check_state("combine", program.combine(state, inbox), 1)
                 reports = reported(program, state)
-                turn.combined({name: float(own) for name, (own,) in reports.items()}, {})
+                turn.combined({name: float(own) for name, (own,) in reports.items()})
             if turn.works:
                 state = check_state("adapt", program.adapt(state, turn.round), 1)
         message = self._message(state) if turn.awaits else []
         fields = state._asdict()
         shown = self._shown(state) if turn.shows else []
-        return turn.result({k: own[0, ...] for k, own in fields.items()}, message, False, shown)
+        return turn.result({k: own[0, ...] for k, own in fields.items()}, message, shown)
 
     def _message(self, state: Any) -> list[Array]:
         """Return the node's message, without the axis of nodes."""
@@ -195,30 +195,11 @@ class DiffusionClient(ProtocolClient):
         return [pack_arrays(shown)] if shown else []
 
 
-class OwnKeys(NamedTuple):
-    """A node's lasting keys, of its node config.
-
-    Attributes
-    ----------
-    lasting : dict
-        Those arguments of `Keys`.
-    pinned : bool
-        Whether it has its neighbors' keys, and sends sealed messages only.
-    """
-
-    lasting: Mapping[str, Any]
-    pinned: bool
-
-    @classmethod
-    def of(cls, context: Context) -> OwnKeys:
-        """Return the keys that the node config names, or raise a ValueError."""
-        config = context.node_config
-        lasting = lasting_keys(config) if {KEY_FILE, PINNED_KEYS} & config.keys() else {}
-        return cls(lasting, bool(config.get(PINNED_KEYS)))
-
-
 class Turn:
     """A request to a node, and all that is done with it but the algorithm's own work.
+
+    ``keys`` are the node's own `lasting_keys`, ``sealed`` whether it refuses to send other messages
+    than sealed ones, and ``encode`` has messages travel in fewer bytes.
 
     Attributes
     ----------
@@ -242,7 +223,7 @@ class Turn:
     def __init__(
         self,
         node: int,
-        keys: OwnKeys,
+        keys: Mapping[str, Any],
         request: StepRequest,
         private: PrivateState,
         *,
@@ -250,12 +231,13 @@ class Turn:
         encode: Callable[[list[Array]], list[Array]] | None = None,
     ) -> None:
         config, self.step = request.config, request.step
-        self.node, self._request, self._pins, self._encode = node, request, keys.pinned, encode
+        self.node, self._request, self._encode = node, request, encode
+        self._pins = keys["pinned"] is not None
         self.round = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
         asleep = str(node) in str(config.get(ASLEEP, "")).split()
         self.works, self.shows = self.step == EXCHANGE and not asleep, self.step == SHOW
         asks_sealed = bool(config.get(SEALED))
-        if (sealed or keys.pinned) and not asks_sealed:
+        if (sealed or self._pins) and not asks_sealed:
             raise ValueError(f"node {node} sends sealed messages only, and was asked for others.")
         kept, self.saved = RelayState.from_arrays(private.newest())
         if kept.over and not self.shows:
@@ -274,7 +256,7 @@ class Turn:
         self.awaits = self.works if self.is_new else bool(kept.pending)
         self._keys = None
         if asks_sealed and not kept.over:
-            self._keys = Keys(node, request.run, run_key=kept.run_key, **keys.lasting)
+            self._keys = Keys(node, request.run, run_key=kept.run_key, **keys)
             kept = kept._replace(run_key=self._keys.run_key)
         self.hides = kept.over or kept.run_key is not None
         self._kept, self._metrics = kept, dict[str, Scalar]()
@@ -296,8 +278,8 @@ class Turn:
         self._metrics = self._left_out(left_out)
         return around
 
-    def combined(self, reports: Mapping[str, float], rejected: Mapping[int, str]) -> None:
-        """Note what the algorithm reports, and whose messages it has rejected."""
+    def combined(self, reports: Mapping[str, float], rejected: Mapping[int, str] = {}) -> None:
+        """Note what the algorithm reports, and whose messages it has rejected, and why."""
         metrics = self._left_out(rejected)
         if not self._pins:  # else no number that follows from a model leaves, nor its size
             reports = {name: own for name, own in reports.items() if isfinite(own)}
@@ -307,13 +289,13 @@ class Turn:
         self,
         state: Mapping[str, Array],
         message: list[Array],
-        silent: bool,
         shown: Sequence[Array],
+        silent: bool = False,
     ) -> StepResult:
         """Return the reply, and what the node keeps.
 
         ``message`` is what the node sends, if it awaits an answer and is not ``silent``, and
-        ``shown`` what it shows, if it is to.
+        ``shown`` what it shows, if it is to. ``state`` is kept, without an axis of nodes.
         """
         kept = self._kept
         if self.is_new:

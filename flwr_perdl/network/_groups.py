@@ -23,6 +23,7 @@ choice is made anew in every round, without a memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -84,7 +85,8 @@ class GroupsNode(AveragingNode):
                     taken.append(j)
             choice[:] = len(neighbors) + bool(neighbors), perf_counter() - begin
         more = {**state.more, "met": met, "accepted": accepted, "choice": choice}
-        return super().combine(state._replace(more=more), around.equal(taken), trainer)
+        shares = [(j in taken) / len(taken) for j in range(len(around.senders))]
+        return super().combine(state._replace(more=more), replace(around, weights=shares), trainer)
 
     def observe(self, state: NodeState) -> dict[str, Array]:
         """Return how often the node has met and accepted each other, (n_nodes,)."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,10 @@ from flwr_perdl.core.keys import PURPOSE, SELECT
 from flwr_perdl.core.models import magnitude
 from flwr_perdl.network.averaging import AveragingNode, Form, NodeState, Trainer
 from flwr_perdl.network.averaging_options import Averaged, AveragingOptions
-from flwr_perdl.network.combine import Run, curves, tally
+from flwr_perdl.network.combine import Run
 from flwr_perdl.network.compression import Compression
 from flwr_perdl.network.exchange import InMemoryNetwork, resolve_weights
-from flwr_perdl.network.messages import EVERYBODY, MessageStore, neighborhood_of
+from flwr_perdl.network.messages import EVERYBODY, MessageStore, curves, neighborhood_of, tally
 from flwr_perdl.network.schedule import LinkPlan, schedule_of
 from flwr_perdl.network.topology import Topology, weights_of
 
@@ -272,7 +273,7 @@ class Hosts:
                     f"initial must be arrays, got the integer {array}: write {array}.0."
                 )
         self._options, self._clients = options, clients
-        self._initial: Any = initial
+        self._initial = initial
         #: Whether all nodes begin with the same model.
         self.known = initial is not None
         first = [np.asarray(array) for array in self._first(0)]
@@ -284,11 +285,8 @@ class Hosts:
         whose = "initial" if self.known else f"get_parameters of node {node}"
         return self.form.checked(whose, [*map(np.array, self._first(node))])
 
-    def _first(self, node: int) -> Sequence[Array]:
-        if self.known:
-            first: Sequence[Array] = self._initial
-            return first
-        return [*self._client(node).get_parameters({})]
+    def _first(self, node: int) -> Any:
+        return self._initial if self.known else self._client(node).get_parameters({})
 
     def trainer(self, node: int) -> Trainer:
         """Return a node's client as the algorithm calls it; it may change the arrays it gets."""
@@ -297,8 +295,9 @@ class Hosts:
         def call(method: str, arrays: Sequence[Array], **config: Any) -> Any:
             return getattr(client, method)([*map(np.array, arrays)], config)
 
-        def fit(arrays: Sequence[Array], **config: Any) -> _Fitted:
-            return _Fitted(*call("fit", arrays, **config))
+        def fit(arrays: Sequence[Array], **config: Any) -> Any:
+            trained, _, metrics = call("fit", arrays, **config)
+            return SimpleNamespace(arrays=trained, metrics=metrics)
 
         evaluate = partial(call, "evaluate")
         return Trainer(fit, evaluate, partial(evaluate, **{PURPOSE: SELECT}))
@@ -324,9 +323,3 @@ class Hosts:
                     f"clients must return a NumPyClient with a method {method}, got {client!r}."
                 )
         return client
-
-
-class _Fitted(NamedTuple):
-    arrays: list[Array]
-    num_examples: int
-    metrics: dict[str, Any]

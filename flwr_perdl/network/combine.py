@@ -17,7 +17,6 @@ N_k without k                       ``Inbox.links[k]``: those whose messages wer
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -298,21 +297,6 @@ def run_round(
     return combined
 
 
-def tally(left_out: Iterable[tuple[int, int, int]]) -> tuple[dict[int, int], dict[int, list[int]]]:
-    """Return in how many rounds messages were left out, and by which receivers, by their sender.
-
-    ``left_out`` has the round, the sender, and the receiver, which is the sender itself where the
-    network has found what is wrong.
-    """
-    all_of_them = set(left_out)
-    rounds = Counter(sender for _, sender in {(at, sender) for at, sender, _ in all_of_them})
-    by: dict[int, set[int]] = {}
-    for _, sender, receiver in all_of_them:
-        if receiver != sender:
-            by.setdefault(sender, set()).add(receiver)
-    return dict(sorted(rounds.items())), {node: sorted(by[node]) for node in sorted(by)}
-
-
 class Run(NamedTuple):
     """The result of a distributed algorithm.
 
@@ -376,22 +360,6 @@ def reported(
     if taking_part is None or taking_part.all():
         return rows
     return {name: np.where(taking_part, values, np.nan) for name, values in rows.items()}
-
-
-def curves(rows: Sequence[Mapping[str, Array]], n_nodes: int) -> dict[str, Array]:
-    """Return the reports of all rounds by name, (rounds, n_nodes); NaN where there is none."""
-    silent = np.full(n_nodes, np.nan)
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: np.stack([row.get(name, silent) for row in rows]) for name in names}
-
-
-def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
-    """Return the rows of the nodes that are there, with NaN for the others."""
-    if there.all():
-        return rows
-    full = np.full((len(there), *rows.shape[1:]), np.nan, np.result_type(rows, np.float32))
-    full[there] = rows
-    return full
 
 
 def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:

@@ -17,12 +17,10 @@ from flwr_perdl.network.combine import (
     StateT,
     begin_round,
     check_state,
-    curves,
     reported,
     step_back,
-    tally,
 )
-from flwr_perdl.network.messages import Mailbox
+from flwr_perdl.network.messages import Mailbox, curves, tally
 from flwr_perdl.network.schedule import Faults, LinkPlan, Schedule, schedule_of
 from flwr_perdl.network.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -153,7 +151,6 @@ def run_program(
     network: Any,
     n_rounds: int,
     callback: Callable[[int, Any], Any] | None = None,
-    on_report: Callable[[int, dict[str, Array]], Any] | None = None,
 ) -> Run:
     """Run a program: the one way in which the learners of this package do.
 
@@ -163,12 +160,12 @@ def run_program(
         With the data of all nodes.
     network : Topology, CombinationMatrix, Schedule or InMemoryNetwork
         The first three have no faults.
-    n_rounds, callback, on_report
+    n_rounds, callback
         As in `InMemoryNetwork.run`.
     """
     check_function("callback", callback)
     network = resolve_weights(network)
     if not isinstance(network, InMemoryNetwork):
         network = InMemoryNetwork(schedule_of(network))
-    run: Run = network.run(program, n_rounds, callback=callback, on_report=on_report)
+    run: Run = network.run(program, n_rounds, callback=callback)
     return run

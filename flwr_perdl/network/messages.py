@@ -15,7 +15,7 @@ without the others.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from math import isfinite, nan
@@ -131,6 +131,8 @@ class Neighborhood:
         All senders, their messages, and of each the largest absolute value of each array.
     weights : list of float
         The combination weights; they sum to what the network's do.
+    rejected : collection of int
+        Where the messages stand that the node has rejected.
     """
 
     round: int
@@ -139,11 +141,12 @@ class Neighborhood:
     messages: list[Sequence[Array]]
     sizes: list[Sequence[float]]
     weights: list[float]
+    rejected: Collection[int] = ()
 
     @property
     def neighbors(self) -> list[int]:
         """Where the neighbors' messages stand."""
-        return [j for j in range(len(self.senders)) if j != self.own]
+        return [j for j in range(len(self.senders)) if j != self.own and j not in self.rejected]
 
     @property
     def terms(self) -> list[int]:
@@ -163,24 +166,12 @@ class Neighborhood:
         senders = np.array(self.senders)
         return Inbox(self.round, senders[own], senders, arrays, weights, links, own)
 
-    def without(self, rejected: Container[int]) -> Neighborhood:
+    def without(self, rejected: Collection[int]) -> Neighborhood:
         """Return the messages but those at these places, whose weights fall to the node itself."""
-        kept = [j for j in range(len(self.senders)) if j not in rejected]
-        weights = [*self.weights]
-        weights[self.own] += sum(weight for j, weight in enumerate(weights) if j not in kept)
-        return Neighborhood(
-            self.round,
-            kept.index(self.own),
-            [self.senders[j] for j in kept],
-            [self.messages[j] for j in kept],
-            [self.sizes[j] for j in kept],
-            [weights[j] for j in kept],
-        )
-
-    def equal(self, places: Collection[int]) -> Neighborhood:
-        """Return the neighborhood with equal weights of the messages at these places alone."""
-        weights = [(j in places) / len(places) for j in range(len(self.senders))]
-        return replace(self, weights=weights)
+        lost = sum(self.weights[j] for j in sorted(rejected))
+        weights = [0.0 if j in rejected else weight for j, weight in enumerate(self.weights)]
+        weights[self.own] += lost
+        return replace(self, weights=weights, rejected=rejected)
 
     def mean(self, k: int) -> Array:
         """Return the weighted mean of the k-th array of the messages."""
@@ -334,7 +325,9 @@ class Mailbox:
         """
         finite, sent = finite_rows(arrays), self.plan.awake(round_)
         if not finite.all():
-            arrays = tuple(clear_rows(array, ~finite) for array in arrays)
+            arrays = tuple(array.copy() for array in arrays)
+            for array in arrays:
+                array[~finite] = 0
             broken = np.flatnonzero(~finite & sent).tolist()
             self.left_out |= {(round_, node, node) for node in broken}
         received = finite & sent
@@ -391,8 +384,8 @@ class Mailbox:
     def _carried(self, links: Csr, senders: NDArray[np.intp], floats: float) -> Csr:
         """Return the floats that the links of an inbox have carried, (n_nodes, n_nodes)."""
         rows, columns = sparse.coo_array(links).coords
-        entries = np.full(len(rows), floats), (rows, senders[columns])
-        return sparse.csr_array(entries, shape=self._traffic.shape)
+        entries = np.array([rows, senders[columns], np.full(len(rows), floats)])
+        return matrix_of(entries, self.plan.n_nodes)
 
 
 class MessageStore:
@@ -409,10 +402,10 @@ class MessageStore:
     """
 
     def __init__(
-        self, plan: LinkPlan, sealed: bool = False, start: Mapping[str, Matrix] | None = None
+        self, plan: LinkPlan, sealed: bool = False, start: Mapping[str, Matrix] = {}
     ) -> None:
         n = plan.n_nodes
-        self.plan, self.sealed, self.start = plan, sealed, dict(start or {})
+        self.plan, self.sealed, self.start = plan, sealed, dict(start)
         #: Who has a state, as far as it is known: nodes lose it while a run is not on.
         self.known: set[int] = set()
         self.round = 0
@@ -458,9 +451,8 @@ class MessageStore:
             for to, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
                 arrays = self._arrays[self._key(to, sender, late)]
                 messages[to].append(Message(sender, late, weight, arrays))
-        hearers = None
-        if self.sealed:
-            hearers = self.plan.schedule.matrix(round_).topology.adjacency.T.tocsr()
+        next_ = self.plan.schedule.matrix(round_).topology if self.sealed else None
+        hearers = None if next_ is None else next_.adjacency.T.tocsr()
         new, deliveries = [*self.start.values()], {}
         for node in range(n):
             cards = None
@@ -537,6 +529,37 @@ class MessageStore:
                 self._arrays[round_, sender, receiver] = [*before, array]
 
 
+def tally(left_out: Iterable[tuple[int, int, int]]) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Return in how many rounds messages were left out, and by which receivers, by their sender.
+
+    ``left_out`` has the round, the sender, and the receiver, which is the sender itself where the
+    network has found what is wrong.
+    """
+    all_of_them = set(left_out)
+    rounds = Counter(sender for _, sender in {(at, sender) for at, sender, _ in all_of_them})
+    by: dict[int, set[int]] = {}
+    for _, sender, receiver in all_of_them:
+        if receiver != sender:
+            by.setdefault(sender, set()).add(receiver)
+    return dict(sorted(rounds.items())), {node: sorted(by[node]) for node in sorted(by)}
+
+
+def curves(rows: Sequence[Mapping[str, Array]], n_nodes: int) -> dict[str, Array]:
+    """Return the reports of all rounds by name, (rounds, n_nodes); NaN where there is none."""
+    silent = np.full(n_nodes, np.nan)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.stack([row.get(name, silent) for row in rows]) for name in names}
+
+
+def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
+    """Return the rows of the nodes that are there, with NaN for the others."""
+    if there.all():
+        return rows
+    full = np.full((len(there), *rows.shape[1:]), np.nan, np.result_type(rows, np.float32))
+    full[there] = rows
+    return full
+
+
 def entries_of(matrix: Csr) -> Matrix:
     """Return the rows, columns and values of a sparse matrix, (3, n_entries)."""
     entries = sparse.coo_array(matrix)
@@ -595,15 +618,6 @@ def finite_rows(arrays: Sequence[Array]) -> NDArray[np.bool_]:
             odd[odd] = ~np.isfinite(flat[odd]).all(axis=1)
         finite &= ~odd
     return finite
-
-
-def clear_rows(array: Array, rows: NDArray[np.bool_]) -> Array:
-    """Return the array with zeros in these rows."""
-    if not rows.any():
-        return array
-    copy = array.copy()
-    copy[rows] = 0.0
-    return copy
 
 
 def _check_whole(name: str, numbers: Sequence[float]) -> None:

@@ -333,15 +333,12 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             if 0 < round_ <= last:
                 rows = self.reports_of(report)
                 means = {name: float(np.nanmean(row)) for name, row in rows.items()}
-                measured = {
-                    name.removeprefix(_EVALUATED): means.pop(name)
-                    for name in [*means]
-                    if name.startswith(_EVALUATED)
-                }
-                trained = {name.removeprefix(_TRAINED): mean for name, mean in means.items()}
-                found.train_metrics_clientapp[round_] = MetricRecord(dict(trained))
+                measured = {name for name in means if name.startswith(_EVALUATED)}
+                trained = {n.removeprefix(_TRAINED): means[n] for n in means if n not in measured}
+                evaluated = {n.removeprefix(_EVALUATED): means[n] for n in means if n in measured}
+                found.train_metrics_clientapp[round_] = MetricRecord({**trained})
                 if measured:
-                    found.evaluate_metrics_clientapp[round_] = MetricRecord(dict(measured))
+                    found.evaluate_metrics_clientapp[round_] = MetricRecord({**evaluated})
         return found
 
 

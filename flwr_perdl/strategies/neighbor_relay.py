@@ -69,8 +69,17 @@ from flwr_perdl.core.arrays import count_values
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.core.npy import pack_arrays, unpack, unpack_arrays
 from flwr_perdl.network.averaging import BYTES, RECEIVED
-from flwr_perdl.network.combine import Run, curves, spread, tally
-from flwr_perdl.network.messages import EVERYBODY, Delivery, MessageStore, entries_of, matrix_of
+from flwr_perdl.network.combine import Run
+from flwr_perdl.network.messages import (
+    EVERYBODY,
+    Delivery,
+    MessageStore,
+    curves,
+    entries_of,
+    matrix_of,
+    spread,
+    tally,
+)
 from flwr_perdl.network.schedule import LinkPlan, Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology
 from flwr_perdl.protocol.compat import log
@@ -264,14 +273,12 @@ class NeighborRelay(ProtocolStrategy):
         if state is not None:
             held.unpack(state)
         besides = config_of(held.start)
+        ask = partial(Request, model=(), max_weight=None, expect=None)
         if state is None and self.sealed:
             check = partial(_check_reply, ANNOUNCE, 1)
-            config = {SEALED: True, **besides}
             first = stranger._replace(start=[*held.start.values()]).to_arrays()
             arrays = first if held.start else ()
-            replies = yield Request(
-                ANNOUNCE, arrays, config, check=check, model=(), max_weight=None, expect=None
-            )
+            replies = yield ask(ANNOUNCE, arrays, {SEALED: True, **besides}, check=check)
             held.known = set(replies)
             held.keep_cards({node: reply.arrays for node, reply in replies.items()})
         for round_ in range(held.round + 1, self.n_rounds + 2):
@@ -283,17 +290,14 @@ class NeighborRelay(ProtocolStrategy):
             )
             step = SHOW if last else EXCHANGE
             silent = int(self.sealed) if len(asleep) else None  # who sleeps sends at most a card
-            config = {AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed}
-            config[STALENESS] = self.plan.staleness
-            replies = yield Request(
+            config: dict[str, Scalar] = {AT: round_, ASLEEP: " ".join(map(str, asleep))}
+            config |= {SEALED: self.sealed, STALENESS: self.staleness}
+            replies = yield ask(
                 step,
                 config={**config, **besides},
                 state=held.pack(),
                 check=partial(_check_reply, step, 1 if last else silent),
                 per_client=contents.__getitem__,
-                model=(),
-                max_weight=None,
-                expect=None,
             )
             self._count(held, replies, deliveries)
             if not last:
@@ -351,7 +355,7 @@ class NeighborRelay(ProtocolStrategy):
 def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, round_: int) -> str:
     """Store the message in a reply; return what is wrong with it, if anything."""
     floats, cards = float(reply.metrics.get(SENT_FLOATS, 0.0)), delivery.cards
-    addressed: dict[int, Sequence[Matrix]]
+    addressed: dict[int, Sequence[Matrix]] = {EVERYBODY: reply.arrays}
     if BROKEN in reply.metrics:
         return "it has NaN or infinite values"
     if not floats and len(reply.arrays) <= (cards is not None):  # as the node's program wants it
@@ -359,8 +363,7 @@ def _take(store: MessageStore, reply: Reply, node: int, delivery: Delivery, roun
     if cards is None:  # open: one message for all
         if not reply.arrays:
             return "it has no arrays"
-        floats, addressed = count_values(*reply.arrays), {}
-        addressed[EVERYBODY] = reply.arrays
+        floats = count_values(*reply.arrays)
     else:  # the node's card, and a sealed message for each receiver
         sent = reply.arrays[1:]
         if len(sent) != len(cards):
