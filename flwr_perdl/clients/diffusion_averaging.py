@@ -20,7 +20,7 @@ from flwr.app import Context
 
 from flwr_perdl.clients import own_models
 from flwr_perdl.clients.dispatch import step
-from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, Turn
+from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, Turn, own_keys
 from flwr_perdl.clients.own_models import TUNE
 from flwr_perdl.core.checks import Matrix, brief_repr, check_kind
 from flwr_perdl.core.models import DTYPES
@@ -30,7 +30,6 @@ from flwr_perdl.network.averaging_options import AveragingOptions
 from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.parts.private import kept_private
 from flwr_perdl.parts.transport import halved
-from flwr_perdl.privacy.sealed import lasting_keys
 from flwr_perdl.protocol.client_state import INNER, PrivateState, private_store
 from flwr_perdl.protocol.local import (
     Evaluated,
@@ -76,7 +75,7 @@ def averaging_config(
 def average(local: Local, request: StepRequest) -> StepResult:
     """Take a step of `neighbor_relay` by an app that knows nothing of it."""
     form, options, shows, half = _read_about(str(request.config.get(ABOUT)))
-    keys, keeps = lasting_keys(local.context.node_config), local.keeps
+    keys, keeps = own_keys(local.context), local.keeps
     turn = Turn(local.partition, keys, request, local.kept, encode=_halve if half else None)
     first, run, more = form.named(turn.delivery.start), request.run + INNER, {}
     private = [] if keeps is None else keeps.part.private(form.names)
@@ -107,7 +106,7 @@ def average(local: Local, request: StepRequest) -> StepResult:
             state = node.adapt(state, turn.round, trainer)
     arrays, message = state.to_arrays(), node.message(state) if turn.awaits else []
     shown: dict[str, Matrix] = {}
-    if turn.shows and not (turn.hides and keys["pinned"]):
+    if turn.shows and not (turn.hides and keys.get("pinned")):
         shown = {name: own[None] for name, own in node.observe(state).items()}
         if shows and not turn.hides:  # if it cannot read messages, the server learns no model
             shown |= {STATE + name: own[None] for name, own in arrays.items()}

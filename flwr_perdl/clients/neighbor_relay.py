@@ -26,11 +26,10 @@ from flwr_perdl.network.combine import (
     reported,
 )
 from flwr_perdl.network.messages import Delivery, Neighborhood, neighborhood_of
-from flwr_perdl.privacy.sealed import Keys, lasting_keys
 from flwr_perdl.protocol.client_state import PrivateState
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.local import Local, StepRequest, StepResult
-from flwr_perdl.protocol.records import NEW_STATE, SEALED, Scalar
+from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, PINNED_KEYS, SEALED, Scalar
 
 #: The protocol, and its steps.
 RELAY = "neighbor_relay"
@@ -143,7 +142,7 @@ class DiffusionClient(ProtocolClient):
         self.shows = check_choice("shows", shows, SHOWS)
         self.on_end = check_function("on_end", on_end)
         self.node = self.partition
-        self._keys = lasting_keys(context.node_config)
+        self._keys = own_keys(context)
         self.sealed = check_flag("sealed", sealed)
 
     def exchange(self, request: StepRequest, private: PrivateState) -> StepResult:
@@ -195,10 +194,20 @@ class DiffusionClient(ProtocolClient):
         return [pack_arrays(shown)] if shown else []
 
 
+def own_keys(context: Context) -> dict[str, Any]:
+    """Return the lasting keys that the node config names, as `Keys` takes them, or none."""
+    config = context.node_config
+    if not {KEY_FILE, PINNED_KEYS} & config.keys():
+        return {}
+    from flwr_perdl.privacy.sealed import lasting_keys
+
+    return lasting_keys(config)
+
+
 class Turn:
     """A request to a node, and all that is done with it but the algorithm's own work.
 
-    ``keys`` are the node's own `lasting_keys`, ``sealed`` whether it refuses to send other messages
+    ``keys`` are the node's `own_keys`, ``sealed`` whether it refuses to send other messages
     than sealed ones, and ``encode`` has messages travel in fewer bytes.
 
     Attributes
@@ -232,7 +241,7 @@ class Turn:
     ) -> None:
         config, self.step = request.config, request.step
         self.node, self._request, self._encode = node, request, encode
-        self._pins = keys["pinned"] is not None
+        self._pins = keys.get("pinned") is not None
         self.round = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
         asleep = str(node) in str(config.get(ASLEEP, "")).split()
         self.works, self.shows = self.step == EXCHANGE and not asleep, self.step == SHOW
@@ -256,6 +265,8 @@ class Turn:
         self.awaits = self.works if self.is_new else bool(kept.pending)
         self._keys = None
         if asks_sealed and not kept.over:
+            from flwr_perdl.privacy.sealed import Keys  # few nodes need its ciphers
+
             self._keys = Keys(node, request.run, run_key=kept.run_key, **keys)
             kept = kept._replace(run_key=self._keys.run_key)
         self.hides = kept.over or kept.run_key is not None
