@@ -160,7 +160,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     #: What the lines of a run call it, if not by its class.
     _title: str = ""
     #: The metric of an exchange that a bar shows, if not its first one.
-    _shown: str = ""
+    _bar_metric: str = ""
     #: What a run has come to that ``should_stop`` has ended and the next `start` takes up again.
     _paused: Result | None = None
 
@@ -338,7 +338,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._train_config, self._grid = train_config, grid
         run = self.open(to_arrays(initial), initial) if self._paused is None else self._running()
         name = self._title or type(self).__name__
-        show = show_run(mode, name, rounds - self._ahead, self._shown)
+        show = show_run(mode, name, rounds - self._ahead, self._bar_metric)
         run.log_begin(evaluates=evaluate_fn is not None)
         with poll_faster(grid), show as self._show:
             if isinstance(grid, LocalGrid):

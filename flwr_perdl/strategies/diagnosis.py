@@ -471,7 +471,7 @@ class Diagnosis(ShownAsCalled):
                 f"{1 + list(self.candidates).index(run.name)} of {len(self.candidates)} candidates"
             )
             run.strategy._title = f"Diagnosis, {place}, {run.label}{left}"
-            run.strategy._shown = self.metric
+            run.strategy._bar_metric = self.metric
             left.done += run.take(trainings, grid, timeout, evaluate_config, verbose)
 
         for run in runs:
