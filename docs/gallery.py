@@ -233,17 +233,17 @@ def listed() -> list[Page]:
 
 
 class Row(NamedTuple):
-    """A row of README's table."""
+    """A row of README's table; see ``entries.toml``."""
 
     task: str
+    who: str
     entry: str
-    local: str
-    other: str
-    beside: str
     ours: str
     by: str
-    better: str
-    over: str = "seeds"
+    local: str
+    one: str
+    tuned: str = ""
+    question: int = 0
 
 
 def papers() -> dict[str, dict[str, str]]:
@@ -883,8 +883,9 @@ def write_pages(results: Mapping[str, Any]) -> None:
     known = {entry.name: entry for entry in entries()}
     for name, text in pages(results).items():
         (PAGES / name).write_text(text)
-    before, _, after = re.split(r"(\| task \|.*?\n)(?!\|)", README.read_text(), flags=re.DOTALL)
-    README.write_text(before + readme(results) + after)
+    before, begin, rest = README.read_text().partition("<!-- begin evidence -->\n\n")
+    _, end, after = rest.partition("\n<!-- end -->")
+    README.write_text(before + begin + readme(results) + end + after)
     for entry in known.values():
         if entry.charted and entry.name in results:
             drawn = chart(entry, Found(entry, results))
@@ -900,22 +901,38 @@ def write_pages(results: Mapping[str, Any]) -> None:
 
 
 def readme(results: Mapping[str, Any]) -> str:
-    """Return README's table; the best number of a row is bold where its interval excludes 0."""
-    known, rows = {entry.name: entry for entry in entries()}, []
+    """Return README's table, decided rows first, and how all questions were answered."""
+    known = {entry.name: entry for entry in entries()}
+    made = []
     for row in tomllib.loads(ENTRIES.read_text())["readme"]:
         one = Row(**row)
-        found = Found(known[one.entry], results)
-        asked = Question("", one.ours, one.better, {one.beside: one.other}, over=one.over)
-        answered = answer(asked, found)
-        local, other, ours = (number(found.get(name)) for name in (one.local, one.other, one.ours))
-        other, ours = (
-            f"**{shown}**" if answered.word == wins else shown
-            for shown, wins in ((other, NO), (ours, YES))
+        question, found = known[one.entry].questions[one.question], Found(known[one.entry], results)
+        said = answer(question, found)
+        figures = [one.local, one.one, one.tuned, question.rivals[said.rival], one.ours]
+        *alone, theirs, ours = (number(found.get(x)) for x in figures if x)
+        theirs, ours = (
+            f"**{shown}**" if said.word == wins else shown
+            for shown, wins in ((theirs, NO), (ours, YES))
         )
-        rows.append(
-            [one.task, local, f"{other} ({one.beside})", f"{ours} ({one.by})", answered.interval]
+        won = {YES: "win", NO: "loss"}.get(said.word, said.word)
+        made.append(
+            [
+                *(f"{one.task}, {one.who}", ", ".join(alone), f"{theirs} ({said.rival})"),
+                *(f"{ours} ({one.by})", f"{won}: {said.interval}"),
+            ]
         )
-    return markdown_table(["task", "local", "compared with", "flwr-perdl", "difference"], rows)
+    made.sort(key=lambda row: ("win", "loss", UNDECIDED).index(row[-1].partition(":")[0]))
+    words = [
+        answer(question, Found(entry, results)).word
+        for entry in known.values()
+        for question in entry.questions
+    ]
+    counts = ", ".join(f"{words.count(one)} {one}" for one in (YES, NO, UNDECIDED))
+    heads = ["task", "local, FedAvg, FedAvg-FT", "strongest other", "flwr-perdl", "verdict"]
+    return (
+        markdown_table(heads, made)
+        + f"\n[All {len(words)} questions](docs/gallery/index.md): {counts}.\n"
+    )
 
 
 def _thumbnail(entry: Entry, source: Path | BytesIO) -> None:
