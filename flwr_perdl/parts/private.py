@@ -63,8 +63,7 @@ from flwr_perdl.protocol.local import (
     state_of,
     within,
 )
-from flwr_perdl.protocol.part import PRIVATE as PRIVATE_PART
-from flwr_perdl.protocol.part import Arrays, Asked, Part, split
+from flwr_perdl.protocol.part import PRIVATE_RANK, Arrays, Asked, Part, split
 from flwr_perdl.protocol.records import (
     AGAIN,
     ALTERNATE,
@@ -285,7 +284,7 @@ class Private(Part):
         Which arrays are private.
     """
 
-    name, rank = "private", PRIVATE_PART
+    name, rank = "private", PRIVATE_RANK
 
     patterns: Patterns
     #: Whether all arrays are private: clients receive the initial model once, and train it alone.

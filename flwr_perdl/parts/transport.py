@@ -34,8 +34,7 @@ from flwr.app import Array
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_flag
 from flwr_perdl.core.models import change, fixed_entries, is_float, is_plain, settled
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.part import TRANSPORT as TRANSPORT_PART
-from flwr_perdl.protocol.part import Arrays, Asked, Part
+from flwr_perdl.protocol.part import TRANSPORT_RANK, Arrays, Asked, Part
 from flwr_perdl.protocol.records import TRANSPORT, Kept, Reply, Scalar, encode, view
 
 #: The dtype of floats on the wire.
@@ -64,7 +63,7 @@ class Transport(Part):
         By name, the dtypes that half floats stand for, where they are unusual.
     """
 
-    name, rank = "transport", TRANSPORT_PART
+    name, rank = "transport", TRANSPORT_RANK
 
     half: bool
     share: float | None = None

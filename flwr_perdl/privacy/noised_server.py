@@ -26,8 +26,7 @@ from flwr_perdl.privacy.noise import Noise, Release, noise_multiplier, spent
 from flwr_perdl.privacy.noised_client import BUDGET, CHANGES, SUMS, Promise, is_summed
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.part import SUMS as SUMS_PART
-from flwr_perdl.protocol.part import Part
+from flwr_perdl.protocol.part import SUMS_RANK, Part
 from flwr_perdl.protocol.records import (
     MAX_WEIGHT,
     MIN_CLIENTS,
@@ -244,7 +243,7 @@ class Sums(Part):
         If one of the options breaks its rule, or there is no secure sum for the other one.
     """
 
-    name, rank = "sums", SUMS_PART
+    name, rank = "sums", SUMS_RANK
 
     privacy: Noise | None
     secure: bool | Mapping[str, float] = False

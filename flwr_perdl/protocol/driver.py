@@ -23,7 +23,7 @@ from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerSettings
-from flwr_perdl.protocol.part import SUMS, Asked, Part, own_parts, unstack
+from flwr_perdl.protocol.part import SUMS_RANK, Asked, Part, own_parts, unstack
 from flwr_perdl.protocol.records import (
     AFTER,
     EVALUATE,
@@ -443,7 +443,7 @@ class ProtocolRun:
         options, run = self.options, self.record
         due = options.fraction_evaluate > 0 and round_ % options.evaluate_every == 0
         due = due and self._clients_evaluate and bool(run.model)
-        if not any(part.rank == SUMS for part in self.parts):  # else nothing was reported
+        if not any(part.rank == SUMS_RANK for part in self.parts):  # else nothing was reported
             due = due and all(report.step != self._strategy._last_step for report in run.history)
         return due and run.evaluated < round_ == run.done
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flwr_perdl.protocol.request import Channel, Request, Summed
 
 #: The ranks of parts: in this order they are applied.
-PRIVATE, OWN, TRANSPORT, SUMS = range(4)
+PRIVATE_RANK, OWN_RANK, TRANSPORT_RANK, SUMS_RANK = range(4)
 #: The key of a request's config with the user's own parts, as JSON: names and options, in order.
 PARTS = "perdl.parts"
 Arrays = dict[str, Array]
@@ -91,7 +91,7 @@ class Part:
     """
 
     name: ClassVar[str] = ""
-    rank: ClassVar[int] = OWN
+    rank: ClassVar[int] = OWN_RANK
 
     # At the server --------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ def classes_in(places: object) -> dict[str, type[Part]]:
 
 def own_parts(parts: Iterable[Part]) -> dict[str, Scalar]:
     """Return what a request says of the user's own parts."""
-    own = {part.name: part.options for part in parts if part.rank == OWN}
+    own = {part.name: part.options for part in parts if part.rank == OWN_RANK}
     return {PARTS: json.dumps(own)} if own else {}
 
 

@@ -35,7 +35,7 @@ from flwr_perdl.protocol.options import (
     refuse_unknown,
     spell_fields,
 )
-from flwr_perdl.protocol.part import OWN, Part, own_parts
+from flwr_perdl.protocol.part import OWN_RANK, Part, own_parts
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
@@ -189,7 +189,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _options_with(self, **others: Any) -> dict[str, Any]:
         """Return the options by name, for `check_support`; some are not attributes."""
-        own = [part for part in self._options.parts if part.rank == OWN]
+        own = [part for part in self._options.parts if part.rank == OWN_RANK]
         return {**vars(self), "parts": own or None, **others}
 
     @abstractmethod
