@@ -166,7 +166,7 @@ QUESTIONS = {
     ),
 }
 
-HEAD = """# Methods
+HEAD = """# All methods
 
 This page lists every method with its paper and the code that runs it. Not sure which you need?
 [Choose](which-algorithm.md).

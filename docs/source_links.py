@@ -15,17 +15,31 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Pages that a search shows last.
-NO_GUIDES = (
-    "index",
-    "reference/",
-    "gallery/",
-    "examples/",
-    "security-tests",
-    "rivals",
-    "speed",
-    "glossary",
-)
+#: How a search weighs pages whose addresses begin so: who searches for a word wants a guide.
+BOOSTS = {
+    "index": 0.2,
+    "reference/": 0.2,
+    "gallery/": 0.2,
+    "examples/": 0.2,
+    "tutorials/": 0.5,
+    "security-tests": 0.2,
+    "rivals": 0.2,
+    "speed": 0.2,
+    "glossary": 0.2,
+}
+#: Words that users type and a page does not have, or has in passing.
+TAGS = {
+    "add-your-method": "own method, own strategy, custom strategy, new method, own protocol",
+    "coming-from": "PFLlib, fluke, FL4Health, NVFLARE, SCAFFOLD, pFedMe, APFL, FedBABU, MOON",
+    "clustered-learning": "IFCA",
+    "hospital-network": "HIPAA, GDPR, DICOM, DSGVO",
+    "methods": "cite, citation, BibTeX",
+    "model-diffusion": "novelty detection, novel documents",
+    "perma": "K-SVD, number of atoms, sparse coding",
+    "rounds-and-learning-rate": "step size, epochs",
+    "use-a-clients-model": "personalized FedAvg, FedAvg-FT, fine-tune",
+    "which-algorithm": "which strategy, choose",
+}
 LINK = re.compile(r"\]\(((?!https?:)[^)#\s]+)(#[^)]*)?\)")
 #: Blocks that follow each other and whose first comments name what they are written with.
 TABS = re.compile(r"(?:^```python\n# (?:PyTorch|NumPy)\n(?:.*\n)*?```\n\n?){2,}", re.MULTILINE)
@@ -50,8 +64,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     uri = page.file.src_uri
     if uri == "index.md":  # its columns would be empty
         page.meta["hide"] = ["navigation", "toc"]
-    if uri.startswith(NO_GUIDES):  # who searches for a word wants a guide
-        page.meta.setdefault("search", {"boost": 0.2})
+    for start, boost in BOOSTS.items():
+        if uri.startswith(start):
+            page.meta.setdefault("search", {"boost": boost})
+    if words := TAGS.get(uri.removesuffix(".md")):
+        page.meta["tags"] = words.split(", ")
     source = ROOT / "docs" / uri
     if uri.startswith("examples/"):
         source = next(one for one in (ROOT / "examples").rglob("README.md") if address(one) == uri)
