@@ -22,6 +22,7 @@ from flwr_perdl.core.keys import PURPOSE, REPORT
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.part import SUMS_RANK, Asked, Part, own_parts, unstack
 from flwr_perdl.protocol.records import (
@@ -95,7 +96,7 @@ class HasProtocol(typing.Protocol):
     protocol_name: typing.ClassVar[str]
     flags: typing.ClassVar[tuple[str, ...]]
     labels: typing.ClassVar[tuple[str, ...]]
-    numbered: typing.ClassVar[bool]
+    _reads: Models
     _n_stacked: int
     _told: Mapping[str, Scalar]
     _last_step: typing.ClassVar[str]
@@ -258,7 +259,7 @@ class ProtocolRun:
         """Return the names of the arrays in a client's request, whole models."""
         names, request = self.record.array_names, self.request
         numbers = None if request is None or request.numbers is None else request.numbers(partition)
-        if self._plan.step == EVALUATE and self._strategy.numbered:
+        if self._plan.step == EVALUATE and self._strategy._reads.numbered:
             numbers = range(len(self.record.model) // len(names))
         return names if numbers is None else [f"{j}/{name}" for j in numbers for name in names]
 

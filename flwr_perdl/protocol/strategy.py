@@ -27,6 +27,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log, new_record, poll_faster
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
+from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import (
     Needs,
     ServerOptions,
@@ -115,26 +116,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     labels: ClassVar[tuple[str, ...]] = ()
     #: Metrics that lines and log leave out.
     _not_in_words: ClassVar[tuple[str, ...]] = ()
-    #: The names of a model's arrays, where they are not those of the initial ones; which array has
-    #: a row for each model, where they are not one after the other; how one is named, if not so.
-    _names_given: Sequence[str] = ()
-    _stack: ClassVar[int | None] = None
-    _form: Callable[[Sequence[Matrix]], dict[str, Matrix]] | None = None
-    #: Whether models that no client has are left out of the result: nobody has set their number.
-    _drops_empty = False
+    #: How its run's models are read.
+    _reads: Models = Models()
     #: The models, where they are not the run's but those that clients have shown; and theirs.
     _shown: list[list[Matrix]] | None = None
     _shown_by: Mapping[int, ArrayRecord] = MappingProxyType({})
-    #: Steps before there are clusters: what clients said of theirs before is of other models.
-    _unclustered: ClassVar[tuple[str, ...]] = ()
     #: The step in which clients make models of their own and measure them, after all others.
     _last_step: ClassVar[str] = ""
     #: What it does not support, and why: options, and what docs/which-algorithm.md's table has.
     unsupported: ClassVar[Mapping[str, str]] = {}
     #: What options need of others.
     needs: ClassVar[tuple[Needs, ...]] = ()
-    #: Whether its models are several, by number, so that evaluations call arrays "NUMBER/NAME".
-    numbered: ClassVar[bool] = False
     #: How many models the initial arrays are stacks of, if not one.
     _n_stacked: int = 0
     #: Whether another strategy's `start` may call this one's steps.
@@ -382,48 +374,27 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _array_names(self) -> list[str]:
         """Return the names of a model's arrays."""
-        named = [] if self._run is None else self._run.record.array_names
-        return [*(self._names_given or named)]
+        return self._reads.names_in(self._running().record)
 
     @property
     def _models(self) -> list[list[Matrix]]:
         """The models that the server has, of which a client takes one."""
-        model, at = self._running().record.model, self._stack
-        if self._shown is not None:
-            return self._shown
-        if at is not None:
-            rows = [row for stack in model[at : at + 1] for row in stack]
-            return [[*model[:at], row, *model[at + 1 :]] for row in rows]
-        size = (self.numbered and len(self._array_names())) or len(model) or 1
-        return [model[i : i + size] for i in range(0, len(model), size)]
+        found = self._shown
+        return self._reads.split(self._running().record) if found is None else found
 
     def _named(self, model: Sequence[Matrix]) -> ArrayRecord:
         """Return one of the models, with the names of its arrays."""
-        if self._form is None:
-            return to_record(model, self._array_names())
-        arrays = self._form(model)
-        return to_record([*arrays.values()], [*arrays])
+        return self._reads.named(model, self._running().record)
 
     def _members(self) -> dict[int, int]:
-        """Return which model is each client's, by partition: as it said last."""
-        n, kept = len(self._models), self._running().record.kept.get(MEMBERS)
-        if n == 1 and kept is None:
-            return dict.fromkeys(self.client_names, 0)
-        members: dict[int, int] = {}
-        for report in reversed(self.history):
-            if report.step in self._unclustered:
-                break
-            for p in report.metrics.keys() - members.keys():
-                j = report.metrics[p].get(CLUSTER)
-                if isinstance(j, int | float) and 0 <= j < n:
-                    members[p] = int(j)
-        found = {} if kept is None else dict(kept.tolist())
-        return dict(sorted({**members, **found}.items()))
+        """Return which model is each client's, by partition."""
+        record, n = self._running().record, len(self._models)
+        return self._reads.members(record, n, self.client_names)
 
     def _found(self) -> tuple[list[list[Matrix]], dict[int, int]]:
         """Return the models of the result, and which of them is each client's."""
         models, members = self._models, self._members()
-        if not self._drops_empty or not members:
+        if not self._reads.drops_empty or not members:
             return models, members
         numbers = sorted({*members.values()})
         return [models[j] for j in numbers], {p: numbers.index(j) for p, j in members.items()}
@@ -431,7 +402,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     def _presented(self) -> ArrayRecord:
         """Return the model as `start` returns it, of several the one that most clients have."""
         record, models = self._running().record, self._models
-        if self._stack is not None:
+        if self._reads.stack is not None:
             return to_record(record.model, record.array_names)
         own = [*self._members().values()] if len(models) > 1 else []
         most = max(range(len(models)), key=own.count, default=0)
@@ -439,7 +410,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _evaluated(self, arrays: ArrayRecord) -> dict[int | None, ArrayRecord]:
         """Return what ``evaluate_fn`` gets, by cluster."""
-        if not self.numbered:
+        if not self._reads.numbered:
             return {None: arrays}
         return dict(enumerate(map(self._named, self._found()[0])))
 
@@ -770,8 +741,6 @@ def _check_start(
     return check_verbose(verbose, local=isinstance(grid, LocalGrid))
 
 
-#: In what the run keeps: clients with their models, where the server finds these.
-MEMBERS = "members"
 #: Why a strategy around ours is refused.
 _WRAPPED = (
     "a strategy around it, as Flower's DifferentialPrivacy wrappers are (the option privacy of "

@@ -58,6 +58,7 @@ from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, che
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
 from flwr_perdl.protocol.part import split
 from flwr_perdl.protocol.records import (
@@ -187,9 +188,9 @@ class ClusteredFedAvg(ModelStrategy):
         "privacy": "which cluster a client chooses depends on its data: use PersonalizedFedAvg",
     }
     _called_as: ClassVar = {"start_from": "start"}
-    labels, _unclustered = (CLUSTER,), (ALONE, MEASURE)
+    labels = (CLUSTER,)
+    _reads = Models(numbered=True, first=(ALONE, MEASURE))
     protocol_name = CLUSTERED
-    numbered = True
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ class ClusteredFedAvg(ModelStrategy):
         )
         self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self._chooses |= k != 1
-        self._drops_empty = k == _AUTO
+        self._reads = replace(self._reads, drops_empty=k == _AUTO)
         self.start_from = check_choice("start", start, STARTS)
         self._n_stacked = int(k) if start == "given" and k != _AUTO else 0
         if k == _AUTO and start != "one-shot":

@@ -38,6 +38,7 @@ from flwr_perdl.clients.mixed_regression import (
 from flwr_perdl.core.aggregate import OUTLIER, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import (
     NO_MODEL,
     OLD,
@@ -80,7 +81,7 @@ class _MixedRegression(EndsWithModels):
     }
     _called_as: ClassVar = {"two_phase": "*"}
     labels = (CLUSTER,)
-    _names_given, _stack = (CLUSTER_COEFFICIENTS,), 0
+    _reads = Models(names=(CLUSTER_COEFFICIENTS,), stack=0)
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     #: Whether the run is over where Phase 2 would begin.

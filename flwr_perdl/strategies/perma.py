@@ -82,6 +82,7 @@ from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.parts import given
 from flwr_perdl.privacy import Noise
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
     NEW_STATE,
@@ -206,7 +207,7 @@ class PerMA(EndsWithModels):
     """
 
     protocol_name = after_protocol = PERMA
-    _names_given = (GLOBAL_ATOMS,)
+    _reads = Models(names=(GLOBAL_ATOMS,))
     flags = (NEW_STATE, "orthogonal")
     unsupported: ClassVar = {
         "clusters": "its clients share one set of global atoms",

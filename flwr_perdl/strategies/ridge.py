@@ -31,6 +31,7 @@ from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
 from flwr_perdl.parts import given
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.protocol import records
+from flwr_perdl.protocol.models import MEMBERS, Models
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import CLUSTER, Kept, Limits, Replies, Reply, Scalar
 from flwr_perdl.protocol.request import (
@@ -44,7 +45,6 @@ from flwr_perdl.protocol.request import (
     read_replies,
 )
 from flwr_perdl.protocol.roster import LocalGrid
-from flwr_perdl.protocol.strategy import MEMBERS
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import ridge as maths
 from flwr_perdl.regression.mixed_model import fit_mixed_model
@@ -145,7 +145,7 @@ class FederatedRidge(EndsWithModels):
 
     protocol_name = after_protocol = wire.RIDGE
     labels = (CLUSTER,)
-    _stack, _last_step = 3, wire.SOLVE
+    _last_step = wire.SOLVE
     unsupported: ClassVar[Mapping[str, str]] = {
         "reuse_last_reply": "sums are asked for once",
         "private": "a client's own part is its deviation, which stays there",
@@ -211,7 +211,8 @@ class FederatedRidge(EndsWithModels):
         check_support(self, self._options_with())
         if random == wire.RANDOMS[2] and level != PERSONAL:
             raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
-        self._names_given, self._form = [*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY], self._model_arrays
+        names = (*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY)
+        self._reads = Models(names=names, stack=3, form=self._model_arrays)
         after = {SHARED: 0, GROUPS: 0, AUTO: 2}.get(level, 1)
         self._least_rounds = (columns is None) + len(self.scale) + after
         self._told = {wire.FEATURES: self.features, wire.CLASSES: self.classes or 0}
