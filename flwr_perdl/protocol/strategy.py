@@ -118,9 +118,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _not_in_words: ClassVar[tuple[str, ...]] = ()
     #: How its run's models are read.
     _reads: Models = Models()
-    #: The models, where they are not the run's but those that clients have shown; and theirs.
-    _shown: list[list[Matrix]] | None = None
-    _shown_by: Mapping[int, ArrayRecord] = MappingProxyType({})
+    #: The models, where they are those that clients have sent at the end; and whose is which.
+    _sent_models: list[list[Matrix]] | None = None
+    _sent_by: Mapping[int, ArrayRecord] = MappingProxyType({})
     #: The step in which clients make models of their own and measure them, after all others.
     _last_step: ClassVar[str] = ""
     #: What it does not support, and why: options, and what docs/which-algorithm.md's table has.
@@ -379,7 +379,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     @property
     def _models(self) -> list[list[Matrix]]:
         """The models that the server has, of which a client takes one."""
-        found = self._shown
+        found = self._sent_models
         return self._reads.split(self._running().record) if found is None else found
 
     def _named(self, model: Sequence[Matrix]) -> ArrayRecord:

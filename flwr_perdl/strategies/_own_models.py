@@ -306,7 +306,7 @@ class EndsWithModels(ProtocolStrategy):
             self._array_names(),
             apart | {*self._run.roster.private},
             contexts_on(self._grid),
-            self._shown_by.get,
+            self._sent_by.get,
         )
 
     def _tune(self, grid: Grid, result: Result) -> None:

@@ -195,7 +195,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             self, self._options_with(compression=compression, groups=groups, weights=weights)
         )
         self._learned: Averaged | None = None
-        self._shown = []
+        self._sent_models = []
 
     @property
     def averaged(self) -> Averaged:
@@ -261,7 +261,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         check_function("should_stop", should_stop)
         self.n_rounds = check_count("num_rounds", 3 if num_rounds is None else num_rounds, 1)
         self.averaging.suited_to(self, self.n_rounds)
-        self._learned, self._shown, self._shown_by = None, [], {}
+        self._learned, self._sent_models, self._sent_by = None, [], {}
 
         def stops(exchange: int, result: Result) -> bool:
             round_ = exchange - self._ahead
@@ -279,8 +279,8 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
             learned = self.averaging.learned(run, shown)
             models = self._whole(shown) if self.shows_models else {}
             if models:
-                self._shown = [[*map(_mean, zip(*models.values(), strict=True))]]
-            self._shown_by = {node: self._named(model) for node, model in models.items()}
+                self._sent_models = [[*map(_mean, zip(*models.values(), strict=True))]]
+            self._sent_by = {node: self._named(model) for node, model in models.items()}
             self._learned = learned._replace(models={})
             groups = [[node, j] for j, some in enumerate(learned.groups) for node in some]
             if groups:
