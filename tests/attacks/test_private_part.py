@@ -13,8 +13,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app, keep_private
+from flwr_perdl.privacy import Noise
 from flwr_perdl.strategies import PersonalizedFedAvg, TooFewReplies
-from tests.grids import Tapped, arrays_in, as_app, asks, context_of, partition_of
+from tests.grids import Tapped, arrays_in, as_app, asks, context_of, partition_of, promise
+from tests.strategies.own_part import Clip
 
 SECRET = 1234.5
 
@@ -173,3 +175,52 @@ def test_names_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match="names"):
             client_app(ByPosition, **given)
+
+
+# With noise, and with a user's own part ----------------------------------------------------------
+
+BODY, HEAD = np.zeros(3), np.zeros(3)
+#: What a server may try: names in another order, sizes and sums of its own, other parts.
+TRICKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "honest": ({"body": BODY, "head": HEAD}, {}),
+    "swapped": ({"head": HEAD, "body": BODY}, {}),
+    "renamed": ({"body": BODY, "rest": HEAD}, {}),
+    "both": ({"body": BODY, "head": HEAD}, {"size": 6}),
+    "sums": ({"body": BODY, "head": HEAD}, {"of": "sums"}),
+    "rows": ({"body": BODY[None], "head": HEAD[None]}, {"of": "rows"}),
+    "left out": ({"body": BODY, "head": HEAD}, {"perdl.left-out": '["body"]'}),
+    "all left out": ({"body": BODY, "head": HEAD}, {"perdl.left-out": '["body", "head"]'}),
+    "own part": ({"body": BODY, "head": HEAD}, {"perdl.parts": '{"clip": {"norm": 9}}'}),
+    "unknown part": ({"body": BODY, "head": HEAD}, {"perdl.parts": '{"other": {}}'}),
+    "transport": (
+        {"body": BODY, "head": HEAD},
+        {"perdl.transport": '{"half": true, "share": null, "changes": true}'},
+    ),
+    "no promise": ({"body": BODY, "head": HEAD}, {"perdl.promise": None}),
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("noised", [False, True])
+def test_no_message_brings_a_private_head_into_what_leaves(trick: str, noised: bool) -> None:
+    """With noise a reply is at most the clipped change of the body's three entries."""
+    given, others = TRICKS[trick]
+    noise = Noise(epsilon=2.0, trust="central", level="client") if noised else None
+    app = client_app(
+        lambda _: Solved(), private=["head"], names=["body", "head"], privacy=noise, parts=[Clip]
+    )
+    sizes = {name: value for name, value in others.items() if "." not in name}
+    config: dict[str, Any] = {"server-round": 1, "perdl.run": "r", "perdl.left-out": '["head"]'}
+    config |= {"perdl.promise": promise(**{"size": 3, **sizes})} if noised else {}
+    config |= {name: value for name, value in others.items() if "." in name}
+    arrays = ArrayRecord({name: Array(array) for name, array in given.items()})
+    asked = ConfigRecord({name: value for name, value in config.items() if value is not None})
+    grid = Tapped(app, 1)
+    (node,) = grid.get_node_ids()
+    content = RecordDict({"arrays": arrays, "config": asked})
+    (reply,) = grid.send_and_receive([asks(content, node)])
+    sent = np.concatenate([np.zeros(0), *(array.ravel() for _, array in arrays_in([reply]))])
+    assert np.count_nonzero(sent) <= 3
+    assert (np.abs(sent) <= 1).all()  # the head is in the thousands
+    if trick == "honest":
+        np.testing.assert_allclose(sent, 1 / np.sqrt(3) if noised else 1)
