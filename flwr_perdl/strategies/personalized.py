@@ -16,6 +16,9 @@ paper (Reddi et al.)             here
 ``eta``, ``tau``                 ``learning_rate``, ``tau``
 ================================ ===========================================================
 
+Deviations: a client counts for at most ten times the round's median number of samples; with
+``alternate``, updates of frozen arrays are discarded instead of never computed.
+
 What each party receives:
 
 - *The server*: per client and round, the shared arrays after training, the number of private
