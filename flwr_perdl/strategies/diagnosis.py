@@ -68,12 +68,9 @@ from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 Make = Callable[..., ProtocolStrategy | None]
 #: The reference, if it is among the candidates; else the first one is.
 FEDAVG = "fedavg"
-#: Intervals are of 95 %, on both sides.
-_LEVEL = 0.025
-#: How much a mean gain may be below the largest, as a share of the reference's metric.
-_WITHIN = 0.01
-#: With fewer clients an interval that holds 0 leaves it undecided.
-_FEW = 8
+#: Intervals are of 95 %, on both sides; how much a mean gain may be below the largest, as a share
+#: of the reference's metric; with fewer clients an interval that holds 0 leaves it undecided.
+_LEVEL, _WITHIN, _FEW = 0.025, 0.01, 8
 #: How many candidates go on with the reference.
 _GO_ON = 3
 #: Outliers are so many times as far from the median as all clients but a fifth are. One in five may
@@ -467,18 +464,15 @@ class Diagnosis(ShownAsCalled):
         left = _TimeLeft(third * len(runs) + n_rates * longest)
 
         def take(run: _Run, trainings: int) -> None:
-            place = (
-                f"{1 + list(self.candidates).index(run.name)} of {len(self.candidates)} candidates"
-            )
+            place = f"{1 + [*self.candidates].index(run.name)} of {len(self.candidates)} candidates"
             run.strategy._title = f"Diagnosis, {place}, {run.label}{left}"
             run.strategy._bar_metric = self.metric
             left.done += run.take(trainings, grid, timeout, evaluate_config, verbose)
 
         for run in runs:
             take(run, third)
-        judged = self._judged(self._of_best_rates(runs))
-        judged.keep()
-        going, ended = self._going_on(judged), list[_Run]()
+        early = self._judged(self._of_best_rates(runs))
+        going, ended = self._going_on(early), list[_Run]()
         for run in [run for run in runs if run.name in going and run.error is None]:
             for name in [name for name, of in tuned.items() if of == run.name]:
                 take(run, half)
@@ -487,7 +481,7 @@ class Diagnosis(ShownAsCalled):
                     take(ended[-1], num_rounds)
             take(run, num_rounds)
             ended.append(run)
-        self._result, chosen = self._concluded(judged.runs, ended)
+        self._result, chosen = self._concluded(early, ended)
         log(INFO, "%s\n%s\n\n%s", self._result.sentence, self._result.table(), self._result.code)
         return chosen.result
 
@@ -504,9 +498,7 @@ class Diagnosis(ShownAsCalled):
             if strategy is None:
                 self._left_out[name] = "the model has one layer"
                 continue
-            check_kind(
-                f"what candidates[{name!r}] returns", strategy, ProtocolStrategy, "a strategy"
-            )
+            check_kind(f"candidates[{name!r}](...)", strategy, ProtocolStrategy, "a strategy")
             if strategy.fine_tune:
                 raise ValueError(
                     f"candidates[{name!r}] must leave fine_tune out, got {strategy.fine_tune}: add "
@@ -566,12 +558,8 @@ class Diagnosis(ShownAsCalled):
         n, sign = len(partitions), 1 if self.higher_is_better else -1
         found = dict[int, Matrix]()
         for i, (run, evaluations) in enumerate(zip(runs, measured, strict=True)):
-            scores = np.full((1, n), np.nan)
-            if evaluations:
-                scores = np.array(
-                    [[sign * o.get(p, np.nan) for p in partitions] for o in evaluations]
-                )
-            scores = scores[self._counts(scores), np.arange(n)]
+            each = [[sign * one.get(p, np.nan) for p in partitions] for one in evaluations or [{}]]
+            scores = np.array(each)[self._counts(np.array(each)), np.arange(n)]
             if 2 * np.isfinite(scores).sum() >= n:
                 found[i] = scores
             else:
@@ -603,7 +591,7 @@ class Diagnosis(ShownAsCalled):
             chosen.append(len(scores) - 1 - (ahead - width).argmax())
         return np.where(half, *chosen)
 
-    def _concluded(self, stopped: Sequence[_Run], ended: Sequence[_Run]) -> tuple[Diagnosed, _Run]:
+    def _concluded(self, early: _Judged, ended: Sequence[_Run]) -> tuple[Diagnosed, _Run]:
         """Return the findings, and the run of the recommended candidate."""
         judged = self._judged(self._of_best_rates(ended))
         names, reference = [run.name for run in judged.runs], judged.scores[judged.reference]
@@ -613,13 +601,13 @@ class Diagnosis(ShownAsCalled):
         means = middle(judged.gains)[0]
         others = [i for i in np.argsort(-means, kind="stable").tolist() if i != taken] or [taken]
         lead = _interval(judged.gains[taken] - judged.gains[others[0]], len(names))
-        found = dict(zip(names, zip(judged.scores, judged.gains, strict=True), strict=True))
-        shown = {run.name: run for run in judged.runs}
-        for run in stopped:  # after as many rounds as the reference then
-            if run.name not in found and run.stopped is not None:
-                shown[run.name], found[run.name] = run, run.stopped_at(judged.clients)
+        found = {name: judged.of(i, judged.clients) for i, name in enumerate(names)}
+        shown = {run.name: run for run in (*early.runs, *judged.runs)}
+        # Those that were stopped: after as many rounds as the reference then.
+        found = {run.name: early.of(i, judged.clients) for i, run in enumerate(early.runs)} | found
         order = [name for name in self.candidates if name in found]
         chosen, sign = judged.runs[taken], 1 if self.higher_is_better else -1
+        lost = "the candidate from which it goes on was stopped"
         clustered = [run.groups for run in (chosen, *shown.values()) if run.groups]
         result = Diagnosed(
             chosen.name,
@@ -635,25 +623,14 @@ class Diagnosis(ShownAsCalled):
             {name: rate for name in order if (rate := shown[name].rate) is not None},
             names[others[0]],
             lead,
-            {name: self._why(name) for name in self.candidates if name not in found},
+            {n: self._left_out.get(n, lost) for n in self.candidates if n not in found},
             self.metric,
             self.higher_is_better,
         )
         return result, chosen
 
-    def _why(self, name: str) -> str:
-        """Return why a candidate is not compared."""
-        make = self.candidates[name]
-        of = make.of if isinstance(make, _FineTuned) else ""
-        return self._left_out.get(name, f"{of} was stopped, or left out")
-
     def _sentence(
-        self,
-        judged: _Judged,
-        taken: int,
-        over: int,
-        lead: tuple[float, float, float],
-        confidence: float,
+        self, judged: _Judged, taken: int, over: int, lead: Sequence[float], confidence: float
     ) -> str:
         """Return the recommendation in at most 25 words."""
         typed, reference = [run.typed for run in judged.runs], judged.reference
@@ -683,10 +660,11 @@ class _Judged(NamedTuple):
     gains: Matrix
     reference: int
 
-    def keep(self) -> None:
-        """Have each run know what it came to, in case that it is stopped."""
-        for run, scores, gains in zip(self.runs, self.scores, self.gains, strict=True):
-            run.stopped = self.clients, scores, gains
+    def of(self, i: int, clients: Sequence[int]) -> tuple[Matrix, Matrix]:
+        """Return a run's scores and gains for these clients, NaN for others than its own."""
+        at = {p: (self.scores[i, j], self.gains[i, j]) for j, p in enumerate(self.clients)}
+        scores, gains = np.array([at.get(p, (np.nan, np.nan)) for p in clients]).T
+        return scores, gains
 
 
 @dataclass
@@ -710,8 +688,6 @@ class _Run:
     trained: int = 0
     error: TooFewReplies | None = None
     result: Result = field(default_factory=Result)
-    #: What it came to where it was stopped: clients, their scores and gains.
-    stopped: tuple[list[int], Matrix, Matrix] | None = None
 
     def rounds(self, trainings: int) -> int:
         """Return the communication rounds with so many trainings of each client."""
@@ -756,13 +732,6 @@ class _Run:
         clustered = isinstance(self.strategy, ClusteredFedAvg) and self.strategy.k != 1
         return self.strategy.result.members if clustered else {}
 
-    def stopped_at(self, clients: Sequence[int]) -> tuple[Matrix, Matrix]:
-        """Return the scores and gains of these clients where it was stopped; NaN without any."""
-        of, *rows = self.stopped or ([], np.empty(0), np.empty(0))
-        each = [dict(zip(of, row, strict=True)) for row in rows]
-        scores, gains = (np.array([one.get(p, np.nan) for p in clients]) for one in each)
-        return scores, gains
-
     def fork(self, name: str, strategy: _Local) -> _Run:
         """Return a candidate that goes on from here by local training."""
         own = self.strategy
@@ -785,10 +754,10 @@ class _Run:
         if typed == _typed(_Local()):
             return "# Local training: each client trains its own model, without a server."
         kind, module = typed.partition("(")[0], type(root.strategy).__module__
-        library = "flwr" if typed == "FedAvg()" else module.partition(".")[0]
-        module = {"flwr": "flwr.serverapp.strategy", "flwr_perdl": "flwr_perdl.strategies"}.get(
-            library, module
-        )
+        if typed == "FedAvg()":
+            module = "flwr.serverapp.strategy"
+        elif module.startswith("flwr_perdl."):
+            module = "flwr_perdl.strategies"
         config = dict(self.config)
         told = f", train_config=ConfigRecord({config})" if config else ""
         imports = "from flwr.app import ConfigRecord\n" if config else ""
