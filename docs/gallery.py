@@ -31,7 +31,7 @@ import sys
 import textwrap
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from hashlib import file_digest, sha256
@@ -52,7 +52,10 @@ from perdl_experiments.fetch import PAPERS
 from perdl_experiments.outcome import CHART, DPI, vector
 from perdl_experiments.pictures import heat_map, intervals
 from perdl_experiments.render import (
+    FEWEST,
+    LEVEL,
     SHARE,
+    bootstrap,
     claim_holds,
     fill,
     markdown_table,
@@ -73,7 +76,6 @@ STUDIES_AT = ROOT / "perdl_experiments" / "studies"
 REPEATS, PROCESSES, KERNEL = 5, 2, "Haswell"
 MOVED, TINY = 1e-6, 1e-12  # of its size, and rounding of a zero: what a stored number may move
 TABLE = "methods"  # the picture that is drawn of the table of methods
-LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BETTER, REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE = (
     "better than the paper",
     "reproduced",
@@ -677,7 +679,7 @@ class Found:
     def interval(self, reference: str | float) -> tuple[float, float]:
         """Return the bootstrap interval of a metric: of its mean where that is the number."""
         values = self.values(str(reference))
-        if len(values) <= REPEATS:  # then the interval is the range, see `bootstrap`
+        if len(values) <= FEWEST:  # of which not all may have been kept
             return self.get(reference, "low"), self.get(reference, "high")
         is_mean = np.isclose(self.get(reference), np.mean(values))
         return bootstrap(values, np.mean if is_mean else np.median)
@@ -689,21 +691,6 @@ class Found:
     def _said(self, reference: str) -> float | str:
         value = self.get(reference)
         return data_size(value) if FLOATS in reference else value
-
-
-def bootstrap(
-    values: Sequence[Any], statistic: Callable[..., Any] = np.median
-) -> tuple[float, float]:
-    """Return the percentile interval of the median, or another statistic, of resampled values.
-
-    The median of five draws is the smallest of five values in 5.8 % of the resamples, so that the
-    interval of five values is their range.
-    """
-    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
-    found = statistic(np.asarray(values)[drawn], axis=1)
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(found, [tail, 1 - tail], method="inverted_cdf")
-    return float(low), float(high)
 
 
 def verdict_of(figure: Figure, found: Found) -> str:
@@ -796,7 +783,7 @@ def _gains(question: Question, rival: str | float, found: Found) -> Gain:
         return Gain(low, float(gain(both, 0)), high, _chance(np.diff(both)[:, 0], 0), len(both))
     pairs = found.values(question.ours), found.values(str(rival))
     gains = [_gain(ours, theirs, lower=lower) for ours, theirs in zip(*pairs, strict=True)]
-    low, high = (min(gains), max(gains)) if len(gains) <= REPEATS else bootstrap(gains)
+    low, high = bootstrap(gains)
     p = _chance(gains, question.margin)
     return Gain(low, float(np.median(gains)), high, p, len(gains))
 

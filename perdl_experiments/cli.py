@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -42,7 +44,7 @@ from perdl_experiments.runner import (
     resumable,
     run_experiment,
 )
-from perdl_experiments.studies import COMMON, EXPERIMENTS, find
+from perdl_experiments.studies import COMMON, EXPERIMENTS, TOPICS, find
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.words import data_size, plural
 
@@ -94,7 +96,16 @@ def main() -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, _end)
-    app(prog_name="flwr-perdl")
+    try:
+        status = app(prog_name="flwr-perdl", standalone_mode=False)
+    except click.UsageError as error:
+        path = "flwr-perdl" if error.ctx is None else error.ctx.command_path
+        said = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())  # said twice
+        _tell(f"{said} See `{path} --help`.")
+        status = error.exit_code
+    except click.Abort:  # of an interrupt outside of what a command does
+        status = 128 + signal.SIGINT
+    sys.exit(status)
 
 
 def _end(number: int, _: object) -> None:
@@ -129,9 +140,11 @@ def common(
 
 @app.command("list")
 def list_experiments() -> None:
-    """List the experiments."""
-    rows = [[name, one.about, one.source] for name, one in EXPERIMENTS.items()]
-    console().print(Rows(["experiment", "what it shows", "source"], rows))
+    """List the experiments by topic."""
+    width = max(map(len, EXPERIMENTS))
+    for topic, experiments in TOPICS.items():
+        rows = [[one.name.ljust(width), one.about] for one in experiments]
+        console().print(Rows(["experiment", "what it shows"], rows, topic))
 
 
 @app.command()
@@ -351,7 +364,10 @@ def _errors_in_a_sentence(folder: Path | None = None) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-        _tell(str(error) or type(error).__name__)
+        said = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror and error.filename is not None:
+            said = f"{os.fsdecode(error.filename)!r}: {error.strerror}."
+        _tell(said)
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Ended) else signal.SIGINT

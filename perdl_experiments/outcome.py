@@ -80,9 +80,8 @@ def to_results(outcome: Outcome, page: Page, **run: Any) -> dict[str, Any]:
     page : mapping
         The study's TOML file.
     **run
-        ``experiment``, ``about``, ``source``, ``guide`` (a page of the documentation), ``config``,
-        ``seed``, ``engine``, ``seconds``, ``clients`` (what happened to each client's replies, by
-        its name).
+        ``experiment``, ``title``, ``about``, ``source``, ``config``, ``seed``, ``engine``,
+        ``seconds``, ``clients`` (what happened to each client's replies, by its name).
 
     Returns
     -------

@@ -47,13 +47,15 @@ Fields = dict[str, Any]
 
 #: Text in a cell that is longer than this wraps.
 LONG = 40
-#: A table of more columns is a card per row on a small screen.
+#: The heads of a table of more columns wrap.
 WIDE = 4
 #: Less is less by more than this share (of an area under a curve: of what is missing to one), or by
 #: so many decibels, and by more than rounding.
 SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
 #: A run with less than this share of an experiment's clients or rounds is not judged.
 FEW = 0.5
+#: Of bootstrap intervals: level, resamples, and the most values whose interval is their range.
+LEVEL, RESAMPLES, FEWEST = 0.95, 2000, 5
 #: The metric of a record that says why a method failed.
 FAILED = "failed"
 #: What rows of clients are called; of more than `MANY` a reader sees quantiles and the `WORST`.
@@ -78,8 +80,9 @@ _STATISTICS: dict[str, Callable[[Any], Any]] = {
 _SHARES: dict[str, Callable[[Any, float], Any]] = {"below": np.less, "from": np.greater_equal}
 #: What a metric's rule has besides fields of its records.
 _RULE = ("of", "statistic", "except", "by_seed")
-#: A metric's place in a sentence; ``{share:%}`` is a share as a percentage.
-PLACE = re.compile(r"\{([^}%]+?)(?::%)?\}")
+#: A metric's place in a sentence; ``{share:%}`` is a share as a percentage, ``{error:interval}`` a
+#: number with its interval, where it is the mean or the median of repetitions.
+PLACE = re.compile(r"\{([^}%]+?)(?::%|:interval)?\}")
 #: The number at the beginning of a cell.
 _NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?")
 
@@ -168,14 +171,17 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def fill(template: str, get: Callable[[str], Any]) -> str:
+def fill(
+    template: str, get: Callable[[str], Any], interval: Callable[[str], str] = lambda _: ""
+) -> str:
     """Return a sentence with its metrics filled in, each as `number` writes it."""
 
     def filled(place: re.Match[str]) -> str:
         value = get(place[1])
         if isinstance(value, str):
             return value
-        return f"{value:.0%}" if place[0].endswith("%}") else number(value)
+        span = interval(place[1]) if place[0].endswith(":interval}") else ""
+        return f"{value:.0%}" if place[0].endswith("%}") else f"{number(value)}{span}"
 
     return PLACE.sub(filled, " ".join(template.split()))
 
@@ -452,7 +458,7 @@ def report(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> d
     return {
         "metrics": found,
         "by_seed": by_seed(page, records),
-        "finding": " ".join(_findings(page, known, too_few(page, known))),
+        "finding": " ".join(_findings(page, records, known)),
         "tables": [one._asdict() for one in tables(page, records, told)],
         "notes": list(_notes(page, records, told)),
     }
@@ -469,7 +475,7 @@ def too_few(page: Page, config: Mapping[str, Any]) -> str:
     return f"Too few {' and '.join(short)} to judge." if short else ""
 
 
-def _findings(page: Page, found: Mapping[str, Any], few: str) -> Iterator[str]:
+def _findings(page: Page, records: Sequence[Record], found: Mapping[str, Any]) -> Iterator[str]:
     """Yield that a run is too small, and the first sentence; verdicts take more than one run."""
 
     def get(reference: str | float) -> Any:
@@ -477,11 +483,38 @@ def _findings(page: Page, found: Mapping[str, Any], few: str) -> Iterator[str]:
         never = isinstance(reference, str) and reference.startswith("rounds_") and value == -1
         return float("inf") if never else value
 
-    if few:
+    def interval(name: str) -> str:
+        for metric, record, rule in _named(page, records):
+            if metric == name and np.size(record.value) > 1:
+                median = rule.get("statistic") == "median"
+                values = np.ravel(record.value).tolist()
+                low, high = map(number, bootstrap(values, np.median if median else np.mean))
+                kind = "range" if len(values) <= FEWEST else f"{100 * LEVEL:g} % interval"
+                return f" ({kind} {low} to {high})" if low != high else ""
+        return ""
+
+    if few := too_few(page, found):
         yield few
     first = first_sentence(page.get("finding", ()), found)
     if first is not None:
-        yield fill(first, get)
+        yield fill(first, get, interval)
+
+
+def bootstrap(
+    values: Sequence[Any], statistic: Callable[..., Any] = np.median
+) -> tuple[float, float]:
+    """Return the percentile interval of the median, or another statistic, of resampled values.
+
+    The median of five draws is the smallest of five values in 5.8 % of the resamples: of `FEWEST`
+    values or fewer, the range is returned.
+    """
+    if len(values) <= FEWEST and np.ndim(values) == 1:
+        return float(np.min(values)), float(np.max(values))
+    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    found = statistic(np.asarray(values)[drawn], axis=1)
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(found, [tail, 1 - tail], method="inverted_cdf")
+    return float(low), float(high)
 
 
 def _notes(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> Iterator[str]:
@@ -504,11 +537,10 @@ def html_table(table: Mapping[str, Any]) -> str:
     head = "".join(f"<th scope='col'>{column}</th>" for column in columns)
     best = {tuple(cell) for cell in table.get("best", ())}
     wide = " class='wide'" if len(columns) > WIDE else ""
-    labels = columns if wide else [""] * len(columns)
     rows = ""
     for i, row in enumerate(table["rows"]):
         bold = [(i, j) in best for j in range(len(row))]
-        rows += f"<tr>{''.join(map(_html_cell, row, labels, bold))}</tr>"
+        rows += f"<tr>{''.join(map(_html_cell, row, bold))}</tr>"
     title = escape(table["title"])
     return (
         f"<h2>{title}</h2>"
@@ -518,11 +550,10 @@ def html_table(table: Mapping[str, Any]) -> str:
     )
 
 
-def _html_cell(cell: str, label: str, best: bool) -> str:
+def _html_cell(cell: str, best: bool) -> str:
     long = " class='long'" if len(cell) > LONG else ""
-    named = f" data-label='{label}'" if label else ""
     text = f"<b>{escape(cell)}</b>" if best else escape(cell)
-    return f"<td{long}{named}>{text}</td>"
+    return f"<td{long}>{text}</td>"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -24,6 +24,8 @@ from perdl_experiments.words import data_size
 
 REPORT = "report.html"
 
+#: Figures that are shown at once, as the first table is; the others are folded.
+_FIGURES = 2
 #: Clients with odd replies that the page shows, and what is counted of them; all else is a share.
 MOST_CLIENTS = 20
 _COUNTED = ("asked", "failed", "refused")
@@ -75,10 +77,14 @@ def read_results(out: Path) -> dict[str, Any]:
         If there is none, it cannot be read, or a part of it is of the wrong type.
     """
     path = out / RESULTS
+    if not path.is_file():
+        raise ValueError(
+            f"{str(out)!r} must be the folder of a finished run, but has no {RESULTS}."
+        )
     try:
         results: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{str(out)!r} must be the folder of a finished run: {error}.") from error
+        raise ValueError(f"{str(path)!r} must be a run's results, but can't be read.") from error
     if not isinstance(results, dict) or "experiment" not in results:
         raise ValueError(f"{str(path)!r} must be a run's results, but names no experiment.")
     try:
@@ -121,13 +127,14 @@ def _is_figure(name: object) -> bool:
 
 #: The parts of results.json that are shown.
 _FORMS: dict[str, Any] = {
-    **dict.fromkeys(("experiment", "about", "source", "engine", "finding", "costs_of"), str),
+    **dict.fromkeys(
+        ("experiment", "title", "about", "source", "engine", "finding", "costs_of"), str
+    ),
     **dict.fromkeys(("rounds", "floats_up", "floats_down", "seconds"), is_number),
     **dict.fromkeys(("config", "versions"), dict),
     "metrics": {"*": is_number},
     "notes": [str],
     "tables": [{"title": str, "caption": str, "columns": [str], "rows": [[str]]}],
-    "guide": str,
     "figures": [{"title": str, "caption": str, "file": _is_figure}],
     "clients": {"*": {"*": is_number}},
 }
@@ -166,31 +173,37 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         "engine": results["engine"],
         "seed": results["seed"],
     }
-    body = [
-        *(_figure(f, out) for f in results["figures"]),
-        *(html_table(brief(one)) for one in results["tables"]),
-    ]
+    figures = [_figure(one, out) for one in results["figures"]]
+    tables = [html_table(brief(one)) for one in results["tables"]]
     odd = odd_clients(results)
-    if odd is not None:
-        body.append(html_table(odd))
-    found, guide = results.get("finding", ""), escape(results.get("guide", ""))
-    guide = f" Guide: docs/{guide}.md." if guide else ""
-    if results["notes"]:
-        notes = "".join(f"<p>{escape(note)}</p>" for note in results["notes"])
-        body.append(f"<h2>Notes</h2>{notes}")
+    body = [*figures[:_FIGURES], *tables[:1], *([] if odd is None else [html_table(odd)])]
+    more = [*figures[_FIGURES:], *tables[1:]]
+    found = results.get("finding", "")
+    notes = [f"<p>{escape(note)}</p>" for note in results["notes"]]
+    settings = [
+        f"<p><code>{escape(_listing(results[part]))}</code></p>" for part in ("config", "versions")
+    ]
+    folded = {
+        "More figures and tables": more,
+        "Notes": notes,
+        "Settings and versions": settings,
+    }
+    body += [
+        f"<details><summary>{name}</summary>{''.join(parts)}</details>"
+        for name, parts in folded.items()
+        if parts
+    ]
     return _PAGE.substitute(
-        title=escape(results["about"]),
+        title=escape(results["title"]),
         finding=f"<p class='finding'>{escape(found)}</p>\n" if found else "",
-        about=f"Experiment <code>{escape(results['experiment'])}</code>. "
-        f"Source: {escape(results['source'])}.{guide}",
+        about=f"{escape(results['about'])}. Experiment "
+        f"<code>{escape(results['experiment'])}</code>; source: {escape(results['source'])}.",
         facts="".join(
             _fact(escape(str(value)), name)
             for name, value in facts.items()
             if value not in ("0", "0 bytes")
         ),
         body="\n".join(body),
-        settings=escape(_listing(results["config"])),
-        versions=escape(_listing(results["versions"])),
     )
 
 

@@ -218,3 +218,9 @@ def test_a_runs_report_opens_without_error_overflow_or_poor_contrast(
     run = [sys.executable, *command.split(), tmp_path / "run"]
     subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
     assert_no_complaints(browser, tmp_path / "run" / "report.html")
+    page = browser.new_page(viewport={"width": 420, "height": 860})
+    page.goto((tmp_path / "run" / "report.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollHeight") <= 5 * 860
+    plot, text = (page.locator(one).first.bounding_box() for one in ("img", "p"))
+    assert plot["width"] == text["width"]
+    page.close()

@@ -14,6 +14,7 @@ from perdl_experiments.studies._experiment import (
 __all__ = [
     "COMMON",
     "EXPERIMENTS",
+    "TOPICS",
     "Config",
     "Experiment",
     "Value",
@@ -25,33 +26,25 @@ __all__ = [
 #: Options that the command line has under their own names.
 COMMON = ("clients", "rounds", "seed", "data")
 
-_FILES = (
-    "cameras",
-    "stations",
-    "digits",
-    "images",
-    "sites",
-    "synthetic",
-    "global_atoms",
-    "comparison",
-    "federations",
-    "mixed_regression",
-    "regression",
-    "patients",
-    "rotated_digits",
-    "personal",
-    "private",
-    "inference",
-    "novel_documents",
-    "biclustering",
-    "denoise",
-    "patches",
-    "unmixing",
-    "decentralized",
-    "forecast",
-    "video",
-)
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in map(load, _FILES)}
+#: The studies' files by topic, in the order in which users see them.
+_FILES = {
+    "Personalized dictionaries": (
+        *("cameras", "stations", "digits", "images", "sites", "video", "private"),
+        *("synthetic", "global_atoms", "comparison", "federations"),
+    ),
+    "Personalized models of any kind": ("personal", "patients"),
+    "Groups of clients": ("rotated_digits", "mixed_regression", "regression"),
+    "Without a server": (
+        *("decentralized", "forecast", "inference", "novel_documents", "biclustering"),
+        *("denoise", "patches", "unmixing"),
+    ),
+}
+TOPICS: dict[str, list[Experiment]] = {
+    topic: list(map(load, files)) for topic, files in _FILES.items()
+}
+EXPERIMENTS: dict[str, Experiment] = {
+    one.name: one for experiments in TOPICS.values() for one in experiments
+}
 
 
 def find(name: str) -> Experiment:

@@ -335,9 +335,9 @@ class Experiment:
         """Return what results.json says of the experiment, and of the options of a run."""
         return {
             "experiment": self.name,
+            "title": self.page["title"],
             "about": self.about,
             "source": self.source,
-            "guide": self.page["guide"],
             "config": {name: own for name, own in config.options.items() if name != "experiment"},
         }
 

@@ -18,7 +18,8 @@ from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from flwr_perdl.export import load
 from perdl_experiments.__main__ import main
 from perdl_experiments.cli import app
-from perdl_experiments.studies import EXPERIMENTS
+from perdl_experiments.cli import main as run
+from perdl_experiments.studies import EXPERIMENTS, TOPICS
 from perdl_experiments.terminal import Rows
 
 
@@ -67,7 +68,10 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
         (["run", "digits", "--resume", "--overwrite"], "must not be given together"),
         (["run", "digits", "-o", "n_atoms"], "option"),
         (["run", "digits", "--data", "nowhere.npz"], "digits makes its own data"),
-        (["report", "nowhere"], "must be the folder of a finished run"),
+        (
+            ["report", "nowhere"],
+            "'nowhere' must be the folder of a finished run, but has",
+        ),
         (["fetch", "mnist", "--out", "four/0.npz"], "out"),
     ],
 )
@@ -81,6 +85,38 @@ def test_mistakes_get_one_sentence_and_status_2(tmp_path, monkeypatch, arguments
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("flwr-perdl: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run"], "Missing argument 'EXPERIMENT'. See `flwr-perdl run --help`."),
+        (["run", "digits", "--round", "3"], "No such option"),
+        (["runs", "digits"], "No such command 'runs'."),
+        (["run", "digits", "--seed", "x"], "Invalid value for '--seed': 'x' is not a valid int"),
+        (["report", "out"], "'out' must be the folder of a finished run"),
+    ],
+)
+def test_wrong_usage_is_said_as_other_mistakes_are(monkeypatch, capsys, arguments, sentence):
+    monkeypatch.setattr(sys, "argv", ["flwr-perdl", *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"flwr-perdl: {sentence}")
+
+
+def test_the_list_of_experiments_is_that_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    for topic, experiments in TOPICS.items():
+        named = [f"`{one.name}`" + r" \*" * ("data" in one.options) for one in experiments]
+        assert f"| {topic} | {', '.join(named)} |" in page
+    shown = invoke("list").stdout
+    places = [shown.index(part) for part in (*TOPICS, "cameras ")]
+    assert places == [places[0], *sorted(places[1:-1]), places[-1]]
+    assert all(f"{name} " in shown for name in EXPERIMENTS)
+    assert "source" not in shown
 
 
 def test_the_version_and_help_have_short_ways():
@@ -124,12 +160,6 @@ def test_a_terminal_shows_at_once_that_the_program_loads(monkeypatch):
     main()
     assert shown.getvalue().startswith("flwr-perdl: loading .")
     assert shown.getvalue().endswith(" \r")  # and is wiped
-
-
-def test_every_experiment_names_a_guide():
-    docs = Path(__file__).parents[2] / "docs"
-    for name, one in EXPERIMENTS.items():
-        assert (docs / f"{one.page['guide']}.md").is_file(), name
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path):

@@ -11,7 +11,8 @@ from perdl_experiments.studies import configure, find
 
 RUN = {
     "experiment": "digits",
-    "about": "A <b>bold</b> claim",
+    "title": "A <b>bold</b> claim",
+    "about": "What it is about",
     "source": "a paper",
     "config": {"clients": 3, "rounds": 2},
     "seed": 0,
@@ -116,15 +117,14 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     assert render(read_results(tmp_path), tmp_path) == path.read_text(encoding="utf-8")
 
 
-def test_the_report_begins_with_words_and_pictures_and_names_the_guide(tmp_path):
+def test_the_report_begins_with_words_and_pictures(tmp_path):
     outcome = make_outcome(floats_up=250_000.0)
-    write(tmp_path, outcome, to_results(outcome, PAGE, **RUN, guide="perma"))
+    write(tmp_path, outcome, to_results(outcome, PAGE, **RUN))
     text = write_report(tmp_path).read_text(encoding="utf-8")
     page = Page(text)
     assert "<h1>A &lt;b&gt;bold&lt;/b&gt; claim</h1>" in text
     assert text.index("<img") < text.index("<table")
-    assert "docs/perma.md" in " ".join(page.text)
-    assert "file:" not in text
+    assert "What it is about. Experiment" in " ".join(page.text)
     assert "2 MB" in page.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from perdl_experiments import render
 from perdl_experiments.render import FAILED, Record
@@ -131,6 +132,24 @@ def test_the_first_sentence_is_of_metrics_that_are_there_and_has_no_verdict() ->
     claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
     shown = page(finding=["{none}", "It is {error_ours_5} ({error_theirs_5:%})."], claims=[claim])
     assert render.report(shown, RECORDS, {})["finding"] == "It is 2 (50%)."
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1.0, 2.0, 6.0], "It is 2 (range 1 to 6)."),
+        ([*range(41)], "It is 20 (95 % interval 14 to 26)."),
+        ([3.0, 3.0], "It is 3."),
+        (3.0, "It is 3."),
+    ],
+)
+def test_a_number_of_the_first_sentence_has_the_interval_of_its_repetitions(
+    values: Any, said: str
+) -> None:
+    median = {"of": "error", "statistic": "median"}
+    shown = {"finding": "It is {error:interval}.", "metrics": {"error": median}}
+    records = [Record("error", np.asarray(values))]
+    assert render.report(shown, records, {})["finding"] == said
 
 
 def test_one_number_is_less_than_another_by_more_than_a_trifle() -> None:
