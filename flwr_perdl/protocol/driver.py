@@ -22,7 +22,6 @@ from flwr_perdl.core.keys import PURPOSE, REPORT
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.part import SUMS_RANK, Asked, Part, own_parts, unstack
 from flwr_perdl.protocol.records import (
@@ -44,7 +43,14 @@ from flwr_perdl.protocol.records import (
     Scalar,
     brief,
 )
-from flwr_perdl.protocol.report import Observers, RoundReport, RunRecord, first_reason, summarize
+from flwr_perdl.protocol.report import (
+    Models,
+    Observers,
+    RoundReport,
+    RunRecord,
+    first_reason,
+    summarize,
+)
 from flwr_perdl.protocol.request import (
     CAPPED,
     REFUSED,

@@ -27,7 +27,6 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.protocol.compat import log, new_record, poll_faster
 from flwr_perdl.protocol.driver import Plan, ProtocolRun
-from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import (
     Needs,
     ServerOptions,
@@ -52,7 +51,15 @@ from flwr_perdl.protocol.records import (
     to_record,
     to_records,
 )
-from flwr_perdl.protocol.report import History, RoundReport, Show, check_verbose, in_words, show_run
+from flwr_perdl.protocol.report import (
+    History,
+    Models,
+    RoundReport,
+    Show,
+    check_verbose,
+    in_words,
+    show_run,
+)
 from flwr_perdl.protocol.request import (
     Lost,
     Protocol,

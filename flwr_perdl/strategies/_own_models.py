@@ -131,7 +131,7 @@ class Learned:
         The clients whose own model has arrays that no shared one has.
     contexts : mapping of int to Context
         Of the clients in this process.
-    saved : callable
+    saved : callable, optional
         ``client -> model``: what is saved as its own, or None.
 
     Examples

@@ -58,7 +58,6 @@ from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, che
 from flwr_perdl.core.models import cleared, fixed_entries, is_plain, settled
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import OLD, SECURE, ServerOptions
 from flwr_perdl.protocol.part import split
 from flwr_perdl.protocol.records import (
@@ -69,6 +68,7 @@ from flwr_perdl.protocol.records import (
     for_evaluations,
     scalars,
 )
+from flwr_perdl.protocol.report import Models
 from flwr_perdl.protocol.request import Combine, Protocol, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies import _starts

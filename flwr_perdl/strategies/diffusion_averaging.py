@@ -25,9 +25,9 @@ from flwr_perdl.network.compression import RandomQuantization, TopK
 from flwr_perdl.network.schedule import Schedule
 from flwr_perdl.network.topology import CombinationMatrix, Topology, averaging_weights
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.models import MEMBERS
 from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars
+from flwr_perdl.protocol.report import MEMBERS
 from flwr_perdl.protocol.request import Protocol, State
 from flwr_perdl.strategies._models import check_initial
 from flwr_perdl.strategies._own_models import TrainsModels

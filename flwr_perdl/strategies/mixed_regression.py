@@ -38,7 +38,6 @@ from flwr_perdl.clients.mixed_regression import (
 from flwr_perdl.core.aggregate import OUTLIER, RULES
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_robust
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import (
     NO_MODEL,
     OLD,
@@ -47,6 +46,7 @@ from flwr_perdl.protocol.options import (
     spell_fields,
 )
 from flwr_perdl.protocol.records import CLUSTER, Replies, Reply
+from flwr_perdl.protocol.report import Models
 from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import Refinement, TwoPhase, two_phases

@@ -82,7 +82,6 @@ from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.parts import given
 from flwr_perdl.privacy import Noise
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.models import Models
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
     NEW_STATE,
@@ -92,6 +91,7 @@ from flwr_perdl.protocol.records import (
     check_shapes,
     scalars,
 )
+from flwr_perdl.protocol.report import Models
 from flwr_perdl.protocol.request import Protocol, Request, State, Summed
 from flwr_perdl.strategies._choice import Update, begun, choose, is_choosing, numbers_to_try
 from flwr_perdl.strategies._dictionaries import (

@@ -31,9 +31,9 @@ from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
 from flwr_perdl.parts import given
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.protocol import records
-from flwr_perdl.protocol.models import MEMBERS, Models
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import CLUSTER, Kept, Limits, Replies, Reply, Scalar
+from flwr_perdl.protocol.report import MEMBERS, Models
 from flwr_perdl.protocol.request import (
     Lost,
     Protocol,
