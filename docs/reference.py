@@ -48,6 +48,7 @@ PACKAGES = {
     "flwr_perdl.dictionary": "Dictionary learning",
     "flwr_perdl.regression": "Regression",
     "flwr_perdl.privacy": "Privacy",
+    "flwr_perdl.parts": "Parts of strategies",
     "flwr_perdl.core.checks": "Argument checks",
     "flwr_perdl.core.files": "Files",
     "flwr_perdl.random": "Random numbers",
