@@ -72,6 +72,8 @@ def diagnose_app(
     sys.path.insert(0, str(folder.resolve()))
     try:
         client = _named("clientapp", app["components"]["clientapp"])
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.manual_seed(seed)  # of the initial model
         start = _record(initial)
     finally:
         sys.path.pop(0)

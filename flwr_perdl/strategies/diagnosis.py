@@ -54,7 +54,7 @@ from flwr_perdl.parts import all_private
 from flwr_perdl.parts.private import check_patterns, matched
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import APART, EVALUATE, FORK, LOSSES, TRAIN, to_arrays
+from flwr_perdl.protocol.records import APART, EVALUATE, FORK, LOSSES, TRAIN, brief, to_arrays
 from flwr_perdl.protocol.report import RoundReport, is_higher_better
 from flwr_perdl.protocol.request import Protocol, Request, State, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
@@ -564,7 +564,7 @@ class Diagnosis(ShownAsCalled):
                 found[i] = scores
             else:
                 why = run.error or "most clients never evaluated it"
-                self._left_out[run.name] = str(why).rstrip(".")
+                self._left_out[run.name] = brief(str(why)).rstrip(".")
                 log(WARNING, "Diagnosis leaves out %s: %s.", run.label, self._left_out[run.name])
         complete = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
         clients = [p for p, has_all in zip(partitions, complete, strict=True) if has_all]
