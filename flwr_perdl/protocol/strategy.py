@@ -681,7 +681,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
         """Return a message per client; as in Flower's own strategies they share their content."""
-        run, told = self._running(), {**config, **plan.config}
+        run, told = self._running(), ConfigRecord({**config, **plan.config})
         made: dict[Any, tuple[RecordDict, int]] = {}
         self._sent = []
         records = to_records(plan.arrays, run.names_for)
@@ -697,11 +697,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     @staticmethod
     def _content(
-        run: ProtocolRun, partition: int, record: ArrayRecord, told: Mapping[str, Any]
+        run: ProtocolRun, partition: int, record: ArrayRecord, told: ConfigRecord
     ) -> RecordDict:
         """Return a message's content, as the run's parts make it."""
         if not run.parts:
-            return RecordDict({ARRAYS: record, CONFIG: ConfigRecord({**told})})
+            return RecordDict({ARRAYS: record, CONFIG: told})
         arrays, config = dict(record), {**told, **own_parts(run.parts)}
         for part in run.parts:
             arrays, own = part.to_client(partition, arrays, run.asked)
