@@ -60,7 +60,7 @@ from flwr_perdl.protocol.local import (
     state_apart,
     within,
 )
-from flwr_perdl.protocol.part import PARTS, Part, classes_in, parts_of
+from flwr_perdl.protocol.part import OWN_RANK, PARTS, Part, classes_in, parts_of
 from flwr_perdl.protocol.records import (
     APART,
     ARRAYS,
@@ -486,7 +486,11 @@ def _send(
     for part in parts:
         start = f"{part.name}/"
         own = {n.removeprefix(start): one for n, one in before.items() if n.startswith(start)}
-        arrays = part.send(arrays, begun, own)
+        every = part.rank != OWN_RANK  # a user's part is not asked about integers and bytes
+        seen = {n: one for n, one in arrays.items() if every or one.dtype.startswith("float")}
+        sent = part.send(seen, begun, own)
+        left = {n: one for n, one in arrays.items() if n in sent or n not in seen}
+        arrays = left | sent
         after |= {start + name: one for name, one in own.items()}
     if after:
         state.save(round_, after)

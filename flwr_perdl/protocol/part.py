@@ -262,7 +262,7 @@ class Part:
         Parameters
         ----------
         arrays : dict of str to Array
-            The step's.
+            The step's, of floats alone: integers, booleans and bytes leave as they are.
         start : mapping of str to Array
             What its training began with, where that is known.
         kept : dict of str to ndarray
