@@ -88,7 +88,7 @@ INTERNAL = (
     *("adapts", "sent_options"),
     *("most_clusters", "Objective.at", "per_atom", "own_forms", "own_weights", "modulus"),
     *("awake", "broken", "delays", "links", "passable", "turn", "check_linked", "adapted"),
-    *("robust_means", "neighbor_terms", "argmax", "decode", "encode", "levels"),
+    *("neighbor_terms", "argmax", "decode", "encode", "levels"),
 )
 
 #: The page of every name that stands for one object only.

@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[Any, int, int]] = {
     "ClusteredFedAvg": (lambda: strategies.ClusteredFedAvg(2, seed=0), 8, 19),
     "PersonalizedFedAvg": (lambda: strategies.PersonalizedFedAvg(["v"]), 7, 18),
     "Ditto": (lambda: strategies.Ditto(0.1), 8, 18),
-    "DiffusionAveraging": (lambda: strategies.DiffusionAveraging(Topology.ring(4)), 10, 26),
+    "DiffusionAveraging": (lambda: strategies.DiffusionAveraging(Topology.ring(4)), 10, 25),
 }
 
 

@@ -323,7 +323,8 @@ class AveragingNode:
                 apart = np.reshape(own - mean, (1, -1))
                 square += float(row_products(apart, apart)[0])
             if self.method == "exact_diffusion" and i in form.corrected:
-                mean = (mean + own) / 2
+                mean += own
+                mean /= 2
             model[i] = as_file(settled(mean, sent[i], fixed))
         message, n = around.messages[around.own], len(around.neighbors)
         reports = state.reports.copy()
