@@ -3,21 +3,79 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from flwr.app import Array
+from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import check_flag, check_kind
 from flwr_perdl.core.extras import load_extra
 from flwr_perdl.core.models import DTYPES
 from flwr_perdl.core.npy import view_file
 
-__all__ = ["load", "norm_layers", "trainable"]
+__all__ = ["features", "load", "norm_layers", "trainable"]
 
 #: Types such as ``BatchNorm2d`` and ``LayerNorm``, other libraries' ``LlamaRMSNorm`` too.
 _NORM = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+
+
+def features(net: Any, loader: Iterable[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return what a frozen body makes of all samples, and their labels: data of a `RidgeClient`.
+
+    ``RidgeClient(*features(net.body, loader), context)`` learns heads in one exchange
+    (`flwr_perdl.strategies.FederatedRidge`). Neither gradients nor dropout are computed.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The body; its training mode is as before afterwards.
+    loader : iterable of batches
+        Each a pair of inputs and labels, or a mapping of two such values, as of a ``DataLoader``.
+
+    Returns
+    -------
+    Z : ndarray of shape (n_samples, n_features)
+        Outputs, flattened; float64 if the body's are, else float32.
+    y : ndarray of shape (n_samples, ...)
+        Labels.
+
+    Raises
+    ------
+    ImportError, TypeError, ValueError
+        If PyTorch is not installed, ``net`` is not a module, there is no batch, or one is no pair.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flwr_perdl.pytorch import features
+    >>> batches = [(torch.ones(2, 3, 4), torch.tensor([0, 1]))]
+    >>> Z, y = features(torch.nn.Flatten(), batches)
+    >>> Z.shape, y.tolist()
+    ((2, 12), [0, 1])
+    """
+    torch = _torch("features", net)
+    device = next((one.device for one in [*net.parameters(), *net.buffers()]), None)
+    was_training, found = net.training, list[tuple[NDArray[Any], NDArray[Any]]]()
+    net.eval()
+    try:
+        with torch.no_grad():
+            for batch in loader:
+                pair = [*batch.values()] if isinstance(batch, Mapping) else [*batch]
+                if len(pair) != 2:
+                    raise ValueError(
+                        f"loader must have pairs of inputs and labels, got {len(pair)}."
+                    )
+                outputs = net(pair[0].to(device)).flatten(1).cpu()
+                outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+                found.append((outputs.numpy(), pair[1].cpu().numpy()))
+    finally:
+        net.train(was_training)
+    if not found:
+        raise ValueError("loader must have at least one batch, got none.")
+    Z, y = zip(*found, strict=True)
+    return np.concatenate(Z), np.concatenate(y)
 
 
 def norm_layers(net: Any) -> list[str]:

@@ -11,7 +11,11 @@ from flwr.app import Array, ArrayRecord
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from flwr_perdl.pytorch import load, norm_layers, trainable  # noqa: E402
+from flwr_perdl.clients import RidgeClient, client_app  # noqa: E402
+from flwr_perdl.pytorch import features, load, norm_layers, trainable  # noqa: E402
+from flwr_perdl.regression import RidgeModel  # noqa: E402
+from flwr_perdl.simulations import InProcessGrid  # noqa: E402
+from flwr_perdl.strategies import FederatedRidge  # noqa: E402
 
 
 class FrozenBatchNorm2d(nn.Module):
@@ -126,3 +130,55 @@ def test_other_input_is_refused_by_name() -> None:
             function(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(TypeError, match="arrays"):
         load(nn.Linear(2, 2), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_features_are_those_of_the_body_in_evaluation(dtype: Any) -> None:
+    body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).to(dtype)
+    X, y = torch.randn(5, 3, dtype=dtype), torch.arange(5)
+    batches = [(X[:3], y[:3]), {"img": X[3:], "label": y[3:]}]
+    before = {name: value.clone() for name, value in body.state_dict().items()}
+    Z, labels = features(body, batches)
+    assert body.training
+    assert all(torch.equal(value, before[name]) for name, value in body.state_dict().items())
+    assert Z.dtype == (np.float64 if dtype == torch.float64 else np.float32)
+    with torch.no_grad():
+        wanted = body.eval()(X).double().numpy()
+    np.testing.assert_allclose(Z, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    np.testing.assert_array_equal(labels, y)
+    features(body, batches)
+    assert not body.training
+
+
+def test_heads_are_learned_in_one_exchange_from_features() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Flatten(), nn.Linear(6, 32), nn.ReLU())
+    X = torch.randn(4, 60, 2, 3)
+    y = (body(X.flatten(0, 1)) @ torch.randn(32, 3)).argmax(dim=1).reshape(4, 60)
+
+    def make_client(context: Any) -> RidgeClient:
+        i = int(context.node_config["partition-id"])
+        return RidgeClient(*features(body, [(X[i], y[i])]), context)
+
+    strategy = FederatedRidge("shared", classes=3, features=0)
+    strategy.start(InProcessGrid(client_app(make_client), 4))
+    model = RidgeModel.of(strategy.result.model_of(0))
+    accuracies = [
+        np.mean(model.predict(features(body, [(X[i], y[i])])[0]) == y[i].numpy()) for i in range(4)
+    ]
+    assert min(accuracies) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        ((object(), []), TypeError, "net"),
+        ((nn.Flatten(), []), ValueError, "loader"),
+        ((nn.Flatten(), [(torch.ones(1, 2),)]), ValueError, "loader"),
+    ],
+)
+def test_features_of_what_is_no_body_or_no_batch_are_refused(
+    given: Any, error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=f"^{named}"):
+        features(*given)
