@@ -40,8 +40,8 @@ def load_data(node_config: Mapping[str, Any]) -> tuple[DataLoader, DataLoader]:
     X = torch.randn(160, 4, 4, generator=torch.Generator().manual_seed(1 + partition))
     y = (X.flatten(1) @ rule).argmax(dim=1)
     X = torch.rot90(X, partition % 2, dims=(1, 2)).flatten(1)  # odd clients: turned
-    train, test = TensorDataset(X[:80], y[:80]), TensorDataset(X[80:], y[80:])
-    return DataLoader(train, batch_size=20), DataLoader(test, batch_size=80)
+    train, test = TensorDataset(X[:40], y[:40]), TensorDataset(X[40:], y[40:])
+    return DataLoader(train, batch_size=20), DataLoader(test, batch_size=120)
 
 
 def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
