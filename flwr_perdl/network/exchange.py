@@ -74,7 +74,6 @@ class InMemoryNetwork(ShownAsCalled):
         *,
         callback: Callable[[int, StateT], Any] | None = None,
         stop: Callable[[StateT], bool] | None = None,
-        on_report: Callable[[int, dict[str, Array]], Any] | None = None,
     ) -> Run:
         """Run a distributed algorithm for some rounds.
 
@@ -88,9 +87,6 @@ class InMemoryNetwork(ShownAsCalled):
             Called with round and state after every round.
         stop : callable, optional
             Ends the run when it returns True for the state.
-        on_report : callable, optional
-            Called after every round with the round and the nodes' reports: a dict of arrays of
-            shape (n_nodes,), NaN for a node without a report.
 
         Returns
         -------
@@ -114,8 +110,6 @@ class InMemoryNetwork(ShownAsCalled):
             awake = plan.awake(round_)
             now = step_back(after, now, ~awake)  # who is asleep takes in nothing
             rows.append(reported(program, now, awake))
-            if on_report is not None:
-                on_report(round_, rows[-1])
             if callback is not None:
                 callback(round_, now)
             if stop is not None and stop(now):
