@@ -30,15 +30,21 @@ BOOSTS = {
 #: Words that users type and a page does not have, or has in passing.
 TAGS = {
     "add-your-method": "own method, own strategy, custom strategy, new method, own protocol",
+    "clustered-learning": "IFCA, ClusteredFedAvg",
     "coming-from": "PFLlib, fluke, FL4Health, NVFLARE, SCAFFOLD, pFedMe, APFL, FedBABU, MOON",
-    "clustered-learning": "IFCA",
+    "decentralized-learning": "DiffusionAveraging",
+    "faults": "checkpoint, Byzantine",
     "hospital-network": "HIPAA, GDPR, DICOM, DSGVO",
+    "keep-a-part-private": "PersonalizedFedAvg, FedPer, FedRep",
+    "kinds-of-heterogeneity": "non-IID",
     "methods": "cite, citation, BibTeX",
     "model-diffusion": "novelty detection, novel documents",
+    "my-data": "DataLoader",
     "perma": "K-SVD, number of atoms, sparse coding",
+    "pytorch-and-gpus": "PyTorch, GPU, CUDA",
     "rounds-and-learning-rate": "step size, epochs",
-    "use-a-clients-model": "personalized FedAvg, FedAvg-FT, fine-tune",
-    "which-algorithm": "which strategy, choose",
+    "use-a-clients-model": "personalized FedAvg, FedAvg-FT, fine-tune, new client",
+    "which-algorithm": "strategy, which strategy, strategies, choose",
 }
 LINK = re.compile(r"\]\(((?!https?:)[^)#\s]+)(#[^)]*)?\)")
 #: Blocks that follow each other and whose first comments name what they are written with.
@@ -69,6 +75,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
             page.meta.setdefault("search", {"boost": boost})
     if words := TAGS.get(uri.removesuffix(".md")):
         page.meta["tags"] = words.split(", ")
+    name = Path(uri).stem
+    if uri.startswith("reference/") and re.search("[a-z]{6}[A-Z][a-z]", name):
+        page.meta["tags"] = [name.lower()]  # the search takes it apart
     source = ROOT / "docs" / uri
     if uri.startswith("examples/"):
         source = next(one for one in (ROOT / "examples").rglob("README.md") if address(one) == uri)
