@@ -181,7 +181,7 @@ $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	@touch $@
 
 .venv-lowest/.installed: pyproject.toml .ci/lowest.txt
-	.ci/venv .venv-lowest --editable '.[test]' --constraint .ci/lowest.txt
+	.ci/venv .venv-lowest --editable '.[test,simulation]' --constraint .ci/lowest.txt
 	@touch $@
 
 .venv-site/.installed: pyproject.toml

@@ -53,7 +53,7 @@ def test_omp_by_residual_leaves_least_in_every_step(rng, unit):
         taken = []
         for k in range(1, 5):
             left = [
-                np.linalg.norm(x - np.linalg.lstsq(own.T, x)[0] @ own)
+                np.linalg.norm(x - np.linalg.lstsq(own.T, x, rcond=None)[0] @ own)
                 for own in (D[[*taken, j]] for j in range(9))
             ]
             taken.append(int(np.argmin(left)))
@@ -78,7 +78,7 @@ def test_omp_fits_with_atoms_that_are_nearly_alike(rng, unit, selection):
     X = rng.standard_normal((100, 6))
     for x, codes in zip(X, omp(X, D, 5, selection=selection), strict=True):
         own = D[codes != 0]
-        best = x - np.linalg.lstsq(own.T, x)[0] @ own
+        best = x - np.linalg.lstsq(own.T, x, rcond=None)[0] @ own
         assert np.linalg.norm(x - codes @ D) == pytest.approx(np.linalg.norm(best), abs=1e-8)
 
 

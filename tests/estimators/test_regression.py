@@ -39,7 +39,7 @@ def test_models_and_members_are_found(k: Any) -> None:
     np.testing.assert_allclose(model.coef_[model.labels_], SLOPES[np.arange(N) % 2], atol=0.05)
     for j in range(2):  # the oracle: least squares on the cluster's points
         mine = np.isin(groups % 2, j)
-        *oracle, level = np.linalg.lstsq(np.c_[X, np.ones(len(X))][mine], y[mine])[0]
+        *oracle, level = np.linalg.lstsq(np.c_[X, np.ones(len(X))][mine], y[mine], rcond=None)[0]
         np.testing.assert_allclose(model.coef_[model.labels_[j]], oracle, atol=1e-3)
         np.testing.assert_allclose(model.intercept_[model.labels_[j]], level, atol=1e-3)
     assert model.score(X, y, names[groups]) > 0.99
