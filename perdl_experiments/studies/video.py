@@ -10,9 +10,9 @@ paper (A.3)                     here
 frame i, N = 62                 client i; ``to_samples(frame, patch)``, see `clips`
 Y_i, 576 x 1600                 pixels of a 40x40 patch are samples, patches x channels features
 r^g = 30, r_i = 576             ``n_global``, ``n_atoms``
+k = 50 atoms of a code          ``n_nonzero``, by OMP; all atoms of the client by default
 Algorithm 5                     ``learner="gradient"``
 Algorithm 6                     `separate`, at the end; ``refine_steps`` before every round too
-k = 50 atoms                    all atoms of the client (OMP)
 ==============================  =================================================================
 
 Deviations, and why. Patches are small (2x2): the background of all frames then has an exact
@@ -107,6 +107,7 @@ class Config(LearnerConfig):
 
     patch: int
     n_global: int
+    n_nonzero: int
     refine_steps: int
 
     def check(self) -> None:
@@ -114,9 +115,9 @@ class Config(LearnerConfig):
         check_count("n_global", self.n_global, 1, min(self.patch**2, self.n_atoms))
 
     def make_learner(self, n_atoms: int | None = None) -> Learner:
-        """Return the learner; every sample is coded with all atoms."""
+        """Return the learner; a sample is coded with `n_nonzero` atoms, or with all."""
         count = self.n_atoms if n_atoms is None else n_atoms
-        return GENERAL[self.learner](count, n_nonzero=count)
+        return GENERAL[self.learner](count, n_nonzero=min(self.n_nonzero or count, count))
 
     @property
     def clip(self) -> Clip:
