@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from flwr_perdl.core.checks import Matrix, check_array, check_count
 
 
@@ -75,8 +77,11 @@ def join(patches: Patches) -> Matrix:
     ndarray of shape (height, width)
         ``join(cut(image, side))`` is the image.
     """
-    from sklearn.feature_extraction.image import reconstruct_from_patches_2d  # an extra
-
-    stack = (patches.X + patches.means).reshape(-1, patches.side, patches.side)
-    image: Matrix = reconstruct_from_patches_2d(stack, patches.shape)
-    return image.astype(patches.X.dtype, copy=False)
+    side, places = patches.side, [size - patches.side + 1 for size in patches.shape]
+    stack = (patches.X + patches.means).reshape(*places, side, side)
+    image = np.zeros(patches.shape)
+    for i, j in np.ndindex(side, side):
+        image[i : i + places[0], j : j + places[1]] += stack[:, :, i, j]
+    counts = [np.convolve(np.ones(n), np.ones(side)) for n in places]
+    joined: Matrix = (image / np.outer(*counts)).astype(patches.X.dtype)
+    return joined
