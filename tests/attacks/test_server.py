@@ -194,6 +194,7 @@ def test_nothing_in_a_table_reaches_the_terminal_as_a_command() -> None:
 TABLE = {"title": "t", "caption": "c", "columns": ["a"], "rows": [["b"]]}
 RESULTS = {
     "experiment": "digits",
+    "title": "title",
     "about": "about",
     "source": "source",
     "engine": "in-process",
@@ -253,7 +254,7 @@ def test_no_text_of_a_results_file_becomes_markup(tmp_path: Path) -> None:
     table = {"title": bad, "caption": bad, "columns": [bad], "rows": [[bad]]}
     folder = write_results(
         tmp_path / "run",
-        **dict.fromkeys(("experiment", "about", "source", "engine", "seed"), bad),
+        **dict.fromkeys(("experiment", "about", "title", "engine", "seed"), bad),
         config={"clients": bad, bad: bad},
         versions={bad: bad},
         tables=[table],
