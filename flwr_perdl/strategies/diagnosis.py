@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
+from itertools import product
 from logging import INFO, WARNING
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Unpack
@@ -159,14 +160,10 @@ class Diagnosed(NamedTuple):
         -------
         str
         """
-        cells = [self._columns, *self._rows()]
+        cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = (
-            "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False))
-            for row in cells
-        )
-        table = [f"{line}  {row[-1]}" for line, row in zip(lines, cells, strict=True)]
-        return "\n".join([*table, *self._notes()])
+        widths[-1] = 0  # the last column is on the left
+        return "\n".join(["  ".join(map(str.rjust, row, widths)) for row in cells] + self._notes())
 
     def _notes(self) -> list[str]:
         """Return a line on the clusters, and one for each candidate that is not in the table."""
@@ -174,27 +171,23 @@ class Diagnosed(NamedTuple):
         found = [f"clients per cluster: {', '.join(map(str, sizes))}"] if sizes else []
         return found + [f"not compared: {name}: {why}" for name, why in self.left_out.items()]
 
-    @property
-    def _columns(self) -> list[str]:
+    def _cells(self) -> list[list[str]]:
+        """Return the table's cells, by rows, of which the first one has the columns' names."""
         median = f"median {self.metric}"
-        return ["rounds", median, "gain", "interval", "clients that gain", "strategy"]
-
-    def _rows(self) -> list[list[str]]:
-        """Return the table's cells."""
-        rows = []
+        cells = [["rounds", median, "gain", "interval", "clients that gain", "strategy"]]
         for name, gains in self.gains.items():
-            gain, width = middle(gains[np.isfinite(gains)], len(self.gains))
-            rows.append(
+            gain, low, high = _interval(gains[np.isfinite(gains)], len(self.gains))
+            cells.append(
                 [
                     str(self.rounds[name]),
                     f"{np.nanmedian(self.values[name]):.4g}",
                     f"{gain:.4g}",
-                    f"{gain - width:.4g} to {gain + width:.4g}",
+                    f"{low:.4g} to {high:.4g}",
                     f"{int(np.sum(gains > 0))} of {len(gains)}",
                     self.strategies[name],
                 ]
             )
-        return rows
+        return cells
 
     def __repr__(self) -> str:
         """Return the fields in one line; what is large is only described."""
@@ -203,7 +196,8 @@ class Diagnosed(NamedTuple):
     def _repr_html_(self) -> str:
         """Return the sentence, the candidates' table and the code, for a notebook."""
         code = "".join(f"<pre>{escape(text)}</pre>" for text in (*self._notes(), self.code))
-        return html.section(self.sentence, html.table(self._columns, self._rows()), code)
+        columns, *rows = self._cells()
+        return html.section(self.sentence, html.table(columns, rows), code)
 
 
 class _Local(ProtocolStrategy):
@@ -254,17 +248,10 @@ def _clustered(
     """Return `ClusteredFedAvg`, on request with the last layer private."""
     # The first round trains several times, and the second one measures only. Robust, since one
     # client with huge losses would join all clusters.
-    more = {"start_rounds": min(_START_ROUNDS, num_rounds // 3), "robust": True, **more}
-    part = private or (_layer(initial, -1) if head else None)
-    if head and not part:
-        return None
-    more = {**({"private": part} if head else {}), **more}
-    return ClusteredFedAvg("auto", min_clusters=2, **more)
-
-
-def _plain(kind: Callable[..., ProtocolStrategy], *arguments: Any) -> Make:
-    """Return what makes a strategy with these arguments."""
-    return lambda _, __, **options: kind(*arguments, **options)
+    part = private or _layer(initial, -1) if head else None
+    own: dict[str, Any] = {"private": part} if head else {}
+    own |= {"start_rounds": min(_START_ROUNDS, num_rounds // 3), "robust": True, **more}
+    return None if head and not part else ClusteredFedAvg("auto", min_clusters=2, **own)
 
 
 class Diagnosis(ShownAsCalled):
@@ -348,15 +335,15 @@ class Diagnosis(ShownAsCalled):
     fine_tuned = _FineTuned
     defaults: ClassVar[Mapping[str, Make | _FineTuned]] = MappingProxyType(
         {
-            FEDAVG: _plain(ClusteredFedAvg, 1),
+            FEDAVG: lambda *_, **options: ClusteredFedAvg(1, **options),
             "fine-tuned": _FineTuned(FEDAVG),
             "head": _personal,
             "body": partial(_personal, layer=0),
             "head-fine-tuned": _FineTuned("head"),
-            "ditto": _plain(Ditto),
+            "ditto": lambda *_, **options: Ditto(**options),
             "clusters": _clustered,
             "clusters-head": partial(_clustered, head=True),
-            "local": _plain(_Local),
+            "local": lambda *_, **options: _Local(**options),
         }
     )
 
@@ -374,8 +361,9 @@ class Diagnosis(ShownAsCalled):
         self.private = None if private is None else check_patterns("private", private)
         self.metric = str(check_kind("metric", metric, str, "a name"))
         self.higher_is_better = is_higher_better(self.metric, higher_is_better)
-        given = self.defaults if candidates is None else candidates
-        self.candidates = dict(check_kind("candidates", given, Mapping, "a mapping or None"))
+        tried = self.defaults if candidates is None else candidates
+        tried = check_kind("candidates", tried, Mapping, "a mapping or None")
+        self.candidates: dict[str, Any] = {**tried}
         self.rates = [check_real("rates", rate, 0) for rate in rates]
         self.rate_key = str(check_kind("rate_key", rate_key, str, "a name"))
         if self.private is not None:
@@ -383,16 +371,25 @@ class Diagnosis(ShownAsCalled):
                 raise ValueError(f"private must be left out with candidates, got {private!r}.")
             del self.candidates["body"]
             for name in ("head", "clusters-head"):
-                make: Any = self.candidates[name]
-                self.candidates[name] = partial(make, private=list(self.private))
-        _check_candidates(self.candidates)
-        self._server: dict[str, Any] = {**options}
-        complete = ServerSettings.of(options)
-        rules = (("checkpoint_dir", None), ("fraction_train", 1.0), ("fraction_evaluate", 1.0))
-        for option, wanted in rules:
-            if getattr(complete, option) != wanted:
-                raise ValueError(f"{option} must be left out, got {getattr(complete, option)!r}.")
-        self._seed = complete.seed
+                self.candidates[name] = partial(self.candidates[name], private=list(self.private))
+        if not self.candidates:
+            raise ValueError("candidates must name at least one function, got none.")
+        given = self.candidates.items()
+        self._tuned = {name: make.of for name, make in given if isinstance(make, _FineTuned)}
+        self._makes = {name: make for name, make in given if name not in self._tuned}
+        for name, make in given:
+            if name in self._tuned and make.of not in self._makes:
+                raise ValueError(
+                    f"candidates[{name!r}] must go on from another candidate, got {make.of!r}."
+                )
+            if name in self._makes and not callable(make):
+                raise TypeError(f"candidates[{name!r}] must be a function, got {make!r}.")
+        complete, usual = ServerSettings.of(options), ServerSettings()
+        for option in ("checkpoint_dir", "fraction_train", "fraction_evaluate"):
+            if (value := getattr(complete, option)) != getattr(usual, option):
+                raise ValueError(f"{option} must be left out, got {value!r}.")
+        server = replace(options.get("server", usual), evaluate_every=1)
+        self._options, self._seed = {**options, "server": server}, complete.seed
         self._result: Diagnosed | None = None
         self._left_out: dict[str, str] = {}
 
@@ -451,33 +448,30 @@ class Diagnosis(ShownAsCalled):
         if self.private is not None:
             matched("private", self.private, list(initial_arrays))
         third, half, self._left_out = num_rounds // 3, num_rounds // 2, {}
-        config = dict(train_config or {})
-        runs = [
-            run
-            for rate in self.rates or (None,)
-            for run in self._begin(initial_arrays, num_rounds, config, rate)
-        ]
-        tuned = {n: one.of for n, one in self.candidates.items() if isinstance(one, _FineTuned)}
+        runs = [*self._begin(initial_arrays, num_rounds, train_config or ConfigRecord())]
         n_rates = max(1, len(self.rates))
         longest = min(len(runs) // n_rates, 1 + _GO_ON) * (num_rounds - third)
-        longest += len(tuned) * (num_rounds - half)
-        left = _TimeLeft(third * len(runs) + n_rates * longest)
+        total = third * len(runs) + n_rates * (longest + len(self._tuned) * (num_rounds - half))
+        done, began = 0, time.monotonic()
 
         def take(run: _Run, trainings: int) -> None:
+            nonlocal done
             place = f"{1 + [*self.candidates].index(run.name)} of {len(self.candidates)} candidates"
-            run.strategy._title = f"Diagnosis, {place}, {run.label}{left}"
+            left = _time_left(began, done / total)
+            run.strategy._title = f"Diagnosis, {place}, {self._label(run)}{left}"
             run.strategy._bar_metric = self.metric
-            left.done += run.take(trainings, grid, timeout, evaluate_config, verbose)
+            same = {"timeout": timeout, "evaluate_config": evaluate_config, "verbose": verbose}
+            done += run.take(trainings, grid, **same)
 
         for run in runs:
             take(run, third)
         early = self._judged(self._of_best_rates(runs))
         going, ended = self._going_on(early), list[_Run]()
         for run in [run for run in runs if run.name in going and run.error is None]:
-            for name in [name for name, of in tuned.items() if of == run.name]:
+            for name in [name for name, of in self._tuned.items() if of == run.name]:
                 take(run, half)
                 if run.error is None:
-                    ended.append(run.fork(name, self._make(_Local)))
+                    ended.append(run.fork(name, _Local(**self._options)))
                     take(ended[-1], num_rounds)
             take(run, num_rounds)
             ended.append(run)
@@ -485,16 +479,11 @@ class Diagnosis(ShownAsCalled):
         log(INFO, "%s\n%s\n\n%s", self._result.sentence, self._result.table(), self._result.code)
         return chosen.result
 
-    def _begin(
-        self, initial: ArrayRecord, trainings: int, config: Mapping[str, Any], rate: float | None
-    ) -> Iterator[_Run]:
-        """Yield the candidates that go on from no other, with this learning rate."""
-        told = config if rate is None else {**config, self.rate_key: rate}
-        tuned = [make.of for make in self.candidates.values() if isinstance(make, _FineTuned)]
-        for name, make in self.candidates.items():
-            if isinstance(make, _FineTuned):
-                continue
-            strategy = self._make(partial(make, initial, trainings))
+    def _begin(self, initial: ArrayRecord, trainings: int, config: ConfigRecord) -> Iterator[_Run]:
+        """Yield the candidates that go on from no other, with each learning rate."""
+        for rate, (name, make) in product(self.rates or (None,), self._makes.items()):
+            told = ConfigRecord({**config, **({} if rate is None else {self.rate_key: rate})})
+            strategy = make(initial, trainings, **self._options)
             if strategy is None:
                 self._left_out[name] = "the model has one layer"
                 continue
@@ -504,76 +493,72 @@ class Diagnosis(ShownAsCalled):
                     f"candidates[{name!r}] must leave fine_tune out, got {strategy.fine_tune}: add "
                     f"Diagnosis.fine_tuned({name!r}) as another candidate."
                 )
+            run = _Run(name, strategy, initial, trainings, rate, told)
             single = isinstance(strategy, PersonalizedFedAvg) or getattr(strategy, "k", 0) == 1
-            if name in tuned and not single:
+            if name in self._tuned.values() and not single:
                 raise ValueError(
                     f"Diagnosis.fine_tuned({name!r}) must be of a strategy with one shared model, "
-                    f"got {_typed(strategy)}."
+                    f"got {run.typed}."
                 )
-            label = name if rate is None else f"{name} with {self.rate_key}={rate:g}"
-            yield _Run(name, label, strategy, initial, trainings, rate, ConfigRecord(dict(told)))
+            yield run
 
-    def _make(self, kind: Callable[..., Any]) -> Any:
-        """Return a strategy whose clients evaluate in every round."""
-        server = self._server.get("server", ServerSettings())
-        return kind(**{**self._server, "server": replace(server, evaluate_every=1)})
+    def _label(self, run: _Run) -> str:
+        """Return what a line calls a run."""
+        return run.name if run.rate is None else f"{run.name} with {self.rate_key}={run.rate:g}"
 
     def _of_best_rates(self, runs: Sequence[_Run]) -> list[_Run]:
         """Return each candidate's run with the learning rate that is best for the clients."""
         found = []
-        for name in [name for name in self.candidates if any(run.name == name for run in runs)]:
+        for name in self.candidates:
             own = [run for run in runs if run.name == name]
             own = [run for run in own if run.error is None] or own[:1]
-            judged = self._judged(own) if len(own) > 1 else None
-            means = [0.0] if judged is None else middle(judged.gains)[0]
-            found.append((own if judged is None else judged.runs)[int(np.argmax(means))])
+            if len(own) > 1:
+                judged = self._judged(own)
+                own = [judged.runs[judged.order[0]]]
+            found += own
         return found
 
     def _going_on(self, judged: _Judged) -> list[str]:
         """Return the candidates that go on: the reference, and those with the largest gains."""
-        order = np.argsort(-middle(judged.gains)[0], kind="stable").tolist()
-        others = [i for i in order if i != judged.reference][:_GO_ON]
+        others = [i for i in judged.order if i != judged.reference][:_GO_ON]
         return [judged.runs[i].name for i in (judged.reference, *others)]
 
-    def _measured(self, report: RoundReport) -> dict[int, float]:
+    def _measured(self, run: _Run) -> list[dict[int, float]]:
+        """Return the metric by client, for each evaluation that has it."""
         names = LOSSES if self.metric in LOSSES else (self.metric,)
-        measured = report.numbers.items()
-        return {p: own[name] for name in reversed(names) for p, own in measured if name in own}
+        each = [one.numbers.items() for one in run.evaluations if run.error is None]
+        found = [{p: own[n] for n in reversed(names) for p, own in one if n in own} for one in each]
+        return [own for own in found if own]
 
     def _judged(self, runs: Sequence[_Run]) -> _Judged:
         """Return the runs that can be compared, by what the clients measured so far."""
-        first = next((i for i, run in enumerate(runs) if run.name == FEDAVG), 0)
-        if (error := runs[first].error) is not None:
-            raise error
-        measured = [
-            [m for m in map(self._measured, run.evaluations) if m and run.error is None]
-            for run in runs
-        ]
-        if not measured[first]:
+        first = next((run for run in runs if run.name == FEDAVG), runs[0])
+        if first.error is not None:
+            raise first.error
+        partitions = sorted({p for one in self._measured(first) for p in one})
+        if not partitions:
             raise ValueError(
                 f"metric must be one of the clients' evaluations, got {self.metric!r}, which none "
                 "of them has."
             )
-        partitions = sorted({p for one in measured[first] for p in one})
-        n, sign = len(partitions), 1 if self.higher_is_better else -1
-        found = dict[int, Matrix]()
-        for i, (run, evaluations) in enumerate(zip(runs, measured, strict=True)):
-            each = [[sign * one.get(p, np.nan) for p in partitions] for one in evaluations or [{}]]
-            scores = np.array(each)[self._counts(np.array(each)), np.arange(n)]
-            if 2 * np.isfinite(scores).sum() >= n:
-                found[i] = scores
+        sign, kept, found = 2 * self.higher_is_better - 1, list[_Run](), list[Matrix]()
+        for run in runs:
+            measured = self._measured(run) or [{}]
+            each = np.array([[sign * one.get(p, np.nan) for p in partitions] for one in measured])
+            scores = each[self._counts(each), np.arange(len(partitions))]
+            if 2 * np.isfinite(scores).sum() >= len(partitions):
+                kept.append(run)
+                found.append(scores)
             else:
-                why = run.error or "most clients never evaluated it"
-                self._left_out[run.name] = brief(str(why)).rstrip(".")
-                log(WARNING, "Diagnosis leaves out %s: %s.", run.label, self._left_out[run.name])
-        complete = np.all([np.isfinite(scores) for scores in found.values()], axis=0)
-        clients = [p for p, has_all in zip(partitions, complete, strict=True) if has_all]
-        if first not in found or len(clients) < 2:
-            raise ValueError(f"2 clients or more must evaluate all candidates, got {len(clients)}.")
-        scores = np.stack([own[complete] for own in found.values()])
-        reference = list(found).index(first)
-        gains = scores - scores[reference]
-        return _Judged([runs[i] for i in found], clients, scores, gains, reference)
+                why = brief(str(run.error or "most clients never evaluated it")).rstrip(".")
+                self._left_out[run.name] = why
+                log(WARNING, "Diagnosis leaves out %s: %s.", self._label(run), why)
+        complete = [j for j in range(len(partitions)) if all(np.isfinite(own[j]) for own in found)]
+        if first not in kept or (n := len(complete)) < 2:
+            raise ValueError(f"2 clients or more must evaluate all candidates, got {n}.")
+        scores, reference = np.stack(found)[:, complete], kept.index(first)
+        clients = [partitions[j] for j in complete]
+        return _Judged(kept, clients, scores, scores - scores[reference], reference)
 
     def _counts(self, scores: Matrix) -> NDArray[np.intp]:
         """Return the number of the evaluation that counts, for each client.
@@ -594,36 +579,33 @@ class Diagnosis(ShownAsCalled):
     def _concluded(self, early: _Judged, ended: Sequence[_Run]) -> tuple[Diagnosed, _Run]:
         """Return the findings, and the run of the recommended candidate."""
         judged = self._judged(self._of_best_rates(ended))
-        names, reference = [run.name for run in judged.runs], judged.scores[judged.reference]
-        taken, n = int(_taken(judged.gains, reference)), len(judged.clients)
+        gains, reference = judged.gains, judged.scores[judged.reference]
+        taken, n = int(_taken(gains, reference)), len(judged.clients)
         drawn = spawn(self._seed, SERVER, 3).integers(n, size=(_DRAWS, n))
-        confidence = float(np.mean(_taken(judged.gains[:, drawn], reference[drawn]) == taken))
-        means = middle(judged.gains)[0]
-        others = [i for i in np.argsort(-means, kind="stable").tolist() if i != taken] or [taken]
-        lead = _interval(judged.gains[taken] - judged.gains[others[0]], len(names))
-        found = {name: judged.of(i, judged.clients) for i, name in enumerate(names)}
-        shown = {run.name: run for run in (*early.runs, *judged.runs)}
+        confidence = float(np.mean(_taken(gains[:, drawn], reference[drawn]) == taken))
+        over = next((i for i in judged.order if i != taken), taken)
+        lead = _interval(gains[taken] - gains[over], len(gains))
         # Those that were stopped: after as many rounds as the reference then.
-        found = {run.name: early.of(i, judged.clients) for i, run in enumerate(early.runs)} | found
-        order = [name for name in self.candidates if name in found]
-        chosen, sign = judged.runs[taken], 1 if self.higher_is_better else -1
+        found = early.of(judged.clients) | judged.of(judged.clients)
+        shown = {name: found[name] for name in self.candidates if name in found}
+        runs, chosen = {name: run for name, (run, _, _) in shown.items()}, judged.runs[taken]
+        sign = 2 * self.higher_is_better - 1
         lost = "the candidate from which it goes on was stopped"
-        clustered = [run.groups for run in (chosen, *shown.values()) if run.groups]
         result = Diagnosed(
             chosen.name,
-            self._sentence(judged, taken, others[0], lead, confidence),
+            self._sentence(judged, taken, over, lead, confidence),
             chosen.code,
             confidence,
-            {name: sign * found[name][0] for name in order},
-            {name: found[name][1] for name in order},
+            {name: sign * scores for name, (_, scores, _) in shown.items()},
+            {name: own for name, (_, _, own) in shown.items()},
             judged.clients,
-            clustered[0] if clustered else {},
-            {name: shown[name].typed for name in order},
-            {name: shown[name].trained for name in order},
-            {name: rate for name in order if (rate := shown[name].rate) is not None},
-            names[others[0]],
+            next((run.groups for run in (chosen, *runs.values()) if run.groups), {}),
+            {name: run.typed for name, run in runs.items()},
+            {name: run.trained for name, run in runs.items()},
+            {name: run.rate for name, run in runs.items() if run.rate is not None},
+            judged.runs[over].name,
             lead,
-            {n: self._left_out.get(n, lost) for n in self.candidates if n not in found},
+            {n: self._left_out.get(n, lost) for n in self.candidates if n not in shown},
             self.metric,
             self.higher_is_better,
         )
@@ -660,11 +642,17 @@ class _Judged(NamedTuple):
     gains: Matrix
     reference: int
 
-    def of(self, i: int, clients: Sequence[int]) -> tuple[Matrix, Matrix]:
-        """Return a run's scores and gains for these clients, NaN for others than its own."""
-        at = {p: (self.scores[i, j], self.gains[i, j]) for j, p in enumerate(self.clients)}
-        scores, gains = np.array([at.get(p, (np.nan, np.nan)) for p in clients]).T
-        return scores, gains
+    @property
+    def order(self) -> list[int]:
+        """The runs' numbers, those with the largest mean gains first."""
+        return list(np.argsort(-middle(self.gains)[0], kind="stable").tolist())
+
+    def of(self, clients: Sequence[int]) -> dict[str, tuple[_Run, Matrix, Matrix]]:
+        """Return the runs, by name, with their scores and gains for these clients, else NaN."""
+        at = [self.clients.index(p) if p in self.clients else 0 for p in clients]
+        known = np.isin(clients, self.clients)
+        scores, gains = (np.where(known, own[:, at], np.nan) for own in (self.scores, self.gains))
+        return {run.name: (run, scores[i], gains[i]) for i, run in enumerate(self.runs)}
 
 
 @dataclass
@@ -676,7 +664,6 @@ class _Run:
     """
 
     name: str
-    label: str
     strategy: Any
     initial: ArrayRecord
     trainings: int
@@ -698,24 +685,16 @@ class _Run:
             rounds += strategy.k == "auto"
         return max(rounds, 1)
 
-    def take(self, trainings: int, grid: Grid, timeout: float, config: Any, verbose: Any) -> int:
+    def take(self, trainings: int, grid: Grid, **options: Any) -> int:
         """Go on up to so many trainings, and return how many these were."""
         if self.error is not None or trainings <= self.trained:
             return 0
-        last, n = self.rounds(trainings), trainings - self.trained
-        self.strategy._paused = self.result if self.trained > self.before else None
-        self.strategy._told = {**self.strategy._told, APART: True}
+        last, n, own = self.rounds(trainings), trainings - self.trained, self.strategy
+        own._paused = self.result if self.trained > self.before else None
+        own._told = {**own._told, APART: True}
+        options |= {"train_config": self.config, "should_stop": lambda round_, _: round_ >= last}
         try:
-            self.result = self.strategy.start(
-                grid,
-                self.initial,
-                self.rounds(self.trainings),
-                timeout,
-                self.config,
-                config,
-                should_stop=lambda round_, _: round_ >= last,
-                verbose=verbose,
-            )
+            self.result = own.start(grid, self.initial, self.rounds(self.trainings), **options)
         except TooFewReplies as error:  # such as of models that have grown without bound
             self.error = error
         self.trained = trainings
@@ -734,37 +713,44 @@ class _Run:
 
     def fork(self, name: str, strategy: _Local) -> _Run:
         """Return a candidate that goes on from here by local training."""
-        own = self.strategy
+        own, half = self.strategy, self.trained
         strategy._told = {FORK: own._running().record.token}
-        label, reports = self.label.replace(self.name, name, 1), [*own.history]
-        args = strategy, own._presented(), self.trainings, self.rate, self.config
-        return _Run(name, label, *args, self, reports, self.trained, self.trained)
+        since: dict[str, Any] = {"origin": self, "earlier": [*own.history], "before": half}
+        since |= {"initial": own._presented(), "result": Result()}
+        return replace(self, name=name, strategy=strategy, **since)
 
     @property
     def typed(self) -> str:
-        """What to write for the strategy."""
+        """The strategy as one writes it, without the options of its server."""
+        strategy = (self.origin or self).strategy
+        if isinstance(strategy, _Local):
+            return "local training"
+        args, given = strategy._called
+        options = {k: v for k, v in given.items() if k not in ServerOptions.__annotations__}
         if self.origin is not None:
-            return _typed(self.origin.strategy, fine_tune=self.trainings - self.before)
-        return _typed(self.strategy)
+            options["fine_tune"] = self.trainings - self.before
+        if type(strategy) is ClusteredFedAvg and args == (1,) and not options:
+            return "FedAvg()"
+        each = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
+        return f"{type(strategy).__name__}({', '.join(each)})".replace("'", '"')
 
     @property
     def code(self) -> str:
         """What to write in an app."""
-        root, typed = self.origin or self, self.typed
-        if typed == _typed(_Local()):
+        root, typed, config = self.origin or self, self.typed, dict(self.config)
+        if isinstance(root.strategy, _Local):
             return "# Local training: each client trains its own model, without a server."
-        kind, module = typed.partition("(")[0], type(root.strategy).__module__
+        module = type(root.strategy).__module__
+        if module.startswith("flwr_perdl."):
+            module = "flwr_perdl.strategies"
         if typed == "FedAvg()":
             module = "flwr.serverapp.strategy"
-        elif module.startswith("flwr_perdl."):
-            module = "flwr_perdl.strategies"
-        config = dict(self.config)
         told = f", train_config=ConfigRecord({config})" if config else ""
         imports = "from flwr.app import ConfigRecord\n" if config else ""
         rounds = root.rounds(self.before or self.trainings)
         return (
-            f"# In the ServerApp, with your grid and initial arrays:\n{imports}"
-            f"from {module} import {kind}\n\n"
+            "# In the ServerApp, with your grid and initial arrays:\n"
+            f"{imports}from {module} import {typed.partition('(')[0]}\n\n"
             f"strategy = {typed}\n"
             f"result = strategy.start(grid, initial_arrays, num_rounds={rounds}{told})\n\n"
             "# After your ClientApp, which is called app:\n"
@@ -773,44 +759,11 @@ class _Run:
         )
 
 
-class _TimeLeft:
-    """How long so many trainings still take, by those done."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._began, self.done = total, time.monotonic(), 0
-
-    def __str__(self) -> str:
-        """Return it as a part of a line."""
-        if not self.done:
-            return ""
-        seconds = (time.monotonic() - self._began) * max(self._total / self.done - 1, 0)
-        return f", about {seconds / 60:.0f} min left" if seconds >= 60 else ", under 1 min left"
-
-
-def _typed(strategy: Any, **more: Any) -> str:
-    """Return a strategy as one writes it, without the options of its server."""
-    if isinstance(strategy, _Local):
-        return "local training"
-    args, given = strategy._called
-    options = {k: v for k, v in given.items() if k not in ServerOptions.__annotations__} | more
-    if type(strategy) is ClusteredFedAvg and args == (1,) and not options:
-        return "FedAvg()"
-    each = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
-    return f"{type(strategy).__name__}({', '.join(each)})".replace("'", '"')
-
-
-def _check_candidates(candidates: Mapping[str, Any]) -> None:
-    """Refuse what makes no strategies."""
-    if not candidates:
-        raise ValueError("candidates must name at least one function, got none.")
-    for name, make in candidates.items():
-        if isinstance(make, _FineTuned):
-            if make.of not in candidates or isinstance(candidates[make.of], _FineTuned):
-                raise ValueError(
-                    f"candidates[{name!r}] must go on from another candidate, got {make.of!r}."
-                )
-        elif not callable(make):
-            raise TypeError(f"candidates[{name!r}] must be a function, got {make!r}.")
+def _time_left(began: float, done: float) -> str:
+    """Return how long the rest takes, once a share is done, as a part of a line."""
+    seconds = (time.monotonic() - began) * max(1 / done - 1, 0) if done else 0
+    minutes = f"about {seconds / 60:.0f}" if seconds >= 60 else "under 1"
+    return f", {minutes} min left" if done else ""
 
 
 def _interval(values: Matrix, n_candidates: int) -> tuple[float, float, float]:
