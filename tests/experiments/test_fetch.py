@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr_datasets.metrics import compute_counts
-from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
@@ -28,6 +26,8 @@ if find_spec("flwr_datasets") is None:
 import datasets
 import joblib
 from flwr_datasets import FederatedDataset
+from flwr_datasets.metrics import compute_counts
+from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
