@@ -284,6 +284,13 @@ def diagnose(
             help="What the server sends with each training, such as 'lr=0.05'; may be repeated."
         ),
     ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A strategy of your own beside the others: module:function, called with "
+            "(initial_arrays, num_rounds, **options); may be repeated."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the run.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture; report.html goes beside it.")] = Path(
         "diagnosis.png"
@@ -307,6 +314,7 @@ def diagnose(
             metric=metric,
             higher_is_better=higher_is_better,
             train_config=train_config or (),
+            candidates=candidate or (),
             seed=seed,
         )
     print(f"{found.table()}\n\n{found.sentence}\n\n{found.code}")

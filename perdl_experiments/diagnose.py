@@ -34,6 +34,7 @@ def diagnose_app(
     metric: str = "loss",
     higher_is_better: bool | None = None,
     train_config: Sequence[str] = (),
+    candidates: Sequence[str] = (),
     seed: int = 0,
 ) -> Diagnosed:
     """Return what `Diagnosis` finds on a Flower app, in process.
@@ -49,6 +50,8 @@ def diagnose_app(
         Number of clients; by default the app's ``num-supernodes``, or 10.
     train_config : sequence of str
         ``"key=value"``, values as in TOML: what the server sends with every training.
+    candidates : sequence of str
+        ``"module:name"`` of functions as in ``Diagnosis.candidates``, which join the defaults.
     rounds, private, metric, higher_is_better, seed
         See `Diagnosis`.
 
@@ -58,9 +61,6 @@ def diagnose_app(
         If the folder has no app, a name is not there, ``train_config`` is not TOML or lacks a key
         that the app reads, or `Diagnosis` rejects an option.
     """
-    diagnosis = Diagnosis(
-        private or None, metric=metric, higher_is_better=higher_is_better, seed=seed
-    )
     trains = _config(train_config)
     file = folder / "pyproject.toml"
     if not file.is_file():
@@ -71,6 +71,7 @@ def diagnose_app(
         raise ValueError(f"{file} must name a clientapp in [tool.flwr.app.components].")
     sys.path.insert(0, str(folder.resolve()))
     try:
+        own = {name: _named("candidate", name) for name in candidates}
         client = _named("clientapp", app["components"]["clientapp"])
         if (torch := sys.modules.get("torch")) is not None:
             torch.manual_seed(seed)  # of the initial model
@@ -79,6 +80,13 @@ def diagnose_app(
         sys.path.pop(0)
     if not isinstance(client, ClientApp):
         raise ValueError(f"clientapp must be a ClientApp, got {type(client).__name__}.")
+    diagnosis = Diagnosis(
+        private or None,
+        metric=metric,
+        higher_is_better=higher_is_better,
+        candidates=Diagnosis.defaults | own if own else None,
+        seed=seed,
+    )
     config = dict(_flat(app.get("config", {})))
     grid = InProcessGrid(client_app(client), clients or _nodes(said), run_config=config)
     try:

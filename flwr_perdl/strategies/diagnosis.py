@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
+from inspect import signature
 from itertools import product
 from logging import INFO, WARNING
 from types import MappingProxyType
@@ -279,7 +280,8 @@ class Diagnosis(ShownAsCalled):
         ``(initial_arrays, num_rounds, **options)`` that return a strategy of this library or a
         subclass of `ProtocolStrategy`, to which they pass ``options`` on. The first is the
         reference if none is called "fedavg". ``Diagnosis.defaults | {"mine": make_strategy}`` adds
-        one, ``{"mine, fine-tuned": Diagnosis.fine_tuned("mine")}`` one that goes on from its half.
+        one, ``{"mine, fine-tuned": Diagnosis.fine_tuned("mine")}`` one that goes on from its half,
+        if that is a `PersonalizedFedAvg` or ``ClusteredFedAvg(1)``.
     rates : sequence of float, default ()
         Learning rates, each tried with every candidate, which is judged by its best one.
     rate_key : str, default "lr"
@@ -333,7 +335,7 @@ class Diagnosis(ShownAsCalled):
     """
 
     fine_tuned = _FineTuned
-    defaults: ClassVar[Mapping[str, Make | _FineTuned]] = MappingProxyType(
+    defaults: ClassVar[MappingProxyType[str, Make | _FineTuned]] = MappingProxyType(
         {
             FEDAVG: lambda *_, **options: ClusteredFedAvg(1, **options),
             "fine-tuned": _FineTuned(FEDAVG),
@@ -382,8 +384,11 @@ class Diagnosis(ShownAsCalled):
                 raise ValueError(
                     f"candidates[{name!r}] must go on from another candidate, got {make.of!r}."
                 )
-            if name in self._makes and not callable(make):
-                raise TypeError(f"candidates[{name!r}] must be a function, got {make!r}.")
+            if name in self._makes and not _makes_strategies(make):
+                raise ValueError(
+                    f"candidates[{name!r}] must be a function (initial_arrays, num_rounds, "
+                    f"**options), got {make!r}."
+                )
         complete, usual = ServerSettings.of(options), ServerSettings()
         for option in ("checkpoint_dir", "fraction_train", "fraction_evaluate"):
             if (value := getattr(complete, option)) != getattr(usual, option):
@@ -485,9 +490,15 @@ class Diagnosis(ShownAsCalled):
             told = ConfigRecord({**config, **({} if rate is None else {self.rate_key: rate})})
             strategy = make(initial, trainings, **self._options)
             if strategy is None:
-                self._left_out[name] = "the model has one layer"
+                ours = make in self.defaults.values()
+                why = "the model has one layer" if ours else "its function returned None"
+                self._left_out[name] = why
                 continue
-            check_kind(f"candidates[{name!r}](...)", strategy, ProtocolStrategy, "a strategy")
+            if not isinstance(strategy, ProtocolStrategy):
+                raise ValueError(
+                    f"candidates[{name!r}] must return a strategy of this library or a subclass of "
+                    f"ProtocolStrategy, got {type(strategy).__module__}.{type(strategy).__name__}."
+                )
             if strategy.fine_tune:
                 raise ValueError(
                     f"candidates[{name!r}] must leave fine_tune out, got {strategy.fine_tune}: add "
@@ -497,8 +508,8 @@ class Diagnosis(ShownAsCalled):
             single = isinstance(strategy, PersonalizedFedAvg) or getattr(strategy, "k", 0) == 1
             if name in self._tuned.values() and not single:
                 raise ValueError(
-                    f"Diagnosis.fine_tuned({name!r}) must be of a strategy with one shared model, "
-                    f"got {run.typed}."
+                    f"Diagnosis.fine_tuned({name!r}) must be of PersonalizedFedAvg or "
+                    f"ClusteredFedAvg(1), got {run.typed}."
                 )
             yield run
 
@@ -764,6 +775,15 @@ def _time_left(began: float, done: float) -> str:
     seconds = (time.monotonic() - began) * max(1 / done - 1, 0) if done else 0
     minutes = f"about {seconds / 60:.0f}" if seconds >= 60 else "under 1"
     return f", {minutes} min left" if done else ""
+
+
+def _makes_strategies(make: Any) -> bool:
+    """Return whether this can be called as a candidate is."""
+    try:
+        signature(make).bind(None, 0, **ServerOptions.__annotations__)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(make, type)
 
 
 def _interval(values: Matrix, n_candidates: int) -> tuple[float, float, float]:

@@ -127,3 +127,30 @@ def test_a_train_config_that_is_not_toml_is_named(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "train_config must" in result.output
     assert "lr=fast" in result.output
+
+
+MINE = """\
+from flwr_perdl.strategies import Combine, ProtocolStrategy, Request
+
+
+class Still(ProtocolStrategy):
+    def protocol(self, initial, state):
+        while True:
+            yield Request("train", initial, {"lr": 0.0}, combine=Combine(start=initial))
+
+
+def mine(initial, num_rounds, **options):
+    return Still(**options)
+"""
+
+
+def test_a_strategy_of_ones_own_has_its_row(tmp_path: Path) -> None:
+    (tmp_path / "still.py").write_text(MINE)
+    result = diagnose(tmp_path, *TRAINS, "--candidate", "still:mine")
+    assert result.exit_code == 0, result.output
+    # Its rate comes before that of --train-config: zeros are right for half of the clients.
+    (row,) = [line for line in result.output.splitlines() if line.endswith("  Still()")]
+    assert float(row.split()[1]) == 0.5
+    unknown = diagnose(tmp_path, *TRAINS, "--candidate", "still:his", "--overwrite")
+    assert unknown.exit_code == 2
+    assert "candidate must be 'module:name', got 'still:his'" in unknown.output

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context
+from flwr.serverapp.strategy import FedProx
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
@@ -214,7 +215,9 @@ def test_candidates_of_ones_own_replace_or_join_the_defaults() -> None:
     assert found.strategies["mine"] == 'PersonalizedFedAvg(["2"], alternate=True)'
     assert found.strategies["mine, fine-tuned"].endswith("alternate=True, fine_tune=4)")
     assert not found.gains["mine"].any()  # the first one is the reference
+    own["none"] = lambda *_, **__: None
     joined = diagnosed_means([Mean(i % 2) for i in range(N)], candidates=Diagnosis.defaults | own)
+    assert joined.result.left_out["none"] == "its function returned None"
     together = {**joined.result.values, **joined.result.left_out}
     assert together.keys() == {*Diagnosis.defaults, *own}
     assert joined.result.choice == "clusters"
@@ -224,13 +227,15 @@ def test_candidates_of_ones_own_replace_or_join_the_defaults() -> None:
     ("candidates", "named"),
     [
         ({}, "candidates"),
-        ({"mine": 3}, "mine"),
-        ({"mine": lambda *_, **__: 3}, "mine"),
+        ({"mine": 3}, r"mine.*must be a function \(initial_arrays"),
+        ({"mine": Ditto}, r"mine.*must be a function \(initial_arrays"),
+        ({"mine": lambda initial, num_rounds: Ditto()}, r"mine.*must be a function"),
+        ({"mine": lambda *_, **__: FedProx(proximal_mu=1.0)}, "Protocol.*got flwr.*FedProx"),
         ({"mine": Diagnosis.fine_tuned("fedavg")}, "mine.*fedavg"),
         ({"mine": lambda *_, **more: Ditto(fine_tune=3, **more)}, "fine_tune"),
         (
             {"mine": lambda *_, **more: Ditto(**more), "more": Diagnosis.fine_tuned("mine")},
-            "one shared model",
+            r"must be of PersonalizedFedAvg or ClusteredFedAvg\(1\), got Ditto",
         ),
     ],
 )
