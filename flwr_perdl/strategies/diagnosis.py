@@ -487,7 +487,6 @@ class Diagnosis(ShownAsCalled):
     def _begin(self, initial: ArrayRecord, trainings: int, config: ConfigRecord) -> Iterator[_Run]:
         """Yield the candidates that go on from no other, with each learning rate."""
         for rate, (name, make) in product(self.rates or (None,), self._makes.items()):
-            told = ConfigRecord({**config, **({} if rate is None else {self.rate_key: rate})})
             strategy = make(initial, trainings, **self._options)
             if strategy is None:
                 ours = make in self.defaults.values()
@@ -504,6 +503,8 @@ class Diagnosis(ShownAsCalled):
                     f"candidates[{name!r}] must leave fine_tune out, got {strategy.fine_tune}: add "
                     f"Diagnosis.fine_tuned({name!r}) as another candidate."
                 )
+            own_rate = {} if rate is None else {self.rate_key: rate}
+            told = ConfigRecord({**config, **own_rate})
             run = _Run(name, strategy, initial, trainings, rate, told)
             single = isinstance(strategy, PersonalizedFedAvg) or getattr(strategy, "k", 0) == 1
             if name in self._tuned.values() and not single:
@@ -633,14 +634,11 @@ class Diagnosis(ShownAsCalled):
                 f"Undecided between {typed[taken]} and {typed[over]}: the former leads by "
                 f"{lead[0]:.3g} on average, {worst:.3g} for the worst client."
             )
+        gain, low, high = _interval(judged.gains[taken], len(typed))
+        better = f"better by {gain:.3g} ({low:.3g} to {high:.3g}) than {typed[reference]}"
+        why = f"mean {self.metric} {better}"
         if taken == reference:
             why = f"no other candidate is better by more than {_WITHIN:.0%} of the {self.metric}"
-        else:
-            gain, low, high = _interval(judged.gains[taken], len(typed))
-            why = (
-                f"mean {self.metric} better by {gain:.3g} ({low:.3g} to {high:.3g}) than "
-                f"{typed[reference]}"
-            )
         return f"{typed[taken]}: {why}, in {confidence:.0%} of resamples."
 
 
