@@ -454,6 +454,8 @@ class Diagnosis(ShownAsCalled):
             matched("private", self.private, list(initial_arrays))
         third, half, self._left_out = num_rounds // 3, num_rounds // 2, {}
         runs = [*self._begin(initial_arrays, num_rounds, train_config or ConfigRecord())]
+        if not runs:
+            raise ValueError(f"candidates must have one for this model, got {self._left_out}.")
         n_rates = max(1, len(self.rates))
         longest = min(len(runs) // n_rates, 1 + _GO_ON) * (num_rounds - third)
         total = third * len(runs) + n_rates * (longest + len(self._tuned) * (num_rounds - half))
