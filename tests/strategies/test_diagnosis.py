@@ -227,7 +227,7 @@ def test_candidates_of_ones_own_replace_or_join_the_defaults() -> None:
     ("candidates", "named"),
     [
         ({}, "candidates"),
-        ({"head": Diagnosis.defaults["head"]}, "candidates.*one layer"),
+        ({"none": lambda *_, **__: None}, "candidates.*returned None"),
         ({"mine": 3}, r"mine.*must be a function \(initial_arrays"),
         ({"mine": Ditto}, r"mine.*must be a function \(initial_arrays"),
         ({"mine": lambda initial, num_rounds: Ditto()}, r"mine.*must be a function"),
