@@ -211,7 +211,8 @@ def client_app(
     steps, names = steps_of(protocols), [*check_list("names", names)]
     if names and part is None:
         raise ValueError(f"names must come with private or share, got {names} alone.")
-    guards = Guards(min_clients, part, privacy, steps, evaluate, classes_in(parts) if parts else {})
+    known = classes_in(parts) if check_list("parts", parts) else {}
+    guards = Guards(min_clients, part, privacy, steps, evaluate, known)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
         if train_mods or secure or (ours and guards != Guards()):
@@ -336,9 +337,10 @@ class AnsweringApp(ClientApp):
                 "neighbor-keys in the node config must be left out for such a request: a node "
                 f"that pins keys sends only sealed messages, got one to {kind}."
             )
+        parts = self._parts_for(message)
         call: Call
         if asked is not None and asked.client is None:
-            call = partial(self.take_step, asked, handlers)
+            call = partial(self.take_step, asked, handlers, parts=parts)
         else:
             inner = handlers if asked is None else partial(_take_by, asked, handlers)
             call = self._around(inner, self._outer_keep(message))
@@ -351,7 +353,7 @@ class AnsweringApp(ClientApp):
             call = hiding(call)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
         summed = self._privacy or secure or PROMISE in config_of(message)
-        if parts := self._parts_for(message):
+        if parts:
             if summed or self._secure or (asked is not None and asked.client is not None):
                 raise ValueError(
                     "transport, compression and parts must be left out where clients require "
@@ -388,9 +390,14 @@ class AnsweringApp(ClientApp):
         return found
 
     def take_step(
-        self, asked: Step, handlers: Handlers, message: Message, context: Context
+        self,
+        asked: Step,
+        handlers: Handlers,
+        message: Message,
+        context: Context,
+        parts: Sequence[Part] = (),
     ) -> Message:
-        """Take a step that works with any app."""
+        """Take a step that works with any app; ``parts`` change what it sends."""
         record = message.content.array_records[ARRAYS]
         config, received = scalars(config_of(message)), [*record.values()]
         request = read_step(config, [view(array) for array in received], record, received)
@@ -401,7 +408,7 @@ class AnsweringApp(ClientApp):
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
         reply = _reply(message, asked, result)
-        if asked.kind == MessageType.TRAIN and (parts := self._parts_for(message)):
+        if parts and asked.kind == MessageType.TRAIN:
             names = reply.content.array_records[ARRAYS]
             begun = dict(zip(names, result.start, strict=True)) if result.start else record
             _send(parts, reply, begun, message, context)

@@ -3,8 +3,8 @@
 The arrays whose names match are the client's own. Before the app sees a request, the client's
 values replace the server's; before a reply leaves, the server's replace the client's. So the server
 needs no change: all replies have all names, as FedAdam, clipping mods and PyTorch's
-``load_state_dict`` expect. Only `PersonalizedFedAvg` knows of the private part, and asks the mod to
-leave it out of the messages.
+``load_state_dict`` expect. A strategy with a private part (`Private`) asks the mod to leave it out
+of the messages.
 
 What leaves the client: the other arrays after training, and the rest of the app's reply. What these
 reveal of the samples, and of the private arrays, is not hidden; a shared array that is a copy of a
@@ -353,8 +353,7 @@ class Private(Part):
 
     def from_client(self, reply: Reply, asked: Asked) -> Reply:
         """Accept a reply of a client that keeps its part."""
-        sends_model = asked.request is not None and asked.request.models is not None
-        if sends_model and KEPT not in reply.metrics:
+        if asked.models is not None and KEPT not in reply.metrics:
             raise ValueError(f"metrics must have {KEPT!r}, got {sorted(reply.metrics)}")
         return reply
 

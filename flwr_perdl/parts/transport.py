@@ -98,7 +98,7 @@ class Transport(Part):
 
     def recodes(self, asked: Asked) -> bool:
         """Whether replies are changes of a model."""
-        return asked.trains and asked.request is not None and asked.request.models is not None
+        return asked.trains and asked.models is not None
 
     def to_client(
         self, partition: int, arrays: Arrays, asked: Asked
@@ -113,11 +113,11 @@ class Transport(Part):
 
     def from_client(self, reply: Reply, asked: Asked) -> Reply:
         """Return a reply with the model that came of what it began with, or raise a ValueError."""
-        if asked.request is None or asked.request.models is None:
+        if asked.models is None:
             return reply
         given: dict[str, Any] = dict(zip(reply.names, reply.arrays, strict=True))
         arrays: list[Matrix] = []
-        names, starts = asked.names, asked.request.models.begun(reply)
+        names, starts = asked.names, asked.models.begun(reply)
         pairs = list(zip(names, starts, strict=True))
         wanted = [f"{_CHANGE * is_float(start)}{name}" for name, (start, _) in pairs]
         if {one for one in given if not one.startswith(_AT)} != set(wanted):

@@ -184,7 +184,7 @@ class ProtocolRun:
             "protocol": type(self._strategy).__name__,
             "seed": options.seed,
             "fraction_train": options.fraction_train,
-            **(own_parts(options.parts) if options.parts else {}),
+            **own_parts(options.parts),
         }
         self._checkpoints = Checkpoints(options, identity, self.record)
         if options.resume:
@@ -342,11 +342,11 @@ class ProtocolRun:
         self._log_lost(bad)
         self._note_lost_state(good)
         floats_up = {p: _n_values(reply.arrays) for p, reply in good.items()}
-        # One thread: sums in another order would give other bits on a machine with more cores.
         # Of a sum nobody knows whose training went well.
         trained = () if self._sums_only else good
         for part in self.parts:
             part.conclude(self._plan.arrays, trained)
+        # One thread: sums in another order would give other bits on a machine with more cores.
         with one_blas_thread():
             self._advance(self._with_absent(request, good))
         self._resumed = None

@@ -13,7 +13,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_real, own_numbers
+from flwr_perdl.core.checks import (
+    check_count,
+    check_flag,
+    check_kind,
+    check_list,
+    check_real,
+    own_numbers,
+)
 from flwr_perdl.protocol.part import Part, in_turn
 from flwr_perdl.protocol.records import LARGEST_INT
 from flwr_perdl.protocol.report import OnRound, list_observers
@@ -169,7 +176,7 @@ class ServerSettings:
         kinds = (str, Path, type(None))
         check_kind("checkpoint_dir", self.checkpoint_dir, kinds, "a path or None")
         list_observers(self.on_round)
-        if self.parts:
+        if check_list("parts", self.parts):
             self.__dict__["parts"] = in_turn(self.parts)  # frozen, but nobody else has it yet
         nodes = self.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
@@ -305,10 +312,10 @@ def check_support(algorithm: Any, options: Mapping[str, Any]) -> None:
     ValueError
         If an option is not what another one needs.
     """
-    known = {name for name, value in options.items() if value is not None}
-    for name in [name for name in options if name in known & algorithm.unsupported.keys()]:
-        reason, name_of = algorithm.unsupported[name], type(algorithm).__name__
-        raise TypeError(f"{name_of} has no option {name!r}, since {reason}, got {options[name]!r}.")
+    for name, value in options.items():
+        if value is not None and (reason := algorithm.unsupported.get(name)):
+            name_of = type(algorithm).__name__
+            raise TypeError(f"{name_of} has no option {name!r}, since {reason}, got {value!r}.")
     for need in algorithm.needs:
         given = any(options.get(name) not in (None, False) for name in need.given)
         if given and (options[need.option] in need.values) == need.never:

@@ -31,7 +31,7 @@ from flwr_perdl.core.checks import Matrix, brief_repr, check_kind, check_list
 from flwr_perdl.protocol.records import Kept, Reply, Scalar
 
 if TYPE_CHECKING:
-    from flwr_perdl.protocol.request import Channel, Request, Summed
+    from flwr_perdl.protocol.request import Channel, Combine, Request, Summed
 
 #: The ranks of parts: in this order they are applied.
 PRIVATE_RANK, OWN_RANK, TRANSPORT_RANK, SUMS_RANK = range(4)
@@ -56,6 +56,11 @@ class Asked(NamedTuple):
     trains: bool
     names: Sequence[str]
     request: Request | None
+
+    @property
+    def models(self) -> Combine | None:
+        """What the replies to the request are models for, None if they are none or not seen."""
+        return None if self.request is None else self.request.models
 
 
 @dataclass(frozen=True, eq=False)

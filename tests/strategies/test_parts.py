@@ -125,9 +125,10 @@ def test_parts_are_checked() -> None:
     class Unnamed(Part):
         pass
 
-    for wrong in ([object()], [Unnamed()], [Clip(), Clip()], Clip()):
+    wrong: list[Any] = [[object()], [Unnamed()], [Clip(), Clip()], Clip()]
+    for parts in wrong:
         with pytest.raises((TypeError, ValueError), match="parts"):
-            PersonalizedFedAvg(["head"], parts=wrong)  # type: ignore[arg-type]
+            PersonalizedFedAvg(["head"], parts=parts)
     with pytest.raises(ValueError, match="parts"):
         client_app(Moves, parts=[Moves])
 
