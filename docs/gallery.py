@@ -1129,15 +1129,18 @@ def _shown(entry: Entry, found: Found) -> list[dict[str, str]]:
 def chart(entry: Entry, found: Found) -> Drawing:
     """Draw the table of methods, all its rows: a heat map, or the first column's intervals."""
     methods, cells = _rows(entry, found)
-    names, ours = [entry.names[one] for one in methods], [one in entry.ours for one in methods]
     higher = entry.columns[0].better == "higher"
     if entry.charted == "heat":
-        columns = [column.words for column in entry.columns]
+        columns, names = [one.words for one in entry.columns], [entry.names[one] for one in methods]
         values = [[found.get(cell) if cell else np.nan for cell in row] for row in cells]
-        return heat_map(np.array(values).T, columns, names, ours=ours, higher_is_better=higher)
-    shown = [(*found.interval(cell), found.get(cell)) for cell, *_ in cells]
-    words = entry.columns[0].words
-    return intervals(np.array(shown), names, x=words, ours=ours, higher_is_better=higher)
+        blue = [one in entry.ours for one in methods]
+        return heat_map(np.array(values).T, columns, names, ours=blue, higher_is_better=higher)
+    rows = {
+        entry.names[method]: (*found.interval(first), found.get(first))
+        for method, (first, *_) in zip(methods, cells, strict=True)
+    }
+    ours = [entry.names[one] for one in methods if one in entry.ours]
+    return intervals({"": rows}, ours=ours, x=entry.columns[0].words, higher_is_better=higher)
 
 
 def _rows(entry: Entry, found: Found) -> tuple[list[str], list[list[str]]]:

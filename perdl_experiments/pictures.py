@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 from textwrap import fill
 from typing import Any
@@ -85,42 +85,6 @@ def shared_and_own(shared: Matrix, own: Mapping[str, Matrix], shape: tuple[int, 
     return figure
 
 
-def bars(
-    panels: Mapping[str, Mapping[str, Matrix]], middle: Callable[[Matrix], Any] = np.median
-) -> Figure:
-    """Draw a bar with its number for every name, in panels below each other; the least is dark.
-
-    Parameters
-    ----------
-    panels : mapping of str to mapping of str to ndarray of shape (n_seeds,)
-        Title -> name -> values, of which the bar is the middle and a line on it the range.
-    middle : callable
-        Median or mean.
-    """
-    named = {
-        name: fill(name, _NAME, break_on_hyphens=False)
-        for values in panels.values()
-        for name in values
-    }
-    row = 0.36 if any("\n" in name for name in named.values()) else 0.24
-    sizes = [row * len(values) + 0.35 for values in panels.values()]
-    figure = _figure(WIDTH, sum(sizes))
-    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
-    for axes, (title, values) in zip(grid, panels.items(), strict=True):
-        ranges = np.array([[one.min(), middle(one), one.max()] for one in values.values()])
-        least, most = ranges[:, 1].min(), ranges[:, 1].max()
-        for at, (low, value, high) in enumerate(ranges):
-            axes.barh(at, value, 0.17 / row, color=COLORS[0] if value == least else "#b9c6d3")
-            axes.plot([low, high], [at, at], color="#5b6770", lw=1.2)
-            axes.text(high + 0.02 * most, at, f"{value:#.3g}", va="center", fontsize=SMALL)
-        axes.set_title(title, fontsize=SMALL, loc="left", weight="bold")
-        axes.set(xlim=(0, 1.3 * most), xticks=[])
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.set_yticks(range(len(values)), [named[name] for name in values], fontsize=SMALL)
-        axes.invert_yaxis()
-    return figure
-
-
 def chosen(
     at: Sequence[float], curves: Mapping[str, Matrix], choice: float, *, x: str, y: str
 ) -> Figure:
@@ -183,41 +147,58 @@ def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -
 
 
 def intervals(
-    values: Matrix, names: Sequence[str], *, x: str, ours: Sequence[bool], higher_is_better: bool
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    *,
+    ours: Collection[str],
+    x: str = "",
+    higher_is_better: bool = False,
 ) -> Figure:
-    """Draw a dot with its interval and its number for every name.
+    """Draw a dot with an interval and its number for every name, in panels below each other.
 
     Parameters
     ----------
-    values : ndarray of shape (n_names, 3)
-        The ends of the interval, and the number.
-    names : sequence of str
-        Of the rows.
-    x : str
+    panels : mapping of str to mapping of str to sequence of three float
+        Title -> name -> the ends of the interval, and the number, as from `ranges`.
+    ours : collection of str
+        Names in blue.
+    x : str, default ""
         What the numbers are.
-    ours : sequence of bool
-        Which rows are blue.
-    higher_is_better : bool
-        Or lower: the best number is bold.
+    higher_is_better : bool, default False
+        Or lower: the best number of a panel is bold.
     """
-    named = [fill(name, _NAME, break_on_hyphens=False) for name in names]
-    row = 0.36 if any("\n" in name for name in named) else 0.24
-    figure = _figure(WIDTH, row * len(names) + 0.6)
-    axes = _plain(figure.add_subplot())
-    middles = values[:, 2]
-    best = middles.max() if higher_is_better else middles.min()
+    named = {
+        name: fill(name, _NAME, break_on_hyphens=False) for rows in panels.values() for name in rows
+    }
+    row = 0.36 if any("\n" in name for name in named.values()) else 0.24
+    sizes = [row * len(rows) + 0.6 for rows in panels.values()]
+    figure = _figure(WIDTH, sum(sizes))
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
-    for at, ((low, high, middle), mine) in enumerate(zip(values, ours, strict=True)):
-        color = COLORS[0] if mine else _OTHERS
-        axes.plot([low, high], [at, at], color=color, lw=1.8)
-        axes.plot(middle, at, "o", color=color, ms=5)
-        weight = "bold" if middle == best else "normal"
-        axes.annotate(f"{middle:.4g}", (1.02, at), fontsize=SMALL, weight=weight, **place)
-    axes.set(xlabel=x)
-    axes.set_yticks(range(len(names)), named, fontsize=SMALL)
-    axes.locator_params(axis="x", nbins=4)
-    axes.invert_yaxis()
+    for axes, (title, rows) in zip(grid, panels.items(), strict=True):
+        middles = [middle for *_, middle in rows.values()]
+        best = max(middles) if higher_is_better else min(middles)
+        for at, (name, (low, high, middle)) in enumerate(rows.items()):
+            color = COLORS[0] if name in ours else _OTHERS
+            axes.plot([low, high], [at, at], color=color, lw=1.8)
+            axes.plot(middle, at, "o", color=color, ms=5)
+            weight = "bold" if middle == best else "normal"
+            axes.annotate(f"{middle:.4g}", (1.02, at), fontsize=SMALL, weight=weight, **place)
+        _plain(axes).set_title(title, fontsize=SMALL, loc="left", weight="bold")
+        axes.set_yticks(range(len(rows)), [named[name] for name in rows], fontsize=SMALL)
+        axes.locator_params(axis="x", nbins=4)
+        axes.invert_yaxis()
+    grid[-1].set(xlabel=x)
     return figure
+
+
+def ranges(
+    values: Mapping[str, Matrix], middle: Callable[[Matrix], Any] = np.median
+) -> dict[str, tuple[float, float, float]]:
+    """Return each name's least and greatest value over seeds, and their median or mean."""
+    return {
+        name: (float(one.min()), float(one.max()), float(middle(one)))
+        for name, one in values.items()
+    }
 
 
 def heat_map(
@@ -276,15 +257,17 @@ def heat_map(
     return figure
 
 
-def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str, y: str) -> Figure:
+def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, truth: str, x: str, y: str) -> Figure:
     """Draw spectra, a panel per material, each curve with its greatest value at one.
 
-    The first curve of a panel is a wide gray band, on which all others stay visible.
+    The truth is a wide gray band, on which all others stay visible; the next curve lies on top.
 
     Parameters
     ----------
     panels : mapping of str to mapping of str to ndarray of shape (n_bands,) or (n, n_bands)
         Title -> label -> a spectrum, or several whose range is shown.
+    truth : str
+        The label of the band, the first if it is there.
     x, y : str
         What the axes show.
     """
@@ -292,11 +275,12 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str, y: str) -> Fi
     for axes, (title, curves) in zip(grid, panels.items(), strict=True):
         _plain(axes).set(xlabel=x)
         axes.set_title(title, fontsize=SMALL, loc="left")
-        for index, (label, values) in enumerate(curves.items()):
+        for index, (label, values) in enumerate(curves.items(), -(truth in curves)):
             peaks = np.max(values, axis=-1, keepdims=True)
-            band: dict[str, Any] = {} if index else {"color": "#c4c9d0", "lw": 6}
+            look: dict[str, Any] = {"zorder": 3 - 0.1 * index, "lw": 2.4 if index == 0 else 1.2}
+            look = {"color": "#c4c9d0", "lw": 7} if label == truth else look
             scaled = values / np.where(peaks > 0, peaks, 1)
-            _draw(axes, range(values.shape[-1]), scaled, label, index, -np.inf, **band)
+            _draw(axes, range(values.shape[-1]), scaled, label, index, -np.inf, **look)
     figure.supylabel(y, fontsize=SMALL)
     share_legend(figure, grid)
     return figure

@@ -29,8 +29,8 @@ COMMON = ("clients", "rounds", "seed", "data")
 #: The studies' files by topic, in the order in which users see them.
 _FILES = {
     "Personalized dictionaries": (
-        *("cameras", "stations", "digits", "images", "sites", "video", "private"),
-        *("synthetic", "global_atoms", "comparison", "federations"),
+        *("cameras", "stations", "digits", "images", "complete", "sites", "video"),
+        *("private", "synthetic", "global_atoms", "comparison", "federations"),
     ),
     "Personalized models of any kind": ("personal", "patients"),
     "Groups of clients": ("rotated_digits", "mixed_regression", "regression"),

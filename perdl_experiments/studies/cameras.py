@@ -506,13 +506,14 @@ def _figures(
     n = int(first["setting_perma"])
     local = zip(sites[:DRAWN], first["atoms"][:DRAWN, n:], strict=True)
     each = {name: values.mean(axis=1) for name, values in errors.items()}  # (n_seeds, n_views)
-    bars = {
+    views = {
         **{
             view: {METHODS[m]: each[m][:, i] for m in errors}
             for i, view in enumerate(VIEWS.values())
         },
         "both views": {METHODS[m]: each[m].mean(axis=1) for m in errors},
     }
+    dots = {title: pictures.ranges(values) for title, values in views.items()}
     rows = {"original": first["original"]}
     rows |= {METHODS[m]: first[f"rebuilt_{m}"] for m in ("perma", *RIVALS)}
     whole = np.insert(curve, 0, each["alone"], axis=1)
@@ -525,7 +526,7 @@ def _figures(
         "reconstructions": plots.images(
             {name: np.insert(X, SHOWN, np.nan, axis=0) for name, X in rows.items()}, shape
         ),
-        "errors": pictures.bars(bars),
+        "errors": pictures.intervals(dots, ours=[METHODS["perma"]]),
         "curve": pictures.chosen(
             [0, *config.tried],
             drawn,

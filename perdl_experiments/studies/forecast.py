@@ -65,6 +65,8 @@ STEPS, DECAYS, PENALTIES, LEAVES = (0.03, 0.1, 0.2), (0.03, 0.1, 0.3), (0.01, 0.
 #: Gradient steps of a round, the share of links that fail, and of values sent.
 LOCAL_STEPS, DROP, SENT = 2, 0.2, 0.1
 METHODS = words("forecast")
+#: Strategies of this library without a server.
+OURS = ("exact", "tracking", "atc", "topk", "drops")
 #: ``diffusion_averaging``'s arguments.
 NETWORKS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact_diffusion"},
@@ -329,4 +331,5 @@ def run(config: Config, keep: Keep) -> Outcome:
 def _figures(means: Mapping[str, Matrix]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
-    return {"errors": pictures.bars({"": means}, np.mean)}
+    ours = [METHODS[name] for name in OURS]
+    return {"errors": pictures.intervals({"": pictures.ranges(means, np.mean)}, ours=ours)}

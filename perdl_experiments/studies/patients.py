@@ -10,9 +10,8 @@ Direct solvers, given all clients' rows in one place or one client's:
 ==============  ==================================================================================
 method          what it is
 ==============  ==================================================================================
-``mean``        the mean of a client's training rows, or their more frequent class
-``last``        the last of its training rows, where they are in the order of a column
-``latest``      the last of its validation rows, likewise: later than what others are trained on
+``mean``        the mean of a client's rows, or their more frequent class
+``latest``      the last of its rows before the test, where they are in the order of a column
 ``alone``       local training: a ridge (or penalized logistic) regression per client
 ``pooled``      one such regression of all clients' rows
 ``shrunk``      a regression per client, shrunk to the pooled one
@@ -21,6 +20,8 @@ method          what it is
 ==============  ==================================================================================
 
 ``intercepts-tuned`` is each client's mixed model, trained on as the federated methods are.
+``intercepts-level`` and ``fedavg-level`` add one number per client to a mixed model and to FedAvg's
+model of the training rows: what fits the client's validation rows best, their mean residual.
 
 Federated, each also fine-tuned (``METHOD-tuned``: every client trains on until its own validation
 loss no longer falls):
@@ -35,7 +36,9 @@ loss no longer falls):
 ==============  ==================================================================================
 
 Every method has its best learning rate, or penalties, by the mean validation loss over clients.
-Random effects are penalized, their variances chosen like all penalties, in place of REML.
+With these, and each client's number of further trainings, it learns again from the training and
+the validation rows before it is tested. Random effects are penalized, their variances chosen like
+all penalties, in place of REML.
 
 ``--data FILE.npz`` with ``X`` (n, n_features), NaN where missing, ``y`` (n,) and ``client`` (n,).
 Features are scaled by all clients' training rows; a missing value becomes the mean and, where a
@@ -51,14 +54,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context
 from numpy.typing import NDArray
-from scipy.optimize import minimize
+from scipy.optimize import minimize, minimize_scalar
 from scipy.special import expit, logit
 
 from flwr_perdl.clients import client_app
@@ -72,7 +75,6 @@ from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, leads, words
 from perdl_experiments.studies._experiment import Config as Common
-from perdl_experiments.studies._network import stopped_each
 from perdl_experiments.studies._parts import keep_all
 
 #: Shares of a client's rows for training and for validation; the rest is for testing.
@@ -83,10 +85,13 @@ TRAIN, VALIDATION = 0.5, 0.25
 STEPS, PULLS = (0.1, 0.3, 1.0, 1.9), (0.03, 0.1, 0.3, 1.0)
 PENALTIES = tuple(10.0**power for power in range(-4, 2))
 LOCAL_STEPS = 5
+#: What one number per client may add, in standard deviations of what is predicted, or logits.
+SHIFTS = (-10, 10)
 #: Integers that a categorical feature has, and the share of missing values that has an indicator.
 CATEGORIES, MISSING = (3, 5), 0.05
 METHODS = words("patients")
-FEDERATED = ("fedavg", "personal", "ditto", "clustered", "ifca", "ifca-best")
+OURS = ("personal", "ditto", "clustered")
+FEDERATED = ("fedavg", *OURS, "ifca", "ifca-best")
 #: IFCA's models, and starts of which the best counts.
 MODELS, STARTS = 3, 5
 #: What every method is compared with.
@@ -129,12 +134,23 @@ class Split(NamedTuple):
     test: Rows
 
 
-class Found(NamedTuple):
-    """Each client's validation loss and error, and what was chosen."""
+class Candidate(NamedTuple):
+    """A way to learn every client's coefficients and intercept, as one array.
 
-    losses: Matrix
+    ``learn(False)`` learns from the training rows, ``learn(True)`` from the validation rows too.
+    """
+
+    how: str
+    learn: Callable[[bool], Sequence[Matrix]]
+    step: float = 0.0
+
+
+class Found(NamedTuple):
+    """Each client's error, what was chosen, and the models of the training rows alone."""
+
     errors: Matrix
     how: str
+    trained: Sequence[Matrix]
 
 
 # The model -----------------------------------------------------------------------------------
@@ -196,24 +212,68 @@ class Client:
         return loss(self.task, X @ w + b, y), len(y), {}
 
 
-def judged(
-    task: str, own: Sequence[Split], models: Sequence[tuple[Matrix, Any]], how: str
-) -> Found:
-    """Return what every client's model comes to."""
-    measured = [
-        (
-            loss(task, one.choose.X @ w + b, one.choose.y),
-            error(task, one.test.X @ w + b, one.test.y),
-        )
-        for one, (w, b) in zip(own, models, strict=True)
+def apply(rows: Rows, theta: Matrix) -> Matrix:
+    """Return what a model predicts."""
+    z: Matrix = rows.X @ theta[:-1] + theta[-1]
+    return z
+
+
+def errors_of(task: str, own: Sequence[Split], thetas: Sequence[Matrix]) -> Matrix:
+    """Return the error of each client's model on its test rows."""
+    pairs = zip(own, thetas, strict=True)
+    return np.array([error(task, apply(one.test, theta), one.test.y) for one, theta in pairs])
+
+
+def whole(own: Sequence[Split]) -> list[Split]:
+    """Return splits whose training rows are the validation rows, too: what is refitted on."""
+    rows = (map(np.concatenate, zip(one.train, one.choose, strict=True)) for one in own)
+    return [one._replace(train=Rows(*both)) for one, both in zip(own, rows, strict=True)]
+
+
+def chosen(task: str, own: Sequence[Split], tried: Sequence[Candidate], fits: int = 0) -> Found:
+    """Return what has the lowest mean validation loss, learned again from all rows.
+
+    Each client may train on for ``fits`` times, and stops at its own lowest validation loss; from
+    all rows it trains as often.
+    """
+    found = []
+    for one in tried:
+        thetas = one.learn(False)
+        paths = [
+            trained_on(task, split, theta, rate(task, own, one.step), fits)
+            for split, theta in zip(own, thetas, strict=True)
+        ]
+        losses = [
+            [loss(task, apply(split.choose, theta), split.choose.y) for theta in path]
+            for split, path in zip(own, paths, strict=True)
+        ]
+        found.append((np.mean(np.min(losses, axis=1)), np.argmin(losses, axis=1), thetas, one))
+    _, counts, thetas, best = min(found, key=lambda one: float(one[0]))
+    rows = whole(own)
+    refitted = [
+        trained_on(task, split, theta, rate(task, rows, best.step), int(count))[-1]
+        for split, theta, count in zip(rows, best.learn(True), counts, strict=True)
     ]
-    losses, errors = np.array(measured).T
-    return Found(losses, errors, how)
+    return Found(errors_of(task, own, refitted), best.how, thetas)
 
 
-def best(tried: Sequence[Found]) -> Found:
-    """Return what has the lowest mean validation loss."""
-    return min(tried, key=lambda one: float(one.losses.mean()))
+def trained_on(task: str, own: Split, theta: Matrix, length: float, fits: int) -> list[Matrix]:
+    """Return a client's model before and after each of so many further trainings."""
+    client, path = Client(own, task, length), [theta]
+    for _ in range(fits):
+        (w, b), *_ = client.fit([path[-1][:-1], path[-1][-1:]], {})
+        path.append(np.append(w, b))
+    return path
+
+
+def leveled(task: str, own: Sequence[Split], thetas: Sequence[Matrix]) -> Found:
+    """Return models of the training rows with one number per client of its validation rows."""
+    moved = []
+    for one, theta in zip(own, thetas, strict=True):
+        z, y = apply(one.choose, theta), one.choose.y
+        shift = minimize_scalar(lambda more, z=z, y=y: loss(task, z + more, y), bounds=SHIFTS).x
+        moved.append(np.append(theta[:-1], theta[-1] + shift))
+    return Found(errors_of(task, own, moved), "mean residual of the validation rows", thetas)
 
 
 # Direct solvers ------------------------------------------------------------------------------
@@ -280,64 +340,72 @@ def level(task: str, mean: float) -> float:
 
 
 def direct(task: str, own: Sequence[Split], rounds: int, *, ordered: bool) -> dict[str, Found]:
-    """Return what the direct solvers come to, by method; the best is fine-tuned for ``rounds``."""
-    parts, none = [one.train for one in own], (np.inf, np.inf)
+    """Return what the direct solvers come to, by method; the mixed model is fine-tuned, too."""
+    parts = [[one.train for one in rows] for rows in (own, whole(own))]
+    none, find = (np.inf, np.inf), partial(chosen, task, own)
 
-    def measured(thetas: Sequence[Matrix], how: str) -> Found:
-        return judged(task, own, [(theta[:-1], theta[-1]) for theta in thetas], how)
+    def pooled(penalty: float, refit: bool) -> list[Matrix]:
+        return [solve(task, parts[refit], penalty, none)[0]] * len(own)
 
-    def alone(penalty: float, toward: Matrix | None = None) -> Found:
-        thetas = [solve(task, [one], penalty, none, toward)[0] for one in parts]
-        return measured(thetas, f"penalty {penalty:g}")
+    def alone(penalty: float, refit: bool, toward: float | None = None) -> list[Matrix]:
+        center = None if toward is None else pooled(toward, refit)[0]
+        return [solve(task, [one], penalty, none, center)[0] for one in parts[refit]]
 
-    pooled = {p: solve(task, parts, p, none)[0] for p in PENALTIES}
-    one = {p: measured([theta] * len(own), f"penalty {p:g}") for p, theta in pooled.items()}
-    least = min(one, key=lambda p: float(one[p].losses.mean()))
+    def mixed(penalty: float, spread: float, refit: bool, *, slopes: bool) -> list[Matrix]:
+        common, added = solve(task, parts[refit], penalty, (spread if slopes else np.inf, spread))
+        return list(common + added)
 
-    def mixed(slopes: bool) -> dict[str, list[Matrix]]:
-        found = {}
-        for penalty, spread in product((least / 10, least, 10 * least), PENALTIES):
-            common, added = solve(task, parts, penalty, (spread if slopes else np.inf, spread))
-            found[f"penalties {penalty:g} and {spread:g}"] = list(common + added)
-        return found
+    def each(learn: Callable[..., list[Matrix]], **given: Any) -> list[Candidate]:
+        return [Candidate(f"penalty {p:g}", partial(learn, p, **given)) for p in PENALTIES]
 
-    intercepts = mixed(slopes=False)
-    random = {how: measured(thetas, how) for how, thetas in intercepts.items()}
-    chosen = best([*random.values()])
-    tuned = [fine_tuned(task, own, intercepts[chosen.how], step, rounds) for step in STEPS]
+    def pairs(slopes: bool) -> list[Candidate]:
+        return [
+            Candidate(
+                f"penalties {penalty:g} and {spread:g}",
+                cache(partial(mixed, penalty, spread, slopes=slopes)),
+            )
+            for penalty, spread in product((least / 10, least, 10 * least), PENALTIES)
+        ]
 
-    flat = np.zeros(parts[0].X.shape[1])
-    levels = {"mean": [level(task, one.y.mean()) for one in parts]}
-    if task == "number" and ordered:
-        levels["last"] = [one.y[-1] for one in parts]
-        levels["latest"] = [one.choose.y[-1] for one in own]
+    def constant(of: Callable[[Matrix], float]) -> Found:
+        flat = np.zeros(parts[0][0].X.shape[1])
+        thetas = [[np.append(flat, of(one.y)) for one in rows] for rows in parts]
+        return find([Candidate("", thetas.__getitem__)])
+
+    one = find(each(pooled))
+    least = float(one.how.split()[-1])
+    random = pairs(slopes=False)
+    intercepts = find(random)
+    (best,) = [one for one in random if one.how == intercepts.how]
+    steps = [best._replace(how=f"learning rate {step:g}", step=step) for step in STEPS]
     return {
-        **{how: judged(task, own, [(flat, b) for b in at], how) for how, at in levels.items()},
-        "alone": best([alone(p) for p in PENALTIES]),
-        "pooled": one[least],
-        "shrunk": best([alone(p, pooled[least]) for p in PENALTIES]),
-        "intercepts": chosen,
-        "intercepts-tuned": best(tuned),
-        "slopes": best([measured(thetas, how) for how, thetas in mixed(slopes=True).items()]),
+        "mean": constant(lambda y: level(task, float(y.mean()))),
+        **({"latest": constant(lambda y: float(y[-1]))} if task == "number" and ordered else {}),
+        "alone": find(each(alone)),
+        "pooled": one,
+        "shrunk": find(each(alone, toward=least)),
+        "intercepts": intercepts,
+        "intercepts-level": leveled(task, own, intercepts.trained),
+        "intercepts-tuned": find(steps, rounds),
+        "slopes": find(pairs(slopes=True)),
     }
-
-
-def fine_tuned(
-    task: str, own: Sequence[Split], thetas: Sequence[Matrix], step: float, fits: int
-) -> Found:
-    """Return each client's model, fine-tuned from coefficients, at its least validation loss."""
-    clients = [Client(one, task, rate(task, own, step)) for one in own]
-    kept = stopped_each(clients, [[theta[:-1], np.asarray(theta[-1])] for theta in thetas], fits)
-    return judged(task, own, [(w, b) for w, b in kept], f"learning rate {step:g}")
 
 
 # Federated -----------------------------------------------------------------------------------
 
 
+def options_of(method: str) -> dict[str, float]:
+    """Return what a method is tried with besides learning rates, in words and as a number."""
+    if method == "ditto":
+        return {f", proximal weight {pull:g}": pull for pull in PULLS}
+    starts = {"ifca": 1, "ifca-best": STARTS}.get(method)
+    return {f", start {draw}": draw for draw in range(starts)} if starts else {"": 0}
+
+
 def federated(
-    config: Config, own: Sequence[Split], method: str, step: float, tuned: int, seed: int
-) -> Found:
-    """Return what a strategy comes to, with its best other options.
+    config: Config, own: Sequence[Split], method: str, step: float, option: float, seed: int
+) -> list[Matrix]:
+    """Return what a strategy comes to at every client.
 
     Parameters
     ----------
@@ -349,49 +417,54 @@ def federated(
         One of `FEDERATED`.
     step : float
         One of `STEPS`.
-    tuned : int
-        So many further fits at most, on each client's own model.
+    option : float
+        One of `options_of`.
     seed : int
         What IFCA's starts are drawn by.
     """
-    options: dict[str, Any] = {
-        "fine_tune": tuned,
-        "server": ServerSettings(evaluate_every=config.rounds),
-    }
+    options: dict[str, Any] = {"server": ServerSettings(evaluate_every=config.rounds)}
     strategies: dict[str, Callable[[], Any]] = {
         "fedavg": partial(ClusteredFedAvg, 1, **options),
         "personal": partial(PersonalizedFedAvg, ["bias"], **options),
         "clustered": partial(ClusteredFedAvg, "auto", start_rounds=5, **options),
+        "ditto": partial(Ditto, option, **options),
     }
-    tries = {"": strategies[method]} if method in strategies else {}
-    if method == "ditto":
-        tries = {f", proximal weight {pull:g}": partial(Ditto, pull, **options) for pull in PULLS}
-
-    if method.startswith("ifca"):
-        start = partial(ClusteredFedAvg, MODELS, start="given", **options)
-        draws = STARTS if method == "ifca-best" else 1
-        tries = {f", start {draw}": start for draw in range(draws)}
-
-    length = rate(config.task, own, step)
+    start = partial(ClusteredFedAvg, MODELS, start="given", **options)
+    strategy, length = strategies.get(method, start)(), rate(config.task, own, step)
 
     def make_client(context: Context) -> Client:
         return Client(own[int(context.node_config[PARTITION_ID])], config.task, length)
 
     part: Any = {"private": ["bias"], "names": ["weight", "bias"]} if method == "personal" else {}
-    app = client_app(make_client, **part)
-    d, found = own[0].train.X.shape[1], []
-    for draw, (more, make) in enumerate(tries.items()):
-        strategy, grid = make(), InProcessGrid(app, len(own))
-        first = {"weight": np.zeros(d), "bias": np.zeros(())}
-        if method.startswith("ifca"):
-            drawn = spawn(seed, DATA, 1 + draw).standard_normal((MODELS, d)) / np.sqrt(d)
-            first = {"weight": drawn, "bias": np.zeros(MODELS)}
-        initial = ArrayRecord({name: Array(array) for name, array in first.items()})
-        strategy.start(grid, initial, num_rounds=config.rounds, verbose="quiet")
-        models = [strategy.result.model_of(i) for i in range(len(own))]
-        pairs = [(one["weight"].numpy(), one["bias"].numpy()) for one in models]
-        found.append(judged(config.task, own, pairs, f"learning rate {step:g}{more}"))
-    return best(found)
+    grid = InProcessGrid(client_app(make_client, **part), len(own))
+    d = own[0].train.X.shape[1]
+    first = {"weight": np.zeros(d), "bias": np.zeros(())}
+    if method.startswith("ifca"):
+        drawn = spawn(seed, DATA, 1 + int(option)).standard_normal((MODELS, d)) / np.sqrt(d)
+        first = {"weight": drawn, "bias": np.zeros(MODELS)}
+    initial = ArrayRecord({name: Array(array) for name, array in first.items()})
+    strategy.start(grid, initial, num_rounds=config.rounds, verbose="quiet")
+    models = [strategy.result.model_of(i) for i in range(len(own))]
+    return [np.append(one["weight"].numpy(), one["bias"].numpy()) for one in models]
+
+
+def strategies(config: Config, own: Sequence[Split], seed: int) -> dict[str, Found]:
+    """Return what every strategy comes to, as it is and fine-tuned."""
+    found, rows = {}, (own, whole(own))
+
+    def learn(method: str, step: float, option: float, refit: bool) -> list[Matrix]:
+        return federated(config, rows[refit], method, step, option, seed)
+
+    for method in FEDERATED:
+        tried = [
+            Candidate(
+                f"learning rate {step:g}{more}", cache(partial(learn, method, step, option)), step
+            )
+            for step, (more, option) in product(STEPS, options_of(method).items())
+        ]
+        found[method] = chosen(config.task, own, tried)
+        found[f"{method}-tuned"] = chosen(config.task, own, tried, config.rounds)
+    return {**found, "fedavg-level": leveled(config.task, own, found["fedavg"].trained)}
 
 
 # The data ------------------------------------------------------------------------------------
@@ -478,10 +551,7 @@ def compare(config: Config, seed: int) -> Arrays:
     """Return every method's errors, as "METHOD", by client, and "how-METHOD"."""
     own, unit = splits(config, seed)
     found = direct(config.task, own, config.rounds, ordered=config.order >= 0)
-    for method, (more, tuned) in product(FEDERATED, {"": 0, "-tuned": config.rounds}.items()):
-        found[method + more] = best(
-            [federated(config, own, method, step, tuned, seed) for step in STEPS]
-        )
+    found |= strategies(config, own, seed)
     return {
         **{name: one.errors * unit for name, one in found.items()},
         **{f"how-{name}": np.array(one.how) for name, one in found.items()},
@@ -536,4 +606,5 @@ def run(config: Config, keep: Keep) -> Outcome:
 def _figures(means: Mapping[str, Matrix]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: clients must not need it
 
-    return {"errors": pictures.bars({"": means}, np.mean)}
+    ours = [words for name, words in METHODS.items() if name.split("-")[0] in OURS]
+    return {"errors": pictures.intervals({"": pictures.ranges(means, np.mean)}, ours=ours)}

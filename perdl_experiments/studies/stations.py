@@ -261,12 +261,15 @@ def _figures(
     ordered = [(name, means[name]) for name in order]
     n_global = config.tried[int(curve[:, :, 1].mean(axis=0).argmin())]
     return {
-        "errors": pictures.bars(
+        "errors": pictures.intervals(
             {
-                said: {METHODS[n]: m[:, i] for n, m in ordered if np.isfinite(m[:, i]).all()}
+                said: pictures.ranges(
+                    {METHODS[n]: m[:, i] for n, m in ordered if np.isfinite(m[:, i]).all()},
+                    np.mean,
+                )
                 for i, said in enumerate(VIEWS.values())
             },
-            np.mean,
+            ours=[METHODS["perma"]],
         ),
         "curve": pictures.chosen(
             [0, *config.tried],

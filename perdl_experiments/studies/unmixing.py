@@ -53,6 +53,7 @@ NMF_ITERATIONS = 500
 METHODS = tuple(words("unmixing"))
 #: Methods of others: one that fails does not end the run.
 RIVALS = ("nmf", "vca")
+TRUTH = "the truth"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +310,7 @@ def _figures(
     }
     panels = {
         name: {
-            **({} if scene.endmembers is None else {"the truth": scene.endmembers[j]}),
+            **({} if scene.endmembers is None else {TRUTH: scene.endmembers[j]}),
             **{label: values[:, j] for label, values in matched.items()},
         }
         for j, name in enumerate(names)
@@ -317,8 +318,10 @@ def _figures(
     shares = {n: maps[..., j] for j, n in enumerate(names)}
     if scene.shares is not None:
         truth = scene.shares.reshape(*scene.shape, -1)
-        shares |= {f"{n}, the truth": truth[..., j] for j, n in enumerate(names)}
+        shares |= {f"{n}, {TRUTH}": truth[..., j] for j, n in enumerate(names)}
     return {
-        "spectra": pictures.spectra(panels, x="band number", y="reflectance, peak at one"),
+        "spectra": pictures.spectra(
+            panels, truth=TRUTH, x="band number", y="reflectance, peak at one"
+        ),
         "abundances": pictures.maps(shares, tiles, len(shares) // len(names)),
     }

@@ -103,6 +103,14 @@ CASES = [
         ),
     ),
     Case(
+        "complete",
+        {"samples_per_client": 60, "rounds": 8, "n_atoms": 32},
+        (
+            "mse_perma_10 < mse_local_10 < mse_zero_10 < mse_huang_10 mse_gkillas_10",
+            "mse_pursuit_huang_10 < mse_pursuit_perma_10 < mse_pursuit_local_10",
+        ),
+    ),
+    Case(
         "federations",
         {"seeds": 1, "sizes": "8,30", "failures": "0,40", "weak": 4, "weak_samples": "20,200"}
         | {"clients": 10, "rounds": 6},
