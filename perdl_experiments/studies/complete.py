@@ -173,8 +173,13 @@ def _rival(config: Config, name: str) -> Arrays:
         }
     kind: type[KSVDLearner | GradientLearner] = KSVDLearner if name == "huang" else GradientLearner
     learner: Learner = kind(config.n_atoms, n_nonzero=GENERAL_N_NONZERO)
-    given = {"seed": config.seed, "weighted": name == "huang", "min_support": config.min_support}
-    return {"errors": _errors(config, [average(samples, learner, RIVAL_ROUNDS, **given).atoms])}
+    given: dict[str, Any] = {"seed": config.seed, "min_support": config.min_support}
+    return {
+        "errors": _errors(
+            config,
+            [average(samples, learner, RIVAL_ROUNDS, weighted=name == "huang", **given).atoms],
+        )
+    }
 
 
 def _errors(config: Config, dictionaries: Sequence[Matrix]) -> Matrix:
