@@ -9,7 +9,7 @@ import pytest
 from flwr_perdl.dictionary import iterate, normalize_atoms
 from perdl_experiments import run_experiment
 from perdl_experiments.perpca import personalized_pca
-from perdl_experiments.studies import _methods, configure, find, images
+from perdl_experiments.studies import _methods, complete, configure, find, images
 
 GIVEN: dict[str, Any] = {
     "clients": 3,
@@ -108,3 +108,10 @@ def test_a_method_that_fails_costs_its_row_and_not_the_run(
     assert not [name for name in results["metrics"] if "tuned_naive" in name]
     assert "mse_tuned_perpca_10" in results["metrics"]
     assert any("failed" in note for note in results["notes"])
+
+
+def test_the_papers_coder_keeps_the_largest_products_above_the_threshold() -> None:
+    X = np.array([[3.0, -2.0, 0.4, 1.0], [0.1, 0.2, -0.6, 0.3]])
+    D = np.eye(4)[[1, 0, 3, 2]]
+    expected = [[-2.0, 3.0, 0, 0], [0, 0, 0, -0.6]]
+    np.testing.assert_array_equal(complete.largest(X, D, 0.5, 2), expected)

@@ -40,6 +40,25 @@ def test_a_penalized_logistic_regression_has_no_gradient() -> None:
     assert not added.any()
 
 
+def test_what_is_tested_has_learned_from_training_and_validation_rows() -> None:
+    rng = np.random.default_rng(3)
+
+    def rows(n: int) -> Rows:
+        return Rows(rng.standard_normal((n, 2)), rng.standard_normal(n) + 1)
+
+    own = [patients.Split(rows(6), rows(3), rows(4)) for _ in range(2)]
+    found = patients.direct("number", own, 1, ordered=True)
+    for i, one in enumerate(own):
+        known = np.concatenate([one.train.y, one.choose.y])
+        for method, constant in {"mean": known.mean(), "latest": known[-1]}.items():
+            error = np.sqrt(np.mean((one.test.y - constant) ** 2))
+            assert found[method].errors[i] == pytest.approx(error)
+    leveled = patients.leveled("number", own, [np.zeros(3)] * 2)
+    shifts = [one.choose.y.mean() for one in own]
+    errors = [np.sqrt(np.mean((one.test.y - b) ** 2)) for one, b in zip(own, shifts, strict=True)]
+    np.testing.assert_allclose(leveled.errors, errors, rtol=1e-4)
+
+
 def test_rows_come_in_order_and_columns_become_features(tmp_path: Path) -> None:
     rng, n = np.random.default_rng(2), 40
     X = np.column_stack([rng.permutation(2 * n), rng.integers(1, 4, 2 * n), rng.random(2 * n)])

@@ -106,7 +106,7 @@ CASES = [
         "complete",
         {"samples_per_client": 60, "rounds": 8, "n_atoms": 32},
         (
-            "mse_perma_10 < mse_local_10 < mse_zero_10 < mse_huang_10 mse_gkillas_10",
+            "mse_perma_10 < mse_local_10 < mse_zero_10 < mse_huang_10",
             "mse_pursuit_huang_10 < mse_pursuit_perma_10 < mse_pursuit_local_10",
         ),
     ),
