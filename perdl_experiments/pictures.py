@@ -278,7 +278,7 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, truth: str, x: str, y
         for index, (label, values) in enumerate(curves.items(), -(truth in curves)):
             peaks = np.max(values, axis=-1, keepdims=True)
             look: dict[str, Any] = {"zorder": 3 - 0.1 * index, "lw": 2.4 if index == 0 else 1.2}
-            look = {"color": "#c4c9d0", "lw": 7} if label == truth else look
+            look = {"color": "#c4c9d0", "lw": 7, "ls": "-"} if label == truth else look
             scaled = values / np.where(peaks > 0, peaks, 1)
             _draw(axes, range(values.shape[-1]), scaled, label, index, -np.inf, **look)
     figure.supylabel(y, fontsize=SMALL)
