@@ -83,14 +83,13 @@ from flwr_perdl.protocol.records import (
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
     Scalar,
+    arrays_of,
     config_of,
     directed,
     named,
     read_request,
     reply_to,
     route_of,
-    scalars,
-    view,
     with_loss,
 )
 
@@ -373,7 +372,7 @@ class AnsweringApp(ClientApp):
             from flwr_perdl.privacy.secure_client import answer_for_sum
 
             return answer_for_sum(message, context, call, self._min_clients, self._own(context))
-        begun = dict(message.content.array_records.get(ARRAYS, {})) if parts else {}
+        begun = dict(arrays_of(message)) if parts else {}
         reply = call(message, context)
         if parts and asked is None and trains and not reply.has_error():
             _send(parts, reply, begun, message, context)
@@ -398,9 +397,9 @@ class AnsweringApp(ClientApp):
         parts: Sequence[Part] = (),
     ) -> Message:
         """Take a step that works with any app; ``parts`` change what it sends."""
-        record = message.content.array_records[ARRAYS]
-        config, received = scalars(config_of(message)), [*record.values()]
-        request = read_step(config, [view(array) for array in received], record, received)
+        arrays, config = read_request(message, writable=False)
+        record = arrays_of(message)
+        request = read_step(config, arrays, record, [*record.values()])
         store = private_store(context, asked.protocol)
         keep = self._outer_keep(message)
         call = _aside(handlers) if asked.whole else self._around(handlers, keep)
@@ -409,7 +408,7 @@ class AnsweringApp(ClientApp):
         result = take(asked, local, request)
         reply = _reply(message, asked, result)
         if parts and asked.kind == MessageType.TRAIN:
-            names = reply.content.array_records[ARRAYS]
+            names = arrays_of(reply)
             begun = dict(zip(names, result.start, strict=True)) if result.start else record
             _send(parts, reply, begun, message, context)
         return reply
@@ -471,7 +470,7 @@ class AnsweringApp(ClientApp):
 
 def _received(message: Message, parts: Sequence[Part]) -> Message:
     """Return a request with its arrays as the step sees them."""
-    arrays = dict(message.content.array_records[ARRAYS])
+    arrays = dict(arrays_of(message))
     for part in reversed(parts):
         arrays = part.receive(arrays)
     return like(message, RecordDict({**message.content, ARRAYS: new_record(ArrayRecord, arrays)}))
@@ -485,7 +484,7 @@ def _send(
     context: Context,
 ) -> None:
     """Replace the arrays of a reply by what its parts send, and save what these keep."""
-    config, arrays = config_of(message), dict(reply.content.array_records[ARRAYS])
+    config, arrays = config_of(message), dict(arrays_of(reply))
     round_, run = check_count(ROUND, config.get(ROUND)), str(config.get(RUN, context.run_id))
     state = PrivateState(context, run + UNSENT, private_store(context, "parts"))
     before = state.before(round_) or {}

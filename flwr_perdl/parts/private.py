@@ -690,8 +690,8 @@ def _read_names(array: Matrix) -> list[str]:
 
 def _first_names(context: Context, store: StateStore | None) -> list[str] | None:
     """Return the names of the arrays in this client's first run, None before its training."""
-    record = context.state.array_records.get(_FIRST)
-    if record is not None:
+    record = context.state.get(_FIRST)
+    if isinstance(record, ArrayRecord):
         return _read_names(view(record[_NAMES]))
     path = None if store is None else store.folder / _FIRST_FILE
     if store is None or path is None or not path.exists():
