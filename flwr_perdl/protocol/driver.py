@@ -105,7 +105,7 @@ class HasProtocol(typing.Protocol):
     _reads: Models
     _n_stacked: int
     _told: Mapping[str, Scalar]
-    _last_step: typing.ClassVar[str]
+    _last_step: str
 
     @property
     def options(self) -> ServerSettings:

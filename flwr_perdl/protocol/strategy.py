@@ -129,7 +129,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _sent_models: list[list[Matrix]] | None = None
     _sent_by: Mapping[int, ArrayRecord] = MappingProxyType({})
     #: The step in which clients make models of their own and measure them, after all others.
-    _last_step: ClassVar[str] = ""
+    _last_step: str = ""
     #: What it does not support, and why: options, and what docs/which-algorithm.md's table has.
     unsupported: ClassVar[Mapping[str, str]] = {}
     #: What options need of others.
