@@ -15,7 +15,7 @@ from typing import NamedTuple
 FOLDER = Path(__file__).resolve().parent / "images" / "diagrams"
 #: README's picture: the schematics in a row.
 OVERVIEW = "images/overview-{}.svg"
-FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
+FONT = "DejaVu Sans, Verdana, system-ui, sans-serif"
 #: Text, less important text, lines, boxes, and the colors of models: blue is ours.
 NAMES = ("ink", "muted", "line", "fill", "ours", "two", "three", "four", "gray")
 COLORS = {
