@@ -38,12 +38,8 @@ def test_pages_show_tables_as_the_benchmarks_wrote_them_and_files_of_examples_as
     assert shown > 5
 
 
-def test_guides_and_the_gallerys_pages_are_short() -> None:
-    def words(folder: str) -> dict[str, int]:
-        return {page.name: len(page.read_text().split()) for page in (ROOT / folder).glob("*.md")}
-
-    assert sum(words("docs").values()) <= 28_000
-    assert {name for name, n in words("docs/gallery").items() if n > 900} <= {"index.md"}
+def test_the_guides_are_short() -> None:
+    assert sum(len(one.read_text().split()) for one in (ROOT / "docs").glob("*.md")) <= 28_000
 
 
 def test_the_results_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
