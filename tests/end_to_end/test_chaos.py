@@ -83,19 +83,6 @@ def test_a_hundred_runs_through_chaos(folder: Path, capsys: Any) -> None:
     assert counts["killed"] > 50
 
 
-@pytest.mark.slow
-def test_without_memory_absence_costs(
-    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clean, n_runs = chaos.undisturbed(folder / "clean"), 20
-    monkeypatch.setattr(chaos, "REMEMBER", 0)
-    errors = [chaos.run(seed, folder / str(seed)).error for seed in range(n_runs)]
-    close = sum(error is not None and error < CLOSE * clean for error in errors)
-    with capsys.disabled():
-        print(f"\nchaos without PerMA(reuse_last_reply=...), {n_runs} runs: {close} close")
-    assert close < 0.9 * n_runs
-
-
 def test_a_few_runs_through_chaos(folder: Path) -> None:
     clean = chaos.undisturbed(folder / "clean")
     for seed in (0, 1):

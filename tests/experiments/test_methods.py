@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,17 +53,6 @@ def test_fine_tuning_keeps_what_is_best_for_each_client() -> None:
     found = _methods.finetuned(learner, D, task.clients, error)
     assert [taken for _, taken in found] == list(steps.values())
     np.testing.assert_array_equal(found[1][0], D)
-
-
-def test_settings_are_judged_by_the_clients_own_images_alone() -> None:
-    task = config().task
-    for method in _methods.METHODS:
-        tried = _methods.settings(method, task.clients, config())
-        assert len(set(tried)) == _methods.TRIES
-    rms = np.sqrt(np.mean(np.sum(np.vstack(task.clients) ** 2, axis=1)))
-    assert _methods.settings("perma", task.clients, config())[1] == pytest.approx(0.11 * rms)
-    mod = replace(config(), learner="mod")
-    assert _methods.settings("pooled", task.clients, mod) == (5, 10, 20)
 
 
 def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> None:

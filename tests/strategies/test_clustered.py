@@ -404,17 +404,6 @@ def test_one_clients_losses_do_not_decide_k() -> None:
     assert len(strategy.result.models) == 3
 
 
-def test_an_app_of_messages_keeps_its_arrays_names() -> None:
-    strategy, names = ClusteredFedAvg(3), ["layer.weight", "layer.bias"]
-    start = ArrayRecord(dict(zip(names, ArrayRecord(START).values(), strict=True)))
-    result = strategy.start(InProcessGrid(client_app(as_app(make)), N), start, num_rounds=4)
-    assert list(result.arrays) == list(strategy.result.models[0]) == names
-    assert not any(report.dropped for report in strategy.history)
-    for name, array in zip(names, run(ClusteredFedAvg(3), 4), strict=True):
-        for model, own in zip(strategy.result.models, array, strict=True):
-            np.testing.assert_array_equal(model[name].numpy(), own)
-
-
 def test_mods_see_one_model_at_a_time() -> None:
     seen: list[int] = []
 
@@ -547,18 +536,3 @@ def test_a_loss_that_tells_no_models_apart_is_warned_of(caplog: Any) -> None:
         caplog.clear()
         run(ClusteredFedAvg(3), 3, app=app_of(client))
         assert ("the same loss for all of the 3 models" in caplog.text) == warned
-
-
-def test_counters_are_counters_in_every_cluster() -> None:
-    class Counting(Linear):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            fitted, n, metrics = super().fit(parameters[:2], config)
-            return [*fitted, np.int64(parameters[2]) + 1], n, metrics
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return super().evaluate(parameters[:2], config)
-
-    start = [*START, np.array(7)]
-    *_, count = run(ClusteredFedAvg(3), 3, start, app=app_of(Counting))
-    np.testing.assert_array_equal(count, [10] * 3)
-    assert count.dtype == np.int64

@@ -107,6 +107,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "personal": lambda: PersonalizedFedAvg(["head.*"]),
     "personal, robust": lambda: PersonalizedFedAvg(["head.*"], robust=True),
     "personal, mask private": lambda: PersonalizedFedAvg(["mask", "kept"], optimizer=Yogi()),
+    "personal, counter private": lambda: PersonalizedFedAvg(["bn.*"]),
     "ditto": lambda: Ditto(),
     "ditto, adam": lambda: Ditto(optimizer=Adam()),
     "one": lambda: ClusteredFedAvg(1, optimizer=Momentum()),
@@ -135,9 +136,11 @@ def test_every_array_keeps_its_dtype_and_what_cannot_be_averaged(name: str) -> N
             if array_name in ("mask", "kept"):
                 assert own.tobytes() == of_model.tobytes()
             if array_name == COUNTER:
-                assert own == 5 + 3 * ROUNDS
+                assert own == 5 + 3 * ROUNDS * ("counter" not in name)
             if array_name == "bn.running_var":
                 assert (own > 0).all()
+    if name.startswith("personal"):  # each client's own counter, or the shared one
+        assert set(grid.measured("counter").values()) == {5 + 3 * ROUNDS}
 
 
 @pytest.mark.parametrize("method", AVERAGING)

@@ -147,13 +147,6 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None
     assert not any(report.dropped for report in strategy.history)
 
 
-def test_a_run_may_start_from_given_atoms(federation: MakeFederation) -> None:
-    planted = federation(noise=0.05)
-    strategy = PerMA(3, fraction_evaluate=0.0)
-    strategy.start(planted.grid(), ArrayRecord([planted.planted.global_atoms]), num_rounds=2)
-    assert [report.step for report in strategy.history] == ["update", "update"]
-
-
 def test_clients_that_were_never_asked_evaluate_what_they_would_begin_with(
     federation: MakeFederation,
 ) -> None:

@@ -111,12 +111,6 @@ def test_float32_models_travel_in_four_bytes_a_number_and_half_floats_in_two(nam
         assert [array.dtype for array in arrays] == [np.float32] * 3 + [np.int64, bool]
 
 
-def test_nodes_send_float32_models_in_four_bytes_a_number() -> None:
-    grid = CountingGrid(client_app(Adds), 4)
-    DiffusionAveraging(Topology.ring(4), method="atc").start(grid, model(), num_rounds=2)
-    assert grid.down == 2 * (4 * N_FLOATS + 8)  # booleans are not sent
-
-
 @pytest.mark.parametrize("method", ["atc", "exact_diffusion", "gradient_tracking", "push_sum"])
 @pytest.mark.parametrize("sealed", [False, True])
 def test_nodes_send_half_floats(method: str, sealed: bool) -> None:
