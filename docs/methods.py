@@ -176,7 +176,7 @@ QUESTIONS = {
 HEAD = """# All methods
 
 This page lists every method with its paper and the code that runs it. Not sure which you need?
-[Choose](which-algorithm.md).
+[Which method](which-algorithm.md).
 
 The four bold methods are ours, built on the papers named. All others are published ideas that a
 class or one of its options implements.

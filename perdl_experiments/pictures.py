@@ -215,7 +215,7 @@ def intervals(
         axes.annotate(f"{middle:.4g}", (1.02, at), fontsize=SMALL, weight=weight, **place)
     axes.set(xlabel=x)
     axes.set_yticks(range(len(names)), named, fontsize=SMALL)
-    axes.locator_params(axis="x", nbins=4)
+    axes.locator_params(axis="x", nbins=2)
     axes.invert_yaxis()
     return figure
 
@@ -253,12 +253,13 @@ def heat_map(
         values, shades, best, rows, columns = values.T, shades.T, best.T, columns, rows
     named = [fill(name, _NAME, break_on_hyphens=False) for name in rows]
     row = 0.36 if any("\n" in name for name in named) else 0.32
-    figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.5), row * len(rows) + 1.4)
+    figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.8), row * len(rows) + 1.4)
     axes = figure.add_subplot()
     axes.pcolormesh(shades, cmap="Blues", vmin=0, vmax=1.3)
     for i, j in zip(*np.nonzero(np.isfinite(values)), strict=True):
         value = values[i, j]
         look: dict[str, Any] = {"color": "white" if shades[i, j] > 0.85 else "black"}
+        look["fontsize"] = 8  # five digits in a cell
         look |= {"weight": "bold"} if best[i, j] else {}
         axes.text(j + 0.5, i + 0.5, f"{value:.3f}", ha="center", va="center", **look)
         if best[i, j]:
