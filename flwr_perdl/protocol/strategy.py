@@ -592,7 +592,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Read the replies to what was sent, and return the report of the exchange, if any."""
         run = self._running()
         if self._sent is None:
-            report = run.past(round_, evaluation=evaluation)
+            report = run.record.history.of(round_, evaluation=evaluation)
         else:
             limits, names = run.limits, () if evaluation else run.names
 

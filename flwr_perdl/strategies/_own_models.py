@@ -335,7 +335,7 @@ class EndsWithModels(ProtocolStrategy):
             )
             for trained in (False, True)
         }
-        trained = run.trained
+        trained = run.record.history.trained
         sent = [
             (p, Message(contents[p in trained], n, MessageType.TRAIN)) for p, n in nodes.items()
         ]
