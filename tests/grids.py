@@ -117,7 +117,8 @@ class Dying(Tapped):
 
     dies, early = 0, False
     spoil: Callable[[RecordDict], object] | None = None
-    lost = False
+    how = ""
+    late: Sequence[Message] = ()
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         sent = list(messages)
@@ -127,9 +128,13 @@ class Dying(Tapped):
         if dies:
             raise KeyboardInterrupt
         liars = [reply for reply in replies if 2 in rounds and reply.metadata.src_node_id == 1004]
+        replies, self.late = [*self.late, *replies], ()
         for reply in liars:
-            if self.lost:
+            if self.how in ("lost", "late"):
                 replies.remove(reply)
+                self.late = [reply] * (self.how == "late")
+            elif self.how == "twice":
+                replies.append(reply)
             elif self.spoil:
                 self.spoil(reply.content)
         return replies

@@ -20,11 +20,19 @@ COMMON, D, SIZE = 1.0, 10, 5
 
 
 def attacked(
-    seed: int, groups: int, liars: int, *, k: Any = None, apart: int = 0, **options: Any
+    seed: int,
+    groups: int,
+    liars: int,
+    *,
+    k: Any = None,
+    apart: int = 0,
+    away: float = 0.0,
+    **options: Any,
 ) -> tuple[float, set[int]]:
     """Return the largest error of the groups' models, and who is named.
 
-    Of each five clients so many lie at the end, and ``apart`` more have a model of their own.
+    Of each five clients so many lie at the end, with a reversed step that ends so far ``away``, and
+    ``apart`` more have a model of their own.
     """
     rng = np.random.default_rng(seed)
     truth = COMMON * rng.standard_normal(D) + rng.standard_normal((groups + 1, D))
@@ -34,13 +42,13 @@ def attacked(
             own = np.random.default_rng([seed, i])
             self.X = own.standard_normal((80, D))
             self.y = self.X @ truth[min(i // SIZE, groups)] + 0.3 * own.standard_normal(80)
-            self.sign = -1 if i % SIZE >= SIZE - liars else 1
+            self.lies = i % SIZE >= SIZE - liars
 
         def fit(self, parameters: Any, config: Any) -> Any:
             w = parameters[0].copy()
             for _ in range(5):
                 w -= 0.3 * self.X[:40].T @ (self.X[:40] @ w - self.y[:40]) / 40
-            return [parameters[0] + self.sign * (w - parameters[0])], 40, {}
+            return [2 * parameters[0] - w - away if self.lies else w], 40, {}
 
         def evaluate(self, parameters: Any, config: Any) -> Any:
             return float(np.mean((self.X[40:] @ parameters[0] - self.y[40:]) ** 2)), 40, {}
@@ -63,6 +71,12 @@ def test_reversed_steps_of_one_client_in_each_cluster_get_no_model(
         error, named = attacked(seed, k, 1, robust=True, start=start)
         assert error < 0.3
         assert {SIZE * j + SIZE - 1 for j in range(k)} <= named
+
+
+@pytest.mark.parametrize("robust", [True, "geometric-median"])
+@pytest.mark.parametrize("options", [{}, {"start": "anchors"}, {"k": "auto"}])
+def test_no_model_starts_from_an_outlier(options: dict[str, Any], robust: Any) -> None:
+    assert attacked(2, 2, 1, away=1e3, robust=robust, **options)[0] < 0.3
 
 
 def test_without_robust_they_take_a_cluster() -> None:

@@ -14,7 +14,6 @@ from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
 from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.regression import model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -339,55 +338,6 @@ def test_a_cluster_that_is_a_text_is_no_cluster() -> None:
     strategy.start(Lying(client_app(make), N), ArrayRecord(START), num_rounds=3)
     assert sum(strategy.result.sizes) == N
     assert "x" in {own.get("cluster") for own in strategy.history[-1].metrics.values()}
-
-
-def planted_error(
-    sizes: tuple[int, ...], rounds: int, lie: Callable[..., Any] | None = None, **options: Any
-) -> float:
-    """Return the largest error of a model, clients of each kind being so many.
-
-    The last quarter of each kind lies: ``lie`` returns what is sent, from the models before and
-    after training.
-    """
-    truth = np.repeat(np.arange(len(sizes)), sizes)
-    ends = np.cumsum(sizes) - 1
-    k = options.pop("k", len(sizes))
-    liars = {int(end) - i for end, n in zip(ends, sizes, strict=True) for i in range(n // 4)}
-
-    class Kind(Linear):
-        def __init__(self, i: int) -> None:
-            super().__init__(3 * i + int(truth[i]))
-            self.lies = lie is not None and i in liars
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            before = [array.copy() for array in parameters]
-            model, n, metrics = super().fit(parameters, config)
-            return (lie(before, model) if self.lies else model), n, metrics
-
-    strategy = ClusteredFedAvg(k, fraction_evaluate=0.0, **options)
-    strategy.start(InProcessGrid(app_of(Kind), len(truth)), ArrayRecord(START), num_rounds=rounds)
-    models = np.stack([model["0"].numpy() for model in strategy.result.models])
-    return model_error(models, TRUTH[: len(sizes)])
-
-
-def far_away(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.ndarray]:
-    return [array - 1000 for array in model]
-
-
-def turned_round(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.ndarray]:
-    return [b - (m - b) for b, m in zip(before, model, strict=True)]
-
-
-@pytest.mark.parametrize("lie", [far_away, turned_round])
-@pytest.mark.parametrize("sizes", [(5, 6), (8, 4)])
-def test_a_minority_of_liars_in_each_cluster_is_withstood(sizes: tuple[int, ...], lie: Any) -> None:
-    assert planted_error(sizes, 6, lie, robust=True) < 0.3
-
-
-@pytest.mark.parametrize("robust", [True, "geometric-median"])
-@pytest.mark.parametrize("options", [{"start": "anchors"}, {"k": "auto"}])
-def test_no_model_starts_from_an_outlier(options: dict[str, Any], robust: Any) -> None:
-    assert planted_error((6, 3), 8, far_away, robust=robust, **options) < 0.3
 
 
 def test_one_clients_losses_do_not_decide_k() -> None:
