@@ -368,6 +368,11 @@ def test_sums_of_no_samples_are_refused(level: str, lie: str) -> None:
         ({"level": "shared", "privacy": Noise(epsilon=1, level="client")}, "privacy"),
         ({"level": "groups", "robust": True}, "level"),
         ({"level": "personal", "random": "columns", "robust": True}, "random"),
+        ({"topology": Topology.ring(N)}, "level"),
+        ({"level": "shared", "topology": Topology.ring(N), "robust": True}, "topology"),
+        ({"level": "shared", "topology": Topology.ring(N), "scale": (1, 2)}, "scale"),
+        ({"level": "shared", "topology": Topology.from_edges(N, [(0, 1)])}, "topology"),
+        ({"level": "shared", "sealed": True}, "topology"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
