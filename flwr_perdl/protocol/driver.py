@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from flwr_perdl.core.keys import PURPOSE, REPORT
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.checkpoint import Checkpoints
 from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.part import SUMS_RANK, Asked, Part, own_parts, unstack
 from flwr_perdl.protocol.records import (
     AFTER,
@@ -43,6 +45,7 @@ from flwr_perdl.protocol.records import (
 from flwr_perdl.protocol.report import (
     METRICS_DROPPED,
     MetricLimit,
+    Models,
     Observers,
     RoundReport,
     RunRecord,
@@ -53,18 +56,17 @@ from flwr_perdl.protocol.request import (
     CAPPED,
     REMEMBERED,
     Lost,
+    Protocol,
     Request,
+    State,
     TooFewReplies,
     check_arrays,
-    check_each,
     check_replies,
     check_reply,
+    sort_replies,
 )
 from flwr_perdl.protocol.roster import Roster
 from flwr_perdl.random import EVALUATION, SAMPLING
-
-if TYPE_CHECKING:
-    from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 #: Largest absolute value of a number in replies, and where the model is in single precision.
 _DOUBLE, _SINGLE = 1e100, 1e30
@@ -91,12 +93,37 @@ class Plan(NamedTuple):
     config: dict[str, Scalar]
 
 
+class HasProtocol(typing.Protocol):
+    """What a run asks of the strategy whose protocol it is (see `ProtocolStrategy`)."""
+
+    protocol_name: typing.ClassVar[str]
+    flags: typing.ClassVar[tuple[str, ...]]
+    labels: typing.ClassVar[tuple[str, ...]]
+    _reads: Models
+    _n_stacked: int
+    _told: Mapping[str, Scalar]
+    _last_step: str
+
+    @property
+    def options(self) -> ServerSettings:
+        """The server's options, complete."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the strategy's own options."""
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Return the protocol's generator."""
+
+    def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
+        """Raise a ValueError if a reply to an evaluation is wrong."""
+
+
 class ProtocolRun:
     """One run of a protocol: asks its questions, takes the replies, remembers what happened.
 
     Parameters
     ----------
-    strategy : ProtocolStrategy
+    strategy : HasProtocol
         Whose protocol it is.
     initial : list of ndarray
         The user's initial arrays, possibly none.
@@ -108,7 +135,7 @@ class ProtocolRun:
 
     def __init__(
         self,
-        strategy: ProtocolStrategy,
+        strategy: HasProtocol,
         initial: list[Matrix],
         names: Iterable[str] = (),
         rounds: int | None = None,
@@ -353,7 +380,7 @@ class ProtocolRun:
             for p, (of, when, reply) in self.record.last.items()
             if p not in good and of == step and when >= round_ - request.reuse_last_reply
         }
-        recalled, _ = check_each(partial(check_reply, request), absent)
+        recalled, _ = sort_replies(partial(check_reply, request), absent)
         new = {p: (step, round_, reply) for p, reply in good.items()}
         self.record.last = {p: self.record.last[p] for p in recalled} | new
         replies = good.sharing(dict(sorted({**recalled, **good}.items())))
@@ -429,7 +456,7 @@ class ProtocolRun:
             return None
 
         check, model = self._strategy.check_evaluation, self.record.model
-        good, bad = check_each(lambda reply: check(reply, model), replies)
+        good, bad = sort_replies(lambda reply: check(reply, model), replies)
         bad = {**lost, **bad}
         self._note_lost_state(good)
         self._log_lost(bad)

@@ -326,7 +326,7 @@ def _check_models(
     return wrong
 
 
-def check_each(
+def sort_replies(
     check: Callable[[Reply], object], replies: Mapping[int, Reply]
 ) -> tuple[Replies, dict[int, Lost]]:
     """Return the replies that pass a check, and why the others do not."""
@@ -605,7 +605,7 @@ def check_replies(
 
     ``bound`` is that of absolute values in models, if there is one.
     """
-    good, bad = check_each(partial(check_reply, request), replies)
+    good, bad = sort_replies(partial(check_reply, request), replies)
     if (models := request.models) is not None:
         wrong = _check_models(models, good, bound)
         bad |= {partition: Lost(REFUSED, brief(why)) for partition, why in wrong.items()}
