@@ -190,9 +190,9 @@ def kept_private(context: Context, run: str) -> dict[str, Array]:
     return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
 
 
-def asked_to_keep(message: Message) -> KeepPrivate | None:
+def asked_to_keep(config: Mapping[str, Any]) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
-    left_out = left_out_of(config_of(message))
+    left_out = left_out_of(config)
     return KeepPrivate(Patterns("patterns", tuple(map(escape, left_out)))) if left_out else None
 
 

@@ -507,13 +507,14 @@ def state_of(context: Context, training: str) -> Iterator[None]:
 
 
 @contextmanager
-def state_apart(context: Context, run: str, origin: str = "") -> Iterator[None]:
-    """Have what is kept in ``context.state`` be of this run.
+def state_apart(context: Context, config: Mapping[str, Any]) -> Iterator[None]:
+    """Have what is kept in ``context.state`` be of the run that a request's config names.
 
     Strategies that are tried in turns begin alike, with copies of the app's records from before
     them; or with all of the run from which this one goes on.
     """
-    state, prefix, other = context.state, f"{_APART}{run}/", f"{_APART}{origin}/"
+    run, origin, state = config.get(RUN), config.get(FORK, ""), context.state
+    prefix, other = f"{_APART}{run}/", f"{_APART}{origin}/"
     if (begun := f"{_APART_RUN}{run}") not in state:
         named = {name: name for name in state if _is_apps_anywhere(name)}
         if origin:
