@@ -37,7 +37,7 @@ run: .venv/.installed  # an experiment on handwritten digits, and its report
 
 # What computes in the tests' own process within a few seconds, and one run each on Ray and on a
 # SuperLink (`tour`).
-LONG := (ray or deployment or environments or slow)
+LONG := (ray or deployment or environments or slow or torch)
 WHICH = -m "tour or not $(LONG)"
 WORKERS = auto --maxprocesses 4
 # A worker per core, four at most; a file's tests stay together, since they share what they start.

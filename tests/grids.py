@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
@@ -38,6 +39,21 @@ def promise(**said: Any) -> str:
     budget = {"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0}
     of = {"rounds": 1, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"}
     return json.dumps({**budget, **of, **said})
+
+
+class Trains(NumPyClient):
+    """Changes each array of its model by a function; its loss is another one, or 0."""
+
+    def __init__(
+        self, change: Callable[[Any], Any], loss: Callable[..., Any] = lambda *_: 0.0
+    ) -> None:
+        self.change, self.loss = change, loss
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [self.change(array) for array in parameters], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return float(self.loss(*parameters)), 1, {}
 
 
 def grid_of(

@@ -10,10 +10,8 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from scipy.spatial.distance import cdist
 
-from flwr_perdl.clients import client_app
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, client_report
-from tests.grids import partition_of
+from tests.grids import Trains, grid_of
 
 #: What all kinds of client have in common, so that all reversed steps point the same way.
 COMMON, D, SIZE = 1.0, 10, 5
@@ -55,7 +53,7 @@ def attacked(
 
     strategy = ClusteredFedAvg(k or groups, fraction_evaluate=0.0, **options)
     n = SIZE * groups + apart
-    grid = InProcessGrid(client_app(lambda context: Kind(partition_of(context))), n)
+    grid = grid_of(lambda _, i: Kind(i), n)
     strategy.start(grid, ArrayRecord([np.zeros(D)]), num_rounds=6)
     models = np.stack([model["0"].numpy() for model in strategy.result.models])
     named = {p for p, own in client_report(strategy.history).items() if len(own) > 1}
@@ -105,18 +103,10 @@ def test_a_small_group_of_honest_clients_keeps_its_model_and_is_reported() -> No
     targets = np.repeat(rng.standard_normal((2, D)), [10, 2], axis=0)
     targets += 0.05 * rng.standard_normal(targets.shape)
 
-    class Near(NumPyClient):
-        def __init__(self, i: int) -> None:
-            self.target = targets[i]
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [(parameters[0] + self.target) / 2], 1, {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return float(np.sum((parameters[0] - self.target) ** 2)), 1, {}
+    def near(_: Any, i: int) -> Trains:
+        return Trains(lambda w: (w + targets[i]) / 2, lambda w: np.sum((w - targets[i]) ** 2))
 
     strategy = ClusteredFedAvg(2, robust=True, fraction_evaluate=0.0)
-    grid = InProcessGrid(client_app(lambda context: Near(partition_of(context))), 12)
-    strategy.start(grid, ArrayRecord([np.zeros(D)]), num_rounds=3)
+    strategy.start(grid_of(near, 12), ArrayRecord([np.zeros(D)]), num_rounds=3)
     assert sorted(strategy.result.sizes) == [2, 10]
     assert {10, 11} <= {p for report in strategy.history for p in report.anomalies}

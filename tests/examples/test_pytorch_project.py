@@ -65,14 +65,14 @@ def test_resume_models_and_masks_in_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.tour
+@pytest.mark.torch
 def test_resume_models_and_masks_on_ray(tmp_path: Path) -> None:
     check(on_ray(APP["client"], lambda grid: APP["serve"](grid, tmp_path), 2))
 
 
 @pytest.mark.slow
 @pytest.mark.deployment
-@pytest.mark.tour
+@pytest.mark.torch
 def test_resume_models_and_masks_on_two_supernodes(tmp_path: Path) -> None:
     with Deployment(tmp_path / "run", 2, app=SOURCE) as deployment:
         deployment.run({"out": str(tmp_path)}, timeout=500)

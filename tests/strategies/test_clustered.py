@@ -442,41 +442,6 @@ def test_more_clusters_than_clients_and_replies_of_other_shapes_are_named() -> N
         run(ClusteredFedAvg(2, start="random"), 1, app=app_of(Short))
 
 
-class NoEvaluate(NumPyClient):
-    def __init__(self, context: Context) -> None:
-        self.linear = make(context)
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return self.linear.fit(parameters, config)
-
-
-class NoLoss(NoEvaluate):
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        return float("nan"), 5, {"accuracy": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("client", "evaluations"),
-    [
-        (NoEvaluate, []),
-        (as_app(make, evaluates=False), []),
-        (NoLoss, [{"accuracy": 1.0, "cluster_0": N}] * 3),
-    ],
-)
-def test_clients_without_a_loss_train_one_model_and_are_named_in_round_one_of_several(
-    client: Any, evaluations: list[Any]
-) -> None:
-    strategy = ClusteredFedAvg(1)
-    run(strategy, 3, app=client_app(client))
-    assert [r.aggregate["clients"] for r in strategy.history if r.step == "cluster"] == [N] * 3
-    assert [r.aggregate for r in strategy.history if r.step == "evaluate"] == [
-        {**means, "clients": N, "dropped": 0} for means in evaluations
-    ]
-    for k in (2, "auto"):
-        with pytest.raises((TooFewReplies, ValueError), match="evaluate"):
-            run(ClusteredFedAvg(k), 3, app=client_app(client))
-
-
 def test_a_loss_that_tells_no_models_apart_is_warned_of(caplog: Any) -> None:
     class Constant(Linear):
         def evaluate(self, parameters: Any, config: Any) -> Any:

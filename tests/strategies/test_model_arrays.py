@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -27,7 +27,7 @@ from flwr_perdl.strategies import (
     Replies,
     Yogi,
 )
-from tests.grids import Tapped, arrays_in, partition_of
+from tests.grids import Tapped, arrays_in, as_app, partition_of
 from tests.network.objectives import AVERAGING
 
 N, ROUNDS = 4, 4
@@ -57,42 +57,35 @@ def trained(own: dict[str, np.ndarray], p: int) -> dict[str, np.ndarray]:
     return new
 
 
-def make_app(
-    spoil: Callable[[dict[str, np.ndarray], int], Any] = lambda own, p: None,
-) -> ClientApp:
+def make_app(spoil: Callable[[dict[str, np.ndarray], int], Any] = lambda own, p: None) -> ClientApp:
     """Return an app that checks what it receives; its loss needs a positive variance."""
-    app = ClientApp()
 
-    def arrays_of(message: Message) -> dict[str, np.ndarray]:
-        own = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        assert {name: (a.shape, a.dtype) for name, a in own.items()} == {
-            name: (a.shape, a.dtype) for name, a in MODEL.items()
-        }
-        for name in ("mask", "kept"):
-            assert own[name].tobytes() == MODEL[name].tobytes()
-        return own
+    class Net(NumPyClient):
+        def __init__(self, context: Context) -> None:
+            self.p = partition_of(context)
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        own = trained(arrays_of(message), partition_of(context))
-        spoil(own, partition_of(context))
-        arrays = ArrayRecord({name: Array(np.asarray(array)) for name, array in own.items()})
-        content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=message)
+        def received(self, parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
+            own = dict(zip(MODEL, parameters, strict=True))
+            for name, array in MODEL.items():
+                assert (own[name].shape, own[name].dtype) == (array.shape, array.dtype)
+                if name in ("mask", "kept"):
+                    assert own[name].tobytes() == array.tobytes()
+            return own
 
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        own = arrays_of(message)
-        with np.errstate(invalid="ignore"):
-            loss = float(np.sqrt(own["bn.running_var"]).sum())
-        loss += float(np.square(own["conv.weight"] - partition_of(context)).sum())
-        variance = float(own["bn.running_var"].min())
-        shown = {"loss": loss, "counter": float(own[COUNTER]), "var": variance}
-        return Message(
-            RecordDict({"metrics": MetricRecord({"num-examples": 1, **shown})}), reply_to=message
-        )
+        def fit(self, parameters: Any, config: Any) -> Any:
+            own = trained(self.received(parameters), self.p)
+            spoil(own, self.p)
+            return [*own.values()], 1, {}
 
-    return app
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            own = self.received(parameters)
+            with np.errstate(invalid="ignore"):
+                loss = float(np.sqrt(own["bn.running_var"]).sum())
+            loss += float(np.square(own["conv.weight"] - self.p).sum())
+            shown = {"counter": own[COUNTER], "var": own["bn.running_var"].min()}
+            return loss, 1, {name: float(value) for name, value in shown.items()}
+
+    return as_app(Net)
 
 
 def start(strategy: Any, app: ClientApp | None = None, rounds: int = ROUNDS) -> Any:

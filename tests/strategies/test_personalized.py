@@ -292,14 +292,6 @@ def test_ditto_by_hand() -> None:
     assert [report.aggregate["state-lost"] for report in strategy.history[::2]] == [0, 0, 0]
 
 
-def test_dittos_ends_are_alone_and_shared() -> None:
-    alone, shared = (Tapped(client_app(make_app()), 2) for _ in range(2))
-    Ditto(pull=0.0).start(alone, model(), num_rounds=3)
-    assert alone.measured("body") == {0: 3, 1: 6}
-    Ditto(pull=1.0).start(shared, model(), num_rounds=3)
-    assert shared.measured("body") == {0: 3, 1: 3}  # the global model of the round before
-
-
 def test_no_client_s_own_model_travels() -> None:
     grid = Tapped(client_app(make_app()), 3)
     Ditto(pull=0.3).start(grid, model(), num_rounds=3)
