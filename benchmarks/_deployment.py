@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import TracebackType
 from typing import Any, Self
 
@@ -259,7 +260,7 @@ class Deployment:
     # The app ---------------------------------------------------------------------------------
 
     def run(self, run_config: Mapping[str, Any], *, timeout: float | None = None) -> str:
-        """Submit the app, follow its log, and return how it ended.
+        """Submit the app, follow its log, and return it; also from several threads at once.
 
         Parameters
         ----------
@@ -282,8 +283,9 @@ class Deployment:
         """
         pairs = " ".join(f"{to_key(key)}={json.dumps(value)}" for key, value in run_config.items())
         command = ["flwr", "run", str(self.folder / "app"), _LINK, "--stream"]
-        log = self.folder / "run.log"
-        with log.open("wb") as stream:
+        with NamedTemporaryFile(
+            "wb", dir=self.folder, prefix="run-", suffix=".log", delete=False
+        ) as stream:
             subprocess.run(
                 [*command, "--run-config", pairs],
                 cwd=self.folder,
@@ -293,14 +295,14 @@ class Deployment:
                 timeout=timeout,
                 check=False,
             )
-        said = log.read_text(errors="replace")
-        status = self._status()
+        said = Path(stream.name).read_text(errors="replace")
+        status = self._status(said)
         if status != "finished:completed":
             raise RuntimeError(f"the run ended as {status}: {_tail(said)}")
         return said
 
-    def _status(self) -> str:
-        """Return what the SuperLink says of the last run (``flwr run`` exits 0 either way)."""
+    def _status(self, said: str) -> str:
+        """Return what the SuperLink says of a run with this log (``flwr run`` always exits 0)."""
         command = ["flwr", "ls", _LINK, "--format", "json"]
         done = subprocess.run(
             command, cwd=self.folder, env=self._environment, capture_output=True, check=False
@@ -309,7 +311,7 @@ class Deployment:
             runs = json.loads(done.stdout)["runs"]
         except (ValueError, KeyError):
             return "unknown"
-        return str(runs[0]["status"]) if runs else "not submitted"
+        return next((str(run["status"]) for run in runs if run["run-id"] in said), "not submitted")
 
     def _write_app(self) -> None:
         """Write the app that is submitted, and tell Flower's commands where the SuperLink is."""

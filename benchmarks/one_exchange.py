@@ -1,7 +1,7 @@
 """`FederatedRidge` on data of real clients, beside what federated learning iterates for.
 
 ``python benchmarks/one_exchange.py FOLDER [PART ...]`` with the folder of the data files; without a
-part all but the last. Writes results/one_exchange.json and results/one_exchange.md.
+part all but the last three. Writes results/one_exchange.json and results/one_exchange.md.
 
 Rules, set before the runs. Everything is at its default but for what is said here.
 
@@ -14,6 +14,13 @@ rivals     The same draws. FedAvg of a network with 64 hidden units, 100 rounds 
            Rate, and epochs of each person, by the last fifth of the training windows of each
            activity, which are no training windows then ("stopped"); or, with these numbers, on all
            training windows ("refit"). Random forest and gradient boosting of all people's windows.
+ifca       The same draws, contiguous: IFCA (Ghosh et al. 2020) of two to four of these networks,
+           drawn at random, 100 rounds; each person trains the one with the least loss on its
+           training windows. Number, and rate as above, by the last fifth; then fine-tuned as above
+           ("stopped").
+cost       The same draws, contiguous: accuracy of "personal" by the number of random features, of
+           FedAvg fine-tuned ("stopped") by rounds; and the megabytes (float64) that a person sends
+           in the run, for FedAvg those of one of the four rates.
 turned     MNIST turned by 0, 90, 180 or 270 degrees, 20 clients of 80 images, 400 features, three
            draws; accuracy on 2,000 other images, turned as the client's.
 schools    The study `regression` (school.npz): its 20 splits, explained variance of all pupils
@@ -51,7 +58,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, RecordDict
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import log_softmax, stdtrit
 
 from flwr_perdl.clients import RidgeClient, adapt, client_app
 from flwr_perdl.core.checks import Matrix
@@ -67,7 +74,7 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FederatedRidge
 from perdl_experiments.render import markdown_table
 from perdl_experiments.studies import configure, find, forecast, patients, regression
-from perdl_experiments.studies._network import Network, random_network
+from perdl_experiments.studies._network import Network, layers, random_network
 
 RESULTS = Path(__file__).parent / "results" / "one_exchange.json"
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery" / "results.json"
@@ -173,32 +180,60 @@ def rivals(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def fedavg(own: Sequence[Part], seed: int) -> dict[str, float]:
+def cost(folder: Path) -> dict[str, list[float]]:
+    """Return accuracies, and what a person sends for them."""
+    found: dict[str, list[float]] = {}
+    for seed in DRAWS:
+        own = people(folder, seed)
+        for features in (0, 100, 300, 600):
+            strategy, models = run(own, "personal", classes=6, features=features, seed=seed)
+            name = f"personal, {features} features"
+            found.setdefault(name, []).append(accuracy(own, models))
+            sent = 8e-6 * sum(report.floats_up for report in strategy.history)
+            found.setdefault(f"{name}, MB", []).append(sent)
+        for rounds in (3, 10, 30, ROUNDS):
+            name = f"FedAvg, fine-tuned, {rounds} rounds"
+            found.setdefault(name, []).append(fedavg(own, seed, rounds)["FedAvg, fine-tuned"])
+            size = sum(
+                array.size
+                for array in random_network(own[0][0].shape[1], HIDDEN, 6, np.random.default_rng(0))
+            )
+            found.setdefault(f"{name}, MB", []).append(8e-6 * rounds * size)
+    return found
+
+
+def fedavg(own: Sequence[Part], seed: int, rounds: int = ROUNDS) -> dict[str, float]:
     """Return the accuracies of FedAvg and of its fine-tuned models, stopped and refit."""
-    pooled = np.concatenate([X[train] for X, _, train in own])
-    mean, deviation = np.nanmean(pooled, axis=0), np.nanstd(pooled, axis=0)
     tried = []
     for rate in RATES:
-        stopped = [_network(one, seed, i, rate, mean, deviation, 0.8) for i, one in enumerate(own)]
-        model = _averaged(stopped, seed)
+        stopped = networks(own, seed, rate, 0.8)
+        model = _averaged(stopped, seed, rounds)
         loss = np.mean([client.evaluate(model, {})[0] for client in stopped])
         tried.append((float(loss), rate, stopped, model))
     _, rate, stopped, model = min(tried, key=lambda one: one[0])
     tuned = [_tuned(client, model) for client in stopped]
-    whole = [_network(one, seed, i, rate, mean, deviation, 1.0) for i, one in enumerate(own)]
-    refit = _averaged(whole, seed)
+    whole = networks(own, seed, rate, 1.0)
+    refit = _averaged(whole, seed, rounds)
     again = [_epochs(one, refit, n)[-1] for one, (_, n) in zip(whole, tuned, strict=True)]
-
-    def right(clients: Sequence[Network], models: Sequence[Any]) -> float:
-        pairs = zip(clients, models, strict=True)
-        return float(np.mean([client.accuracy(w) for client, w in pairs]))
-
     return {
         "FedAvg": right(stopped, [model] * len(own)),
         "FedAvg, fine-tuned": right(stopped, [w for w, _ in tuned]),
         "FedAvg, refit": right(whole, [refit] * len(own)),
         "FedAvg, fine-tuned, refit": right(whole, again),
     }
+
+
+def right(clients: Sequence[Network], models: Sequence[Any]) -> float:
+    """Return the mean over people of the accuracy on their test windows."""
+    pairs = zip(clients, models, strict=True)
+    return float(np.mean([client.accuracy(w) for client, w in pairs]))
+
+
+def networks(own: Sequence[Part], seed: int, rate: float, share: float) -> list[Network]:
+    """Return a network for each person, of columns that are standardized together."""
+    pooled = np.concatenate([X[train] for X, _, train in own])
+    mean, deviation = np.nanmean(pooled, axis=0), np.nanstd(pooled, axis=0)
+    return [_network(one, seed, i, rate, mean, deviation, share) for i, one in enumerate(own)]
 
 
 def _network(
@@ -218,15 +253,62 @@ def _network(
     return Network(x[order], y[order], ends, seed=seed, partition=i, step=rate, batch=BATCH)
 
 
-def _averaged(clients: Sequence[Network], seed: int) -> list[Matrix]:
+def _averaged(clients: Sequence[Network], seed: int, rounds: int) -> list[Matrix]:
     """Return FedAvg's model after all rounds."""
     rng = np.random.default_rng([seed, 7])
     model = random_network(clients[0].X.shape[1], HIDDEN, 6, rng)
-    weights = [len(client.train) for client in clients]
-    for round_ in range(1, 1 + ROUNDS):
-        sent = [client.fit(model, {"server-round": round_})[0] for client in clients]
-        model = [np.average(arrays, axis=0, weights=weights) for arrays in zip(*sent, strict=True)]
+    for round_ in range(1, 1 + rounds):
+        model = _round(clients, model, round_)
     return model
+
+
+def _round(clients: Sequence[Network], model: list[Matrix], round_: int) -> list[Matrix]:
+    """Return the mean of what clients train, weighted by their windows."""
+    sent = [client.fit(model, {"server-round": round_})[0] for client in clients]
+    weights = [len(client.train) for client in clients]
+    return [np.average(arrays, axis=0, weights=weights) for arrays in zip(*sent, strict=True)]
+
+
+def ifca(folder: Path) -> dict[str, list[float]]:
+    """Return accuracies of IFCA, and of its models fine-tuned at each person."""
+    found: dict[str, list[float]] = {}
+    for seed in DRAWS:
+        own, tried = people(folder, seed), []
+        for k, rate in product((2, 3, 4), RATES):
+            clients = networks(own, seed, rate, 0.8)
+            models, members = _clustered(clients, seed, k)
+            chosen = [models[j] for j in members]
+            each = zip(clients, chosen, strict=True)
+            tried.append((float(np.mean([c.evaluate(w, {})[0] for c, w in each])), clients, chosen))
+        _, clients, chosen = min(tried, key=lambda one: one[0])
+        tuned = [_tuned(c, w)[0] for c, w in zip(clients, chosen, strict=True)]
+        for name, models in (("IFCA", chosen), ("IFCA, fine-tuned", tuned)):
+            found.setdefault(name, []).append(right(clients, models))
+    return found
+
+
+def _clustered(
+    clients: Sequence[Network], seed: int, k: int
+) -> tuple[list[list[Matrix]], list[int]]:
+    """Return IFCA's models after all rounds, and each client's."""
+    rng = np.random.default_rng([seed, 7])
+    models = [random_network(clients[0].X.shape[1], HIDDEN, 6, rng) for _ in range(k)]
+    members = list[int]()
+    for round_ in range(1, 2 + ROUNDS):
+        members = [int(np.argmin([_loss(c, w) for w in models])) for c in clients]
+        if round_ > ROUNDS:
+            break
+        for j in {*members}:
+            mine = [c for c, i in zip(clients, members, strict=True) if i == j]
+            models[j] = _round(mine, models[j], round_)
+    return models, members
+
+
+def _loss(client: Network, model: list[Matrix]) -> float:
+    """Return the mean cross-entropy on a client's training windows."""
+    scores = layers(model, client.X[client.train])[1]
+    own = np.arange(len(scores)), client.y[client.train]
+    return float(-np.mean(log_softmax(scores, axis=1)[own]))
 
 
 def _epochs(client: Network, model: list[Matrix], epochs: int) -> list[list[Matrix]]:
@@ -470,6 +552,8 @@ PARTS: dict[str, Callable[[Path], dict[str, list[float]]]] = {
     "noise": noise,
     "memory": memory,
     "rivals": rivals,
+    "ifca": ifca,
+    "cost": cost,
 }
 
 
@@ -487,7 +571,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
         if part == "beijing":
             others = [name for name in rows if name.startswith("stored")]
             pairs = [*product([name for name in rows if "shared" in name], others)]
-        if part == "rivals" and "phones" in found:
+        if part in ("rivals", "ifca") and "phones" in found:
             pairs = [("personal" + ", drawn" * ("drawn" in name), name) for name in rows]
             rows = {**found["phones"], **rows}
         for one, other in pairs:
@@ -499,7 +583,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
 
 def main() -> None:
     """Run the parts that are named, and write all results."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or [*PARTS][:-1]
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or [*PARTS][:-3]
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in names:
         found[name] = PARTS[name](folder)

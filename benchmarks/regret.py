@@ -3,7 +3,7 @@
 ``python benchmarks/regret.py [--data FOLDER] [--candidate MODULE:FUNCTION] [FEDERATION ...]`` from
 the repository's root; all but those of CIFAR-10, which take longer, if none is named. Every run is
 stored when it ends, in ``benchmarks/results/regret.json``, and is not taken again: seed by seed.
-The tables of all are ``benchmarks/results/regret.md``.
+The tables of all are ``benchmarks/results/regret.md`` and ``regret-losses.md``.
 
 A method of your own joins by ``--candidate``, or by a line in `CANDIDATES`.
 
@@ -50,7 +50,6 @@ from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import EVALUATE
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import Diagnosed, Diagnosis
-from flwr_perdl.strategies.diagnosis import middle
 from perdl_experiments.render import markdown_table
 from perdl_experiments.studies._network import NAMES, random_network
 
@@ -106,14 +105,14 @@ class Client:
 
 
 class Complete(Diagnosis):
-    """A diagnosis that stops nobody, but concludes as if it did; and what else would come out."""
+    """A diagnosis that stops nobody, but concludes as if it did; and the test losses."""
 
     def _going_on(self, judged: Any) -> list[str]:
         self.kept = super()._going_on(judged)
         return [run.name for run in judged.runs]
 
     def _concluded(self, stopped: Any, ended: Any) -> Any:
-        scores, self.test = {}, dict[str, float]()
+        self.test = dict[str, float]()
         for run in ended:
             numbers = [one.numbers for one in run.evaluations if one.step == EVALUATE]
             loss, test = (
@@ -121,24 +120,8 @@ class Complete(Diagnosis):
                 for key in ("loss", "test")
             )
             at = self._counts(-loss), np.arange(loss.shape[1])
-            scores[run.name], self.test[run.name] = -loss[at], float(test[at].mean())
-            if run.groups and len(set(run.groups.values())) == 1:
-                del scores[run.name]  # as the rule before
-        names = [name for name in self.candidates if name in scores]
-        self.before = names[simplest_not_beaten(np.stack([scores[name] for name in names]))]
+            self.test[run.name] = float(test[at].mean())
         return super()._concluded(stopped, [r for r in ended if (r.origin or r).name in self.kept])
-
-
-def simplest_not_beaten(scores: Any) -> int:
-    """Return what `Diagnosis` recommended before: the first that no other beats significantly."""
-    least, leads = 0.01 * np.abs(np.median(scores, axis=1)), []
-    behind = np.zeros(len(scores), dtype=bool)
-    for own in scores:
-        ahead, width = middle(own - scores, len(scores))
-        leads.append(ahead.min())
-        behind |= ahead > np.maximum(width, least)
-    behind[int(np.argmax(leads))] = False
-    return int(behind.argmin())
 
 
 # Federations ----------------------------------------------------------------------------------
@@ -266,7 +249,7 @@ FEDERATIONS = {
 
 
 def measured(name: str, seed: int, data: Path) -> dict[str, Any]:
-    """Return what is recommended, by this rule and the one before, and all candidates' losses."""
+    """Return what is recommended, and all candidates' losses."""
     federation = FEDERATIONS[name]
     rng = np.random.default_rng((seed, [*FEDERATIONS].index(name)))
     clients = federation.make(federation.what, federation.n_clients, data, rng)
@@ -278,17 +261,16 @@ def measured(name: str, seed: int, data: Path) -> dict[str, Any]:
     with one_blas_thread():
         diagnosis.start(InProcessGrid(app, len(clients)), start, ROUNDS, verbose="quiet")
     found: Diagnosed = diagnosis.result
-    said = {"choice": found.choice, "before": diagnosis.before, "test": diagnosis.test}
-    return {**said, "tried": [*CANDIDATES]}
+    return {"choice": found.choice, "test": diagnosis.test, "tried": [*CANDIDATES]}
 
 
 # Tables ---------------------------------------------------------------------------------------
 
 
-def regret(runs: Sequence[dict[str, Any]], rule: str) -> float:
+def regret(runs: Sequence[dict[str, Any]]) -> float:
     """Return what recommendations cost, as a share of the least test loss."""
     least = min(losses(runs).values())
-    return float(np.mean([run["test"][run[rule]] for run in runs])) / least - 1
+    return float(np.mean([run["test"][run["choice"]] for run in runs])) / least - 1
 
 
 def losses(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -297,8 +279,8 @@ def losses(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: float(np.mean([run["test"][name] for run in runs])) for name in names}
 
 
-def tables(stored: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the regrets, and the losses, as Markdown."""
+def tables(stored: dict[str, list[dict[str, Any]]]) -> tuple[str, str]:
+    """Return the regrets, and every candidate's mean test loss, as Markdown."""
     names = [name for name in FEDERATIONS if name in stored]
     rows = []
     for name in names:
@@ -306,12 +288,12 @@ def tables(stored: dict[str, list[dict[str, Any]]]) -> str:
         mean = losses(runs)
         counts = Counter(run["choice"] for run in runs).most_common()
         said = ", ".join(f"{choice} {n}" for choice, n in counts)
-        both = [f"{regret(runs, rule):.1%}" for rule in ("choice", "before")]
-        rows.append([name, str(len(runs)), said, min(mean, key=lambda one: mean[one]), *both])
-    both = [[regret(stored[name], rule) for name in names] for rule in ("choice", "before")]
+        best = min(mean, key=lambda one: mean[one])
+        rows.append([name, str(len(runs)), said, best, f"{regret(runs):.1%}"])
+    regrets = [regret(stored[name]) for name in names]
     for what, of in (("mean", np.mean), ("largest", np.max)):
-        rows.append([what, "", "", "", *[f"{of(own):.1%}" for own in both]])
-    columns = ["federation", "seeds", "recommended", "best", "regret", "regret of the rule before"]
+        rows.append([what, "", "", "", f"{of(regrets):.1%}"])
+    columns = ["federation", "seeds", "recommended", "best", "regret"]
     tried = list(dict.fromkeys(one for name in names for one in losses(stored[name])))
     found = [
         [
@@ -323,10 +305,13 @@ def tables(stored: dict[str, list[dict[str, Any]]]) -> str:
         ]
         for name in names
     ]
-    return (
-        f"{markdown_table(columns, rows)}\n\nMean test loss of every candidate:\n\n"
-        f"{markdown_table(['federation', *tried], found)}\n"
-    )
+    return markdown_table(columns, rows), markdown_table(["federation", *tried], found)
+
+
+def write(stored: dict[str, list[dict[str, Any]]]) -> None:
+    """Write both tables."""
+    for name, table in zip(("regret.md", "regret-losses.md"), tables(stored), strict=True):
+        RESULTS.with_name(name).write_text(table)
 
 
 def main() -> None:
@@ -351,9 +336,9 @@ def main() -> None:
                 continue
             stored[name] = [*runs, measured(name, seed, given.data or Path())]
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
-            RESULTS.with_suffix(".md").write_text(tables(stored))
+            write(stored)
             print(f"{name}, seed {seed}: {stored[name][-1]['choice']}", flush=True)
-    print(tables(stored))
+    print(*tables(stored), sep="\n")
 
 
 if __name__ == "__main__":

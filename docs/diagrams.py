@@ -15,12 +15,12 @@ from typing import NamedTuple
 FOLDER = Path(__file__).resolve().parent / "images" / "diagrams"
 #: README's picture: the schematics in a row.
 OVERVIEW = "images/overview-{}.svg"
-FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
+FONT = "DejaVu Sans, Verdana, system-ui, sans-serif"
 #: Text, less important text, lines, boxes, and the colors of models: blue is ours.
-NAMES = ("ink", "muted", "line", "fill", "ours", "two", "three", "four", "gray")
+NAMES = ("ink", "muted", "line", "fill", "ours", "two", "three", "four", "gray", "page")
 COLORS = {
-    "light": "#1a1a1a #5a5a5a #8593a3 #f3f6f9 #0065a3 #c85200 #1b7837 #b03a9e #9aa7b5",
-    "dark": "#e8e8e8 #b3bac3 #74808d #262b33 #58b0f2 #f08c3c #58b86c #d97cc9 #6b7784",
+    "light": "#1a1a1a #5a5a5a #8593a3 #f3f6f9 #0065a3 #c85200 #1b7837 #b03a9e #9aa7b5 #ffffff",
+    "dark": "#e8e8e8 #b3bac3 #74808d #262b33 #58b0f2 #f08c3c #58b86c #d97cc9 #6b7784 #1e2129",
 }
 #: Pixels: a diagram of two or three parties, and between lines of text.
 WIDTH, LINE = 520, 19
@@ -41,6 +41,7 @@ def svg(width: float, height: float, parts: Iterable[str], theme: str = "") -> s
         style += f"[data-md-color-scheme=slate] .diagram{{{dark}}}"
     style += f".diagram text{{font:14px {FONT};fill:var(--ink)}}.diagram .m{{fill:var(--muted)}}"
     style += ".diagram .b{font-weight:700}.diagram .s{stroke-width:1.5}"
+    style += ".diagram .over{stroke:var(--page);stroke-width:8;paint-order:stroke}"
     style += "".join(f".diagram .f-{n}{{fill:var(--{n})}}" for n in NAMES)
     style += "".join(f".diagram .s-{n}{{stroke:var(--{n})}}" for n in NAMES)
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
@@ -198,7 +199,7 @@ def flow(
         match step:
             case Part(said):
                 parts += [line(0, y, WIDTH, y, "s s-line", dashed=True)] if y > 60 else []
-                parts.append(text(said, 0, y + 20, "b", "start"))
+                parts.append(text(said, 0, y + 20, "b over", "start"))
                 y += 34
             case Note(party, lines):
                 high = LINE * len(lines) + 12

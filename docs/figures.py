@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from html import escape
 from pathlib import Path
 
 from flwr_perdl import strategies
 from flwr_perdl.strategies import ProtocolStrategy
-from perdl_experiments.render import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -72,19 +72,19 @@ def learners() -> dict[str, type[ProtocolStrategy]]:
     }
 
 
-def support() -> str:
-    """Tabulate what the strategies support, with the reasons for what they do not."""
-    notes: dict[str, int] = {}
+def support(*, reasons: bool = False) -> str:
+    """Tabulate what the strategies support; on the site with the reasons for what they do not."""
 
     def cell(strategy: type[ProtocolStrategy], name: str) -> str:
-        if name in strategy.unsupported:
-            return f"no ({notes.setdefault(strategy.unsupported[name], len(notes) + 1)})"
-        return "yes *" if any(name in need.given for need in strategy.needs) else "yes"
+        if why := strategy.unsupported.get(name):
+            return f'<abbr title="{escape(why)}">✗</abbr>' if reasons else "✗"
+        return "✓ \\*" if any(name in need.given for need in strategy.needs) else "✓"
 
-    rows = [[f"`{own}`", *(cell(s, name) for name in SUPPORT)] for own, s in learners().items()]
-    reasons = "; ".join(f"({number}) {why}" for why, number in notes.items())
-    said = "\\* not with every other option: the error says which."
-    return f"{markdown_table(['', *SUPPORT.values()], rows)}\n{said}\nWhy not: {reasons}.\n"
+    lines = [["", *SUPPORT.values()], ["---"] * (len(SUPPORT) + 1)]
+    for own, strategy in learners().items():
+        page = f"reference/flwr_perdl.strategies/{own}.md#what-it-does-not-support"
+        lines.append([f"[`{own}`]({page})", *(cell(strategy, name) for name in SUPPORT)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":

@@ -997,7 +997,9 @@ def _card(page: Page, sections: Sequence[Section]) -> Iterator[str]:
     kinds = {Path(one["file"]).stem: one["kind"] for one in _shown(entry, found)}
     chart = "#chart" if kinds[entry.pictures[0]] == CHART else ""
     yield f"- [![{page.title}](thumbnails/{page.name}.png{chart})]({page.name}.md)\n"
-    said = f"{markdown_text(page.sentence)} *{_verdict(entry, found, against=True)}.*"
+    word, _, than = _verdict(entry, found, against=True).partition(" (")
+    badge = f'<mark class="{word.lower().replace(" ", "-")}">{word}</mark>'
+    said = f"{badge} {than.removesuffix(')')}".rstrip() + f"<br>{markdown_text(page.sentence)}"
     yield f"    **[{page.title}]({page.name}.md)**<br>{said}\n"
 
 

@@ -97,6 +97,13 @@ QUESTIONS = {
             RIDGE,
         ),
         Method(
+            "Head solved after training (FedBABU, LP-FT)",
+            ONE_EXCHANGE,
+            'FederatedRidge("personal", classes=10)',
+            ("FedBABU", "LP-FT"),
+            RIDGE,
+        ),
+        Method(
             "Random effects in one exchange",
             ONE_EXCHANGE,
             'FederatedRidge("personal")',
@@ -169,7 +176,7 @@ QUESTIONS = {
 HEAD = """# All methods
 
 This page lists every method with its paper and the code that runs it. Not sure which you need?
-[Choose](which-algorithm.md).
+[Which method](which-algorithm.md).
 
 The four bold methods are ours, built on the papers named. All others are published ideas that a
 class or one of its options implements.
@@ -178,9 +185,10 @@ class or one of its options implements.
 TAIL = """
 For IFCA, the initial arrays are four random models, stacked along a first axis.
 "Any model" takes your PyTorch or NumPy app; layers are named by patterns of `net.state_dict()`.
-`ring` and `directed` are a `Topology`; `norm_layers` is in `flwr_perdl.pytorch`. Privacy means
-`privacy=Noise(...)`, and FedAvg with it is `PersonalizedFedAvg(share="*")`; with the others for any
-model, Flower's `LocalDpMod` adds noise at the client. \\* not with every other option: the error
+`ring` and `directed` are a `Topology`; `flwr_perdl.pytorch` has `norm_layers`, and `features`, what
+a trained body makes of samples, by which a head is solved. Privacy means `privacy=Noise(...)`, and
+FedAvg with it is `PersonalizedFedAvg(share="*")`; with the others for any model, Flower's
+`LocalDpMod` adds noise at the client. \\* not with every other option: the error
 names them ([all options](which-algorithm.md#what-each-strategy-supports)).
 
 What each method minimizes, computes and sends, its deviations from the paper, and BibTeX are on the

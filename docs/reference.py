@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "reference"
 #: The methods of docs/methods.md, and what their formulas have in common.
 methods = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "methods.py")))
+#: What strategies support.
+figures = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures.py")))
 NOTATION = (
     "`$F_i$` is the loss of client `$i$`, `$p_i$` its share of all samples, `$T_i$` its app's own "
     "training; between neighbors, `$a_{kl}$` is the weight of `$l$` at `$k$`."
@@ -211,8 +213,19 @@ def _page(one: griffe.Object | griffe.Alias) -> str:
         shown = _shown(one)
         lines += ["    options:", "      group_by_category: false", f"      members: {shown}"]
         lines += ["      inherited_members: false"] * (not shown)  # which an empty list lets in
-    text = "\n".join(lines) + "\n"
-    return text + "\n".join(_maths(one)) if methods.methods_of(one.name) else text
+    if one.name in figures.learners():
+        lines += _unsupported(figures.learners()[one.name])
+    if methods.methods_of(one.name):
+        lines += _maths(one)
+    return "\n".join(lines) + "\n"
+
+
+def _unsupported(strategy: Any) -> Iterator[str]:
+    """Yield what a strategy does not support, and why."""
+    yield "\n## What it does not support\n\n| | why |\n|---|---|"
+    for name, title in figures.SUPPORT.items():
+        if why := strategy.unsupported.get(name):
+            yield f"| {title} | {_cell(why)} |"
 
 
 def _maths(one: griffe.Object | griffe.Alias) -> Iterator[str]:
@@ -314,6 +327,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     _add(files, config, f"{FOLDER}/options.md", _options())
     _fill(config.nav, [f"{FOLDER}/index.md", *navigation, f"{FOLDER}/options.md"])
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Give the table of what strategies support its reasons, which a pointer shows."""
+    return markdown.replace(figures.support(), figures.support(reasons=True))
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:

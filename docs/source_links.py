@@ -73,6 +73,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     for start, boost in BOOSTS.items():
         if uri.startswith(start):
             page.meta.setdefault("search", {"boost": boost})
+    if uri.startswith(("gallery/", "tutorials/", "methods.")):
+        page.edit_url = None  # a program writes them
     if words := TAGS.get(uri.removesuffix(".md")):
         page.meta["tags"] = words.split(", ")
     name = Path(uri).stem

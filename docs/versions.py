@@ -32,9 +32,11 @@ def on_startup(*, command: Literal["build", "gh-deploy", "serve"], dirty: bool) 
 
 
 def on_config(config: Any) -> Any:
-    """Put the site into the folder of its version."""
+    """Put the site into the folder of its version; where the repository is known, link to it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     config.copyright = f"{project['name']} {project['version']}"
+    if config.repo_url:
+        config.edit_uri = "edit/main/docs/"
     if not _serving:
         config.site_dir = str(Path(config.site_dir) / project["version"])
     return config
@@ -43,6 +45,11 @@ def on_config(config: Any) -> Any:
 def on_post_template(output: str, *, template_name: str, **_: Any) -> str:
     """Leave out the page for unknown addresses: its links do not know the version's folder."""
     return "" if template_name == "404.html" else output
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Leave out what would ask the repository's host how many stars it has."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def on_post_build(config: Any) -> None:

@@ -174,6 +174,7 @@ def intervals(
     figure = _figure(WIDTH, sum(sizes))
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+<<<<<<< HEAD
     for axes, (title, rows) in zip(grid, panels.items(), strict=True):
         middles = [middle for *_, middle in rows.values()]
         best = max(middles) if higher_is_better else min(middles)
@@ -188,6 +189,18 @@ def intervals(
         axes.locator_params(axis="x", nbins=4)
         axes.invert_yaxis()
     grid[-1].set(xlabel=x)
+=======
+    for at, ((low, high, middle), mine) in enumerate(zip(values, ours, strict=True)):
+        color = COLORS[0] if mine else _OTHERS
+        axes.plot([low, high], [at, at], color=color, lw=1.8)
+        axes.plot(middle, at, "o", color=color, ms=5)
+        weight = "bold" if middle == best else "normal"
+        axes.annotate(f"{middle:.4g}", (1.02, at), fontsize=SMALL, weight=weight, **place)
+    axes.set(xlabel=x)
+    axes.set_yticks(range(len(names)), named, fontsize=SMALL)
+    axes.locator_params(axis="x", nbins=2)
+    axes.invert_yaxis()
+>>>>>>> main
     return figure
 
 
@@ -234,12 +247,13 @@ def heat_map(
         values, shades, best, rows, columns = values.T, shades.T, best.T, columns, rows
     named = [fill(name, _NAME, break_on_hyphens=False) for name in rows]
     row = 0.36 if any("\n" in name for name in named) else 0.32
-    figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.5), row * len(rows) + 1.4)
+    figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.8), row * len(rows) + 1.4)
     axes = figure.add_subplot()
     axes.pcolormesh(shades, cmap="Blues", vmin=0, vmax=1.3)
     for i, j in zip(*np.nonzero(np.isfinite(values)), strict=True):
         value = values[i, j]
         look: dict[str, Any] = {"color": "white" if shades[i, j] > 0.85 else "black"}
+        look["fontsize"] = 8  # five digits in a cell
         look |= {"weight": "bold"} if best[i, j] else {}
         axes.text(j + 0.5, i + 0.5, f"{value:.3f}", ha="center", va="center", **look)
         if best[i, j]:

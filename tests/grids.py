@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app
@@ -38,6 +39,21 @@ def promise(**said: Any) -> str:
     budget = {"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0}
     of = {"rounds": 1, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"}
     return json.dumps({**budget, **of, **said})
+
+
+class Trains(NumPyClient):
+    """Changes each array of its model by a function; its loss is another one, or 0."""
+
+    def __init__(
+        self, change: Callable[[Any], Any], loss: Callable[..., Any] = lambda *_: 0.0
+    ) -> None:
+        self.change, self.loss = change, loss
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [self.change(array) for array in parameters], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return float(self.loss(*parameters)), 1, {}
 
 
 def grid_of(
@@ -117,7 +133,8 @@ class Dying(Tapped):
 
     dies, early = 0, False
     spoil: Callable[[RecordDict], object] | None = None
-    lost = False
+    how = ""
+    late: Sequence[Message] = ()
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         sent = list(messages)
@@ -127,9 +144,13 @@ class Dying(Tapped):
         if dies:
             raise KeyboardInterrupt
         liars = [reply for reply in replies if 2 in rounds and reply.metadata.src_node_id == 1004]
+        replies, self.late = [*self.late, *replies], ()
         for reply in liars:
-            if self.lost:
+            if self.how in ("lost", "late"):
                 replies.remove(reply)
+                self.late = [reply] * (self.how == "late")
+            elif self.how == "twice":
+                replies.append(reply)
             elif self.spoil:
                 self.spoil(reply.content)
         return replies

@@ -38,6 +38,10 @@ def test_pages_show_tables_as_the_benchmarks_wrote_them_and_files_of_examples_as
     assert shown > 5
 
 
+def test_the_guides_are_short() -> None:
+    assert sum(len(one.read_text().split()) for one in (ROOT / "docs").glob("*.md")) <= 28_000
+
+
 def test_the_results_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
     readme = (ROOT / "README.md").read_text()
     rows = re.findall(r"^\| \[.+?\]\((\S+\.md)\S*\): (.+)\|$", readme, re.MULTILINE)

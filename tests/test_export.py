@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, MetricRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 
-from flwr_perdl.clients import client_app
 from flwr_perdl.core.files import round_path
 from flwr_perdl.export import load, save, save_best
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, Learned, PerMA, ServerSettings
+from tests.grids import Trains, grid_of
 from tests.strategies.test_after_training import N_CLIENTS, run
 
 ONE = np.ones(1)
@@ -249,17 +248,10 @@ def test_a_prepared_folder_is_refused(tmp_path: Path) -> None:
             load(tmp_path).model_of(0)
 
 
-class Slope:
-    """Trains towards one of two slopes, at once."""
-
-    def __init__(self, context: Context) -> None:
-        self.own = np.float64([5.0, -5.0])[context.node_config["partition-id"] % 2]
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [parameters[0] + 0.5 * (self.own - parameters[0])], 1, {}
-
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        return float(np.abs(parameters[0] - self.own).sum()), 1, {}
+def slope(_: Any, i: int) -> Trains:
+    """Return a client that trains towards one of two slopes."""
+    own = (5.0, -5.0)[i % 2]
+    return Trains(lambda w: (w + own) / 2, lambda w: np.abs(w - own).sum())
 
 
 @pytest.mark.parametrize("stop", [2, 6])
@@ -284,7 +276,7 @@ def test_the_best_model_of_each_cluster_is_kept(stop: int, tmp_path: Path) -> No
             )
             server = ServerSettings(resume=True)
             strategy = ClusteredFedAvg(2, checkpoint_dir=tmp_path / name, server=server)
-            grid, first = InProcessGrid(client_app(Slope), 4), ArrayRecord([np.zeros(1)])
+            grid, first = grid_of(slope, 4), ArrayRecord([np.zeros(1)])
             strategy.start(grid, first, num_rounds=upto, evaluate_fn=best)
     models = load(tmp_path / "best").shared
     assert [one.to_numpy_ndarrays()[0].tolist() for one in models] == [

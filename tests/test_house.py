@@ -26,9 +26,9 @@ START = {"w": np.zeros(3), "v": np.zeros(2)}
 #: By strategy: calls of ours between an engine's call of the app and the user's ``fit``, and files
 #: of ours (but for ``core``) of which a function is called in a run of two rounds.
 RUNS: dict[str, tuple[Any, int, int]] = {
-    "ClusteredFedAvg": (lambda: strategies.ClusteredFedAvg(2, seed=0), 8, 19),
-    "PersonalizedFedAvg": (lambda: strategies.PersonalizedFedAvg(["v"]), 7, 18),
-    "Ditto": (lambda: strategies.Ditto(0.1), 8, 18),
+    "ClusteredFedAvg": (lambda: strategies.ClusteredFedAvg(2, seed=0), 8, 18),
+    "PersonalizedFedAvg": (lambda: strategies.PersonalizedFedAvg(["v"]), 7, 17),
+    "Ditto": (lambda: strategies.Ditto(0.1), 8, 17),
     "DiffusionAveraging": (lambda: strategies.DiffusionAveraging(Topology.ring(4)), 10, 25),
 }
 

@@ -22,10 +22,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from flwr_perdl import __version__
+from flwr_perdl.strategies import Ditto
 from tests.test_reference import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+REPOSITORY = "https://github.com/example/flwr-perdl"
 #: Of axe-core.
 RULES = [
     *("color-contrast", "image-alt", "link-name", "button-name", "document-title"),
@@ -65,7 +67,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "REPOSITORY_URL": REPOSITORY},
         text=True,
         capture_output=True,
         check=False,
@@ -96,6 +98,21 @@ def test_every_public_name_has_a_page_with_an_example(package: str, site: Path) 
         if link:
             assert ">Examples:<" in page, f"the page of {name} has no example"
             assert "doc-symbol-module" not in page, f"the page of {name} is of a module"
+
+
+def test_one_variable_says_where_the_repository_is(site: Path) -> None:
+    page = (site / "faults.html").read_text()
+    assert f'href="{REPOSITORY}"' in page
+    assert f'href="{REPOSITORY}/edit/main/docs/faults.md"' in page
+
+
+def test_what_a_strategy_does_not_support_is_shown_on_hover_and_on_its_page(site: Path) -> None:
+    table = (site / "which-algorithm.html").read_text()
+    page = (site / "reference" / "flwr_perdl.strategies" / "Ditto.html").read_text()
+    assert Ditto.unsupported
+    for why in Ditto.unsupported.values():
+        assert f'<abbr title="{why}">' in table
+        assert f"<td>{why}</td>" in page.replace("<wbr>", "")
 
 
 def test_the_page_of_a_method_has_its_formulas_deviations_and_bibtex(site: Path) -> None:

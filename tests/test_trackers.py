@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord
 
-from flwr_perdl.clients import client_app
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, RoundReport
 from perdl_experiments import run_experiment
+from tests.grids import Trains, grid_of
 
 Metrics = dict[tuple[str, int], float]
 PAGE = (Path(__file__).parents[1] / "docs" / "trackers.md").read_text()
@@ -98,28 +98,17 @@ def test_an_error_in_a_function_is_logged_once_and_others_get_everything(
         seen.append(report.round)
         raise KeyError("mse")
 
-    class Client:
-        def __init__(self, context: Any) -> None: ...
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return parameters, 10, {}
-
     strategy = ClusteredFedAvg(
         1,
         start="given",
         fraction_evaluate=0.0,
         on_round=[fails, lambda report: rest.append(report.round)],
     )
-    strategy.start(InProcessGrid(client_app(Client), 2), arrays(), 3, verbose="quiet")
+    grid = grid_of(lambda *_: Trains(lambda array: array), 2)
+    strategy.start(grid, ArrayRecord([np.ones((1, 1))]), 3, verbose="quiet")
     warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert ["fails" in text for text in warnings] == [True]
     assert seen == rest == [1, 2, 3]
-
-
-def arrays() -> Any:
-    from flwr.app import ArrayRecord
-
-    return ArrayRecord([np.ones((1, 1))])
 
 
 def test_rounds_are_counted_over_all_federations_of_an_experiment() -> None:

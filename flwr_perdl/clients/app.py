@@ -66,7 +66,6 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     DEFAULT,
-    FORK,
     KEEPS_PRIVATE,
     LEFT_OUT,
     MIN_CLIENTS,
@@ -83,14 +82,13 @@ from flwr_perdl.protocol.records import (
     UNABLE_TO_EVALUATE,
     UNCOUNTED,
     Scalar,
+    arrays_of,
     config_of,
     directed,
     named,
     read_request,
     reply_to,
     route_of,
-    scalars,
-    view,
     with_loss,
 )
 
@@ -290,8 +288,7 @@ class AnsweringApp(ClientApp):
         """Answer a message, also where a mod returned something else than a reply to it."""
         kind, action = route_of(message)
         config = config_of(message)
-        runs = str(config.get(RUN)), str(config.get(FORK, ""))
-        apart = state_apart(context, *runs) if APART in config else nullcontext()
+        apart = nullcontext() if APART not in config else state_apart(context, config)
         try:
             if action != DEFAULT:  # nothing here knows what an app's own actions send
                 if self._privacy or self._keep or not self._evaluation or _pins_keys(context):
@@ -324,35 +321,35 @@ class AnsweringApp(ClientApp):
 
     def _guarded(self, kind: str, message: Message, context: Context, client: Any) -> Message:
         """Answer a message with what may leave the client; no key of a query's config counts."""
-        handlers = self.handlers(context, client)
+        handlers, config = self.handlers(context, client), config_of(message)
         if kind == MessageType.QUERY:
             with hide_numbers() if _pins_keys(context) else nullcontext():
                 return self._tell(handlers, message, context)
         if kind == MessageType.EVALUATE and (self._privacy or not self._evaluation):
             raise NoEvaluateError
-        asked = find_step(config_of(message), kind, self._steps)
-        seals = asked is not None and asked.seals and config_of(message).get(SEALED)
+        asked = find_step(config, kind, self._steps)
+        seals = asked is not None and asked.seals and config.get(SEALED)
         if _pins_keys(context) and (kind == MessageType.EVALUATE or not seals):
             raise ValueError(
                 "neighbor-keys in the node config must be left out for such a request: a node "
                 f"that pins keys sends only sealed messages, got one to {kind}."
             )
-        parts = self._parts_for(message)
+        parts = self._parts_for(config)
         call: Call
         if asked is not None and asked.client is None:
             call = partial(self.take_step, asked, handlers, parts=parts)
         else:
             inner = handlers if asked is None else partial(_take_by, asked, handlers)
-            call = self._around(inner, self._outer_keep(message))
+            call = self._around(inner, self._outer_keep(config))
         if asked is not None and asked.whole:
             if not self._evaluation:
                 raise NoEvaluateError
-            if self.kept_part is not None or LEFT_OUT in config_of(message):
-                KeepPrivate.refuse_untrained(context, str(config_of(message).get(RUN, "")))
+            if self.kept_part is not None or LEFT_OUT in config:
+                KeepPrivate.refuse_untrained(context, str(config.get(RUN, "")))
         if asked is not None and (asked.whole or seals):
             call = hiding(call)
         trains, secure = kind == MessageType.TRAIN, SECAGG in message.content
-        summed = self._privacy or secure or PROMISE in config_of(message)
+        summed = self._privacy or secure or PROMISE in config
         if parts:
             if summed or self._secure or (asked is not None and asked.client is not None):
                 raise ValueError(
@@ -360,7 +357,7 @@ class AnsweringApp(ClientApp):
                     "secure sums or privacy, or send no model, got a request with them."
                 )
             message = _received(message, parts)
-        if trains and config_of(message).get(SILENT):
+        if trains and config.get(SILENT):
             from flwr_perdl.privacy.noised_client import answer_silently  # few clients load it
 
             return answer_silently(message, context, call)
@@ -373,15 +370,14 @@ class AnsweringApp(ClientApp):
             from flwr_perdl.privacy.secure_client import answer_for_sum
 
             return answer_for_sum(message, context, call, self._min_clients, self._own(context))
-        begun = dict(message.content.array_records.get(ARRAYS, {})) if parts else {}
+        begun = dict(arrays_of(message)) if parts else {}
         reply = call(message, context)
         if parts and asked is None and trains and not reply.has_error():
             _send(parts, reply, begun, message, context)
         return reply
 
-    def _parts_for(self, message: Message) -> list[Part]:
-        """Return what changes a message's arrays, and those of its reply, in turn."""
-        config = config_of(message)
+    def _parts_for(self, config: Mapping[str, Any]) -> list[Part]:
+        """Return what changes a request's arrays, and those of its reply, in turn."""
         found = parts_of(config, self._parts) if PARTS in config else []
         if TRANSPORT in config:
             from flwr_perdl.parts.transport import Transport  # few clients load it
@@ -398,18 +394,18 @@ class AnsweringApp(ClientApp):
         parts: Sequence[Part] = (),
     ) -> Message:
         """Take a step that works with any app; ``parts`` change what it sends."""
-        record = message.content.array_records[ARRAYS]
-        config, received = scalars(config_of(message)), [*record.values()]
-        request = read_step(config, [view(array) for array in received], record, received)
+        arrays, config = read_request(message, writable=False)
+        record = arrays_of(message)
+        request = read_step(config, arrays, record, [*record.values()])
         store = private_store(context, asked.protocol)
-        keep = self._outer_keep(message)
+        keep = self._outer_keep(config)
         call = _aside(handlers) if asked.whole else self._around(handlers, keep)
         keeps = keep or self.own_keep
         local = Local(context, request, store, message=message, call=call, keeps=keeps)
         result = take(asked, local, request)
         reply = _reply(message, asked, result)
         if parts and asked.kind == MessageType.TRAIN:
-            names = reply.content.array_records[ARRAYS]
+            names = arrays_of(reply)
             begun = dict(zip(names, result.start, strict=True)) if result.start else record
             _send(parts, reply, begun, message, context)
         return reply
@@ -421,11 +417,11 @@ class AnsweringApp(ClientApp):
         store = private_store(context, "noise")
         return Own(self._privacy, *((None, "") if store is None else store[:2]))
 
-    def _outer_keep(self, message: Message) -> KeepPrivate | None:
+    def _outer_keep(self, config: Mapping[str, Any]) -> KeepPrivate | None:
         """Return what keeps private arrays around the handlers; None where their own app does."""
-        if self._keep or self.own_keep or LEFT_OUT not in config_of(message):
+        if self._keep or self.own_keep or LEFT_OUT not in config:
             return self._keep
-        return asked_to_keep(message)
+        return asked_to_keep(config)
 
     def _around(self, call: Call, keep: KeepPrivate | None) -> Call:
         """Return what answers parts of a message, with the client's private arrays in them."""
@@ -443,7 +439,7 @@ class AnsweringApp(ClientApp):
 
     def _tell(self, handlers: Handlers, message: Message, context: Context) -> Message:
         """Answer who the client is."""
-        reply = self._around(handlers, self._outer_keep(message))(message, context)
+        reply = self._around(handlers, self._outer_keep({}))(message, context)
         who = reply.content.get(CONFIG)
         if isinstance(who, ConfigRecord):
             if (part := self.kept_part) is not None:
@@ -471,7 +467,7 @@ class AnsweringApp(ClientApp):
 
 def _received(message: Message, parts: Sequence[Part]) -> Message:
     """Return a request with its arrays as the step sees them."""
-    arrays = dict(message.content.array_records[ARRAYS])
+    arrays = dict(arrays_of(message))
     for part in reversed(parts):
         arrays = part.receive(arrays)
     return like(message, RecordDict({**message.content, ARRAYS: new_record(ArrayRecord, arrays)}))
@@ -485,7 +481,7 @@ def _send(
     context: Context,
 ) -> None:
     """Replace the arrays of a reply by what its parts send, and save what these keep."""
-    config, arrays = config_of(message), dict(reply.content.array_records[ARRAYS])
+    config, arrays = config_of(message), dict(arrays_of(reply))
     round_, run = check_count(ROUND, config.get(ROUND)), str(config.get(RUN, context.run_id))
     state = PrivateState(context, run + UNSENT, private_store(context, "parts"))
     before = state.before(round_) or {}

@@ -252,7 +252,10 @@ def take_by(
     request = read_step(config, arrays)
     if isinstance(client, ProtocolClient):
         if client.limits is not None:
-            _admit(context, asked.kind, request, *client.limits)
+            runs, requests = client.limits
+            # A run of messages among neighbors has many, about one sum.
+            most = LARGEST_INT if asked.seals else requests
+            _admit(context, asked.kind, request, runs, most)
         store = client.store
     else:
         store = private_store(context, asked.protocol)

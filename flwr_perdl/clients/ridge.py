@@ -12,8 +12,9 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients.dispatch import ProtocolClient, rounded, step
+from flwr_perdl.clients.neighbor_relay import ANNOUNCE, EXCHANGE, SHOW, STATE, Turn, own_keys
 from flwr_perdl.core import checks
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import LARGE, Matrix, check_count, check_real
 from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND
 from flwr_perdl.protocol.client_state import PrivateArrays, PrivateState, private_store
 from flwr_perdl.protocol.local import Local, StepRequest, StepResult
@@ -29,6 +30,9 @@ MOMENTS, SUMS, ERRORS, SOLVE = "moments", "sums", "errors", "solve"
 #: folds samples are parted, what a client's own model is, and which coefficients deviate.
 FEATURES, CLASSES, FOLDS = "perdl.features", "perdl.classes", "perdl.folds"
 LEVEL, RANDOM = "perdl.level", "perdl.random"
+#: Without a server: the round after which sums of products are averaged, not of columns; the number
+#: of nodes; the features' scale, and the penalties that are tried.
+SWITCH, NODES, SCALE, TRIED = "perdl.switch", "perdl.nodes", "perdl.scale", "perdl.penalties"
 SHARED, GROUPS, PERSONAL, LOCAL = "shared", "groups", "personal", "local"
 #: What is measured, the simplest first, and what a client's own part may be.
 LEVELS = (SHARED, GROUPS, PERSONAL, LOCAL)
@@ -117,7 +121,7 @@ class RidgeClient(ProtocolClient):
             if len(checks.check_kind("held_out", held_out, (tuple, list), "(X, y) or None")) != 2:
                 raise ValueError(f"held_out must be (X, y), got {len(held_out)} entries.")
             self.held_out = _check_data("held_out ", *held_out, columns=self.X.shape[1])
-        self.min_support = checks.check_count("min_support", min_support)
+        self.min_support = check_count("min_support", min_support)
 
     def moments(self, request: StepRequest) -> StepResult:
         """Return the counts, sums and sums of squares of the columns, of bounds within -1 and 1."""
@@ -185,9 +189,10 @@ class RidgeClient(ProtocolClient):
         """Solve the client's own part, keep the model with it, and measure that."""
         features, Z, Y = self._points(request)
         models, *spread = request.arrays[3:]
+        own, group = models[0], 0
         if request.config.get(LEVEL) == LOCAL:
-            own, group = maths.fit_deviation(Z, Y).coefficients, 0
-        else:
+            own = maths.fit_deviation(Z, Y).coefficients
+        elif request.config.get(LEVEL) != SHARED:
             own, group = _own_model(models, Z, Y, _random(request), spread)
         result = self._measured(request, features, own, group)
         return result._replace(keep={COEFFICIENTS: own}, last=True)
@@ -199,6 +204,41 @@ class RidgeClient(ProtocolClient):
         group = _nearest(models, Z, Y)
         own = models[group] if kept is None else kept[COEFFICIENTS]
         return self._measured(request, features, own, group)
+
+    def average(self, turn: Turn, request: StepRequest) -> StepResult:
+        """Average sums with the neighbors: those of columns, then of features; solve at the end."""
+        config, asked = request.config, request._replace(arrays=[])
+        state = turn.saved or {"values": self.moments(asked).arrays[0], "weight": np.ones(1)}
+        if turn.is_new:
+            if turn.pending:
+                around = turn.received([state["values"], state["weight"]])
+                state = {**state, "values": around.mean(0), "weight": around.mean(1)}
+            columns = [state[name] for name in maths.MODEL_ARRAYS[:2] if name in state]
+            switches = turn.works and turn.round > check_count(SWITCH, config.get(SWITCH))
+            if (switches and not columns) or (turn.shows and columns):
+                total = check_count(NODES, config.get(NODES), 1) * state["values"] / state["weight"]
+                columns = columns or [*maths.standardize(total)]
+                columns.append(np.array([check_real(SCALE, config.get(SCALE), 0, LARGE)]))
+                asked = asked._replace(arrays=columns)
+                state = self._solved(turn, asked, total) if turn.shows else self._begun(asked)
+        message = [state["values"], state["weight"]] if turn.awaits else []
+        return turn.result(state, message, [])
+
+    def _begun(self, request: StepRequest) -> dict[str, Matrix]:
+        """Return the state in which products of features begin to be averaged."""
+        columns = dict(zip(maths.MODEL_ARRAYS, request.arrays[:2], strict=False))
+        return {**columns, "values": self.sums(request).arrays[0], "weight": np.ones(1)}
+
+    def _solved(self, turn: Turn, request: StepRequest, total: Matrix) -> dict[str, Matrix]:
+        """Return the node's own model of all nodes' sums, and have its metrics reported."""
+        features, _, Y = self._points(request)
+        given = str(request.config.get(TRIED)).split()
+        tried = [check_real(TRIED, float(one), 0, LARGE) for one in given]
+        w = maths.choose_ridge(total, features.size, Y.shape[1], tried).coefficients
+        found = self.solve(request._replace(arrays=[*request.arrays, w[None]]))
+        turn.combined({name: float(value) for name, value in found.metrics.items()})
+        own = RidgeModel(features, (found.keep or {})[COEFFICIENTS], _n_classes(request))
+        return {**own.to_arrays(), RANDOM_ARRAY: np.array(RANDOMS.index(_random(request)))}
 
     def adapted(self, request: StepRequest, n_fits: int) -> dict[str, Matrix]:
         """Return the client's own model by `adapt`; its group's, or the shared one, of no fits."""
@@ -216,7 +256,7 @@ class RidgeClient(ProtocolClient):
         (means, deviations, (scale,)), config = request.arrays[:3], request.config
         if len(means) != self.X.shape[1]:
             raise ValueError(f"X must have {len(means)} columns, got {self.X.shape[1]}.")
-        n_features = checks.check_count(FEATURES, config.get(FEATURES), 0, MOST_FEATURES)
+        n_features = check_count(FEATURES, config.get(FEATURES), 0, MOST_FEATURES)
         how: Any = {"scale": float(scale), "seed": request.seed}
         features = RandomFeatures.draw(means, deviations, n_features, **how)
         return features, features(self.X), _outputs("y", self.y, _n_classes(request))
@@ -230,7 +270,7 @@ class RidgeClient(ProtocolClient):
         """
         rng, bounded = spawn(request.seed, self.partition), SAMPLE_BOUND.get() is not None
         most = 1 if bounded else N_FOLDS  # folds of noised sums would depend on other samples
-        n_folds = checks.check_count(FOLDS, request.config.get(FOLDS), 1, most)
+        n_folds = check_count(FOLDS, request.config.get(FOLDS), 1, most)
         labels = self.y if _n_classes(request) and not bounded else np.zeros(len(self.y))
         folds, least = np.full(len(labels), -1), 0 if bounded else max(self.min_support, 1)
         for label in np.unique(labels):
@@ -271,7 +311,7 @@ def _check_data(
 
 
 def _n_classes(request: StepRequest) -> int:
-    return checks.check_count(CLASSES, request.config.get(CLASSES), 0, MOST_CLASSES)
+    return check_count(CLASSES, request.config.get(CLASSES), 0, MOST_CLASSES)
 
 
 def _random(request: StepRequest) -> str:
@@ -307,9 +347,10 @@ def _nearest(models: Matrix, Z: Matrix, Y: Matrix) -> int:
 
 
 def ridge_model(context: Context, run: str, names: Sequence[str]) -> Arrays | None:
-    """Return what the client keeps of its own model, its coefficients, None without any."""
-    kept = PrivateState(context, run, private_store(context, RIDGE)).newest()
-    return None if kept is None else {COEFFICIENTS: encode(kept[COEFFICIENTS])}
+    """Return what the client keeps of its own model: its coefficients; without a server all."""
+    kept = PrivateState(context, run, private_store(context, RIDGE)).newest() or {}
+    own = {name.removeprefix(STATE): array for name, array in kept.items()}
+    return {name: encode(own[name]) for name in names if name in own} or None
 
 
 @step(RIDGE, MOMENTS, client=RidgeClient)
@@ -320,6 +361,16 @@ def call_method(local: Local, request: StepRequest) -> StepResult:
     """Take the step that is the client's method of that name."""
     result: StepResult = getattr(local.client, request.step)(request)
     return result
+
+
+@step(RIDGE, ANNOUNCE, client=RidgeClient, seals=True)
+@step(RIDGE, EXCHANGE, client=RidgeClient, seals=True)
+@step(RIDGE, SHOW, client=RidgeClient, seals=True)
+def average_sums(local: Local, request: StepRequest) -> StepResult:
+    """Take a step of a node that averages sums with its neighbors."""
+    client: RidgeClient = local.client
+    turn = Turn(client.partition, own_keys(local.context), request, local.kept)
+    return client.average(turn, request)
 
 
 @step(RIDGE, EVALUATE, kind=EVALUATE, client=RidgeClient)

@@ -299,10 +299,12 @@ def as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
     Raises
     ------
     ValueError
-        If integers were trained to what is none: they are counters.
+        If integers were trained to what is none: they are counters; or reals to complex numbers.
     """
     if array.dtype == dtype:
         return array
+    if array.dtype.kind == "c":
+        raise ValueError(f"an array of {dtype} must be real after training, got {array.dtype}.")
     if dtype.kind in "iu" and is_float(array):
         reals = array[array != np.rint(array)]
         if reals.size:

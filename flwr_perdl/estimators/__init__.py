@@ -7,6 +7,8 @@ tables of several sites with  `PersonalizedDictionaryLearning`: the factors that
 the same columns              and those that are a site's own (PerMA)
 groups of few points, each    `MixedRegression`: the models, and which group follows which
 of one of k linear models     (FedMD and FedX)
+groups that differ a little   `PersonalizedRidge`: a shared model, and each group's own
+                              (one exchange of sums)
 nodes that only talk to       `NetworkDictionaryLearning`: one dictionary, without a server
 their neighbors               (diffusion over data)
 ============================  =====================================================================
@@ -23,10 +25,12 @@ from flwr_perdl.estimators.dictionary import PersonalizedDictionaryLearning
 from flwr_perdl.estimators.history import to_frame
 from flwr_perdl.estimators.network import NetworkDictionaryLearning
 from flwr_perdl.estimators.regression import MixedRegression
+from flwr_perdl.estimators.ridge import PersonalizedRidge
 
 __all__ = [
     "MixedRegression",
     "NetworkDictionaryLearning",
     "PersonalizedDictionaryLearning",
+    "PersonalizedRidge",
     "to_frame",
 ]

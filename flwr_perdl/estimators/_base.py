@@ -112,21 +112,20 @@ class Federated(Estimator):
         make_strategy: Callable[..., ProtocolStrategy],
         make_client: Callable[[Context], NumPyClient],
         n_sites: int,
-        n_rounds: int,
+        n_rounds: int | None = None,
         **start: Any,
-    ) -> tuple[Matrix, InProcessGrid]:
-        """Run the strategy, and return what it learned, and the grid; set the history."""
+    ) -> tuple[Any, InProcessGrid]:
+        """Run the strategy, and return it, and the grid; set the history."""
         strategy = make_strategy(
             seed=self._one_seed(), num_clients=n_sites, min_clients=n_sites, fraction_evaluate=0.0
         )
         check_function("grid", self.grid, "a function (app, n_sites) or None")
         grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
         verbose = "bar" if self.verbose else "quiet"
-        result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose, **start)
+        strategy.start(grid, num_rounds=n_rounds, verbose=verbose, **start)
         self.history_ = strategy.history
         self.n_iter_ = len(self.history_)
-        (learned,) = result.arrays.to_numpy_ndarrays()
-        return learned, grid
+        return strategy, grid
 
 
 class SiteTransformer(Estimator):

@@ -254,8 +254,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         options: dict[str, Any] = {"evaluate_config": errors_of}
         if go_on:
             options["initial_arrays"] = ArrayRecord([self.global_atoms_])
-        learned, grid = self._federate(strategy, make_client, len(sites), n_rounds, **options)
-        self.global_atoms_: Matrix = learned
+        done, grid = self._federate(strategy, make_client, len(sites), n_rounds, **options)
+        self.global_atoms_: Matrix = done.result.shared.to_numpy_ndarrays()[0]
         self.local_atoms_: list[Matrix] = grid.local_atoms()
 
     def _dictionaries(self) -> list[Matrix]:

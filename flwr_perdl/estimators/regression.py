@@ -166,7 +166,8 @@ class MixedRegression(RegressorMixin, Federated):
             data = own[int(context.node_config[PARTITION_ID])]
             return RegressionClient(*data, context, min_support=self.min_support)
 
-        models, _ = self._federate(strategy, make_client, len(own), n_rounds)
+        done, _ = self._federate(strategy, make_client, len(own), n_rounds)
+        models = np.stack([one.to_numpy_ndarrays()[0] for one in done.result.models])
         self.coef_, self.intercept_ = models, np.zeros(len(models), models.dtype)
         if scaler is not None:
             self.coef_, self.intercept_ = scaler.models(models)

@@ -190,9 +190,9 @@ def kept_private(context: Context, run: str) -> dict[str, Array]:
     return {name.removeprefix(_ARRAY): encode(array) for name, array in own.items()}
 
 
-def asked_to_keep(message: Message) -> KeepPrivate | None:
+def asked_to_keep(config: Mapping[str, Any]) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
-    left_out = left_out_of(config_of(message))
+    left_out = left_out_of(config)
     return KeepPrivate(Patterns("patterns", tuple(map(escape, left_out)))) if left_out else None
 
 
@@ -690,8 +690,8 @@ def _read_names(array: Matrix) -> list[str]:
 
 def _first_names(context: Context, store: StateStore | None) -> list[str] | None:
     """Return the names of the arrays in this client's first run, None before its training."""
-    record = context.state.array_records.get(_FIRST)
-    if record is not None:
+    record = context.state.get(_FIRST)
+    if isinstance(record, ArrayRecord):
         return _read_names(view(record[_NAMES]))
     path = None if store is None else store.folder / _FIRST_FILE
     if store is None or path is None or not path.exists():

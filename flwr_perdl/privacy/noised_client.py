@@ -34,14 +34,14 @@ from flwr_perdl.privacy.ledger import Own, account
 from flwr_perdl.privacy.noise import Noise, Release
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
-    ARRAYS,
-    CONFIG,
     LARGEST_INT,
     PROMISE,
     ROUND,
     RUN,
     Limits,
     OtherClientError,
+    arrays_of,
+    config_of,
     error_of,
     read_reply,
     read_request,
@@ -167,7 +167,7 @@ def answer_noised(
     at = run, check_count(ROUND, config.get(ROUND), 1)
     _spend(context, own, promise, at, again=not distributed)
     spent = context.state[_SPENT]
-    given = dict(zip(message.content.array_records[ARRAYS], arrays, strict=True))
+    given = dict(zip(arrays_of(message), arrays, strict=True))
     values = _summand(promise, given, lambda: call_next(message, context))
     context.state[_SPENT] = spent  # the client may have put another state in its place
     if distributed:
@@ -233,7 +233,7 @@ def _read(
     """Return a reply's values that are summed, as one vector, and its bound of each sample."""
     if reply.has_error():
         raise ValueError(error_of(reply))
-    sent = reply.content.array_records[ARRAYS]
+    sent = arrays_of(reply)
     names = [name for name in given if name in sent]  # without those that stay at the client
     start = [given[name] for name in names]
     limits = Limits(expect=start) if promise.of == CHANGES else Limits()
@@ -247,7 +247,7 @@ def _read(
 def fewest(message: Message, context: Context, *, unmask: bool) -> int:
     """Return the fewest clients of which the sum at hand may be opened; 0 without a guarantee."""
     if not unmask:
-        config: Mapping[str, Any] = message.content.config_records.get(CONFIG, {})
+        config = config_of(message)
         return Promise.read(config).clients if PROMISE in config else 0
     return int(_spent(context).get("clients", 0))
 

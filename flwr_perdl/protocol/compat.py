@@ -32,7 +32,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
@@ -201,7 +201,7 @@ def poll_faster(grid: Any) -> Iterator[None]:
         grid.pull_interval = interval
 
 
-Record = TypeVar("Record", ArrayRecord, MetricRecord)
+Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 
 def new_array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
@@ -216,7 +216,7 @@ def new_array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Ar
 
 
 def new_record(kind: type[Record], entries: Mapping[str, Any]) -> Record:
-    """Return a record of these arrays themselves, or of numbers, without checks."""
+    """Return a record of these arrays themselves, or of scalars, without checks."""
     record = kind()
     vars(record)["_data"].update(entries)
     return record

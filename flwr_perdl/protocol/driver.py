@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,9 +41,10 @@ from flwr_perdl.protocol.records import (
     Replies,
     Reply,
     Scalar,
-    brief,
 )
 from flwr_perdl.protocol.report import (
+    METRICS_DROPPED,
+    MetricLimit,
     Models,
     Observers,
     RoundReport,
@@ -53,7 +54,6 @@ from flwr_perdl.protocol.report import (
 )
 from flwr_perdl.protocol.request import (
     CAPPED,
-    REFUSED,
     REMEMBERED,
     Lost,
     Protocol,
@@ -61,20 +61,17 @@ from flwr_perdl.protocol.request import (
     State,
     TooFewReplies,
     check_arrays,
-    check_models,
+    check_replies,
+    check_reply,
+    sort_replies,
 )
 from flwr_perdl.protocol.roster import Roster
-from flwr_perdl.random import EVALUATION, SAMPLING, spawn
+from flwr_perdl.random import EVALUATION, SAMPLING
 
 #: Largest absolute value of a number in replies, and where the model is in single precision.
 _DOUBLE, _SINGLE = 1e100, 1e30
 #: In an evaluation's aggregate: how many clients have no finite loss, if a third or more.
 NO_LOSS = "no-finite-loss"
-#: Maximum number of different metrics of a client in a run, and of numbers in the lists of a reply:
-#: reports are kept, and saved.
-_MOST_METRICS = 1000
-#: What reports call the share of a reply's metrics that are above it.
-METRICS_DROPPED = "metrics dropped"
 
 
 class Plan(NamedTuple):
@@ -105,7 +102,7 @@ class HasProtocol(typing.Protocol):
     _reads: Models
     _n_stacked: int
     _told: Mapping[str, Scalar]
-    _last_step: typing.ClassVar[str]
+    _last_step: str
 
     @property
     def options(self) -> ServerSettings:
@@ -156,12 +153,12 @@ class ProtocolRun:
         self._sums_only = any(part.sums_only for part in options.parts)
         self._clients_evaluate = not self._sums_only
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
-        self._metrics: dict[int, set[str]] = {}  # the names of each client's metrics in this run
         self._observers = Observers(options.on_round)
         self._checkpoints: Checkpoints | None = None
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
         if options.checkpoint_dir is not None:
             self._load()
+        self._limit = MetricLimit(self.record.history, self.roster.label)
         if rounds is not None and rounds < self.record.done:
             raise ValueError(
                 f"num_rounds must be at least the {self.record.done} rounds that the run to resume "
@@ -189,9 +186,6 @@ class ProtocolRun:
         self._checkpoints = Checkpoints(options, identity, self.record)
         if options.resume:
             self._resumed = self._checkpoints.load(self.record)
-        for report in self.record.history:
-            for partition, metrics in report.metrics.items():
-                self._metrics.setdefault(partition, set()).update(metrics.keys() - {NUM_EXAMPLES})
 
     def begin(self) -> None:
         """Begin the parts, and start the generator, from a saved state where there is one."""
@@ -239,7 +233,7 @@ class ProtocolRun:
 
     def warn_of_evaluations(self) -> None:
         """Warn of evaluations without a good reply."""
-        evaluations = [report for report in self.record.history if report.step == EVALUATE]
+        evaluations = self.record.history.evaluations
         failed = [report for report in evaluations if not report.metrics]
         if failed:
             log(
@@ -302,7 +296,7 @@ class ProtocolRun:
                 f"{self.roster.absence()}."
             )
         # Drawn by the round, not by a generator that lives on: a resumed run asks the same clients.
-        chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
+        chosen = self.roster.sample(partitions, self.options.fraction_train, SAMPLING, round_)
         request, own, same = self.request, self.request.per_client, list(self.request.arrays)
         arrays = dict.fromkeys(chosen, self._whole(same))
         if own is not None:
@@ -333,7 +327,7 @@ class ProtocolRun:
         request = self.request
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
-        good, bad = self._check_replies(request, replies)
+        good, bad = check_replies(request, replies, self.options.max_magnitude)
         bad = {**lost, **bad}
         if request.max_weight is not None:
             self._cap(good, request.max_weight)
@@ -363,17 +357,6 @@ class ProtocolRun:
         self._remember(report)
         return report
 
-    def _check_replies(
-        self, request: Request, replies: Mapping[int, Reply]
-    ) -> tuple[Replies, dict[int, Lost]]:
-        """Return the replies that have what is asked for, and why the others have not."""
-        good, bad = _check_each(partial(_check, request), replies)
-        if (models := request.models) is not None:
-            wrong = check_models(models, good, self.options.max_magnitude)
-            bad |= {partition: Lost(REFUSED, brief(why)) for partition, why in wrong.items()}
-            good = good.sharing({p: reply for p, reply in good.items() if p not in wrong})
-        return good, bad
-
     def _check_enough(self, good: Mapping[int, Reply], bad: Mapping[int, Lost]) -> None:
         """Raise a TooFewReplies, before anything is saved, if too few good replies remain."""
         if len(good) >= self.options.min_clients:
@@ -397,7 +380,7 @@ class ProtocolRun:
             for p, (of, when, reply) in self.record.last.items()
             if p not in good and of == step and when >= round_ - request.reuse_last_reply
         }
-        recalled, _ = _check_each(partial(_check, request), absent)
+        recalled, _ = sort_replies(partial(check_reply, request), absent)
         new = {p: (step, round_, reply) for p, reply in good.items()}
         self.record.last = {p: self.record.last[p] for p in recalled} | new
         replies = good.sharing(dict(sorted({**recalled, **good}.items())))
@@ -419,18 +402,12 @@ class ProtocolRun:
             )
         good.note(CAPPED, {p: 1 - bound / reply.num_examples for p, reply in above.items()})
 
-    @property
-    def trained(self) -> set[int]:
-        """Who has trained in this run."""
-        past = (report for report in self.record.history if report.step != EVALUATE)
-        return {partition for report in past for partition in report.metrics}
-
     def _note_lost_state(self, good: Mapping[int, Reply]) -> None:
         """Warn of clients that have lost their private state; newcomers have none to lose."""
         if NEW_STATE not in self._strategy.flags:  # of anybody's clients it is a metric of theirs
             return
         new = {partition for partition, reply in good.items() if reply.metrics.get(NEW_STATE)}
-        lost = sorted(new & self.trained) if new else []
+        lost = sorted(new & self.record.history.trained) if new else []
         for partition in new.difference(lost):
             good[partition].metrics[NEW_STATE] = 0.0
         if lost:
@@ -459,10 +436,9 @@ class ProtocolRun:
     ) -> Plan:
         """Return who evaluates the model after ``round_``."""
         fraction = self.options.fraction_evaluate
-        chosen = self._sample(partitions, fraction, EVALUATION, round_)
-        steps = (report.step for report in reversed(self.record.history) if report.step != EVALUATE)
-        last = next(steps, None)
-        after = {} if last is None else {AFTER: last}
+        chosen = self.roster.sample(partitions, fraction, EVALUATION, round_)
+        trainings = self.record.history.trainings
+        after = {AFTER: trainings[-1].step} if trainings else {}
         config = {**config, **after, PURPOSE: REPORT}
         arrays = dict.fromkeys(chosen, self.record.model)
         return self._begin_exchange(round_, EVALUATE, arrays, config)
@@ -480,7 +456,7 @@ class ProtocolRun:
             return None
 
         check, model = self._strategy.check_evaluation, self.record.model
-        good, bad = _check_each(lambda reply: check(reply, model), replies)
+        good, bad = sort_replies(lambda reply: check(reply, model), replies)
         bad = {**lost, **bad}
         self._note_lost_state(good)
         self._log_lost(bad)
@@ -495,7 +471,7 @@ class ProtocolRun:
         found = sum(not own.keys().isdisjoint(LOSSES) for own in report.numbers.values())
         asked = len(self._plan.arrays)
         missing = asked - found
-        evaluations = [report, *(past for past in self.record.history if past.step == EVALUATE)]
+        evaluations = [report, *self.record.history.evaluations]
         measured = any(not one.aggregate.keys().isdisjoint(LOSSES) for one in evaluations)
         if measured and missing and 3 * missing >= asked:  # else the app measures no loss
             report.aggregate[NO_LOSS] = float(missing)
@@ -528,23 +504,6 @@ class ProtocolRun:
         return report
 
     # What both share -------------------------------------------------------------------------
-
-    def past(self, round_: int, *, evaluation: bool) -> RoundReport | None:
-        """Return the report of an exchange of ``round_``, None if there was none."""
-        for report in self.record.history:
-            if report.round == round_ and (report.step == EVALUATE) == evaluation:
-                return report
-        return None
-
-    def _sample(
-        self, partitions: Collection[int], fraction: float, draws: int, round_: int
-    ) -> list[int]:
-        """Return the partitions that take part, ascending."""
-        size = max(round(fraction * len(partitions)), self.options.min_clients)
-        if size >= len(partitions):
-            return sorted(partitions)
-        rng = spawn(self.options.seed, draws, round_)
-        return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
 
     def _begin_exchange(
         self,
@@ -627,7 +586,7 @@ class ProtocolRun:
         metrics, anomalies = {}, {p: {why.kind: 1.0} for p, why in sorted(lost.items())}
         for p, (_, n, numbers, _, others) in good.items():
             own = {**others, **numbers}
-            metrics[p] = {NUM_EXAMPLES: n, **self._limit_metrics(p, own)}
+            metrics[p] = {NUM_EXAMPLES: n, **self._limit(p, own)}
             if len(metrics[p]) <= len(own):
                 anomalies[p] = {METRICS_DROPPED: 1 - len(metrics[p]) / (1 + len(own))}
         aggregate = summarize(metrics, self._strategy.flags, self._strategy.labels)
@@ -646,24 +605,6 @@ class ProtocolRun:
             float(np.mean(ups)) if ups else 0.0,
             anomalies,
         )
-
-    def _limit_metrics(self, partition: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a client's metrics, without new names once it has reported too many."""
-        lists = {name: len(own) for name, own in metrics.items() if isinstance(own, list)}
-        dropped = {*lists} if sum(lists.values()) > _MOST_METRICS else set()
-        known = self._metrics.setdefault(partition, set())
-        new = [name for name in metrics if name not in known and name not in dropped]
-        dropped |= set(new[_MOST_METRICS - len(known) :] if new else ())
-        known |= set(new) - dropped
-        if not dropped:
-            return metrics
-        log(
-            WARNING,
-            "%s reports more than %d different metrics in this run, or as many numbers in lists at "
-            "once; %d are dropped, such as %r.",
-            *(self.roster.label(partition), _MOST_METRICS, len(dropped), min(dropped)),
-        )
-        return {name: value for name, value in metrics.items() if name not in dropped}
 
     def _without_untrained(self, lost: Mapping[int, Lost]) -> dict[int, Lost]:
         """Return who is lost; who evaluates once it has trained in this run was asked too early."""
@@ -709,36 +650,3 @@ class ProtocolRun:
 
 def _n_values(arrays: Iterable[Matrix]) -> int:
     return sum(array.size for array in arrays)
-
-
-def _check(request: Request, reply: Reply) -> object:
-    """Raise an error unless a reply has what is asked for; return what its own check does."""
-    for name in request.metrics:
-        if name not in reply.metrics:
-            raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
-    if request.combine is not None:
-        request.combine.check(reply)
-    return request.check(reply)
-
-
-def _check_each(
-    check: Callable[[Reply], object], replies: Mapping[int, Reply]
-) -> tuple[Replies, dict[int, Lost]]:
-    """Return the replies that pass a check, and why the others do not."""
-    good, bad = Replies(), {}
-    for partition in sorted(replies):
-        try:
-            returned = check(replies[partition])
-        except ValueError as error:
-            bad[partition] = Lost(REFUSED, brief(str(error)))
-            continue
-        except Exception as error:  # no reply that a check did not expect may end the run
-            bad[partition] = Lost(REFUSED, brief(f"the check of the reply ended with {error!r}"))
-            continue
-        if returned is not None:
-            raise TypeError(
-                "Request.check must raise a ValueError for a wrong reply, and return nothing, "
-                f"got {returned!r}."
-            )
-        good[partition] = replies[partition]
-    return good, bad

@@ -31,7 +31,7 @@ from flwr_perdl.core.checks import Matrix, brief_repr, check_real
 from flwr_perdl.core.keys import PURPOSE, REPORT, SELECT
 from flwr_perdl.core.models import as_dtype
 from flwr_perdl.protocol.client_state import PREFIX, PrivateState, StateStore, identify
-from flwr_perdl.protocol.compat import NumPyClient, like, log
+from flwr_perdl.protocol.compat import NumPyClient, like, log, new_record
 from flwr_perdl.protocol.records import (
     AGAIN,
     ALTERNATE,
@@ -463,12 +463,12 @@ class Local:
         if self._call is None or self._message is None:
             raise TypeError("step must be without client= to train and evaluate by the app.")
         purpose = {PURPOSE: REPORT} if kind == MessageType.EVALUATE else {}
-        told = {**self._configs[kind], **purpose, **config}
+        told = new_record(ConfigRecord, self._configs[kind])
+        told.update({**purpose, **config})
         keeps = self.keeps is not None or LEFT_OUT in told
         if keeps and ROUND not in config and route_of(self._message)[0] == MessageType.TRAIN:
             told[AGAIN] = self._trained
-        asked = ConfigRecord(told)
-        content = RecordDict({ARRAYS: named(model, names), CONFIG: asked})
+        content = RecordDict({ARRAYS: named(model, names), CONFIG: told})
         reply = self._call(like(self._message, content, kind), self.context)
         if reply.has_error():
             raise ValueError(error_of(reply))
@@ -507,13 +507,14 @@ def state_of(context: Context, training: str) -> Iterator[None]:
 
 
 @contextmanager
-def state_apart(context: Context, run: str, origin: str = "") -> Iterator[None]:
-    """Have what is kept in ``context.state`` be of this run.
+def state_apart(context: Context, config: Mapping[str, Any]) -> Iterator[None]:
+    """Have what is kept in ``context.state`` be of the run that a request's config names.
 
     Strategies that are tried in turns begin alike, with copies of the app's records from before
     them; or with all of the run from which this one goes on.
     """
-    state, prefix, other = context.state, f"{_APART}{run}/", f"{_APART}{origin}/"
+    run, origin, state = config.get(RUN), config.get(FORK, ""), context.state
+    prefix, other = f"{_APART}{run}/", f"{_APART}{origin}/"
     if (begun := f"{_APART_RUN}{run}") not in state:
         named = {name: name for name in state if _is_apps_anywhere(name)}
         if origin:

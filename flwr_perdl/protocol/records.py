@@ -710,7 +710,7 @@ def read_parts(
 
 def _check_forms(arrays: Sequence[Matrix], expected: Sequence[Matrix]) -> None:
     """Accept arrays of a model's shapes and dtypes, in its order."""
-    found, forms = ([(a.shape, str(a.dtype)) for a in some] for some in (arrays, expected))
+    found, forms = ([(a.shape, a.dtype) for a in some] for some in (arrays, expected))
     if found != forms:
         raise ValueError(f"wrong shapes or dtypes: {forms} are asked for, got {found}")
 
@@ -754,6 +754,14 @@ def left_out_of(config: Mapping[str, Any]) -> list[str]:
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
             return names
     raise ValueError(f"{LEFT_OUT} must be a list of names as JSON, got {brief_repr(text)}.")
+
+
+def arrays_of(message: Message) -> ArrayRecord:
+    """Return a message's arrays, or raise a ValueError."""
+    record = message.content.get(ARRAYS)
+    if isinstance(record, ArrayRecord):
+        return record
+    raise ValueError(f"a message must have an ArrayRecord {ARRAYS!r}, got {[*message.content]}.")
 
 
 def config_of(message: Message) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from flwr_perdl.core.repr import short_repr
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
     CLUSTER,
+    EVALUATE,
     NUM_EXAMPLES,
     Reply,
     brief,
@@ -40,6 +41,10 @@ _LOWER = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "entropy", "perp
 _LOWER_ENDINGS = ("loss", "error")
 _HIGHER = {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "r2", "iou", "dice"}
 _HIGHER |= {"sensitivity", "specificity", "psnr", "ssim", "bleu"}
+#: Maximum number of different metrics of a client in a run, and of numbers in the lists of a reply.
+_MOST_METRICS = 1000
+#: What reports call the share of a reply's metrics that are above it.
+METRICS_DROPPED = "metrics dropped"
 
 
 class RoundReport(NamedTuple):
@@ -100,6 +105,26 @@ class RoundReport(NamedTuple):
 
 class History(list[RoundReport]):
     """The reports of a run; a notebook shows a row for each."""
+
+    @property
+    def evaluations(self) -> list[RoundReport]:
+        """The reports of evaluations."""
+        return [report for report in self if report.step == EVALUATE]
+
+    @property
+    def trainings(self) -> list[RoundReport]:
+        """The others."""
+        return [report for report in self if report.step != EVALUATE]
+
+    @property
+    def trained(self) -> set[int]:
+        """Who has trained in this run."""
+        return {partition for report in self.trainings for partition in report.metrics}
+
+    def of(self, round_: int, *, evaluation: bool) -> RoundReport | None:
+        """Return the report of an exchange, None if there was none."""
+        among = self.evaluations if evaluation else self.trainings
+        return next((report for report in among if report.round == round_), None)
 
     def _repr_html_(self) -> str:
         rows = (
@@ -301,6 +326,34 @@ def summarize(
         else:
             found[name] = sum(n * value for value, n in having) / sum(n for _, n in having)
     return found
+
+
+class MetricLimit:
+    """How many different metrics a client may report in a run: reports are kept, and saved."""
+
+    def __init__(self, history: History, label: Callable[[int], str]) -> None:
+        self._label, self._known = label, dict[int, set[str]]()
+        for report in history:
+            for partition, metrics in report.metrics.items():
+                self._known.setdefault(partition, set()).update(metrics.keys() - {NUM_EXAMPLES})
+
+    def __call__(self, partition: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a client's metrics, without new names once it has reported too many."""
+        lists = {name: len(own) for name, own in metrics.items() if isinstance(own, list)}
+        dropped = {*lists} if sum(lists.values()) > _MOST_METRICS else set()
+        known = self._known.setdefault(partition, set())
+        new = [name for name in metrics if name not in known and name not in dropped]
+        dropped |= set(new[_MOST_METRICS - len(known) :] if new else ())
+        known |= set(new) - dropped
+        if not dropped:
+            return metrics
+        log(
+            WARNING,
+            "%s reports more than %d different metrics in this run, or as many numbers in lists at "
+            "once; %d are dropped, such as %r.",
+            *(self._label(partition), _MOST_METRICS, len(dropped), min(dropped)),
+        )
+        return {name: value for name, value in metrics.items() if name not in dropped}
 
 
 def lower_is_better(name: str) -> bool | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from logging import WARNING
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -299,7 +299,7 @@ class Combine:
         return changes_of(self._models[0], [reply.arrays for reply in replies.values()])
 
 
-def check_models(
+def _check_models(
     combine: Combine, replies: Mapping[int, Reply], bound: float | None
 ) -> dict[int, str]:
     """Return what is wrong with replies' models, by partition.
@@ -324,6 +324,29 @@ def check_models(
                 f"{table[position, i]:.3g}, more than {limits[position]:.3g}"
             )
     return wrong
+
+
+def sort_replies(
+    check: Callable[[Reply], object], replies: Mapping[int, Reply]
+) -> tuple[Replies, dict[int, Lost]]:
+    """Return the replies that pass a check, and why the others do not."""
+    good, bad = Replies(), {}
+    for partition in sorted(replies):
+        try:
+            returned = check(replies[partition])
+        except ValueError as error:
+            bad[partition] = Lost(REFUSED, brief(str(error)))
+            continue
+        except Exception as error:  # no reply that a check did not expect may end the run
+            bad[partition] = Lost(REFUSED, brief(f"the check of the reply ended with {error!r}"))
+            continue
+        if returned is not None:
+            raise TypeError(
+                "Request.check must raise a ValueError for a wrong reply, and return nothing, "
+                f"got {returned!r}."
+            )
+        good[partition] = replies[partition]
+    return good, bad
 
 
 @typing.runtime_checkable
@@ -563,6 +586,31 @@ class Request:
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
 #: replies, once per round, and returns the result.
 Protocol = Generator[Request, Replies, list[Matrix]]
+
+
+def check_reply(request: Request, reply: Reply) -> object:
+    """Raise an error unless a reply has what is asked for; return what its own check does."""
+    for name in request.metrics:
+        if name not in reply.metrics:
+            raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
+    if request.combine is not None:
+        request.combine.check(reply)
+    return request.check(reply)
+
+
+def check_replies(
+    request: Request, replies: Mapping[int, Reply], bound: float | None
+) -> tuple[Replies, dict[int, Lost]]:
+    """Return the replies that have what is asked for, and why the others have not.
+
+    ``bound`` is that of absolute values in models, if there is one.
+    """
+    good, bad = sort_replies(partial(check_reply, request), replies)
+    if (models := request.models) is not None:
+        wrong = _check_models(models, good, bound)
+        bad |= {partition: Lost(REFUSED, brief(why)) for partition, why in wrong.items()}
+        good = good.sharing({p: reply for p, reply in good.items() if p not in wrong})
+    return good, bad
 
 
 def check_arrays(name: str, arrays: object) -> list[Matrix]:

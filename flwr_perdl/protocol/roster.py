@@ -32,6 +32,7 @@ from flwr_perdl.protocol.records import (
 )
 from flwr_perdl.protocol.report import first_reason
 from flwr_perdl.protocol.request import Lost, TooFewReplies, read_replies
+from flwr_perdl.random import spawn
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
@@ -251,6 +252,16 @@ class Roster:
                 "own partition-id; clients_by_node says which node is which.",
                 *(first, second, self.label(self._partitions[second]), first),
             )
+
+    def sample(
+        self, partitions: Collection[int], fraction: float, draws: int, round_: int
+    ) -> list[int]:
+        """Return the partitions that take part, ascending."""
+        size = max(round(fraction * len(partitions)), self._options.min_clients)
+        if size >= len(partitions):
+            return sorted(partitions)
+        rng = spawn(self._options.seed, draws, round_)
+        return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
 
     def absence(self) -> str:
         """Return the clause that says why nodes take no part, and what to do; empty if all do."""

@@ -129,7 +129,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     _sent_models: list[list[Matrix]] | None = None
     _sent_by: Mapping[int, ArrayRecord] = MappingProxyType({})
     #: The step in which clients make models of their own and measure them, after all others.
-    _last_step: ClassVar[str] = ""
+    _last_step: str = ""
     #: What it does not support, and why: options, and what docs/which-algorithm.md's table has.
     unsupported: ClassVar[Mapping[str, str]] = {}
     #: What options need of others.
@@ -592,7 +592,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Read the replies to what was sent, and return the report of the exchange, if any."""
         run = self._running()
         if self._sent is None:
-            report = run.past(round_, evaluation=evaluation)
+            report = run.record.history.of(round_, evaluation=evaluation)
         else:
             limits, names = run.limits, () if evaluation else run.names
 

@@ -20,7 +20,6 @@ from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import Replies, Reply, Scalar
 from flwr_perdl.protocol.request import Request, State
-from flwr_perdl.strategies._dictionaries import atoms_kind, atoms_of, is_orthogonal
 
 #: Which shares of a client's atoms are tried, in how many rounds at most, and how the state calls
 #: them.
@@ -145,3 +144,18 @@ def _most_shared(candidates: Sequence[Matrix], state: State, by_client: Matrix) 
 def _named(candidates: Sequence[Matrix]) -> dict[str, Matrix]:
     """Return the candidates under the names that they have in the state."""
     return {f"{CANDIDATE}{i}": atoms for i, atoms in enumerate(candidates)}
+
+
+def is_orthogonal(reply: Reply) -> bool:
+    """Return whether a client's learner keeps its atoms orthonormal."""
+    return reply.metrics.get("orthogonal") == 1
+
+
+def atoms_of(reply: Reply) -> int:
+    """Return how many atoms a client has, whether it sends them or not."""
+    return int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
+
+
+def atoms_kind(orthogonal: bool) -> str:
+    """Return what a client's atoms are, in words."""
+    return "orthonormal atoms" if orthogonal else "atoms of a general learner"

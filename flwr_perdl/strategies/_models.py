@@ -9,10 +9,13 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
+from flwr_perdl.clients.own_models import MOST_FITS
 from flwr_perdl.core.aggregate import RULES
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
+    check_choice,
+    check_count,
     check_kind,
     check_real,
     check_robust,
@@ -22,11 +25,15 @@ from flwr_perdl.core.models import change, check_dtypes, fixed_entries, is_plain
 from flwr_perdl.core.npy import as_file
 from flwr_perdl.network.compression import TopK
 from flwr_perdl.parts import given
+from flwr_perdl.parts.private import Patterns, check_patterns
+from flwr_perdl.parts.transport import HALF
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.part import Part
+from flwr_perdl.protocol.records import HIGHER_IS_BETTER, LOSSES, METRIC
+from flwr_perdl.protocol.report import is_higher_better
 from flwr_perdl.protocol.request import State
-from flwr_perdl.strategies._own_models import TrainsModels
+from flwr_perdl.strategies._own_models import EndsWithModels
 
 #: Names in a checkpoint: the model's arrays, and the optimizer's.
 _MODEL, MEMORY = "model", "memory"
@@ -149,6 +156,35 @@ class Yogi(Adam):
     """
 
     _slower: ClassVar[bool] = True
+
+
+class TrainsModels(EndsWithModels):
+    """A strategy whose clients train models of any kind, of which a part may be private."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        private: str | Sequence[str] = (),
+        share: str | Sequence[str] = (),
+        transport: str | None = None,
+        fine_tune: int = 0,
+        metric: str = LOSSES[0],
+        higher_is_better: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.metric = check_kind("metric", metric, str, "a name")
+        self.higher_is_better = is_higher_better(metric, higher_is_better)
+        if metric not in LOSSES or self.higher_is_better:
+            self._told = {METRIC: metric, HIGHER_IS_BETTER: self.higher_is_better}
+        self._part = Patterns.of("private", private, share)
+        self.private = check_patterns("private", private)
+        self.share = check_patterns("share", share)
+        wires = (HALF.name,)
+        self.transport = None if transport is None else check_choice("transport", transport, wires)
+        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
+        self._chooses = bool(fine_tune)
+        self._after_rounds = [self._tune] if fine_tune else []
 
 
 class ModelStrategy(TrainsModels):

@@ -31,7 +31,6 @@ from flwr_perdl.clients.ditto import DITTO, personal_model
 from flwr_perdl.clients.kept_atoms import kept_local
 from flwr_perdl.clients.own_models import (
     INITIAL,
-    MOST_FITS,
     N_FITS,
     OWN_MODELS,
     TRAINED,
@@ -42,18 +41,14 @@ from flwr_perdl.clients.own_models import (
 from flwr_perdl.clients.perma import PERMA
 from flwr_perdl.clients.ridge import RIDGE, ridge_model
 from flwr_perdl.core import html
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, plain
-from flwr_perdl.parts.private import Patterns, check_patterns
-from flwr_perdl.parts.transport import HALF
+from flwr_perdl.core.checks import Matrix, check_kind, plain
+from flwr_perdl.parts.private import Patterns
 from flwr_perdl.protocol.client_state import identify
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
     CONFIG,
-    HIGHER_IS_BETTER,
     LEFT_OUT,
-    LOSSES,
-    METRIC,
     NAME,
     PARTITION_ID,
     Reply,
@@ -64,7 +59,7 @@ from flwr_perdl.protocol.records import (
     scalars,
     to_record,
 )
-from flwr_perdl.protocol.report import is_higher_better, summarize
+from flwr_perdl.protocol.report import summarize
 from flwr_perdl.protocol.request import read_replies
 from flwr_perdl.protocol.roster import LocalGrid
 from flwr_perdl.protocol.strategy import ProtocolStrategy
@@ -340,7 +335,7 @@ class EndsWithModels(ProtocolStrategy):
             )
             for trained in (False, True)
         }
-        trained = run.trained
+        trained = run.record.history.trained
         sent = [
             (p, Message(contents[p in trained], n, MessageType.TRAIN)) for p, n in nodes.items()
         ]
@@ -354,32 +349,3 @@ class EndsWithModels(ProtocolStrategy):
 
         good, lost = read_replies(sent, replies, read)
         self._tell(run.conclude_after(dict(sorted(good.items())), lost))
-
-
-class TrainsModels(EndsWithModels):
-    """A strategy whose clients train models of any kind, of which a part may be private."""
-
-    def __init__(
-        self,
-        *arguments: Any,
-        private: str | Sequence[str] = (),
-        share: str | Sequence[str] = (),
-        transport: str | None = None,
-        fine_tune: int = 0,
-        metric: str = LOSSES[0],
-        higher_is_better: bool | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self.metric = check_kind("metric", metric, str, "a name")
-        self.higher_is_better = is_higher_better(metric, higher_is_better)
-        if metric not in LOSSES or self.higher_is_better:
-            self._told = {METRIC: metric, HIGHER_IS_BETTER: self.higher_is_better}
-        self._part = Patterns.of("private", private, share)
-        self.private = check_patterns("private", private)
-        self.share = check_patterns("share", share)
-        wires = (HALF.name,)
-        self.transport = None if transport is None else check_choice("transport", transport, wires)
-        self.fine_tune = check_count("fine_tune", fine_tune, 0, MOST_FITS)
-        self._chooses = bool(fine_tune)
-        self._after_rounds = [self._tune] if fine_tune else []

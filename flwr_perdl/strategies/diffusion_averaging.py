@@ -29,8 +29,7 @@ from flwr_perdl.protocol.options import Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import LEFT_OUT, Scalar, for_evaluations, scalars
 from flwr_perdl.protocol.report import MEMBERS
 from flwr_perdl.protocol.request import Protocol, State
-from flwr_perdl.strategies._models import check_initial
-from flwr_perdl.strategies._own_models import TrainsModels
+from flwr_perdl.strategies._models import TrainsModels, check_initial
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 
 _ENCODED = "a part sees a message as it travels"

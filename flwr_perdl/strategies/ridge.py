@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
 from typing import Any, ClassVar, Unpack
@@ -22,18 +22,22 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 from flwr.app import Message
 from flwr.serverapp import Grid
+from scipy import sparse
 
 from flwr_perdl.clients import ridge as wire
+from flwr_perdl.clients.neighbor_relay import SHOW
 from flwr_perdl.clients.ridge import GROUPS, LEVELS, LOCAL, PERSONAL, SHARED, VARIANCES
 from flwr_perdl.core import checks
 from flwr_perdl.core.aggregate import OUTLIER, aggregate
 from flwr_perdl.core.checks import LARGE, MOST_CLUSTERS, Matrix
+from flwr_perdl.network.schedule import LinkPlan, Schedule
+from flwr_perdl.network.topology import Topology, weights_of
 from flwr_perdl.parts import given
 from flwr_perdl.privacy.noise import Noise
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import CLUSTER, Kept, Limits, Replies, Reply, Scalar
-from flwr_perdl.protocol.report import MEMBERS, Models
+from flwr_perdl.protocol.report import MEMBERS, History, Models
 from flwr_perdl.protocol.request import (
     Lost,
     Protocol,
@@ -49,8 +53,9 @@ from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import ridge as maths
 from flwr_perdl.regression.mixed_model import fit_mixed_model
 from flwr_perdl.regression.ridge import PENALTIES, SIMPLER, RandomFeatures, RidgeModel
-from flwr_perdl.strategies._own_models import EndsWithModels
+from flwr_perdl.strategies._own_models import EndsWithModels, Learned
 from flwr_perdl.strategies.diagnosis import middle
+from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 
 AUTO, BOTH = "auto", "groups-personal"
 #: Levels at which each client has a part of its own, and options of which only sums are seen.
@@ -59,6 +64,10 @@ _HAVE_OWN, _SUMMED = (PERSONAL, BOTH, LOCAL), ("secure", "privacy")
 #: where their number is not known; and the share of a privacy budget that moments take: in the
 #: square of the noise's inverse, which is a quarter of epsilon.
 _MOST_COLUMNS, _MOST_ROWS, _SHARES = 100, 10_000, (1, 15)
+#: By how much nodes' means of normal numbers differ, and how many rounds that takes, at most.
+_AGREED, _MOST_ROUNDS = 1e-14, 10_000
+#: What is known of the features, and of single clients.
+_COLUMNS, _SINGLE = ("means", "deviations", "scale"), ("sums", "clients")
 #: Accepts a reply that has metrics alone.
 _NO_ARRAYS: Callable[[Reply], None] = partial(records.check_shapes, [])
 
@@ -101,6 +110,12 @@ class FederatedRidge(EndsWithModels):
         pooled ones, which takes an exchange.
     bounds : ndarray of shape (d, 2), or with a regression's q outputs (d + q, 2), optional
         Between which values columns, and responses, are cut; needed with ``secure`` or ``privacy``.
+    topology : Topology or Schedule, optional
+        Without a server, which only relays: nodes average the sums with their neighbors until all
+        have the total but for rounding, and solve their models themselves (levels "shared" and
+        "personal"). Node k is the client with ``partition-id`` k.
+    sealed : bool, default False
+        With a ``topology``, whether messages are encrypted end to end, as in `NeighborRelay`.
     robust : bool, default False
         Whether clients whose sums per sample are inconsistent with the others' are left out.
     secure : bool or mapping, default False
@@ -144,7 +159,8 @@ class FederatedRidge(EndsWithModels):
     """
 
     protocol_name = after_protocol = wire.RIDGE
-    labels = (CLUSTER,)
+    labels, flags = (CLUSTER,), NeighborRelay.flags
+    _not_in_words = NeighborRelay._not_in_words
     _last_step = wire.SOLVE
     unsupported: ClassVar[Mapping[str, str]] = {
         "reuse_last_reply": "sums are asked for once",
@@ -155,9 +171,14 @@ class FederatedRidge(EndsWithModels):
         Needs(_SUMMED, "level", (SHARED, PERSONAL), "others read single clients' sums"),
         Needs((*_SUMMED, "robust"), "random", wire.RANDOMS[:2], "variances need single sums"),
         Needs(_SUMMED, "robust", (False,), JUDGED),
+        Needs(("topology",), "level", (SHARED, PERSONAL), "nodes know the total of sums only"),
+        Needs(("topology",), "random", wire.RANDOMS[:2], "variances need single sums"),
+        Needs(("topology",), "columns", (None,), "nodes average those, too"),
+        *(Needs((name,), "topology", (None,), "no server sums") for name in (*_SUMMED, "robust")),
         Needs(("robust",), "level", (SHARED, PERSONAL), "groups have too few clients to judge by"),
     )
     _default_rounds = None
+    _called_as: ClassVar = {"network": "network"}
     privacy: Noise | None
 
     def __init__(
@@ -174,11 +195,17 @@ class FederatedRidge(EndsWithModels):
         max_clusters: int = 6,
         columns: tuple[Matrix, Matrix] | None = None,
         bounds: Matrix | None = None,
+        topology: Topology | Schedule | None = None,
+        sealed: bool = False,
         robust: bool = False,
         secure: bool | Mapping[str, float] = False,
         privacy: Noise | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
+        kinds = (Topology, Schedule, type(None))
+        checks.check_kind("topology", topology, kinds, "a Topology or None")
+        if topology is not None:
+            options = ServerOptions(num_clients=topology.n_nodes) | options
         super().__init__(*given(privacy=privacy, secure=secure), **options)
         self.level = checks.check_choice("level", level, (AUTO, SHARED, GROUPS, PERSONAL, BOTH))
         most = wire.MOST_CLASSES
@@ -198,6 +225,7 @@ class FederatedRidge(EndsWithModels):
         self.bounds = None if bounds is None else _numbers("bounds", bounds, columns=2)
         if self.bounds is not None and not (self.bounds[:, 0] < self.bounds[:, 1]).all():
             raise ValueError("bounds must have a lower one and a higher one, got others.")
+        self.sealed = checks.check_flag("sealed", sealed)
         self.robust = checks.check_flag("robust", robust)
         self.secure, self.privacy = secure, privacy
         self._only_sums = privacy is not None or secure is not False
@@ -208,14 +236,32 @@ class FederatedRidge(EndsWithModels):
                 f'privacy must be of level="record", with one scale, got {privacy.level!r} and '
                 f"scale={scale}."
             )
-        check_support(self, self._options_with())
+        check_support(self, self._options_with(topology=topology, columns=columns))
+        if topology is not None and len(self.scale) > 1:
+            raise ValueError(f"scale must be one number with topology, got {scale}.")
+        if sealed and topology is None:
+            raise ValueError("topology must be given with sealed, got None.")
         if random == wire.RANDOMS[2] and level != PERSONAL:
             raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
         names = (*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY)
         self._reads = Models(names=names, stack=3, form=self._model_arrays)
         after = {SHARED: 0, GROUPS: 0, AUTO: 2}.get(level, 1)
         self._least_rounds = (columns is None) + len(self.scale) + after
+        self._relay: NeighborRelay | None = None
+        if topology is not None:
+            weights = weights_of(topology) if isinstance(topology, Topology) else None
+            plan = LinkPlan.make(topology, weights)
+            self._n_nodes = plan.n_nodes
+            self._switch = _rounds_to_agree(plan, 1)
+            rounds = self._switch + _rounds_to_agree(plan, 1 + self._switch)
+            self._relay = NeighborRelay(topology, rounds, weights=weights, sealed=sealed)
+            self._least_rounds, self._last_step = self._relay.exchanges, SHOW
         self._told = {wire.FEATURES: self.features, wire.CLASSES: self.classes or 0}
+
+    @property
+    def network(self) -> str | None:
+        """What the network is without a server."""
+        return None if self._relay is None else self._relay.network
 
     @property
     def chosen_level(self) -> str:
@@ -239,6 +285,9 @@ class FederatedRidge(EndsWithModels):
         """Ask for moments and sums, solve, and have clients solve their own parts."""
         if initial:
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
+        if self._relay is not None:
+            yield from self._relay._deliver({}, state, self._consensus)
+            return []
         known: dict[str, Any] = {**(state or {})}
         if not known and self.columns is None:
             d, bounds = self._n_columns, [] if self.bounds is None else [self.bounds]
@@ -263,25 +312,92 @@ class FederatedRidge(EndsWithModels):
                 wire.SUMS, [*given, *self._heights], known, check, shape=shape
             )
             known = self._best_of(known, replies, p)
-        if self._finds_groups and "models" not in known:
-            known = {**known, **self._grouped(known, p)}
-        elif mixed and VARIANCES[0] not in known:
-            known = {**known, **self._mixed(known, p)}
-        found = [known["means"], known["deviations"], known["scale"]]
+        if not {"models", VARIANCES[0]} & known.keys():
+            known = {**known, **self._refined(known, p)}
         if self.level == AUTO and "level" not in known:
-            without = [known["shared-without"], known["groups-without"]]
-            replies = yield self._request(wire.ERRORS, [*found, *without], known)
+            asked = [known[name] for name in (*_COLUMNS, "shared-without", "groups-without")]
+            replies = yield self._request(wire.ERRORS, asked, known)
             errors = _measured({client: reply.metrics for client, reply in replies.items()})
             known = {**known, "level": np.array(_best_level(errors))}
-        kept, models = self._running().record.kept, known[wire.COEFFICIENTS][None]
-        kept["level"] = known.get("level", np.array(0))
-        level = self.chosen_level
-        if level in (GROUPS, BOTH):
-            kept[MEMBERS], models = known["members"], known["models"]
-        found += [models, *(known[name] for name in VARIANCES if name in known)]
-        if level in _HAVE_OWN:
-            yield self._request(wire.SOLVE, found, known, level=level)
+        kept = self._running().record.kept
+        kept |= {name: known[name] for name in ("level", *_SINGLE) if name in known}
+        found, members = self._solved(known)
+        kept |= members
+        if self.chosen_level in _HAVE_OWN:
+            yield self._request(wire.SOLVE, found, known, level=self.chosen_level)
         return found
+
+    def _consensus(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
+        """Return what nodes are told that average sums."""
+        told: dict[str, Scalar] = {wire.RANDOM: self.random, wire.FOLDS: self._n_folds}
+        told |= {wire.LEVEL: self.level, wire.SCALE: self.scale[0], wire.SWITCH: self._switch}
+        told[wire.TRIED] = " ".join(map(repr, self.penalty or PENALTIES))
+        return {**told, wire.NODES: self._n_nodes}
+
+    def without(self, clients: Sequence[int]) -> Learned:
+        """Return what the others' sums give, without some clients: no message is sent.
+
+        Columns stay standardized as they were; the level, and ``scale``, stay. Clients' own parts
+        belong to the model that they were solved from: `flwr_perdl.clients.adapt` solves new ones.
+
+        Parameters
+        ----------
+        clients : sequence of int
+            Their partitions.
+
+        Returns
+        -------
+        Learned
+
+        Raises
+        ------
+        ValueError
+            If the server has not read the sums of single clients (``level`` "shared" or "personal",
+            but for ``random="columns"``), or of these, or would be left without any.
+        """
+        record, result = self._running().record, self.result
+        kept, left = record.kept, {*checks.check_list("clients", clients)}
+        if "sums" not in kept:
+            raise ValueError(
+                "level must be one for which the server reads the sums of single clients, got "
+                f"{self.level!r}."
+            )
+        if not left or not left < {*kept["clients"].tolist()}:
+            raise ValueError(f"clients must be some that sent sums, not all, got {clients!r}.")
+        stay, p = ~np.isin(kept["clients"], [*left]), 1 + len(record.model[0]) + self.features
+        known = dict(zip(_COLUMNS, record.model, strict=False))
+        known |= {name: kept[name][stay] for name in _SINGLE}
+        total = known["sums"].sum(axis=0)
+        ridge = maths.choose_ridge(total, p, self._q, self.penalty or PENALTIES)
+        known |= {wire.COEFFICIENTS: ridge.coefficients, "penalty": np.array(ridge.penalty)}
+        found, members = self._solved({**known, **self._refined(known, p)})
+        record = replace(record, model=found, kept=members, history=History())
+        models = [*map(self._named, self._reads.split(record))]
+        names = {client: name for client, name in result.names.items() if client not in left}
+        return replace(
+            result,
+            shared=models[0] if len(models) == 1 else models,
+            members=self._reads.members(record, len(models), names),
+            metrics={},
+            names=names,
+            token="",
+            apart=(),
+            contexts={},
+        )
+
+    def _refined(self, known: Mapping[str, Any], p: int) -> dict[str, Any]:
+        """Return what single clients' sums give besides the shared model."""
+        if self._finds_groups:
+            return self._grouped(known, p)
+        return self._mixed(known, p) if self.random == wire.RANDOMS[2] else {}
+
+    def _solved(self, known: Mapping[str, Any]) -> tuple[list[Matrix], dict[str, Matrix]]:
+        """Return the run's model, and, of groups, who has which."""
+        groups = self.chosen_level in (GROUPS, BOTH)
+        models = known["models"] if groups else known[wire.COEFFICIENTS][None]
+        found = [*(known[name] for name in _COLUMNS), models]
+        found += [known[name] for name in VARIANCES if name in known]
+        return found, {MEMBERS: known[MEMBERS]} if groups else {}
 
     def _request(
         self,
@@ -491,6 +607,23 @@ class Total:
         reply = records.read_reply(message.content, limits)
         self.check(reply)
         return reply
+
+
+def _rounds_to_agree(plan: LinkPlan, first: int) -> int:
+    """Return how many rounds of push-sum, from one on, give all nodes the mean but for rounding."""
+    n = plan.n_nodes
+    sums = np.stack([spawn(0, SERVER).standard_normal(n), np.ones(n)], axis=1)  # any would do
+    for round_ in range(first, first + _MOST_ROUNDS):
+        to, sender, _, weights = plan.links(round_)
+        matrix = sparse.csr_array((weights, (to, sender)), shape=(n, n))
+        kept = plan.totals(round_) - matrix.sum(axis=1)
+        sums = matrix @ sums + kept[:, None] * sums
+        if np.ptp(sums[:, 0] / sums[:, 1]) < _AGREED:
+            return round_ - first + 1
+    raise ValueError(
+        f"topology must have links by which sums reach all nodes within {_MOST_ROUNDS} rounds, got "
+        f"{plan.schedule!r}."
+    )
 
 
 def _measured(metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, float]]:

@@ -10,21 +10,27 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from scipy.spatial.distance import cdist
 
-from flwr_perdl.clients import client_app
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, client_report
-from tests.grids import partition_of
+from tests.grids import Trains, grid_of
 
 #: What all kinds of client have in common, so that all reversed steps point the same way.
 COMMON, D, SIZE = 1.0, 10, 5
 
 
 def attacked(
-    seed: int, groups: int, liars: int, *, k: Any = None, apart: int = 0, **options: Any
+    seed: int,
+    groups: int,
+    liars: int,
+    *,
+    k: Any = None,
+    apart: int = 0,
+    away: float = 0.0,
+    **options: Any,
 ) -> tuple[float, set[int]]:
     """Return the largest error of the groups' models, and who is named.
 
-    Of each five clients so many lie at the end, and ``apart`` more have a model of their own.
+    Of each five clients so many lie at the end, with a reversed step that ends so far ``away``, and
+    ``apart`` more have a model of their own.
     """
     rng = np.random.default_rng(seed)
     truth = COMMON * rng.standard_normal(D) + rng.standard_normal((groups + 1, D))
@@ -34,20 +40,20 @@ def attacked(
             own = np.random.default_rng([seed, i])
             self.X = own.standard_normal((80, D))
             self.y = self.X @ truth[min(i // SIZE, groups)] + 0.3 * own.standard_normal(80)
-            self.sign = -1 if i % SIZE >= SIZE - liars else 1
+            self.lies = i % SIZE >= SIZE - liars
 
         def fit(self, parameters: Any, config: Any) -> Any:
             w = parameters[0].copy()
             for _ in range(5):
                 w -= 0.3 * self.X[:40].T @ (self.X[:40] @ w - self.y[:40]) / 40
-            return [parameters[0] + self.sign * (w - parameters[0])], 40, {}
+            return [2 * parameters[0] - w - away if self.lies else w], 40, {}
 
         def evaluate(self, parameters: Any, config: Any) -> Any:
             return float(np.mean((self.X[40:] @ parameters[0] - self.y[40:]) ** 2)), 40, {}
 
     strategy = ClusteredFedAvg(k or groups, fraction_evaluate=0.0, **options)
     n = SIZE * groups + apart
-    grid = InProcessGrid(client_app(lambda context: Kind(partition_of(context))), n)
+    grid = grid_of(lambda _, i: Kind(i), n)
     strategy.start(grid, ArrayRecord([np.zeros(D)]), num_rounds=6)
     models = np.stack([model["0"].numpy() for model in strategy.result.models])
     named = {p for p, own in client_report(strategy.history).items() if len(own) > 1}
@@ -63,6 +69,12 @@ def test_reversed_steps_of_one_client_in_each_cluster_get_no_model(
         error, named = attacked(seed, k, 1, robust=True, start=start)
         assert error < 0.3
         assert {SIZE * j + SIZE - 1 for j in range(k)} <= named
+
+
+@pytest.mark.parametrize("robust", [True, "geometric-median"])
+@pytest.mark.parametrize("options", [{}, {"start": "anchors"}, {"k": "auto"}])
+def test_no_model_starts_from_an_outlier(options: dict[str, Any], robust: Any) -> None:
+    assert attacked(2, 2, 1, away=1e3, robust=robust, **options)[0] < 0.3
 
 
 def test_without_robust_they_take_a_cluster() -> None:
@@ -91,18 +103,10 @@ def test_a_small_group_of_honest_clients_keeps_its_model_and_is_reported() -> No
     targets = np.repeat(rng.standard_normal((2, D)), [10, 2], axis=0)
     targets += 0.05 * rng.standard_normal(targets.shape)
 
-    class Near(NumPyClient):
-        def __init__(self, i: int) -> None:
-            self.target = targets[i]
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [(parameters[0] + self.target) / 2], 1, {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return float(np.sum((parameters[0] - self.target) ** 2)), 1, {}
+    def near(_: Any, i: int) -> Trains:
+        return Trains(lambda w: (w + targets[i]) / 2, lambda w: np.sum((w - targets[i]) ** 2))
 
     strategy = ClusteredFedAvg(2, robust=True, fraction_evaluate=0.0)
-    grid = InProcessGrid(client_app(lambda context: Near(partition_of(context))), 12)
-    strategy.start(grid, ArrayRecord([np.zeros(D)]), num_rounds=3)
+    strategy.start(grid_of(near, 12), ArrayRecord([np.zeros(D)]), num_rounds=3)
     assert sorted(strategy.result.sizes) == [2, 10]
     assert {10, 11} <= {p for report in strategy.history for p in report.anomalies}

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord
-from flwr.client import NumPyClient
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.core import files
@@ -32,20 +31,13 @@ from flwr_perdl.protocol.records import decode
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, PersonalizedFedAvg, ServerSettings
 from perdl_experiments.client_app import make_client
-from tests.grids import context_of
+from tests.grids import Trains, context_of
 from tests.network.programs import Consensus
 
 #: Runs that a client's folder keeps, and that it begins within one of Flower's.
 MOST_RUNS, MOST_BEGUN = 128, 16
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
 MEGABYTES = 2**20 * 64
-
-
-class Adds(NumPyClient):
-    """A client that keeps nothing by itself."""
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [array + 1 for array in parameters], 1, {}
 
 
 RESUME = ServerSettings(resume=True)
@@ -72,7 +64,7 @@ def test_a_run_config_names_no_folder(
     if own == "process":
         monkeypatch.setenv("FLWR_PERDL_STATE_DIR", str(kept_in))
     grid = InProcessGrid(
-        client_app(lambda context: Adds(), private=["1"]),
+        client_app(lambda context: Trains(lambda array: array + 1), private=["1"]),
         2,
         run_config={"state-dir": str(foreign), "state_dir": str(foreign)},
         node_config=lambda node: {"state-dir": str(kept_in)} if own == "node" else {},

@@ -113,10 +113,11 @@ def request_for(key: Key, *, sealed: bool = False) -> tuple[dict[str, np.ndarray
     model = {f"{prefix}{name}": array for name, array in MODEL.items()}
     if key[0] in ("perma", "mixed_regression"):
         model = {"0": np.eye(2)}
-    if key[0] == "ridge":
+    relays = key[2] in ("announce", "exchange", "show")
+    if key[0] == "ridge" and not relays:
         given = [np.zeros(2), np.ones(2), np.ones(1), np.zeros((1, 3, 1))]
         model = {str(i): array for i, array in enumerate(given)}
-    if key[0] in ("diffusion_averaging", "neighbor_relay") and key[2] != "tune":
+    if relays:
         start = [*MODEL.values()] if key[0] == "diffusion_averaging" else []
         given = Delivery(cards={} if sealed else None, start=start).to_arrays()
         model = {f"{i:03d}": array for i, array in enumerate(given)}
@@ -201,6 +202,10 @@ CASES: dict[str, tuple[Any, Key, list[Key]]] = {
     "ridge": (
         client_app(lambda c: RidgeClient(DATA, DATA[:, 0], c)),
         *(("ridge", "train", "solve"), of("ridge")),
+    ),
+    "ridge, sums": (
+        client_app(lambda c: RidgeClient(DATA, DATA[:, 0], c)),
+        *(("ridge", "train", "exchange"), of("ridge")),
     ),
     "diffusion": (
         client_app(lambda c: DiffusionClient(PROGRAM, c)),

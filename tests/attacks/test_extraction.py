@@ -200,14 +200,18 @@ def test_fresh_runs_come_to_an_end() -> None:
     DictionaryClient(X, LEARNER, node).fit([G], asks("update", 2, run="3"))
 
 
+@pytest.mark.parametrize("client", [DictionaryClient, RegressionClient])
 @pytest.mark.parametrize("kind", ["fit", "evaluate"])
-def test_rounds_only_increase_and_the_last_one_may_be_asked_again(kind: str) -> None:
-    node = context_of()
+def test_rounds_only_increase_and_are_answered_so_often_alone(kind: str, client: Any) -> None:
+    """And the last one may be asked again, by the same request."""
+    node, step = context_of(), "update" if kind == "fit" else "evaluate"
 
-    def ask(G: np.ndarray, round_: int) -> Any:
-        client = DictionaryClient(X, LEARNER, node, max_requests=3)
-        step = "update" if kind == "fit" else "evaluate"
-        return getattr(client, kind)([G], asks(step, round_))
+    def ask(G: np.ndarray, round_: int, run: str = "r") -> Any:
+        own, config = (LABELS, for_models(step))
+        if client is DictionaryClient:
+            own, config = (LEARNER, asks(step))
+        made = client(X, own, node, max_requests=4, max_runs=2)
+        return getattr(made, kind)([G], {**config, "server-round": round_, "perdl.run": run})
 
     ask(np.eye(2, D), 1)
     once, again = (ask(np.eye(2, D), 4) for _ in range(2))
@@ -215,30 +219,12 @@ def test_rounds_only_increase_and_the_last_one_may_be_asked_again(kind: str) -> 
     for G, round_ in ((np.eye(3, D), 4), (np.eye(2, D), 1), (np.eye(2, D), 3)):
         with pytest.raises(ValueError, match=r"^server-round"):
             ask(G, round_)
+    ask(np.eye(2, D), 1, "another")
+    with pytest.raises(ValueError, match=r"^max_runs"):
+        ask(np.eye(2, D), 1, "a third")
     ask(np.eye(3, D), 5)
     with pytest.raises(ValueError, match=r"^max_requests"):
         ask(np.eye(2, D), 6)
-
-
-@pytest.mark.parametrize("kind", ["fit", "evaluate"])
-def test_linear_models_are_answered_so_often_alone(kind: str) -> None:
-    node = context_of()
-
-    def ask(model: np.ndarray, round_: int, run: str = "") -> Any:
-        client = RegressionClient(X, LABELS, node, max_requests=3, max_runs=2)
-        config = {**for_models("update" if kind == "fit" else "evaluate"), "perdl.run": run}
-        return getattr(client, kind)([model], {**config, "server-round": round_})
-
-    ask(np.eye(1, D), 1)
-    once, again = (ask(np.eye(2, D), 2) for _ in range(2))
-    np.testing.assert_equal(once, again)
-    with pytest.raises(ValueError, match=r"^server-round"):
-        ask(np.eye(1, D), 2)
-    ask(np.eye(1, D), 1, "another")
-    with pytest.raises(ValueError, match=r"^max_runs"):
-        ask(np.eye(1, D), 1, "a third")
-    with pytest.raises(ValueError, match=r"^max_requests"):
-        ask(np.eye(1, D), 3)
 
 
 def test_a_choice_is_among_numbers_of_atoms() -> None:

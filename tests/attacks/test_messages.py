@@ -23,7 +23,7 @@ from flwr_perdl.network import DataDiffusion, Topology
 from flwr_perdl.privacy.sealed import Keys, make_key
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, DiffusionAveraging, ServerSettings
-from tests.grids import Tapped, context_of
+from tests.grids import Tapped, Trains, context_of
 
 N_ATOMS, N_FEATURES = 3, 8
 NOBODY = np.zeros((0, 4))
@@ -136,23 +136,21 @@ def test_what_nodes_with_pinned_keys_do_not_answer_is_refused_before_round_one(
     assert {message.metadata.message_type for message in grid.asked} == {"query"}
 
 
+def half(array: np.ndarray) -> np.ndarray:
+    return array / 2
+
+
 def nodes(folder: Path, *, pins: bool) -> Tapped:
     """Return a grid of three nodes with keys, which they may pin."""
     public = {str(node): make_key(folder / f"{node}.pem") for node in range(3)}
     (folder / "keys.json").write_text(json.dumps(public))
 
-    class Half(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [array / 2 for array in parameters], 1, {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return float(parameters[0][0]), 1, {}
-
     def keys(node: int) -> dict[str, Any]:
         pinned = {"neighbor-keys": str(folder / "keys.json")} if pins else {}
         return {"key-file": str(folder / f"{node}.pem"), **pinned}
 
-    return Tapped(client_app(lambda _: Half()), 3, node_config=keys)
+    halves = client_app(lambda _: Trains(half, lambda w: w[0]))
+    return Tapped(halves, 3, node_config=keys)
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -236,19 +234,9 @@ def test_what_would_take_a_client_for_ever_is_refused_before_it_begins(
     assert named in reply.error.reason
 
 
-class Half(NumPyClient):
-    """Halves its model."""
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [array / 2 for array in parameters], 1, {}
-
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        return 0.0, 1, {}
-
-
 def refusal(arrays: ArrayRecord, config: Any) -> str:
     """Return why a client refuses to train, which takes it no memory."""
-    grid = InProcessGrid(client_app(lambda context: Half()), 1)
+    grid = InProcessGrid(client_app(lambda context: Trains(half)), 1)
     (node,) = grid.get_node_ids()
     content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
     tracemalloc.start()
@@ -270,7 +258,7 @@ def refusal(arrays: ArrayRecord, config: Any) -> str:
 def test_a_size_that_a_request_announces_takes_no_memory(
     at: int, changed: dict[str, Any], named: str
 ) -> None:
-    tapped = Tapped(client_app(lambda context: Half()), 3)
+    tapped = Tapped(client_app(lambda context: Trains(half)), 3)
     strategy = DiffusionAveraging(Topology.ring(3), fraction_evaluate=0.0)
     strategy.start(tapped, ArrayRecord([np.zeros(3)]), num_rounds=2)
     request = [m for m in tapped.asked if m.metadata.message_type == "train"][at].content

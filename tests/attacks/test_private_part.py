@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.privacy import Noise
 from flwr_perdl.strategies import PersonalizedFedAvg, TooFewReplies
-from tests.grids import Tapped, arrays_in, as_app, asks, context_of, partition_of, promise
+from tests.grids import Tapped, Trains, arrays_in, as_app, asks, context_of, partition_of, promise
 from tests.strategies.own_part import Clip
 
 SECRET = 1234.5
@@ -69,16 +69,11 @@ def test_tied_weights_do_not_leave_by_their_other_name(
 
 
 def test_arrays_that_come_to_zeros_are_not_tied() -> None:
-    class Zeros(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [0 * array for array in parameters], 1, {}
-
     config = ConfigRecord({"server-round": 1, "perdl.run": "r"})
     arrays = ArrayRecord({name: Array(np.ones(3)) for name in ("body", "head")})
     message = asks(RecordDict({"arrays": arrays, "config": config}))
-    reply = client_app(lambda _: Zeros(), private=["head"], names=["body", "head"])(
-        message, context_of()
-    )
+    zeros, part = Trains(lambda array: 0 * array), {"private": ["head"], "names": ["body", "head"]}
+    reply = client_app(lambda _: zeros, **part)(message, context_of())
     assert not reply.content["arrays"]["body"].numpy().any()
 
 

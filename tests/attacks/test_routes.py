@@ -53,6 +53,8 @@ MARKS: dict[str, dict[str, Any]] = {
 RELAYED = {"perdl.at": 1, "perdl.asleep": ""}
 AVERAGED = {"perdl.averaging": json.dumps(ABOUT), **RELAYED}
 RIDGE = {"perdl.features": 0, "perdl.classes": 0, "perdl.random": "all"}
+SUMMED = {**RIDGE, **RELAYED, "perdl.folds": 3, "perdl.switch": 0, "perdl.nodes": 2}
+SUMMED |= {"perdl.scale": 2.0, "perdl.penalties": "0.1 1.0", "perdl.level": "personal"}
 #: Every step of every protocol: its mark, what precedes its arrays' names, and its config.
 Key = tuple[str, str, str]
 STEPS: dict[Key, tuple[str, str, dict[str, Any]]] = {
@@ -84,6 +86,9 @@ STEPS: dict[Key, tuple[str, str, dict[str, Any]]] = {
     ("ridge", "train", "errors"): ("", "", RIDGE),
     ("ridge", "train", "solve"): ("", "", RIDGE),
     ("ridge", "evaluate", "evaluate"): ("", "", RIDGE),
+    ("ridge", "train", "announce"): ("seals", "", SUMMED),
+    ("ridge", "train", "exchange"): ("seals", "", SUMMED),
+    ("ridge", "train", "show"): ("seals", "", SUMMED),
     ("perma", "evaluate", "evaluate"): ("", "", {}),
 }
 OWN, FEDAVG = ("own", "train", "tell"), ("", "train", "")

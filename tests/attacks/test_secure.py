@@ -39,7 +39,7 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.privacy import Noise
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
-from tests.grids import Tapped, asks, context_of, grid_of, partition_of, promise, stage
+from tests.grids import Tapped, Trains, asks, context_of, grid_of, partition_of, promise, stage
 
 CLIENTS, GLOBAL, ATOMS = 4, 16, 24
 ROUNDS = 4
@@ -278,11 +278,7 @@ PROMISE = {"epsilon": 1.0, "trust": "distributed", "clients": 3, "size": 3, "of"
 def play(lies: Lies, **options: Any) -> None:
     """Ask the four steps of the clients by hand."""
 
-    class Vector(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [np.arange(3) / 4], 1, {}
-
-    app = client_app(lambda context: Vector(), **options)
+    app = client_app(lambda context: Trains(lambda _: np.arange(3) / 4), **options)
     contexts = [context_of(k) for k in range(3)]
 
     def ask(client: int, step: str, kind: str = "train", **config: Any) -> Any:

@@ -22,9 +22,7 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from rich.console import Console
 
-from benchmarks._liars import LyingDictionaryClient
-from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
-from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
+from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.network import Topology
 from flwr_perdl.protocol import records
 from flwr_perdl.protocol.records import Replies, Reply, read_parts, read_reply
@@ -474,23 +472,3 @@ def test_robust_is_the_same_argument_of_all_strategies() -> None:
         PerMA(robust=True, aggregation="mean")
     with pytest.raises(ValueError, match=r"^robust"):
         PerMA(robust="filtered")
-
-
-@pytest.mark.parametrize("attack", ["nudge", "collude"])
-def test_four_liars_in_ten_who_agree_cost_a_robust_run_little(
-    federation: Callable[..., Any], attack: str
-) -> None:
-    made = federation(10, noise=0.05, n_samples=100).planted
-    learner = OrthogonalLearner(6, threshold=0.15)
-
-    def error(n_liars: int, **options: Any) -> float:
-        def make_client(context: Any, i: int) -> DictionaryClient:
-            if i < n_liars:
-                return LyingDictionaryClient(made.samples[i], learner, context, attack=attack)
-            return DictionaryClient(made.samples[i], learner, context)
-
-        strategy = PerMA(3, fraction_evaluate=0.0, **options)
-        atoms = strategy.start(grid_of(make_client, 10), num_rounds=8).arrays.to_numpy_ndarrays()[0]
-        return dictionary_distance(atoms, made.global_atoms)
-
-    assert error(4, robust=True) < 4 * error(0)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.clientapp.mod import fixedclipping_mod
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
@@ -21,18 +21,6 @@ from perdl_experiments.studies import configure, find, synthetic
 from tests.grids import as_app, partition_of
 
 MakeFederation = Callable[..., Any]
-
-
-def test_a_numpy_client_replies_with_the_requests_names() -> None:
-    class Adds(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [array + 1 for array in parameters], 1, {}
-
-    model = ArrayRecord({name: Array(np.zeros(2)) for name in ("b.weight", "a.bias")})
-    grid = InProcessGrid(client_app(lambda context: Adds()), 2)
-    result = FedAvg(fraction_evaluate=0.0).start(grid, model, num_rounds=2)
-    assert list(result.arrays) == ["b.weight", "a.bias"]
-    assert result.arrays["a.bias"].numpy().tolist() == [2.0, 2.0]
 
 
 def test_a_strategy_also_runs_through_flowers_privacy_wrapper(federation: MakeFederation) -> None:

@@ -77,23 +77,6 @@ def test_two_rounds_by_hand() -> None:
     assert shown["worked"].tolist() == [3]  # rounds 1 and 2
 
 
-def test_a_round_that_is_asked_again_has_the_same_reply() -> None:
-    where = context()
-    client(where).fit(NOTHING, asked(1))
-    request = delivery((0, 0, 0.5, 1), arrays=[[2.0, 4.0]])
-    first, _, _ = client(where).fit(request, asked(2))
-    again, _, _ = client(where).fit(request, asked(2))
-    np.testing.assert_array_equal(first, again)
-
-
-def test_who_missed_a_round_has_heard_nobody_in_it() -> None:
-    where = context()
-    client(where).fit(NOTHING, asked(1))
-    request = delivery((0, 0, 0.5, 1), arrays=[[2.0, 4.0]])
-    reply, _, _ = client(where).fit(request, asked(3))
-    np.testing.assert_array_equal(reply, [[6.0, 0.0]])
-
-
 @pytest.mark.parametrize(
     ("entry", "text"),
     [
@@ -144,19 +127,6 @@ def to(*neighbours: Keys) -> list[Array]:
     cards = [keys.card for keys in neighbours]
     ids = np.array([float(keys.node) for keys in neighbours])
     return [ids, np.stack(cards) if cards else np.zeros((0, 1))]
-
-
-def test_sealed_messages_by_hand() -> None:
-    where, other = context(), Keys(5, "run")
-    (card,), _, _ = client(where).fit([], sealed(0, "announce"))
-    again, sent = client(where).fit([*NOTHING, *to(other)], sealed(1))[0]
-    np.testing.assert_array_equal(card, again)
-    np.testing.assert_array_equal(other.open(sent, 2, 1), [[6.0, 0.0]])
-    mine = other.seal((np.array([2.0, 4.0]),), 2, 1, card)
-    request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), mine]
-    (_, sent), _, metrics = client(where).fit(request, sealed(2))
-    np.testing.assert_allclose(other.open(sent, 2, 2), [[4.0, 2.0]])
-    assert metrics == {"floats": 2}
 
 
 def test_what_the_program_reports_comes_with_the_next_reply_and_again_after_the_end() -> None:

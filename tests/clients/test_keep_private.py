@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, PersonalizedFedAvg
+from flwr_perdl.strategies import PersonalizedFedAvg
 from tests.grids import Tapped, arrays_in, failing, partition_of
 
 NAMES = ("body.weight", "head.weight", "body.bias", "head.bias")
@@ -162,38 +162,6 @@ def test_numpy_clients_keep_by_position_or_by_name(start: ArrayRecord, private: 
     body, head = result.arrays.to_numpy_ndarrays()
     np.testing.assert_allclose(body, 3.0)
     np.testing.assert_array_equal(head, 0)
-
-
-def test_an_app_is_kept_private_by_client_app_too() -> None:
-    grid = Tapped(client_app(make_app(), private=["head.*"]), 2)
-    FedAvg().start(grid, model(), num_rounds=2)
-    assert grid.measured("head") == {0: 2, 1: 4}
-
-
-def test_clusters_share_bodies_while_heads_stay() -> None:
-    class Two(NumPyClient):
-        """Of two kinds of bodies, at 0 and 10; the head counts trainings."""
-
-        def __init__(self, partition: int) -> None:
-            self.at = 10.0 * (partition % 2)
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            body, head = parameters
-            return [body + 0.5 * (self.at - body), head + 1], 1, {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            body, head = parameters
-            return float((body[0] - self.at) ** 2), 1, {"head": float(head[0])}
-
-    make = client_app(lambda context: Two(partition_of(context)), private=["1"])
-    grid = Tapped(make, 4)
-    start = ArrayRecord([np.array([[1.0], [9.0]]), np.zeros((2, 1))])
-    strategy = ClusteredFedAvg(2, start="given")
-    strategy.start(grid, start, num_rounds=3)
-    assert strategy.result.sizes == [2, 2]
-    for model in strategy.result.models:
-        np.testing.assert_array_equal(model["1"].numpy(), 0)
-    assert set(grid.measured("head").values()) == {3.0}
 
 
 def test_a_client_that_was_absent_goes_on_with_its_own_part() -> None:

@@ -46,15 +46,6 @@ def test_of_several_runs_the_last_one_is_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(local_atoms(str(tmp_path / "client-0")), second)
 
 
-def test_an_encrypted_folder_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLWR_PERDL_STATE_KEY", "ab" * 32)
-    atoms = run(tmp_path).local_atoms()[0]
-    np.testing.assert_array_equal(local_atoms(tmp_path / "client-0"), atoms)
-    monkeypatch.delenv("FLWR_PERDL_STATE_KEY")
-    with pytest.raises(ValueError, match="FLWR_PERDL_STATE_KEY"):
-        local_atoms(tmp_path / "client-0")
-
-
 def test_where_there_are_none_is_said(tmp_path: Path) -> None:
     empty = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     begun = next(iter(run(rounds=1).contexts.values()))  # the matching round alone

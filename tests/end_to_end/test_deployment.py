@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,15 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from benchmarks._deployment import Deployment
-from flwr_perdl.core import files
 from flwr_perdl.network import diffusion_averaging
 from perdl_experiments import run_experiment
-from perdl_experiments.data import planted_clients
-from perdl_experiments.report import read_results
-from perdl_experiments.studies import configure, find, sites
 from tests.engines import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
@@ -207,93 +200,6 @@ def test_a_client_completes_its_model_as_the_page_says(
         np.testing.assert_array_equal(site["own"][name].numpy(), array.numpy())
     with pytest.raises(ValueError, match="state_dir"):
         site["load"]("models").model_of(0, state_dir="states")
-
-
-OPTIONS = {"n_atoms": 6, "n_global": 3}
-
-
-def test_a_killed_node_has_its_local_atoms_again_where_it_keeps_its_state(tmp_path: Path) -> None:
-    """Nodes 1 and 2 die after round 2 (SIGKILL) and come back; node 1 has a `state-dir`.
-
-    Node 0 is stopped meanwhile, so that the round waits until both are back: else the server would
-    first have to find out that they are gone, which takes it a minute.
-    """
-    made = planted_clients(
-        np.random.default_rng(0), [6] * 3, [200] * 3, 3, n_features=8, noise=0.05
-    )
-    for k, X in enumerate(made.samples):
-        np.savez(tmp_path / f"site-{k}.npz", X=X)
-    out, states = tmp_path / "out", tmp_path / "states"
-
-    def node_config(partition: int) -> dict[str, Any]:
-        keeps = {"state-dir": str(states)} if partition == 1 else {}
-        return {"data": str(tmp_path / f"site-{partition}.npz"), **keeps}
-
-    def disturb(deployment: Deployment) -> None:
-        def sent(partition: int) -> int:
-            log = deployment.folder / f"node-{partition}.log"
-            return log.read_text(errors="replace").count("Sent successfully")
-
-        slow, *dying = deployment.nodes
-        until(lambda: (out / "checkpoints" / "round-000001.npz").exists())
-        os.killpg(slow.pid, signal.SIGSTOP)
-        before = [sent(1), sent(2)]
-        until(lambda: all(sent(k) > n for k, n in zip((1, 2), before, strict=True)))
-        for node in dying:
-            deployment.kill(node)
-        shutil.copytree(states, tmp_path / "before")
-        known = deployment.online()
-        for partition in (1, 2):
-            deployment.start_node(partition)
-        until(lambda: len(deployment.online() - known) == 2)
-        os.killpg(slow.pid, signal.SIGCONT)
-
-    with (
-        Deployment(tmp_path / "deployment", 3, node_config=node_config) as deployment,
-        ThreadPoolExecutor(1) as helper,
-    ):
-        disturbed = helper.submit(disturb, deployment)
-        run = {"experiment": "sites", "clients": 3, "rounds": 3, "out": str(out), **OPTIONS}
-        deployment.run(run, timeout=400)
-        disturbed.result()
-
-    notes = read_results(out)["notes"]
-    lost = "Client 2 had lost its private state in round 3 and made its local atoms anew."
-    assert notes[1:] == [lost]
-
-    # Node 1's third round again, from its file of before the kill, and from nothing.
-    global_atoms = files.load(out / "checkpoints" / "round-000002.npz").arrays["model/0000"]
-    kept = _third_state(states)
-    again, anew = (
-        _third_round(global_atoms, str(kept.meta["run"]), folder, node_config(1))
-        for folder in (tmp_path / "before", tmp_path / "nothing")
-    )
-    np.testing.assert_array_equal(kept.arrays["local_atoms"], again)
-    assert not np.array_equal(again, anew)
-
-
-def _third_round(
-    global_atoms: np.ndarray, run: str, states: Path, node_config: dict[str, Any]
-) -> np.ndarray:
-    """Return the local atoms after round 3 of a client that finds its state in ``states``."""
-    node = Context(
-        run_id=1,
-        node_id=2,
-        node_config={"partition-id": 1, **node_config, "state-dir": str(states)},
-        state=RecordDict(),
-        run_config={},
-    )
-    asked = {"perdl.step": "update", "server-round": 3, "perdl.seed": 0, "perdl.run": run}
-    sends = {"perdl.protocol": "perma", "perdl.sends": "statistics"}
-    sites.client(node, configure(find("sites"), options=OPTIONS)).fit(
-        [global_atoms], {**asked, **sends}
-    )
-    return _third_state(states).arrays["local_atoms"]
-
-
-def _third_state(states: Path) -> files.Saved:
-    (path,) = (states / "client-1").glob("run-*/round-000003.npz")
-    return files.load(path)
 
 
 def test_a_run_that_fails_says_why_and_a_killed_server_goes_on_from_its_checkpoint(

@@ -24,21 +24,21 @@ BOUND = 2.0
 
 @lru_cache
 def perma(
-    attack: str | None, aggregation: str = "statistics", learner: Any = None, n: int = 10
+    attack: str | None, aggregation: str = "statistics", learner: Any = None, n_liars: int = 3
 ) -> tuple[float, dict[int, dict[str, float]]]:
     """Return the error of the global atoms, and the report on the clients."""
     planted = planted_clients(
-        np.random.default_rng(0), [6] * n, [200] * n, 3, n_features=6, noise=0.05
+        np.random.default_rng(0), [6] * 10, [200] * 10, 3, n_features=6, noise=0.05
     )
     local = learner or OrthogonalLearner(6, threshold=0.15)
 
     def make_client(context: Any, i: int) -> DictionaryClient:
-        if attack is not None and i < 0.3 * n:
+        if attack is not None and i < n_liars:
             return LyingDictionaryClient(planted.samples[i], local, context, attack=attack)
         return DictionaryClient(planted.samples[i], local, context)
 
     strategy = PerMA(3, aggregation=aggregation, fraction_evaluate=0.0)
-    result = strategy.start(grid_of(make_client, n), num_rounds=12)
+    result = strategy.start(grid_of(make_client, 10), num_rounds=12)
     atoms = result.arrays.to_numpy_ndarrays()[0]
     return dictionary_distance(atoms, planted.global_atoms), client_report(strategy.history)
 
@@ -57,6 +57,11 @@ def test_perma_withstands_three_liars_in_ten(attack: str) -> None:
 def test_perma_withstands_them_with_atoms_that_are_not_orthogonal() -> None:
     learner = GradientLearner(6)
     assert perma("collude", learner=learner)[0] < BOUND * perma(None, learner=learner)[0]
+
+
+@pytest.mark.parametrize("attack", ["nudge", "collude"])
+def test_perma_withstands_four_liars_in_ten_who_agree(attack: str) -> None:
+    assert perma(attack, "geometric-median", n_liars=4)[0] < 4 * perma(None)[0]
 
 
 def test_perma_with_the_mean_does_not() -> None:

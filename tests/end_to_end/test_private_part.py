@@ -1,6 +1,6 @@
-"""An app of the Message API keeps its head, on every engine.
+"""An app of the Message API keeps its head, on every engine, with FedAvg and PersonalizedFedAvg.
 
-With FedAvg and PersonalizedFedAvg, and with DiffusionAveraging.
+Nodes without a server that are killed and come back: ``test_groups_on_flower.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app, keep_private
-from flwr_perdl.network import Topology
-from flwr_perdl.strategies import DiffusionAveraging, PersonalizedFedAvg, ServerSettings
+from flwr_perdl.strategies import PersonalizedFedAvg, ServerSettings
 
 app = ClientApp(mods=[keep_private("head.*")])
 
@@ -77,20 +76,6 @@ def watched(grid, largest):
 start = ArrayRecord({n: Array(np.zeros(4)) for n in ("head.weight", "body.weight")})
 
 
-def serve_ring(grid, on_round=None):
-    """Return the nodes' own models after three rounds."""
-    largest, names = [], ["trained", "body"]
-    watched(grid, largest)
-    settings = ServerSettings(node_timeout=20.0)
-    own = {"metrics": names, "evaluate_every": 3, "on_round": on_round, "server": settings}
-    strategy = DiffusionAveraging(Topology.ring(3), method="atc", **own)
-    strategy.start(grid, start, num_rounds=3)
-    curves = strategy.averaged.curves
-    found = {name: curves[f"evaluate-{name}"][-1].tolist() for name in names}
-    floats = [[report.floats_down, report.floats_up] for report in strategy.history]
-    return {**found, "largest": max(largest), "floats": floats}
-
-
 def serve(grid, on_round=None, both=True):
     largest, found = [], {}
     watched(grid, largest)
@@ -120,9 +105,7 @@ def main(grid, context):
             while not (folder / "restarted").exists():
                 time.sleep(0.1)
 
-    ring = (folder / "ring").exists()
-    found = serve_ring(grid, wait) if ring else serve(grid, wait, both=False)
-    (folder / "found.json").write_text(json.dumps(found))
+    (folder / "found.json").write_text(json.dumps(serve(grid, wait, both=False)))
 '''
 
 #: In the order of the first model, which is not the alphabet's.
@@ -136,40 +119,24 @@ def check(found: dict[str, Any]) -> None:
     assert found["state-lost"] == [0, 0, 0]
 
 
-def check_ring(found: dict[str, Any]) -> None:
-    assert found["trained"] == [3, 3, 3]
-    assert found["body"] == pytest.approx([6, 6, 6])  # 1, 2 and 3 in every round
-    assert found["largest"] < 10
-    # The first model once; then of each neighbor a message, and its row in the table.
-    assert found["floats"] == [[8, 4], [16, 4], [16, 4], [16, 0]]
-
-
 def test_in_process() -> None:
     app = project(PROJECT)
     found = app["serve"](InProcessGrid(app["client"], 2))
     check(found)
     assert found["floats"] == [[8, 4], [4, 4], [4, 4]]
-    check_ring(app["serve_ring"](InProcessGrid(app["client"], 3)))
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize(("nodes", "serve"), [(2, "serve"), (3, "serve_ring")])
-def test_on_flowers_simulation(nodes: int, serve: str) -> None:
+def test_on_flowers_simulation() -> None:
     app = project(PROJECT)
-    (check if nodes == 2 else check_ring)(on_ray(app["client"], app[serve], nodes))
+    check(on_ray(app["client"], app["serve"], 2))
 
 
 @pytest.mark.slow
 @pytest.mark.deployment
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_a_killed_node_is_back_with_its_head(nodes: int, tmp_path: Path) -> None:
+def test_a_killed_node_is_back_with_its_head(tmp_path: Path) -> None:
     """Node 1 dies after round 2 (SIGKILL) and is started again, with its `state-dir`."""
-    if nodes == 3:
-        (tmp_path / "ring").touch()
-    found = killed_and_back(tmp_path, PROJECT, nodes)
-    if nodes == 3:
-        check_ring(found)
-        return
+    found = killed_and_back(tmp_path, PROJECT)
     check(found)
     assert found["floats"] == [[8, 4], [4, 4], [4, 4]]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Context
-from flwr.serverapp import Grid
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
@@ -24,12 +23,10 @@ from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import HuberNMF, SparseSVD
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from tests.engines import on_ray
 from tests.grids import relayed
 from tests.network.programs import assert_same, sleeping
 
-N, FEATURES = 20, 6
-TOPOLOGY = Topology.k_regular(N, 4, seed=2)
+FEATURES = 6
 SMALL = Topology.erdos_renyi(5, 0.6, seed=1)
 ASLEEP: dict[str, Any] = {"sleep": 0.2, "away": {1: range(9, 99)}, "seed": 2}
 
@@ -115,21 +112,3 @@ def test_flower_in_process(name: str) -> None:
     grid = InProcessGrid(client_app(client_of(make, SMALL)), SMALL.n_nodes)
     run = relayed(grid, network, ROUNDS, sealed=not without)
     assert_same(run, here(make, SMALL, network), rtol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.parametrize("name", BOTH[:2])
-def test_flowers_simulation_with_twenty_nodes(name: str) -> None:
-    import sys
-
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    make = PROGRAMS[name]
-
-    def serve(grid: Grid) -> Any:
-        return relayed(grid, TOPOLOGY, ROUNDS, sealed=name == "admm")
-
-    run = on_ray(client_app(client_of(make, TOPOLOGY)), serve, N)
-    assert_same(run, here(make, TOPOLOGY), rtol=1e-12)

@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.datasets import load_digits
-from sklearn.decomposition import MiniBatchDictionaryLearning
-from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.exceptions import NotFittedError
 
 from flwr_perdl.clients import local_atoms
 from flwr_perdl.dictionary import (
@@ -310,27 +309,6 @@ def test_a_site_leaves_and_another_one_joins() -> None:
     assert dictionary_distance(OWN[3], model.local_atoms_[2]) < 1e-6
     with pytest.raises(ValueError, match=r"^client"):
         model.remove_site(3)
-
-
-@pytest.mark.slow
-def test_digits_at_ten_sites_are_within_five_percent_of_pooled_scikit_learn() -> None:
-    X = load_digits().data / 16
-    train, new = X[:1500], X[1500:]
-    model = PersonalizedDictionaryLearning(n_atoms=32, n_global=32).fit(np.array_split(train, 10))
-
-    def error(D: np.ndarray, k: int) -> float:
-        return float(np.mean((new - sparse_code(new, D, n_nonzero=k) @ D) ** 2))
-
-    pooled = []
-    for penalty in (0.1, 0.2, 0.5, 1.0):
-        learner = MiniBatchDictionaryLearning(32, alpha=penalty, fit_algorithm="cd", random_state=0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            pooled.append(normalize_atoms(learner.fit(train).components_))
-    for k in (10, 20):
-        own = float(np.mean((new - model.set_params(n_nonzero=k).reconstruct(new)) ** 2))
-        assert own == pytest.approx(error(model.global_atoms_, k))
-        assert own < 1.05 * min(error(D, k) for D in pooled)
 
 
 def cameras(n_images: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -22,6 +22,7 @@ from flwr_perdl.estimators import (
     MixedRegression,
     NetworkDictionaryLearning,
     PersonalizedDictionaryLearning,
+    PersonalizedRidge,
 )
 from flwr_perdl.network import Topology
 
@@ -75,17 +76,26 @@ class OneGroup(MixedRegression):
         return super().predict(X, one_group(X))
 
 
+class OneRidge(PersonalizedRidge):
+    def __init__(self, level: str = "personal", features: int = 3) -> None:
+        super().__init__(level, features=features)
+
+    def fit(self, X: Any, y: Any) -> OneRidge:
+        return super().fit(X, y, one_group(X))
+
+
 #: The checks that do not hold, and why: docs/clustered-learning.md has them too.
 EXCLUDED: dict[str, dict[str, str]] = {
     "OneSite": {},
     "OneNode": {},
     "OneGroup": {"check_supervised_y_2d": "y with two dimensions is refused, not flattened"},
+    "OneRidge": {"check_supervised_y_2d": "y with two dimensions is refused, not flattened"},
 }
 
 
 @pytest.mark.filterwarnings("ignore:Estimator .* does not inherit from:UserWarning")
 @pytest.mark.filterwarnings("ignore:.* lower n_atoms:UserWarning")  # tables of two columns
-@pytest.mark.parametrize("kind", [OneSite, OneNode, OneGroup])
+@pytest.mark.parametrize("kind", [OneSite, OneNode, OneGroup, OneRidge])
 def test_scikit_learns_checks(kind: type[Any]) -> None:
     excluded = EXCLUDED[kind.__name__]
     results = check_estimator(kind(), expected_failed_checks=excluded, on_fail=None, on_skip=None)
@@ -112,12 +122,13 @@ ALL = [
     PersonalizedDictionaryLearning(4, n_global=2, rounds=2, n_nonzero=1),
     NetworkDictionaryLearning(Topology.ring(2), n_atoms=4, rounds=2),
     MixedRegression(k=1, rounds=10),
+    PersonalizedRidge("personal", features=3),
 ]
 
 
 def fitted(estimator: Any) -> Any:
     X = np.random.default_rng(0).standard_normal((2, 20, 5))
-    if isinstance(estimator, MixedRegression):
+    if hasattr(estimator, "predict"):
         groups = np.repeat(["north", "south"], 20)
         return estimator.fit(np.vstack(X), np.vstack(X).sum(axis=1), groups)
     return estimator.fit(list(X))

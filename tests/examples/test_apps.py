@@ -68,7 +68,7 @@ def run_here(name: str, n_nodes: int, **run_config: Any) -> None:
     module(name, "server_app").app(grid, Context(1, 0, {}, RecordDict(), config))
 
 
-@apps()
+@apps(pytest.mark.torch)
 def test_in_process_it_prints_what_its_readme_says(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,6 +96,7 @@ def test_in_process_it_prints_what_its_readme_says(
 
 
 @_torch
+@pytest.mark.torch
 def test_lora_with_pytorch_where_sites_have_labels_of_their_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,7 +187,7 @@ def environment(
 
 @pytest.mark.slow
 @pytest.mark.ray
-@apps(pytest.mark.tour)  # where PyTorch is installed, by `make test`
+@apps(pytest.mark.torch)
 def test_flower_runs_it_in_a_simulation(
     name: str, environment: dict[str, str], tmp_path: Path
 ) -> None:

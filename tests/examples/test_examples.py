@@ -25,11 +25,6 @@ ENVIRONMENT = {
 }
 
 
-def named(readmes: list[Readme]) -> pytest.MarkDecorator:
-    ids = [f"{one.name}-pytorch" if one.torch else one.name for one in readmes]
-    return pytest.mark.parametrize("readme", readmes, ids=ids)
-
-
 def test_the_table_has_every_example() -> None:
     folders = [path.parent.name for path in (ROOT / "examples").glob("*/README.md")]
     assert sorted(EXAMPLES) == sorted(folders)
@@ -47,7 +42,18 @@ def test_a_quickstart_node_may_have_a_name_instead_of_a_number_with_pytorch() ->
         task["load_data"]({})
 
 
-@named([one for one in READMES if tells(one.name) and one.name in HERE])
+@pytest.mark.parametrize(
+    "readme",
+    [
+        pytest.param(
+            one,
+            id=f"{one.name}-pytorch" if one.torch else one.name,
+            marks=[pytest.mark.torch] if one.torch else [],
+        )
+        for one in READMES
+        if tells(one.name) and one.name in HERE
+    ],
+)
 def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> None:
     if readme.torch:
         pytest.importorskip("torch")

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord  # noqa: E402
-from flwr.clientapp.mod import LocalDpMod  # noqa: E402
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping  # noqa: E402
+from flwr.app import ArrayRecord  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks._deployment import Deployment  # noqa: E402
-from flwr_perdl.clients import client_app, keep_private  # noqa: E402
 from flwr_perdl.network import Topology  # noqa: E402
 from flwr_perdl.pytorch import norm_layers  # noqa: E402
 from flwr_perdl.simulations import InProcessGrid  # noqa: E402
@@ -38,15 +35,6 @@ SOURCE = Path(__file__).with_name("pytorch_project.py").read_text()
 APP = project(SOURCE)
 NET, BEGIN = APP["Net"], APP["begin"]
 N, ROUNDS = 4, 3
-FIXED = ["mask", "known", "scale", "bn*"]
-
-
-def with_mods(*mods: Any) -> Any:
-    """Return the project's app with mods, as its author would write it."""
-    source = SOURCE.replace("app = ClientApp()", "app = ClientApp(mods=MODS)")
-    names: dict[str, Any] = {"__name__": "__main__", "MODS": list(mods)}
-    exec(source, names)
-    return names["client"]
 
 
 def run(strategy: Any, app: Any = APP["client"], **options: Any) -> tuple[Tapped, Any]:
@@ -77,14 +65,14 @@ def test_resume_models_and_masks_in_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.tour
+@pytest.mark.torch
 def test_resume_models_and_masks_on_ray(tmp_path: Path) -> None:
     check(on_ray(APP["client"], lambda grid: APP["serve"](grid, tmp_path), 2))
 
 
 @pytest.mark.slow
 @pytest.mark.deployment
-@pytest.mark.tour
+@pytest.mark.torch
 def test_resume_models_and_masks_on_two_supernodes(tmp_path: Path) -> None:
     with Deployment(tmp_path / "run", 2, app=SOURCE) as deployment:
         deployment.run({"out": str(tmp_path)}, timeout=500)
@@ -131,62 +119,6 @@ def test_every_strategy_trains_it(
     if name == "auto":  # no model without clients, and no number
         found = strategy.result
         assert sorted(set(found.members.values())) == [*range(len(found.models))]
-
-
-def test_lost_losses_are_counted_and_warned_of(warned: pytest.LogCaptureFixture) -> None:
-    grid, loses = InProcessGrid(APP["client"], 2), ConfigRecord({"loses": 1})
-    result = BEGIN(Ditto(), grid, rounds=1, evaluate_config=loses)
-    assert result.evaluate_metrics_clientapp[1]["no-finite-loss"] == 1
-    assert "no finite loss" in warned.text
-
-
-def test_noise_inside_sees_the_shared_arrays_alone() -> None:
-    private = ["head.*", *FIXED]
-    start, heads, shared = ArrayRecord(NET().state_dict()), [], []
-    for mods in ((), (LocalDpMod(1.0, 1.0, 1.0, 1e-3),)):
-        strategy = PersonalizedFedAvg(private)
-        app = with_mods(keep_private(*private, inside=mods))
-        _, result = run(strategy, app, arrays=start, rounds=1)
-        heads.append([metrics["head"] for metrics in strategy.history[-1].metrics.values()])
-        shared.append(APP["loaded"](result.arrays)["conv.weight"])
-    assert heads[0] == heads[1]
-    assert (shared[1] - shared[0]).abs().max() > 0.1
-
-
-def test_what_cannot_be_together_is_refused_before_the_first_round() -> None:
-    keeping = client_app(project(SOURCE)["app"], private="head.*")
-    wrapped = DifferentialPrivacyClientSideFixedClipping(STRATEGIES["bn"](), 1.0, 1.0, N)
-    for strategy, app, named in (
-        (Ditto(), keeping, "keep_private"),
-        (Ditto(), with_mods(keep_private("head.*")), "keep_private"),
-        (wrapped, APP["client"], "DifferentialPrivacy"),
-    ):
-        grid = Tapped(app, N)
-        with pytest.raises(ValueError, match=named):
-            BEGIN(strategy, grid)
-        assert grid.shown == 0
-
-
-def test_names_of_private_arrays(warned: pytest.LogCaptureFixture) -> None:
-    layers = [name for name in NET().state_dict() if name.startswith("bn.")]
-    assert norm_layers(NET()) == layers
-    for private in (layers, ["*bn*", "*norm*"], "*bn*"):
-        warned.clear()
-        _, result = run(PersonalizedFedAvg(private), rounds=1)
-        assert result.arrays["bn.num_batches_tracked"].numpy() == 0
-        assert ("norm" in warned.text) == ("*norm*" in private)
-    app = with_mods(keep_private("head.weight", "head.bias"))
-    assert len(run(PersonalizedFedAvg("head.*"), app, rounds=1)[1].arrays) == 12
-    with pytest.raises(TypeError, match=r"proximal_mu.*train_config"):
-        PersonalizedFedAvg("head.*", proximal_mu=0.1)
-
-
-def test_without_shows_models_the_nodes_keep_theirs() -> None:
-    strategy = DiffusionAveraging(Topology.ring(N))
-    _, result = run(strategy, rounds=1)
-    assert (len(result.arrays), strategy.result.models) == (0, [])
-    with pytest.raises(ValueError, match="evaluate_fn"):
-        run(strategy, evaluate_fn=lambda *_: MetricRecord())
 
 
 def test_diagnose_compares_before_it_draws(tmp_path: Path, monkeypatch: Any) -> None:

@@ -16,7 +16,6 @@ from flwr_perdl import __version__
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from flwr_perdl.export import load
-from perdl_experiments.__main__ import main
 from perdl_experiments.cli import app
 from perdl_experiments.cli import main as run
 from perdl_experiments.studies import EXPERIMENTS, TOPICS
@@ -147,19 +146,6 @@ def test_a_brief_table_has_at_most_as_many_lines_as_asked(columns, words):
     assert len(printed) - 1 <= 12  # the last is empty
     assert f"{20 - len(brief.rows)} more rows" in brief.title
     assert list(brief.rows[0]) == rows.rows[0][: len(brief.columns)]
-
-
-def test_a_terminal_shows_at_once_that_the_program_loads(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys, "stderr", shown := Terminal())
-    monkeypatch.setattr("perdl_experiments.cli.main", lambda: None)
-    main()
-    assert shown.getvalue().startswith("flwr-perdl: loading .")
-    assert shown.getvalue().endswith(" \r")  # and is wiped
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
@@ -31,21 +30,6 @@ def test_who_shares_what_is_drawn_and_adds_up() -> None:
     np.testing.assert_allclose(axes.get_images()[0].get_array(), shares)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "own"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"]
-
-
-def test_sites_have_their_names_where_these_are_known() -> None:
-    X = np.random.default_rng(0).standard_normal((3, 30, 5))
-    frames = {
-        name: pd.DataFrame(x, columns=list("abcde")) for name, x in zip("NSE", X, strict=True)
-    }
-    model = PersonalizedDictionaryLearning(4, 2, rounds=2).fit(frames)
-    frames = {name: frames[name] for name in "ENS"}  # names say whose a table is, not places
-    shares = sharing(model.set_output(transform="pandas"), frames)
-    by_place = sharing(model.set_output(transform="default"), [frames[i] for i in "NSE"])
-    np.testing.assert_allclose(shares, by_place[[2, 0, 1]])
-    for tables, names in ((frames, list("ENS")), ([frames[i] for i in "NSE"], list("NSE"))):
-        axes = plot_sharing(model, tables, axes=Figure().add_subplot())
-        assert [label.get_text() for label in axes.get_yticklabels()] == names
 
 
 def test_every_groups_own_model_is_the_lowest_point() -> None:

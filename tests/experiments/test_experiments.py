@@ -8,7 +8,6 @@ import pytest
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
-from perdl_experiments.data import load_images
 from perdl_experiments.studies import configure, find, synthetic
 
 
@@ -208,23 +207,6 @@ def test_inside_a_flower_run_there_is_one_federation():
     assert inside["metrics"] == outside["metrics"]
     with pytest.raises(ValueError, match="seeds=1"):
         run_experiment("synthetic", engine=grid, clients=4)
-
-
-def test_clients_that_the_data_name_keep_their_own_images(tmp_path):
-    digits = load_images("")
-    path = tmp_path / "digits.npz"
-    owners = np.arange(len(digits.X)) % 7
-    np.savez(path, X=digits.X, y=digits.y, client=owners)
-    given = {"clients": 3, "rounds": 2, "data": path}
-    options = {"n_atoms": 12, "n_global": 4, "samples_per_client": 50, "methods": "main"}
-    results = run_experiment("images", out=tmp_path / "out", options=options, **given)
-    task = configure(find("images"), data=str(path), clients=3, options=options).task
-    assert task.natural
-    assert sorted(set(task.test_kinds)) == sorted(task.kinds)
-    for kind, own in zip(task.kinds, task.clients, strict=True):
-        theirs = {tuple(x) for x in digits.X[owners == kind]}
-        assert {tuple(x) for x in own} <= theirs
-    assert results["metrics"]["mse_own_full_10"] < results["metrics"]["mse_global_10"]
 
 
 def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):

@@ -12,10 +12,7 @@ import pytest
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
-from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.simulations import InProcessGrid, imbalanced_partition
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.simulations import imbalanced_partition
 from perdl_experiments.cli import app
 from perdl_experiments.data import load_images
 from perdl_experiments.fetch import Source, columns, fetch, save
@@ -26,8 +23,6 @@ if find_spec("flwr_datasets") is None:
 import datasets
 import joblib
 from flwr_datasets import FederatedDataset
-from flwr_datasets.metrics import compute_counts
-from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
@@ -196,28 +191,3 @@ def test_what_cannot_be_fetched_is_said_in_a_sentence(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["fetch", "olivetti", "--label", "y"])
     assert done.exit_code == 2
     assert "flwr-perdl: label" in done.output
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [MajorityLabelPartitioner(4, size=6), IidPartitioner(4), DirichletPartitioner(4, "label", 5.0)],
-    ids=lambda one: type(one).__name__,
-)
-def test_partitioners_of_flower_datasets_and_ours_take_each_others_place(
-    parts: Any, pictures: Path
-) -> None:
-    """In Flower's dataset with its counts of labels, and behind the clients of a federation."""
-    source = FederatedDataset(
-        dataset="imagefolder", partitioners={"train": parts}, shuffle=False, data_dir=str(pictures)
-    )
-
-    def make_client(context: Any) -> DictionaryClient:
-        own = source.load_partition(context.node_config["partition-id"])
-        X = columns(own, Source("imagefolder"))["X"].reshape(len(own), -1) / 255
-        return DictionaryClient(X, OrthogonalLearner(4), context)
-
-    strategy = PerMA(2, fraction_evaluate=0.0)
-    strategy.start(InProcessGrid(client_app(make_client), 4), num_rounds=2)
-    sizes = [strategy.history[0].metrics[i]["num-examples"] for i in range(4)]
-    counts = compute_counts(source.partitioners["train"], "label")
-    assert counts.sum(axis=1).tolist() == sizes

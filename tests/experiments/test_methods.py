@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flwr_perdl.dictionary import iterate, normalize_atoms
-from perdl_experiments import run_experiment
 from perdl_experiments.perpca import personalized_pca
 from perdl_experiments.studies import _methods, complete, configure, find, images
 
@@ -56,17 +54,6 @@ def test_fine_tuning_keeps_what_is_best_for_each_client() -> None:
     np.testing.assert_array_equal(found[1][0], D)
 
 
-def test_settings_are_judged_by_the_clients_own_images_alone() -> None:
-    task = config().task
-    for method in _methods.METHODS:
-        tried = _methods.settings(method, task.clients, config())
-        assert len(set(tried)) == _methods.TRIES
-    rms = np.sqrt(np.mean(np.sum(np.vstack(task.clients) ** 2, axis=1)))
-    assert _methods.settings("perma", task.clients, config())[1] == pytest.approx(0.11 * rms)
-    mod = replace(config(), learner="mod")
-    assert _methods.settings("pooled", task.clients, mod) == (5, 10, 20)
-
-
 def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> None:
     task = config().task
     learned = _methods.learn("perpca", 1.0, task.clients, config(), images.START)
@@ -79,35 +66,6 @@ def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> N
         products = axes @ X.T @ X @ axes.T
         np.testing.assert_allclose(products, np.diag(np.diag(products)), atol=1e-9)
         assert (np.diff(np.diag(products)) <= 0).all()
-
-
-SMALL: dict[str, Any] = {
-    "clients": 3,
-    "rounds": 2,
-    "options": {"n_atoms": 8, "n_global": 4, "samples_per_client": 20, "methods": "all"},
-}
-
-
-@pytest.mark.slow
-def test_a_method_that_fails_costs_its_row_and_not_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    learn = _methods.learn
-
-    def failing(method: str, setting: float, *given: Any) -> _methods.Learned:
-        if method == "naive" or (method == "perpca" and setting == 0.5):
-            raise RuntimeError("too few replies.")
-        return learn(method, setting, *given)
-
-    monkeypatch.setattr(_methods, "learn", failing)
-    results = run_experiment("digits", **SMALL)
-    for table in results["tables"][-2:]:
-        (row,) = [row for row in table["rows"] if row[0] == "Naive average"]
-        assert row[1] == "failed"
-        assert len(row) == len(table["columns"])
-    assert not [name for name in results["metrics"] if "tuned_naive" in name]
-    assert "mse_tuned_perpca_10" in results["metrics"]
-    assert any("failed" in note for note in results["notes"])
 
 
 def test_the_papers_coder_keeps_the_largest_products_above_the_threshold() -> None:

@@ -24,25 +24,6 @@ from tests.studies import Ran, compute_all, config_of, counted, news, run_study,
 # Planted documents --------------------------------------------------------------------------
 
 
-def test_planted_documents_are_as_described() -> None:
-    found = news()
-    counts, topics = found.counts, found.topics
-    assert counts.shape == (370, 800)
-    assert (counts.data >= 1).all()
-    assert (counts.data == np.round(counts.data)).all()
-    assert len(np.unique(topics)) == 12
-    sizes = np.bincount(topics)
-    assert sizes[0] > 3 * sizes[-1]
-    assert (np.diff(sizes) <= 1).all()
-    frequencies = np.sort(np.asarray(counts.sum(axis=0)).ravel())[::-1]
-    slope = np.polyfit(np.log(np.arange(5, 200)), np.log(frequencies[5:200]), 1)[0]
-    assert -1.3 < slope < -0.5  # Zipf
-    again = news()
-    assert (again.counts != counts).nnz == 0
-    np.testing.assert_array_equal(again.topics, topics)
-    assert (news(1).counts != counts).nnz
-
-
 def test_topics_appear_in_the_papers_blocks() -> None:
     sizes = np.array([400, 300, 200, 150, 100, *([30] * 15)])
     order, topics = appearance(sizes, np.random.default_rng(0), block=100)

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from perdl_experiments.outcome import Outcome, to_results, write
 from perdl_experiments.render import Record
 from perdl_experiments.report import odd_clients, read_results, render, write_report
-from perdl_experiments.studies import configure, find
 
 RUN = {
     "experiment": "digits",
@@ -117,17 +116,6 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     assert render(read_results(tmp_path), tmp_path) == path.read_text(encoding="utf-8")
 
 
-def test_the_report_begins_with_words_and_pictures(tmp_path):
-    outcome = make_outcome(floats_up=250_000.0)
-    write(tmp_path, outcome, to_results(outcome, PAGE, **RUN))
-    text = write_report(tmp_path).read_text(encoding="utf-8")
-    page = Page(text)
-    assert "<h1>A &lt;b&gt;bold&lt;/b&gt; claim</h1>" in text
-    assert text.index("<img") < text.index("<table")
-    assert "What it is about. Experiment" in " ".join(page.text)
-    assert "2 MB" in page.text
-
-
 def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
     honest = {name: {"asked": 5.0, "left out": 1.2} for name in "0234"}  # by little, as many others
     counts = {**honest, "1": {"asked": 5.0, "left out": 4.0, "refused": 1.0}}
@@ -143,24 +131,6 @@ def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
     ]
     assert odd_clients(read_results(tmp_path))["rows"] == [["1", "5", "80%", "1"]]
     assert odd_clients({"clients": {"0": {"asked": 5.0}}}) is None
-
-
-def test_report_and_picture_of_many_clients_show_quantiles_and_the_worst(tmp_path):
-    n, study = 60, find("synthetic")
-    config = configure(study, clients=n, rounds=2, options={"seeds": 1})
-    cost = {"atoms": np.eye(3, 6), "cost": np.ones(3)}
-    learned = {"global": np.ones(2), "local": np.ones(n), "alone": np.arange(1.0, n + 1), **cost}
-    outcome = study.code.run(config, None, lambda *_: learned)
-    names = [one.get_text() for one in outcome.figures["clients"].axes[0].get_yticklabels()]
-    assert len(names) == 25
-    assert names[2:7] == ["median", "upper quartile", "maximum", "client 59", "client 58"]
-    run = {**RUN, "config": {**config.options, "clients": n}}
-    results = to_results(outcome, study.page, **run)
-    assert len(results["tables"][1]["rows"]) == n
-    write(tmp_path, outcome, results)
-    words = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert {"median", "client 59", "client 40"} <= {*words}
-    assert not {"client 0", "client 39"} & {*words}
 
 
 @pytest.mark.parametrize("content", [None, "not json", "[]", "{}", '{"experiment": "digits"}'])

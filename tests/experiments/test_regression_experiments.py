@@ -12,11 +12,9 @@ import pytest
 from scipy.stats import multivariate_normal
 from sklearn.linear_model import LinearRegression, Ridge
 
-from flwr_perdl.regression import Refinement, model_error, sufficient_statistics
+from flwr_perdl.regression import Refinement, sufficient_statistics
 from perdl_experiments.engine import federate
 from perdl_experiments.mixed_model import fit_mixed_model, shrink_to_pooled
-from perdl_experiments.mixed_regression_data import mixed_regression as draw
-from perdl_experiments.mixed_regression_data import oracle
 from perdl_experiments.studies import mixed_regression, regression
 from tests.studies import Ran, compute_all, config_of, run_study, save, slopes
 
@@ -42,18 +40,6 @@ def test_a_run_counts_from_the_round_on_in_which_it_stays_close() -> None:
     np.testing.assert_array_equal(found.good("ours"), [True, True, False, False])
     slow = study([[far] * 100 + [near]], [1.0], [3])
     assert not slow.good("ours")[0]
-
-
-def test_the_oracle_is_least_squares_with_the_true_labels() -> None:
-    rng = np.random.default_rng(0)
-    data = draw(rng.integers(5, 20, 30), np.full(3, 1 / 3), rng, d=6)
-    errors = []
-    for j, theta in enumerate(data.theta):
-        mine = np.flatnonzero(data.labels == j)
-        model = LinearRegression(fit_intercept=False)
-        model.fit(np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine]))
-        errors.append(np.linalg.norm(model.coef_ - theta))
-    assert model_error(oracle(data), data.theta) == pytest.approx(max(errors))
 
 
 def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:

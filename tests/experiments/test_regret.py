@@ -12,14 +12,16 @@ from benchmarks.regret import measured, regret, tables
 
 def test_regret_is_that_of_the_means_over_seeds() -> None:
     runs: list[dict[str, Any]] = [
-        {"choice": "ditto", "before": "fedavg", "test": {"fedavg": 2.0, "ditto": 1.0}},
-        {"choice": "fedavg", "before": "fedavg", "test": {"fedavg": 1.0, "ditto": 1.0}},
+        {"choice": "ditto", "test": {"fedavg": 2.0, "ditto": 1.0}},
+        {"choice": "fedavg", "test": {"fedavg": 1.0, "ditto": 1.0}},
     ]
-    assert regret(runs, "choice") == 0
-    assert regret(runs, "before") == pytest.approx(0.5)
-    table = tables({"hospitals": runs})
-    assert "| hospitals | 2 | ditto 1, fedavg 1 | ditto | 0.0% | 50.0% |\n" in table
-    assert "| largest |  |  |  | 0.0% | 50.0% |\n" in table
+    assert regret(runs) == 0
+    assert regret([runs[1], runs[1]]) == 0
+    assert regret([{**runs[0], "choice": "fedavg"}]) == pytest.approx(1)
+    table, losses = tables({"hospitals": runs})
+    assert "| hospitals | 2 | ditto 1, fedavg 1 | ditto | 0.0% |\n" in table
+    assert "| largest |  |  |  | 0.0% |\n" in table
+    assert losses.endswith("| hospitals | 1.500 | 1.000 |\n")
 
 
 @pytest.mark.slow
@@ -27,4 +29,4 @@ def test_regret_is_that_of_the_means_over_seeds() -> None:
 def test_planted_regressions_are_recognized(which: str, right: str) -> None:
     run = measured(f"regression, {which}", 0, Path())
     assert run["choice"] == right
-    assert regret([run], "choice") <= 0.02
+    assert regret([run]) <= 0.02

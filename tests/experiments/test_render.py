@@ -121,19 +121,6 @@ def test_a_table_of_many_clients_shows_quantiles_and_the_worst_and_keeps_all() -
         assert render.brief(same) == same
 
 
-def test_a_run_that_is_too_small_says_so() -> None:
-    options = {"clients": {"default": 0}, "rounds": {"default": 10}}
-    shown = page(finding="It is {error_ours_5}.", options=options)
-    found = [render.report(shown, RECORDS, {"clients": 3, "rounds": n})["finding"] for n in (4, 5)]
-    assert found == ["Too few rounds (4; default 10) to judge. It is 2.", "It is 2."]
-
-
-def test_the_first_sentence_is_of_metrics_that_are_there_and_has_no_verdict() -> None:
-    claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
-    shown = page(finding=["{none}", "It is {error_ours_5} ({error_theirs_5:%})."], claims=[claim])
-    assert render.report(shown, RECORDS, {})["finding"] == "It is 2 (50%)."
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -10,10 +10,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message
-from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.dictionary import dictionary_distance
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
 from perdl_experiments.client_app import make_client
@@ -29,28 +27,6 @@ def planted(tmp_path: Path) -> Planted:
     for i, X in enumerate(made.samples):
         np.savez(tmp_path / f"site-{i}.npz", X=X)
     return made
-
-
-def test_the_planted_atoms_are_found_where_entries_are_missing(
-    tmp_path: Path, planted: Planted
-) -> None:
-    rng = np.random.default_rng(1)
-    for i, X in enumerate(planted.samples):
-        gaps = np.where(rng.random(X.shape) < 0.1, np.nan, X)
-        np.savez(tmp_path / f"site-{i}.npz", X=gaps)
-    results = run_experiment(
-        "sites",
-        data=tmp_path,
-        rounds=8,
-        out=tmp_path / "out",
-        options={**OPTIONS, "learner": "lasso"},
-    )
-    with np.load(tmp_path / "out" / "arrays.npz") as arrays:
-        assert dictionary_distance(arrays["global_atoms"], planted.global_atoms) < 0.1
-    errors = results["metrics"]
-    assert max(errors["mse_full"], errors["mse_alone"]) < 0.1 * errors["mse_global"]
-    with pytest.raises(ValueError, match=r"^X"):
-        run_experiment("sites", data=tmp_path, options={**OPTIONS, "learner": "orthogonal"})
 
 
 def test_nodes_know_their_own_files_and_the_app_does_not(tmp_path: Path, planted: Planted) -> None:
@@ -105,17 +81,3 @@ def test_a_client_is_called_by_its_name_wherever_a_person_reads(
     everything = page + warned.text + json.dumps(results)
     assert not any(str(crc32(name.encode())) in everything for name in names[:2])
     assert "\x1b" not in everything
-
-
-def test_the_first_sentence_names_who_lost(tmp_path: Path) -> None:
-    """Three sites have different digits, and few of the others."""
-    X, y = load_digits(return_X_y=True)
-    for i, own in enumerate(np.split(np.arange(9), 3)):
-        mine, others = np.flatnonzero(np.isin(y, own)), np.flatnonzero(~np.isin(y, own))
-        rows = np.concatenate([mine[:160], others[i::3][:40]])
-        np.savez(tmp_path / f"ward-{i}.npz", X=X[rows] / 16)
-    found = run_experiment("sites", data=tmp_path, rounds=12, options={"n_atoms": 16})
-    nodes = {row[0]: [float(value) for value in row[1:]] for row in found["tables"][0]["rows"]}
-    assert len(nodes) == 3
-    lost = [name for name, (_, alone, _, personal) in nodes.items() if personal >= alone]
-    assert f"not for {', '.join(lost)}. Mean" in found["finding"]

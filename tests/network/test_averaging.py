@@ -178,23 +178,6 @@ def test_several_epochs_end_where_the_changes_sum_to_zero() -> None:
     assert learned.disagreement < 1e-9
 
 
-def test_models_keep_their_shapes_and_types() -> None:
-    seen: list[Any] = []
-
-    class Mixed(NumPyClient):
-        def fit(self, parameters: list[Array], config: Any) -> Any:
-            seen.append([(array.shape, array.dtype) for array in parameters])
-            return [array + 1 for array in parameters], 1, {}
-
-    first = [np.zeros((2, 3), np.float32), np.array(5), np.zeros(0)]
-    last = learn(Topology.ring(3), 2, lambda _: Mixed(), initial=first).models[1]
-    for before, after in zip(first, last, strict=True):
-        assert (after.shape, after.dtype) == (before.shape, before.dtype)
-        assert (after == before + 2).all()
-    assert all(form == [(a.shape, a.dtype) for a in first] for form in seen)
-    assert first[0].max() == 0  # inputs are as they were
-
-
 def test_evaluations_come_every_few_rounds_and_see_the_model_after_the_round() -> None:
     told: list[int] = []
     options: dict[str, Any] = {"evaluate_every": 3, "metrics": ["round", "loss"]}
@@ -267,19 +250,6 @@ def test_the_others_end_as_without_a_node_that_lies_without_measure(
     np.testing.assert_allclose(models_of(learned)[others], models_of(expected)[others], atol=1e-9)
     assert learned.alive.all()
     assert learned.dropped_messages == {DEAD: 60}
-
-
-def test_a_lie_is_left_out_on_flower_as_in_memory(lies: Any) -> None:
-    lies(1e6)
-    method = "gradient_tracking"
-    strategy = on_flower(InProcessGrid(client_app(client), N), 6, method=method, shows_models=True)
-    here = learn(RING, 6, method=method)
-    for node, (model,) in here.models.items():
-        (shown,) = strategy.result.model_of(node).to_numpy_ndarrays()
-        np.testing.assert_array_equal(shown, model)
-    run = strategy.averaged
-    assert run.floats_sent == here.floats_sent
-    assert run.dropped_messages == here.dropped_messages == {DEAD: 6}
 
 
 # Who learns what ---------------------------------------------------------------------------------

@@ -365,22 +365,6 @@ def test_atoms_are_learned_in_the_basis_and_end_where_the_samples_are() -> None:
 
 
 @pytest.mark.parametrize("trust", ["central", "distributed"])
-def test_any_models_changes_are_summed_with_noise(trust: str) -> None:
-    """Of two arrays with names; all clients count alike, and each moves by its clip at most."""
-    noise = seeded(epsilon=1e4, level="client", trust=trust, clip=2.0)
-    grid = Tapped(client_app(Moving, privacy=noise), CLIENTS)
-    strategy = PersonalizedFedAvg(share="*", privacy=noise, min_clients=3)
-    start = ArrayRecord({"b": Array(np.zeros((2, 3))), "a": Array(np.zeros(3))})
-    found = strategy.start(grid, start, num_rounds=1).arrays
-    assert list(found) == ["b", "a"]
-    # The change of client i is (i + 1) / 4 in each of nine entries.
-    mean = np.mean([min((i + 1) / 4, 2.0 / 3) for i in range(CLIENTS)])
-    for array in found.to_numpy_ndarrays():
-        np.testing.assert_allclose(array, mean, atol=0.03)
-    assert "'i'" not in repr(strategy.history)
-
-
-@pytest.mark.parametrize("trust", ["central", "distributed"])
 def test_a_private_head_is_no_part_of_the_noised_sum(trust: str) -> None:
     """Only the shared array is clipped, noised and counted; a failed client keeps its old head."""
 

@@ -107,6 +107,9 @@ class Case(NamedTuple):
         if isinstance(strategy, NeighborRelay) and rounds >= strategy.exchanges:
             outcome = strategy.outcome
             return strategy, [*outcome.observed.values(), outcome.traffic.toarray()]
+        if isinstance(strategy, FederatedRidge) and not strategy.result.models and rounds > 2:
+            own = (strategy.result.model_of(i).to_numpy_ndarrays() for i in range(N))
+            return strategy, [array for model in own for array in model]
         return strategy, result.arrays.to_numpy_ndarrays()
 
     def run(self, grid: Any, rounds: int, **options: Any) -> list[np.ndarray]:
@@ -246,6 +249,11 @@ VARIANTS = {
     ),
     "ridge, columns": Case(
         lambda **o: FederatedRidge("personal", random="columns", features=0, **o), ridges, 1
+    ),
+    "ridge, network": Case(
+        lambda **o: FederatedRidge("personal", topology=Topology.complete(N), features=3, **o),
+        ridges,
+        2,
     ),
     "personal, momentum": CASES["personal"]._replace(
         strategy=lambda **o: PersonalizedFedAvg(["head"], optimizer=Momentum(), **SOME, **o)

@@ -187,7 +187,7 @@ def loss_of(client: int, model: ArrayRecord, name: str = "") -> float:
 
 @ALL_NAMES
 def test_each_clients_model_is_at_hand_in_process(name: str) -> None:
-    strategy, _ = run(name)
+    strategy, grid = run(name)
     evaluated = [report for report in strategy.history if report.step == "evaluate"]
     for client in range(N_CLIENTS):
         model = strategy.result.model_of(client)
@@ -196,6 +196,9 @@ def test_each_clients_model_is_at_hand_in_process(name: str) -> None:
             assert loss_of(client, model, name) == pytest.approx(loss, rel=1e-5, abs=1e-12)
         if name in STRATEGIES:
             assert list(model) == ["slope", "intercept"]
+        if name == "perma":
+            local = grid.local_atoms()[client]
+            np.testing.assert_array_equal(model["local_atoms"].numpy(), local)
 
 
 @NAMES
@@ -439,47 +442,3 @@ def test_clusters_that_have_not_been_learned_are_none() -> None:
 
 
 # Dictionaries and regressions --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_a_clients_dictionary_is_the_global_atoms_and_its_own(
-    on_disk: bool, tmp_path: Path
-) -> None:
-    X = np.random.default_rng(0).standard_normal((3, 60, 6))
-
-    def make_client(context: Context) -> DictionaryClient:
-        own = X[int(context.node_config["partition-id"])]
-        return DictionaryClient(own, OrthogonalLearner(5), context)
-
-    where = {"state-dir": str(tmp_path)} if on_disk else {}
-    grid = InProcessGrid(client_app(make_client), 3, node_config=lambda _: where)
-    strategy = PerMA(n_global=2)
-    atoms = strategy.start(grid, num_rounds=3).arrays.to_numpy_ndarrays()[0]
-    state_dir = tmp_path if on_disk else None
-    for client, local in enumerate(grid.local_atoms()):
-        model = strategy.result.model_of(client, state_dir)
-        np.testing.assert_array_equal(model["global_atoms"].numpy(), atoms)
-        np.testing.assert_array_equal(model["local_atoms"].numpy(), local)
-    assert list(strategy.result.shared) == ["global_atoms"]
-    with pytest.raises(ValueError, match="client"):
-        strategy.result.model_of(9)
-
-
-def test_a_clients_regression_is_that_of_its_cluster() -> None:
-    slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
-    X = np.random.default_rng(0).standard_normal((7, 8, 2))
-
-    def make_client(context: Context) -> RegressionClient:
-        i = int(context.node_config["partition-id"])
-        return RegressionClient(X[i], X[i] @ slopes[i % 2], context)
-
-    strategy, app = FedX(2), client_app(make_client)
-    result = strategy.start(InProcessGrid(app, 6), ArrayRecord([slopes]), num_rounds=1)
-    found = strategy.result
-    assert (found.members, found.sizes) == ({i: i % 2 for i in range(6)}, [3, 3])
-    for own in (
-        found.model_of(3),
-        *(adapt(app, one, context_of(5)) for one in (found, result.arrays)),
-    ):
-        np.testing.assert_allclose(own["coefficients"].numpy(), slopes[1])
-    assert [row.split()[:2] for row in found.table().splitlines()[1:]] == [["0", "3"], ["1", "3"]]

@@ -14,7 +14,6 @@ from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
 from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.regression import model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -341,55 +340,6 @@ def test_a_cluster_that_is_a_text_is_no_cluster() -> None:
     assert "x" in {own.get("cluster") for own in strategy.history[-1].metrics.values()}
 
 
-def planted_error(
-    sizes: tuple[int, ...], rounds: int, lie: Callable[..., Any] | None = None, **options: Any
-) -> float:
-    """Return the largest error of a model, clients of each kind being so many.
-
-    The last quarter of each kind lies: ``lie`` returns what is sent, from the models before and
-    after training.
-    """
-    truth = np.repeat(np.arange(len(sizes)), sizes)
-    ends = np.cumsum(sizes) - 1
-    k = options.pop("k", len(sizes))
-    liars = {int(end) - i for end, n in zip(ends, sizes, strict=True) for i in range(n // 4)}
-
-    class Kind(Linear):
-        def __init__(self, i: int) -> None:
-            super().__init__(3 * i + int(truth[i]))
-            self.lies = lie is not None and i in liars
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            before = [array.copy() for array in parameters]
-            model, n, metrics = super().fit(parameters, config)
-            return (lie(before, model) if self.lies else model), n, metrics
-
-    strategy = ClusteredFedAvg(k, fraction_evaluate=0.0, **options)
-    strategy.start(InProcessGrid(app_of(Kind), len(truth)), ArrayRecord(START), num_rounds=rounds)
-    models = np.stack([model["0"].numpy() for model in strategy.result.models])
-    return model_error(models, TRUTH[: len(sizes)])
-
-
-def far_away(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.ndarray]:
-    return [array - 1000 for array in model]
-
-
-def turned_round(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.ndarray]:
-    return [b - (m - b) for b, m in zip(before, model, strict=True)]
-
-
-@pytest.mark.parametrize("lie", [far_away, turned_round])
-@pytest.mark.parametrize("sizes", [(5, 6), (8, 4)])
-def test_a_minority_of_liars_in_each_cluster_is_withstood(sizes: tuple[int, ...], lie: Any) -> None:
-    assert planted_error(sizes, 6, lie, robust=True) < 0.3
-
-
-@pytest.mark.parametrize("robust", [True, "geometric-median"])
-@pytest.mark.parametrize("options", [{"start": "anchors"}, {"k": "auto"}])
-def test_no_model_starts_from_an_outlier(options: dict[str, Any], robust: Any) -> None:
-    assert planted_error((6, 3), 8, far_away, robust=robust, **options) < 0.3
-
-
 def test_one_clients_losses_do_not_decide_k() -> None:
     class Stubborn(Linear):
         asked = False
@@ -402,17 +352,6 @@ def test_one_clients_losses_do_not_decide_k() -> None:
     strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=6, robust=True)
     run(strategy, 5, app=app_of(lambda i: Stubborn(i) if i == 5 else Linear(i)))
     assert len(strategy.result.models) == 3
-
-
-def test_an_app_of_messages_keeps_its_arrays_names() -> None:
-    strategy, names = ClusteredFedAvg(3), ["layer.weight", "layer.bias"]
-    start = ArrayRecord(dict(zip(names, ArrayRecord(START).values(), strict=True)))
-    result = strategy.start(InProcessGrid(client_app(as_app(make)), N), start, num_rounds=4)
-    assert list(result.arrays) == list(strategy.result.models[0]) == names
-    assert not any(report.dropped for report in strategy.history)
-    for name, array in zip(names, run(ClusteredFedAvg(3), 4), strict=True):
-        for model, own in zip(strategy.result.models, array, strict=True):
-            np.testing.assert_array_equal(model[name].numpy(), own)
 
 
 def test_mods_see_one_model_at_a_time() -> None:
@@ -503,41 +442,6 @@ def test_more_clusters_than_clients_and_replies_of_other_shapes_are_named() -> N
         run(ClusteredFedAvg(2, start="random"), 1, app=app_of(Short))
 
 
-class NoEvaluate(NumPyClient):
-    def __init__(self, context: Context) -> None:
-        self.linear = make(context)
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return self.linear.fit(parameters, config)
-
-
-class NoLoss(NoEvaluate):
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        return float("nan"), 5, {"accuracy": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("client", "evaluations"),
-    [
-        (NoEvaluate, []),
-        (as_app(make, evaluates=False), []),
-        (NoLoss, [{"accuracy": 1.0, "cluster_0": N}] * 3),
-    ],
-)
-def test_clients_without_a_loss_train_one_model_and_are_named_in_round_one_of_several(
-    client: Any, evaluations: list[Any]
-) -> None:
-    strategy = ClusteredFedAvg(1)
-    run(strategy, 3, app=client_app(client))
-    assert [r.aggregate["clients"] for r in strategy.history if r.step == "cluster"] == [N] * 3
-    assert [r.aggregate for r in strategy.history if r.step == "evaluate"] == [
-        {**means, "clients": N, "dropped": 0} for means in evaluations
-    ]
-    for k in (2, "auto"):
-        with pytest.raises((TooFewReplies, ValueError), match="evaluate"):
-            run(ClusteredFedAvg(k), 3, app=client_app(client))
-
-
 def test_a_loss_that_tells_no_models_apart_is_warned_of(caplog: Any) -> None:
     class Constant(Linear):
         def evaluate(self, parameters: Any, config: Any) -> Any:
@@ -547,18 +451,3 @@ def test_a_loss_that_tells_no_models_apart_is_warned_of(caplog: Any) -> None:
         caplog.clear()
         run(ClusteredFedAvg(3), 3, app=app_of(client))
         assert ("the same loss for all of the 3 models" in caplog.text) == warned
-
-
-def test_counters_are_counters_in_every_cluster() -> None:
-    class Counting(Linear):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            fitted, n, metrics = super().fit(parameters[:2], config)
-            return [*fitted, np.int64(parameters[2]) + 1], n, metrics
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return super().evaluate(parameters[:2], config)
-
-    start = [*START, np.array(7)]
-    *_, count = run(ClusteredFedAvg(3), 3, start, app=app_of(Counting))
-    np.testing.assert_array_equal(count, [10] * 3)
-    assert count.dtype == np.int64

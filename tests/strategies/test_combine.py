@@ -6,16 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context
-from flwr.client import NumPyClient
-from scipy.spatial.distance import cdist
 
-from flwr_perdl.clients import client_app
 from flwr_perdl.core.aggregate import aggregate
-from flwr_perdl.core.models import changes_of
 from flwr_perdl.protocol.records import Reply
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import Combine, Protocol, ProtocolStrategy, Replies, Request
+from tests.grids import Trains, grid_of
 
 
 def replies(*rows: Any) -> Replies:
@@ -68,21 +63,6 @@ def test_arrays_of_several_blocks_come_to_what_their_rows_do(rule: str) -> None:
     np.testing.assert_allclose(np.delete(change, 5), np.delete(wanted, 5), atol=1e-8)
 
 
-def test_rows_have_the_distances_of_the_changes_whatever_one_sends() -> None:
-    rng = np.random.default_rng(0)
-    models = [[rng.standard_normal(50)] for _ in range(6)]
-    models[2][0] *= 1e9
-    models[3][0] *= 0
-    rows = changes_of([(np.zeros(50), None)], models)
-    flat = np.array([array for (array,) in models])
-    assert rows.shape == (6, 6)
-    honest = [0, 1, 3, 4, 5]
-    np.testing.assert_allclose(
-        cdist(rows, rows)[honest][:, honest], cdist(flat, flat)[honest][:, honest], atol=1e-7
-    )
-    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), np.linalg.norm(flat, axis=1))
-
-
 @pytest.mark.parametrize(
     ("reply", "named"),
     [
@@ -122,19 +102,12 @@ class Median(ProtocolStrategy):
             (model,) = answers.combined
 
 
-class Client(NumPyClient):
-    """Of five the last sends another shape."""
-
-    def __init__(self, context: Context) -> None:
-        self.i = int(context.node_config["partition-id"])
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [np.full(3 if self.i == 4 else 2, float(self.i**2))], 1, {}
-
-
 def test_the_driver_checks_combines_and_releases() -> None:
+    """Of five clients the last sends another shape."""
+    sizes = (2, 2, 2, 2, 3)
     strategy = Median(fraction_evaluate=0.0)
-    result = strategy.start(InProcessGrid(client_app(Client), 5), num_rounds=1)
+    grid = grid_of(lambda _, i: Trains(lambda array: np.full(sizes[i], i**2.0)), 5)
+    result = strategy.start(grid, num_rounds=1)
     assert result.arrays.to_numpy_ndarrays()[0].tolist() == [2.5, 2.5]  # of 0, 1, 4 and 9
     (report,) = strategy.history
     assert "shapes" in report.dropped["client 4"]

@@ -5,7 +5,9 @@ On Ray and on SuperNodes: ``tests/end_to_end/test_all_protocols.py``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
+from flwr_perdl.random import spawn
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies
 from tests.grids import arrays_in, failing
 from tests.strategies.protocols import CASES, NOISED, START, VARIANTS
@@ -22,16 +25,44 @@ RESUME = ServerSettings(resume=True)
 ALL = CASES | VARIANTS
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", ALL)
-def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
-    """The server died with all replies to a round in, before it saved them; nodes restarted."""
-    case, nodes, folder = ALL[name], tmp_path / "nodes", tmp_path / "run"
-    whole = case.run(case.grid(), case.cut + 2)
-    case.die(case.grid(nodes), checkpoint_dir=folder)
-    for _ in range(2):  # and a run that is over stays over
-        found = case.run(case.grid(nodes), case.cut + 2, checkpoint_dir=folder, server=RESUME)
-        for array, same in zip(found, whole, strict=True):
-            np.testing.assert_array_equal(array, same)
+def test_a_server_that_dies_at_every_write_of_a_faulty_run_changes_no_bit(
+    name: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients fail at random; each file is written, or is not, and with it all processes end.
+
+    And a run that is over stays over.
+    """
+    case, replace, written = ALL[name], os.replace, set[str]()
+
+    def faults(partition: int, message: Message) -> str | None:
+        rng = spawn(7, partition, int(message.content["config"].get("server-round", 0)))
+        trains = message.metadata.message_type == "train"
+        return str(rng.choice(FAULTS)) if trains and rng.random() < 0.1 else None
+
+    def dying(source: Any, target: Any) -> None:
+        new = str(target) not in written
+        if after or not new:
+            replace(source, target)
+        if new:
+            written.add(str(target))
+            raise KeyboardInterrupt
+
+    def run(**options: Any) -> list[np.ndarray]:
+        folder = tmp_path / "nodes" if options else None
+        return case.run(case.grid(folder, faults=faults), case.cut + 2, **options)
+
+    whole = run()
+    monkeypatch.setattr(os, "replace", dying)
+    found: list[np.ndarray] = []
+    while not found:
+        with suppress(KeyboardInterrupt):
+            found = run(checkpoint_dir=tmp_path / "run", server=RESUME)
+    assert len(written) > case.cut
+    found += run(checkpoint_dir=tmp_path / "run", server=RESUME)
+    for array, same in zip(found, [*whole, *whole], strict=True):
+        np.testing.assert_array_equal(array, same)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,12 +122,12 @@ def run(name: str, fault: str) -> tuple[Any, list[np.ndarray]]:
     """Return a run in whose round 2 client 4 fails so, or its reply is lost."""
     case = CASES[name]
     grid = case.grid(faults=failing(fault, [4], [2]) if fault in FAULTS else None)
-    grid.spoil, grid.lost = HOSTILE.get(fault), fault == "lost"
+    grid.spoil, grid.how = HOSTILE.get(fault), fault
     return case.start(grid, case.cut + 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("fault", [*FAULTS, *HOSTILE])
+@pytest.mark.parametrize("fault", [*FAULTS, *HOSTILE, "late"])
 def test_a_hostile_reply_counts_as_none_and_is_named(name: str, fault: str) -> None:
     """And who was absent is there again in the next round."""
     strategy, found = run(name, fault)
@@ -106,6 +137,12 @@ def test_a_hostile_reply_counts_as_none_and_is_named(name: str, fault: str) -> N
         return
     none = "silence" if fault in ("silence", "error") else "lost"  # where the client has trained
     for array, same in zip(found, run(name, none)[1], strict=True):
+        np.testing.assert_array_equal(array, same)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_reply_that_comes_twice_counts_once(name: str) -> None:
+    for array, same in zip(run(name, "twice")[1], run(name, "")[1], strict=True):
         np.testing.assert_array_equal(array, same)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ import pytest
 
 from flwr_perdl.core import files
 from flwr_perdl.strategies import (
-    ProtocolStrategy,
-    Request,
     ServerSettings,
 )
-from tests.strategies.protocols import CASES, Case, models
+from tests.strategies.protocols import CASES
 
 RESUME = ServerSettings(resume=True)
 
@@ -75,35 +72,3 @@ def test_a_checkpoint_of_another_version_is_rejected_not_passed_over(tmp_path: P
     files.save(path, saved.arrays, {**saved.meta, "format": 2})
     with pytest.raises(ValueError, match=rf"{path.name} .*format.*\b2\b"):
         case.run(grid, case.cut + 2, checkpoint_dir=tmp_path, server=RESUME)
-
-
-class Older(ProtocolStrategy):
-    """Its state once lacked an entry, which it takes up at once, for a client, or after a round."""
-
-    def __init__(self, when: str, adds: str = "new", **options: Any) -> None:
-        super().__init__(**options)
-        self.__dict__["_when"], self.__dict__["_adds"] = when, adds
-
-    def protocol(self, initial: Any, state: Any) -> Any:
-        state = state or {self._adds: np.zeros(12)}
-        while True:
-            model = state["new"] if self._when == "at once" else np.zeros(12)
-            own = partial(self._own, state) if self._when == "for a client" else None
-            replies = yield Request("go", [np.zeros(2), model], state=state, per_client=own)
-            if self._when == "after a round":
-                state = {self._adds: state["new"] + replies[0].arrays[1]}
-
-    @staticmethod
-    def _own(state: Any, partition: int) -> list[np.ndarray]:
-        return [np.zeros(2), state["new"]]
-
-
-@pytest.mark.parametrize("when", ["at once", "for a client", "after a round"])
-def test_a_state_that_a_protocol_cannot_go_on_from_names_the_file(
-    when: str, tmp_path: Path
-) -> None:
-    case = Case(lambda **o: Older("later", "old", **o), models, 1)
-    case.run(case.grid(), 1, checkpoint_dir=tmp_path)
-    now = Case(lambda **o: Older(when, **o), models, 1)
-    with pytest.raises(ValueError, match=r"round-000001\.npz"):
-        now.run(now.grid(), 2, checkpoint_dir=tmp_path, server=RESUME)

@@ -286,19 +286,6 @@ def test_fedavg_is_refused_with_a_sentence_by_a_client_of_another_protocol(app: 
     assert all(sentence in reason for reason in grid.errors)
 
 
-@pytest.mark.parametrize("strategy", [ClusteredFedAvg, PersonalizedFedAvg])
-def test_flowers_noise_at_the_client_goes_with_any_model(strategy: Any) -> None:
-    option = 1 if strategy is ClusteredFedAvg else ["1"]
-    model = ArrayRecord([np.zeros(3), np.zeros(3)])
-    plain, noised = (
-        run(strategy(option), client_app(MeanClient, train_mods=mods), model)
-        for mods in ((), WITH_NOISE)
-    )
-    assert len(noised.evaluate_metrics_clientapp) == 4
-    change = noised.arrays.to_numpy_ndarrays()[0] - plain.arrays.to_numpy_ndarrays()[0]
-    assert np.linalg.norm(change) > 0.01  # about 4
-
-
 @pytest.mark.parametrize(
     ("base", "options"), [(FedAvg, {}), (ClusteredFedAvg, {"k": 2}), (ClusteredFedAvg, {"k": 1})]
 )

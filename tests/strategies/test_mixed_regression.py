@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Message
 
 from flwr_perdl.clients import RegressionClient
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
-    LogisticLoss,
     Refinement,
     TwoPhase,
     model_error,
@@ -197,14 +196,6 @@ def test_fewer_rounds_than_it_takes_to_find_models_are_refused(
     assert np.isfinite(models).all()
 
 
-def test_the_default_number_of_rounds_is_enough_from_given_models_only() -> None:
-    data, strategy = planted(), FedX(3, **QUIET)
-    with pytest.raises(ValueError, match=r"^num_rounds"):
-        strategy.start(grid(data))
-    result = strategy.start(grid(data), ArrayRecord([NEAR]))
-    assert result.arrays.to_numpy_ndarrays()[0].shape == (3, D)
-
-
 # Faults -------------------------------------------------------------------------------------
 
 
@@ -222,27 +213,6 @@ def test_clients_fail_at_random(n_clusters: int | str, fault: str) -> None:
     assert model_error(models, data.theta) < 0.12
     dropped = sum(len(report.dropped) for report in strategy.history)
     assert 0.15 < dropped / (40 * len(data.X)) < 0.25
-
-
-@pytest.mark.parametrize(
-    ("n_clusters", "size", "robust"), [(3, 1e6, "trimmed"), ("auto", 1e100, "geometric-median")]
-)
-def test_one_adversary_does_no_harm_to_a_robust_average(
-    n_clusters: int | str, size: float, robust: str
-) -> None:
-    data = planted()
-
-    class Adversary(RegressionClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            (sent,), n, metrics = super().fit(parameters, config)
-            if self.partition == 0:
-                first = 2 if config["perdl.step"] == "update" else 0
-                sent[..., first:] = size * np.abs(sent[..., first:] + 1)
-                n = 10**6
-            return [sent], n, metrics
-
-    models = learn(data, FedX(n_clusters, robust=robust, **QUIET), 40, make=Adversary)
-    assert model_error(models, data.theta) < 0.12
 
 
 def test_a_client_with_another_number_of_features_is_dropped_with_its_own(warned: Any) -> None:
@@ -270,20 +240,6 @@ def test_a_client_that_lies_about_its_cluster_is_left_out() -> None:
     strategy = FedX(3, **QUIET)
     learn(planted(), strategy, 6, make=Liar)
     assert list(strategy.history[-1].dropped) == ["client 0", "client 1"]
-
-
-def test_another_loss_goes_through_phase_2() -> None:
-    data = planted()
-    signs = data._replace(y=[np.where(b > 0, 1.0, -1.0) for b in data.y])
-
-    def make(X: Any, y: Any, context: Context) -> RegressionClient:
-        return RegressionClient(X, y, context, loss=LogisticLoss(), min_support=0)
-
-    options = refined(check_every=0, n_steps=2)
-    found = learn(signs, FedX(3, **options, **QUIET), 6, NEAR, make=make)
-    clients = Clients(signs.X, signs.y, LogisticLoss())
-    batched = simulate(clients, TwoPhase(3, **options), 6, centers=NEAR).state.centers
-    np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
 
 
 # Privacy ------------------------------------------------------------------------------------

@@ -216,19 +216,6 @@ def test_a_message_of_another_form_is_left_out_by_those_who_receive_it() -> None
     np.testing.assert_allclose(relay.outcome.observed["norm"][[0, 1, 3]], here[[0, 1, 3]])
 
 
-def test_a_dead_node_is_unknown_at_the_end() -> None:
-    data = values(4)
-    topology = Topology.complete(4)
-    faulty = grid(data, program=Consensus, faults=failing("silence", [3], range(4, 99)))
-    run = relayed(faulty, topology, 8)
-    assert run.state.nodes.tolist() == [0, 1, 2]
-    assert run.alive.tolist() == [True, True, True, False]
-    assert np.isnan(run.observed["norm"]).tolist() == [False, False, False, True]
-    # It was heard in rounds 1 to 3, after which all four agree already.
-    mean = np.mean(list(data.values()), axis=0)
-    np.testing.assert_allclose(run.observed["norm"][:3], np.linalg.norm(mean), atol=1e-9)
-
-
 def test_a_client_that_is_no_node_of_the_network_is_left_out() -> None:
     run = relayed(grid(values(5)), Topology.ring(3), 3)
     assert_same(run, InMemoryNetwork(Topology.ring(3)).run(Drift(values(5)), 3))

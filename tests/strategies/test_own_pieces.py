@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -110,33 +109,6 @@ def test_clients_that_lost_their_state_between_two_starts_are_warned_of(
     again = make(checkpoint_dir=tmp_path / "c", server=RESUME)
     again.start(grid(factory=factory, **own), num_rounds=4)
     assert ("client 0, client 1, client 2 was lost" in warned.text) is not kept
-
-
-@pytest.mark.parametrize("when", ["before", "between"])
-def test_a_round_that_is_cut_off_while_its_state_is_written_is_resumed_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    def here() -> InProcessGrid:
-        return grid(4, node_config=lambda partition: {"state-dir": str(tmp_path / "state")})
-
-    options: dict[str, Any] = {"checkpoint_dir": tmp_path / "server"}
-    whole = PerMA(2).start(grid(4), num_rounds=4).arrays.to_numpy_ndarrays()[0]
-    PerMA(2, **options).start(here(), num_rounds=2)
-    calls = []
-    replace = os.replace
-
-    def dying(*paths: Any) -> None:
-        calls.append(paths)
-        if len(calls) > (0 if when == "before" else 2):
-            raise KeyboardInterrupt
-        replace(*paths)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", dying)
-        with pytest.raises(KeyboardInterrupt):
-            PerMA(2, **options, server=RESUME).start(here(), num_rounds=4)
-    result = PerMA(2, **options, server=RESUME).start(here(), num_rounds=4)
-    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)
 
 
 @pytest.mark.parametrize(

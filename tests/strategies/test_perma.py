@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message
 
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import (
@@ -21,6 +21,7 @@ from flwr_perdl.dictionary import (
     dictionary_distance,
     normalize_atoms,
 )
+from flwr_perdl.random import spawn
 from flwr_perdl.strategies import PerMA, ServerSettings
 from tests.grids import grid_of
 
@@ -147,11 +148,24 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None
     assert not any(report.dropped for report in strategy.history)
 
 
-def test_a_run_may_start_from_given_atoms(federation: MakeFederation) -> None:
-    planted = federation(noise=0.05)
-    strategy = PerMA(3, fraction_evaluate=0.0)
-    strategy.start(planted.grid(), ArrayRecord([planted.planted.global_atoms]), num_rounds=2)
-    assert [report.step for report in strategy.history] == ["update", "update"]
+def test_where_clients_fail_at_random_the_error_is_that_of_a_run_without_faults(
+    federation: MakeFederation,
+) -> None:
+    planted = federation(10, noise=0.05)
+
+    def faults(partition: int, message: Message) -> str | None:
+        rng = spawn(9, partition, int(message.content["config"].get("server-round", 0)))
+        kinds = ("error", "silence", "nan", "shape", "empty")
+        trains = message.metadata.message_type == "train"
+        return str(rng.choice(kinds)) if trains and rng.random() < 0.3 else None
+
+    strategies = [PerMA(3, reuse_last_reply=10) for _ in range(2)]
+    errors = [
+        dictionary_distance(planted.learn(one, 10, **options), planted.planted.global_atoms)
+        for one, options in zip(strategies, ({}, {"faults": faults}), strict=True)
+    ]
+    assert errors[1] < 1.1 * errors[0]
+    assert sum(len(report.dropped) for report in strategies[1].history) > 20
 
 
 def test_clients_that_were_never_asked_evaluate_what_they_would_begin_with(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,17 +147,6 @@ def test_a_client_that_lost_its_part_begins_anew_in_the_next_round() -> None:
     assert grid.measured("head") == {0: 1, 1: 6, 2: 9}
 
 
-def kept_on_disk(tmp_path: Path) -> Callable[[int], dict[str, Any]]:
-    return lambda partition: {"state-dir": str(tmp_path / "clients")}
-
-
-def test_with_a_folder_the_same_client_goes_on(tmp_path: Path) -> None:
-    grid = Forgetting(personal(), 3, node_config=kept_on_disk(tmp_path))
-    start(grid, 3)
-    assert grid.errors == []
-    assert grid.measured("head") == {0: 3, 1: 6, 2: 9}
-
-
 def by_hand(optimizer: Any, changes: list[float]) -> float:
     """Return where Reddi et al.'s Algorithm 2, in numbers of Python's, goes from 0."""
     x = m = 0.0
@@ -228,57 +216,6 @@ def test_fedrep_trains_the_head_first_then_the_body(obeys: bool) -> None:
     # head 0 + 1 + 1 = 2, body 1 + 2 = 3; head 2 + 3 + 1 = 6, body 3 + 6 = 9
     assert body.tolist() == [9]
     assert grid.measured("loss") == {0: 6, 1: 6}
-
-
-def test_half_floats_stay_half_floats() -> None:
-    class Halves(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [(array + 0.1).astype(np.float16) for array in parameters], 1, {}
-
-    start = ArrayRecord([np.zeros(2, np.float16)])
-    for strategy in (Ditto(), ClusteredFedAvg(1)):
-        grid = InProcessGrid(client_app(lambda context: Halves()), 2)
-        (body,) = strategy.start(grid, start, num_rounds=2).arrays.to_numpy_ndarrays()
-        assert body.dtype == np.float16
-        np.testing.assert_allclose(body, 0.2, rtol=1e-3)
-
-
-def test_counters_of_normalization_layers_may_be_private_or_shared() -> None:
-    class Counts(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            weight, count, own = parameters
-            assert own.dtype == np.int64
-            return [weight + 1, (count + 2).astype(np.int64), own + 3], 1, {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return float(parameters[2]), 1, {}
-
-    arrays = [np.zeros(2, np.float32), np.array(0), np.array(0)]
-    given = ArrayRecord({n: Array(a) for n, a in zip(("w", "bn.n", "ln.n"), arrays, strict=True)})
-    grid = Tapped(client_app(lambda context: Counts(), private=["ln*"], names=[*given]), 2)
-    result = PersonalizedFedAvg(["ln*"]).start(grid, given, num_rounds=2)
-    weight, count, own = result.arrays.to_numpy_ndarrays()
-    assert (weight.dtype, weight.tolist(), count.tolist(), own.tolist()) == (
-        "float32",
-        [2, 2],
-        4,
-        0,
-    )
-    assert set(grid.measured("loss").values()) == {6}
-
-
-def test_a_robust_rule_bounds_what_a_liar_does_to_the_body() -> None:
-    class Moves(NumPyClient):
-        def __init__(self, context: Context) -> None:
-            self.by = 1 if partition_of(context) else 1e4
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [parameters[0] + self.by, parameters[1] + 3], 1, {}
-
-    given = ArrayRecord([np.zeros(2), np.zeros(2)])
-    grid = Tapped(client_app(Moves, private=["1"]), 6)
-    strategy = PersonalizedFedAvg(["1"], robust="median")
-    np.testing.assert_allclose(strategy.start(grid, given, 2).arrays["0"].numpy(), 2)
 
 
 @pytest.mark.parametrize("private", [["tail"], ["*"]])
@@ -355,14 +292,6 @@ def test_ditto_by_hand() -> None:
     assert [report.aggregate["state-lost"] for report in strategy.history[::2]] == [0, 0, 0]
 
 
-def test_dittos_ends_are_alone_and_shared() -> None:
-    alone, shared = (Tapped(client_app(make_app()), 2) for _ in range(2))
-    Ditto(pull=0.0).start(alone, model(), num_rounds=3)
-    assert alone.measured("body") == {0: 3, 1: 6}
-    Ditto(pull=1.0).start(shared, model(), num_rounds=3)
-    assert shared.measured("body") == {0: 3, 1: 3}  # the global model of the round before
-
-
 def test_no_client_s_own_model_travels() -> None:
     grid = Tapped(client_app(make_app()), 3)
     Ditto(pull=0.3).start(grid, model(), num_rounds=3)
@@ -375,15 +304,6 @@ def test_no_client_s_own_model_travels() -> None:
     ]
     assert len(own) == 3 * 2 * 4
     assert not any(np.isin(mine, array).any() for mine in own for array in sent)
-
-
-def test_dittos_clients_survive_a_restart_on_disk_alone(tmp_path: Path) -> None:
-    kept = Forgetting(client_app(make_app()), 2, node_config=kept_on_disk(tmp_path))
-    lost, same = Forgetting(client_app(make_app()), 2), Tapped(client_app(make_app()), 2)
-    for grid in (kept, lost, same):
-        Ditto().start(grid, model(), num_rounds=3)
-        assert grid.errors == []
-    assert kept.measured("body") == same.measured("body") != lost.measured("body")
 
 
 def test_ditto_keeps_what_it_has_if_a_training_fails() -> None:

@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from sklearn.linear_model import Ridge
 
 from flwr_perdl.clients import RidgeClient, adapt, client_app
+from flwr_perdl.network import Schedule, Topology
 from flwr_perdl.privacy import Noise
 from flwr_perdl.privacy.noise import noise_multiplier
 from flwr_perdl.regression import RidgeModel
@@ -367,8 +368,72 @@ def test_sums_of_no_samples_are_refused(level: str, lie: str) -> None:
         ({"level": "shared", "privacy": Noise(epsilon=1, level="client")}, "privacy"),
         ({"level": "groups", "robust": True}, "level"),
         ({"level": "personal", "random": "columns", "robust": True}, "random"),
+        ({"topology": Topology.ring(N)}, "level"),
+        ({"level": "shared", "topology": Topology.ring(N), "robust": True}, "topology"),
+        ({"level": "shared", "topology": Topology.ring(N), "scale": (1, 2)}, "scale"),
+        ({"level": "shared", "topology": Topology.from_edges(N, [(0, 1)])}, "topology"),
+        ({"level": "shared", "sealed": True}, "topology"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         start(y=responses("shared"), **options)
+
+
+@pytest.mark.parametrize("level", ["auto", "groups", "columns"])
+def test_without_some_clients_is_a_run_on_the_sums_of_the_others(level: str) -> None:
+    y, columns = responses("groups"), (np.zeros(D), np.arange(1.0, 1 + D))
+    options = {"level": level, "features": 5} if level != "columns" else {}
+    options = options or {"level": "personal", "random": "columns"}
+    options = {"y": y, "columns": columns, **options}
+    whole, _ = start(**options)
+    absent = {"faults": failing("silence", [3, 6], [1])}
+    fresh, _ = start(**options, grid=absent)
+    found, expected = whole.without([3, 6]), fresh.result
+    assert found.members == {k: j for k, j in expected.members.items() if k not in (3, 6)}
+    for ours, others in zip(found.models, expected.models, strict=True):
+        for name, array in ours.items():
+            np.testing.assert_allclose(array.numpy(), others[name].numpy(), rtol=1e-9, atol=1e-12)
+    assert found.model_of(2) == found.shared_of(2)
+    with pytest.raises(ValueError, match="client must be one of the run"):
+        found.model_of(3)
+
+
+@pytest.mark.parametrize("left", [[], [8], [*range(N)]])
+def test_only_those_who_sent_sums_can_be_left_out(left: list[int]) -> None:
+    strategy, _ = start("groups", y=responses("groups"))
+    with pytest.raises(ValueError, match="clients must be some that sent sums"):
+        strategy.without(left)
+    shared, _ = start("shared", y=responses("groups"))
+    with pytest.raises(ValueError, match="level must be one for which"):
+        shared.without([3])
+
+
+#: A fifth of a graph's links is down in each round, in both directions.
+FAILING = Schedule(
+    N,
+    lambda t: [
+        (i, (i + step) % N)
+        for i in range(N)
+        for step in (1, 3)
+        if np.random.default_rng([t, i, step]).random() > 0.2
+    ],
+    window=5,
+)
+
+
+@pytest.mark.parametrize("network", [FAILING, Topology.exponential(N)])
+@pytest.mark.parametrize("level", ["shared", "personal"])
+def test_nodes_without_a_server_have_the_models_of_one(level: str, network: Any) -> None:
+    y, features = responses("personal"), {"features": 5}
+    expected, _ = start(level, y=y, **features)
+    found, _ = start(level, y=y, **features, topology=network)
+    assert found.result.models == []
+    for i in range(N):
+        models = [one.result.model_of(i) for one in (found, expected)]
+        for name, array in models[1].items():
+            own = models[0][name].numpy()
+            np.testing.assert_allclose(own, array.numpy(), rtol=1e-10, atol=1e-11)
+    for name, mean in (found.history[-1].aggregate).items():
+        if name in ("mse", "loss"):
+            assert mean == pytest.approx(expected.history[-1].aggregate[name], rel=1e-5)

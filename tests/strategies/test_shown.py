@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
@@ -31,7 +30,7 @@ from flwr_perdl.strategies import (
     RoundReport,
     ServerSettings,
 )
-from tests.grids import grid_of, partition_of, relayed
+from tests.grids import Trains, as_app, grid_of, partition_of, relayed
 
 X = np.random.default_rng(0).standard_normal((3, 30, 6))
 
@@ -83,14 +82,7 @@ def test_a_line_names_what_the_user_has_started(
             yield Request("mean", initial, state={})
             return initial
 
-    class Client(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return parameters, 1, {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return float(np.sum(parameters[0])), 1, {}
-
-    own = InProcessGrid(client_app(lambda _: Client()), 3)
+    own = grid_of(lambda *_: Trains(lambda array: array, lambda first, _: first.sum()), 3)
     start = ArrayRecord([np.ones((2, 1)), np.ones((1, 2))])
     FederatedMean(fraction_evaluate=0).start(own, start, num_rounds=1)
     assert capfd.readouterr().err == "FederatedMean: round 1 of 1\n"
@@ -107,23 +99,18 @@ def test_a_line_names_what_the_user_has_started(
     assert "NeighborRelay: round 2 of 2\n" in capfd.readouterr().err
 
 
-TALKING = ClientApp()
+class Talking(NumPyClient):
+    """Goes halfway to one of four numbers, and has metrics of its training and its evaluation."""
 
+    def __init__(self, context: Context) -> None:
+        self.i = partition_of(context)
 
-@TALKING.train()
-def move(message: Message, context: Context) -> Message:
-    (model,) = message.content["arrays"].to_numpy_ndarrays()
-    content = RecordDict({"arrays": ArrayRecord([(model + partition_of(context) % 4) / 2])})
-    content["metrics"] = MetricRecord({"num-examples": 1, "rate": 1.0})
-    return Message(content, reply_to=message)
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [(parameters[0] + self.i % 4) / 2], 1, {"rate": 1.0}
 
-
-@TALKING.evaluate()
-def measure(message: Message, context: Context) -> Message:
-    (model,) = message.content["arrays"].to_numpy_ndarrays()
-    loss = float(np.sum((model - partition_of(context) % 4) ** 2))
-    own = {"num-examples": 1, "eval_loss": loss, "eval_acc": 1 - partition_of(context) / 8}
-    return Message(RecordDict({"metrics": MetricRecord(own)}), reply_to=message)
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        loss = float(np.sum((parameters[0] - self.i % 4) ** 2))
+        return loss, 1, {"eval_acc": 1 - self.i / 8}
 
 
 @pytest.mark.parametrize("verbose", [1, 2])
@@ -152,7 +139,7 @@ def test_a_round_is_told_by_the_users_metrics(
     monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, "flwr")
     initial = np.arange(4.0)[:, None] if isinstance(strategy, ClusteredFedAvg) else np.zeros(1)
-    grid_of_8 = InProcessGrid(client_app(TALKING), 8)
+    grid_of_8 = InProcessGrid(client_app(as_app(Talking)), 8)
     result = strategy.start(grid_of_8, ArrayRecord([initial]), num_rounds=4, verbose=verbose)
     shown = capfd.readouterr().err if verbose == 1 else caplog.text
     for words in wanted:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType
+from flwr.app import Array, ArrayRecord, Message, MessageType
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.network import TopK, Topology
@@ -111,12 +110,6 @@ def test_float32_models_travel_in_four_bytes_a_number_and_half_floats_in_two(nam
         assert [array.dtype for array in arrays] == [np.float32] * 3 + [np.int64, bool]
 
 
-def test_nodes_send_float32_models_in_four_bytes_a_number() -> None:
-    grid = CountingGrid(client_app(Adds), 4)
-    DiffusionAveraging(Topology.ring(4), method="atc").start(grid, model(), num_rounds=2)
-    assert grid.down == 2 * (4 * N_FLOATS + 8)  # booleans are not sent
-
-
 @pytest.mark.parametrize("method", ["atc", "exact_diffusion", "gradient_tracking", "push_sum"])
 @pytest.mark.parametrize("sealed", [False, True])
 def test_nodes_send_half_floats(method: str, sealed: bool) -> None:
@@ -196,25 +189,6 @@ class Adds64(NumPyClient):
         """Train nothing."""
         assert [str(one.dtype) for one in parameters] == ["float64", "float16", "float32"]
         return parameters, 1, {}
-
-
-def test_a_client_that_is_no_client_app_is_named() -> None:
-    app = ClientApp(mods=[keep_private("head.*")])
-
-    @app.train()
-    def train(message: Message, context: Any) -> Message:
-        return Message(message.content, reply_to=message)
-
-    @app.query()
-    def query(message: Message, context: Any) -> Message:
-        message.content["config"] = ConfigRecord(
-            {"partition-id": context.node_config["partition-id"]}
-        )
-        return Message(message.content, reply_to=message)
-
-    strategy = PersonalizedFedAvg(["head.*"], transport="float16", fraction_evaluate=0.0)
-    with pytest.raises(TooFewReplies):
-        strategy.start(InProcessGrid(app, 2), model(), num_rounds=1)
 
 
 def test_rules_that_compare_changes_are_for_whole_models() -> None:

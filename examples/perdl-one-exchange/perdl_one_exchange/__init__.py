@@ -1,0 +1,1 @@
+"""A frozen body, and heads in one exchange, with PyTorch: a Flower app."""
