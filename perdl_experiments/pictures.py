@@ -174,7 +174,6 @@ def intervals(
     figure = _figure(WIDTH, sum(sizes))
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
-<<<<<<< HEAD
     for axes, (title, rows) in zip(grid, panels.items(), strict=True):
         middles = [middle for *_, middle in rows.values()]
         best = max(middles) if higher_is_better else min(middles)
@@ -186,21 +185,9 @@ def intervals(
             axes.annotate(f"{middle:.4g}", (1.02, at), fontsize=SMALL, weight=weight, **place)
         _plain(axes).set_title(title, fontsize=SMALL, loc="left", weight="bold")
         axes.set_yticks(range(len(rows)), [named[name] for name in rows], fontsize=SMALL)
-        axes.locator_params(axis="x", nbins=4)
+        axes.locator_params(axis="x", nbins=2)
         axes.invert_yaxis()
     grid[-1].set(xlabel=x)
-=======
-    for at, ((low, high, middle), mine) in enumerate(zip(values, ours, strict=True)):
-        color = COLORS[0] if mine else _OTHERS
-        axes.plot([low, high], [at, at], color=color, lw=1.8)
-        axes.plot(middle, at, "o", color=color, ms=5)
-        weight = "bold" if middle == best else "normal"
-        axes.annotate(f"{middle:.4g}", (1.02, at), fontsize=SMALL, weight=weight, **place)
-    axes.set(xlabel=x)
-    axes.set_yticks(range(len(names)), named, fontsize=SMALL)
-    axes.locator_params(axis="x", nbins=2)
-    axes.invert_yaxis()
->>>>>>> main
     return figure
 
 
