@@ -91,20 +91,6 @@ def test_an_unused_atom_is_withheld_with_the_residuals_direction() -> None:
     assert abs(found[3] @ basis[2]) == pytest.approx(1, abs=1e-2)
 
 
-def test_where_all_atoms_are_used_no_residual_is_sent() -> None:
-    X = np.random.default_rng(0).standard_normal((200, 6))
-    found = send(X, MODLearner(4), np.eye(6)[:4], 1, 3)
-    assert np.all(np.any(found[:-1] != 0, axis=1))
-    assert not found[-1].any()
-
-
-def test_steps_are_the_learners() -> None:
-    X = np.random.default_rng(0).standard_normal((100, 6))
-    learner, D = GradientLearner(5), unit(5, 6)
-    found = send(X, learner, D, 2, min_support=0)
-    np.testing.assert_array_equal(found[:-1], learner.step(X, learner.step(X, D)))
-
-
 def test_the_common_start_is_the_largest_clients() -> None:
     rng, learner = np.random.default_rng(0), OrthogonalLearner(4)
     samples = [rng.standard_normal((n, 6)) for n in (20, 50, 50)]

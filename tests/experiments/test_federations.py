@@ -27,12 +27,3 @@ def test_as_many_clients_fail_as_asked_half_of_them_with_nan() -> None:
     assert 0.4 < len(reasons) / 320 < 0.6
     assert 0.35 < silent / len(reasons) < 0.65
     assert all("NaN" in reason for reason in reasons if "this client fails" not in reason)
-
-
-def test_the_papers_clients_withhold_nothing() -> None:
-    each = federations.federations(configure(find("federations"), options=SMALL))
-    assert {(one.method, one.min_support) for one in each} == {
-        ("consensus", 3),
-        ("paths", 3),
-        ("paper", 0),
-    }

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from perdl_experiments.studies import personal
 from tests.studies import config_of
-
-
-@pytest.mark.parametrize("kind", personal.KINDS)
-def test_clients_differ_as_their_kind_says(kind: str) -> None:
-    config = config_of("personal", clients=8, images=20)
-    own = personal.splits(config, kind, 0)
-    assert {len(one.train[1]) for one in own} == {20}
-    assert {len(one.choose[1]) for one in own} == {10}
-    classes = [set(np.concatenate([y for _, y in one]).tolist()) for one in own]
-    assert {len(labels) for labels in classes} == ({3} if kind == "missing" else {10})
-    again = personal.splits(config, kind, 0)
-    np.testing.assert_array_equal(own[3].test[0], again[3].test[0])
 
 
 def test_a_step_moves_the_named_arrays_and_descends() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from perdl_experiments.studies import rotated_digits
-from tests.studies import Kept, config_of, run_study
+from tests.studies import Kept, run_study
 
 
 def test_the_best_of_five_starts_has_the_lowest_validation_loss_and_costs_all_five() -> None:
@@ -15,18 +15,6 @@ def test_the_best_of_five_starts_has_the_lowest_validation_loss_and_costs_all_fi
     assert len(set(losses)) == 5
     assert found.metrics["accuracy_best"] == tries[int(np.argmin(losses))]["accuracy"][-1]
     assert found.outcome.floats_up == sum(float(one["up"]) for one in tries)
-
-
-def test_clients_of_an_angle_share_all_images_and_see_them_rotated() -> None:
-    clients = rotated_digits._clients(config_of("rotated-digits", clients=9))
-    for kind in range(4):
-        mine = [one for i, one in enumerate(clients) if i % 4 == kind]
-        assert sum(len(one.y) for one in mine) in (1797, 1797 // 3 * 2)
-    upright = {image.tobytes() for one in clients[::4] for image in one.X}
-    turned = np.rot90(clients[1].X.reshape(-1, 8, 8), -1, axes=(1, 2)).reshape(-1, 64)
-    assert all(image.tobytes() in upright for image in turned)
-    parts = clients[0].train, clients[0].choice, clients[0].test
-    assert sorted(np.concatenate(parts)) == list(range(len(clients[0].y)))
 
 
 def test_the_share_of_clients_in_the_right_cluster_by_hand() -> None:
