@@ -40,14 +40,6 @@ def test_averages_by_hand() -> None:
     np.testing.assert_allclose(weighted, normalize_atoms(np.array([[3.0, 1.0], [0.0, 1.0]])))
 
 
-def test_an_atom_that_one_client_withholds_is_the_others() -> None:
-    A, B = unit(3, 5), unit(3, 5)
-    withheld = A.copy()
-    withheld[1] = 0
-    found = combine(np.stack([sent(withheld), sent(B)]), A, None, orthogonal=False)
-    np.testing.assert_allclose(found[1], B[1])
-
-
 @pytest.mark.parametrize("orthogonal", [False, True])
 def test_an_atom_that_nobody_uses_becomes_what_is_missing(orthogonal: bool) -> None:
     basis = np.linalg.qr(np.random.default_rng(1).standard_normal((8, 8)))[0].T
@@ -71,14 +63,6 @@ def test_unused_atoms_that_are_not_replaced_stay() -> None:
     np.testing.assert_allclose(found[:2], current[:2], atol=1e-12)
     assert abs(found[2] @ basis[6]) == pytest.approx(1)
     np.testing.assert_allclose(found @ found.T, np.eye(5), atol=1e-12)
-
-
-def test_directions_that_the_dictionary_spans_already_replace_nothing() -> None:
-    current = np.eye(4)[:3]
-    used = current.copy()
-    used[2] = 0
-    stack = np.stack([sent(used, np.eye(4)[0])] * 2)
-    np.testing.assert_array_equal(combine(stack, current, None, orthogonal=True), current)
 
 
 def test_an_unused_atom_is_withheld_with_the_residuals_direction() -> None:

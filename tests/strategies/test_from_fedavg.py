@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.client import NumPyClient
 from flwr.client.mod import LocalDpMod as OlderLocalDpMod
 from flwr.client.mod import fixedclipping_mod, secaggplus_mod
@@ -67,20 +67,6 @@ OLDER_MODS = [
     (fixedclipping_mod, "fixedclipping_mod"),
     (OlderLocalDpMod(1.0, 1.0, 1.0, 1e-3), "LocalDpMod"),
 ]
-
-
-def replies(kind: str, reply: Callable[[Message], Any]) -> Any:
-    """Run an app of somebody else's with this reply to training, or to an evaluation."""
-    app, handlers = ClientApp(), as_app(MeanClient)
-    own = {kind: lambda message, _: reply(message)}
-    app.train()(own.get("train", handlers))
-    app.evaluate()(own.get("evaluate", handlers))
-    return run(ClusteredFedAvg(2), client_app(app), MODEL)
-
-
-def with_numbers(message: Message, **numbers: Any) -> Message:
-    content = RecordDict({**message.content, "metrics": MetricRecord(numbers)})
-    return Message(content, reply_to=message)
 
 
 def own_app(mod: Any) -> ClientApp:
@@ -148,14 +134,6 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             "num-partitions",
         ),
         (lambda: run(ClusteredFedAvg(2), client_app(Forgets), MODEL), TooFewReplies, "loss"),
-        (lambda: replies("train", lambda _: None), TooFewReplies, "must be a Message, got None"),
-        (
-            lambda: replies(
-                "evaluate", lambda m: with_numbers(m, **{"num-examples": 1, "loss": [1.0]})
-            ),
-            TooFewReplies,
-            "loss must be a number, got [1.0]",
-        ),
         (
             lambda: ClusteredFedAvg(1).start(
                 InProcessGrid(MEANS, 3), MODEL, evaluate_fn=lambda *_: (1.0, {})
