@@ -105,6 +105,16 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     logger.propagate = propagates
 
 
+@pytest.fixture
+def logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """Return all that Flower's logger says; nothing is shown."""
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, "flwr")
+    return caplog
+
+
 class Federation(NamedTuple):
     """A small federation with planted dictionaries."""
 

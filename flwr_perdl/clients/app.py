@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from math import nan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from flwr.app import (
     Array,
@@ -439,9 +439,12 @@ class AnsweringApp(ClientApp):
 
     def _tell(self, handlers: Handlers, message: Message, context: Context) -> Message:
         """Answer who the client is."""
-        reply = self._around(handlers, self._outer_keep({}))(message, context)
-        who = reply.content.get(CONFIG)
-        if isinstance(who, ConfigRecord):
+        if self.silent(context):
+            said = RecordDict({CONFIG: ConfigRecord({**self.who(context)})})
+            reply = Message(said, reply_to=message)
+        else:
+            reply = self._around(handlers, self._keep)(message, context)
+        if isinstance(who := reply.content.get(CONFIG), ConfigRecord):
             if (part := self.kept_part) is not None:
                 who[KEEPS_PRIVATE] = str(part)
             if self._privacy is None and not (self._evaluation and handlers.evaluates):
@@ -555,21 +558,6 @@ def _take_by(asked: Step, handlers: Handlers, message: Message, context: Context
     return _reply(message, asked, take_by(client, context, asked, arrays, config))
 
 
-class Handlers(Protocol):
-    """What answers one message, and the messages that a step makes of it."""
-
-    @property
-    def client(self) -> Any:
-        """The client, None where a ClientApp answers."""
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether an evaluation is defined."""
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message."""
-
-
 class OtherApp(AnsweringApp):
     """A ClientApp of somebody else; who the client is this one says for it."""
 
@@ -580,7 +568,11 @@ class OtherApp(AnsweringApp):
 
     def handlers(self, context: Context, client: Any = None) -> Handlers:
         """Return what answers a message."""
-        return _AppsHandlers(self)
+        return _AppsHandlers(self.app)
+
+    def silent(self, context: Context) -> bool:
+        """Whether no answer of the app to who it is may leave, or there is none."""
+        return super().silent(context) or not has_handler(self.app, "query.default")
 
     def act(self, message: Message, context: Context) -> Message:
         """Answer a message to an action of the app's own."""
@@ -592,8 +584,8 @@ class _AppsHandlers:
 
     client = None
 
-    def __init__(self, outer: OtherApp) -> None:
-        self._outer, self._app = outer, outer.app
+    def __init__(self, app: ClientApp) -> None:
+        self._app = app
 
     @property
     def evaluates(self) -> bool:
@@ -601,10 +593,6 @@ class _AppsHandlers:
 
     def __call__(self, message: Message, context: Context) -> Message:
         kind = route_of(message)[0]
-        silent = self._outer.silent(context) or not has_handler(self._app, "query.default")
-        if kind == MessageType.QUERY and silent:
-            who = ConfigRecord({**self._outer.who(context)})
-            return Message(RecordDict({CONFIG: who}), reply_to=message)
         if kind == MessageType.EVALUATE and not self.evaluates:
             raise NoEvaluateError
         reply: Message = self._app(message, context)
@@ -654,12 +642,15 @@ class _ClientsMethods:
     def __call__(self, message: Message, context: Context) -> Message:
         kind = route_of(message)[0]
         if kind == MessageType.QUERY:
-            silent = self._outer.silent(context)
-            who = self._outer.who(context) if silent else _properties(self.client, context)
-            return Message(RecordDict({CONFIG: ConfigRecord({**who})}), reply_to=message)
+            who = ConfigRecord(_properties(self.client, context))
+            return Message(RecordDict({CONFIG: who}), reply_to=message)
         client = self.client
         arrays, config = read_request(message, writable=not isinstance(client, ProtocolClient))
         if kind == MessageType.TRAIN:
             return reply_to(message, *client.fit(arrays, config))
         loss, n, metrics = evaluation_of(client)(arrays, config)
         return reply_to(message, None, n, with_loss(loss, metrics))
+
+
+#: What answers one message, and the messages that a step makes of it.
+Handlers = _AppsHandlers | _ClientsMethods

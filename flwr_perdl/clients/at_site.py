@@ -12,7 +12,7 @@ from flwr_perdl.clients.app import AnsweringApp
 from flwr_perdl.clients.dispatch import Step
 from flwr_perdl.clients.own_models import MOST_FITS, OWN_MODELS, choose_model, keep_best
 from flwr_perdl.core.checks import brief_repr, check_count, check_kind, check_list
-from flwr_perdl.protocol.compat import become_server, stamp
+from flwr_perdl.protocol.compat import become_server, new_record, stamp
 from flwr_perdl.protocol.local import Local, StepRequest, StepResult
 from flwr_perdl.protocol.records import (
     ARRAYS,
@@ -20,7 +20,6 @@ from flwr_perdl.protocol.records import (
     ROUND,
     RUN,
     SEED,
-    named,
     to_record,
 )
 
@@ -95,7 +94,7 @@ def adapt(
     if not models:
         raise ValueError("result must have a model, got none.")
     arrays = {f"{j}/{name}": own for j, model in enumerate(models) for name, own in model.items()}
-    record = named([*arrays.values()], [*arrays])
+    record = new_record(ArrayRecord, arrays)
     try:
         told = ConfigRecord({**(config or {}), ROUND: 1, SEED: seed, RUN: "adapted"})
     except (TypeError, ValueError):
@@ -131,4 +130,4 @@ def adapt(
         raise ValueError(
             f"result must have a model that the client can train, got {[*models[0]]}: {error}"
         ) from error
-    return named([*found.values()], [*found])
+    return new_record(ArrayRecord, found)

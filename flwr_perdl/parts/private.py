@@ -52,7 +52,7 @@ from flwr_perdl.protocol.client_state import (
     StateStore,
     private_store,
 )
-from flwr_perdl.protocol.compat import like, log, older_mod
+from flwr_perdl.protocol.compat import like, log, new_record, older_mod
 from flwr_perdl.protocol.local import (
     Call,
     StateLostError,
@@ -81,7 +81,6 @@ from flwr_perdl.protocol.records import (
     config_of,
     encode,
     left_out_of,
-    named,
     route_of,
     view,
 )
@@ -435,7 +434,7 @@ class KeepPrivate:
             self.part.warn(part.names)
         if kind != MessageType.TRAIN:
             _refuse_untrained(first, kept)
-            message.content[record] = _record(model)
+            message.content[record] = new_record(ArrayRecord, model)
             reply = _without_arrays(call_next(message, context), run)
             _mark(reply, {NEW_STATE: 1} if kept is None and RUN in config else {})
             return reply
@@ -455,7 +454,7 @@ class KeepPrivate:
         if first is None:
             _keep_names(context, store, part.names)
         answered, _ = _only_arrays(reply.content, "a training reply")
-        reply.content[answered] = _record(_to_send(part, model))
+        reply.content[answered] = new_record(ArrayRecord, _to_send(part, model))
         n_kept = sum(prod(model[name].shape) for name in part.left_out)
         marks = {KEPT: n_kept} if part.left_out else {}
         _mark(reply, {**marks, NEW_STATE: int(kept is None)} if RUN in config else {})
@@ -485,7 +484,7 @@ class KeepPrivate:
         """Keep this model's private arrays for requests without them, unless there are some."""
         state = PrivateState(context, run, private_store(context, _ALGORITHM))
         if state.newest() is None:
-            part = self._part(_record(model), None, [])
+            part = self._part(new_record(ArrayRecord, model), None, [])
             state.save(0, {**_to_keep(part, dict(model)), _UNTRAINED: np.zeros(1)})
 
     def _part(self, given: ArrayRecord, kept: PrivateArrays | None, left_out: list[str]) -> _About:
@@ -550,10 +549,6 @@ def _list(names: Collection[str]) -> str:
     return f"{shown}, … ({len(names)} in all)" if len(names) > 8 else shown or "none"
 
 
-def _record(arrays: Mapping[str, Array]) -> ArrayRecord:
-    return named([*arrays.values()], arrays)
-
-
 def _of_kind(content: RecordDict, kind: type[Kind]) -> dict[str, Kind]:
     """Return a message's records of one kind; Flower's own way takes twenty times as long."""
     return {name: record for name, record in content.items() if isinstance(record, kind)}
@@ -612,7 +607,7 @@ def _trained(
         """Train by the app, which has the whole model."""
         _, shared = _only_arrays(asked.content, "a request")
         given = {n: private[n] if n in private else shared[n] for n in part.names}
-        content = RecordDict({**asked.content, record: _record(given)})
+        content = RecordDict({**asked.content, record: new_record(ArrayRecord, given)})
         reply = call(like(asked, content), context)
         if reply.has_error():
             return reply
@@ -620,10 +615,10 @@ def _trained(
         # A client that adds nothing to a noised sum keeps its old part.
         _check_found(found, given, part.private, whole=PROMISE in config_of(message))
         private.update({name: found[name] for name in private})
-        reply.content[answered] = _record(_without(found, private))
+        reply.content[answered] = new_record(ArrayRecord, _without(found, private))
         return reply
 
-    message.content[record] = _record(_without(model, private))
+    message.content[record] = new_record(ArrayRecord, _without(model, private))
     reply = within(mods, whole)(message, context)
     if reply.has_error():
         return reply, {}
@@ -704,7 +699,7 @@ def _first_names(context: Context, store: StateStore | None) -> list[str] | None
 def _keep_names(context: Context, store: StateStore | None, names: Sequence[str]) -> None:
     """Keep the names of a client's first run, where it keeps its private arrays."""
     written = _written_names(names)
-    context.state[_FIRST] = named([encode(written)], [_NAMES])
+    context.state[_FIRST] = new_record(ArrayRecord, {_NAMES: encode(written)})
     if store is not None:  # its folder is there: a state was saved
         path = store.folder / _FIRST_FILE
         files.save(path, *locked({_NAMES: written}, {"client": store.client}))

@@ -28,19 +28,18 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from flwr.app import Array, ConfigRecord, Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import as_array, check_count, check_flag, check_kind
 from flwr_perdl.protocol.at_rest import locked, read
-from flwr_perdl.protocol.compat import NumPyClient, log
+from flwr_perdl.protocol.compat import NumPyClient, log, new_record
 from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
     Scalar,
     encode,
-    named,
     named_partition,
     read_partition,
     view,
@@ -307,7 +306,7 @@ class PrivateState:
         for name in [name for name in self._records if name.startswith(PREFIX)]:
             if name.partition("/")[0] != PREFIX + self._base:
                 del self._records[name]
-        self._records[self._name] = named([*kept.values()], kept)
+        self._records[self._name] = new_record(ArrayRecord, kept)
 
     # On disk ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from itertools import chain
 from logging import DEBUG, WARNING
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import (
@@ -24,6 +24,7 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 
+from flwr_perdl.clients.app import NumPyClientApp
 from flwr_perdl.core.checks import Matrix, check_count, check_function, check_kind
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.core.threads import in_threads
@@ -44,17 +45,6 @@ MessageFault = Callable[[int, Message], str | None]
 #: Most of what records are made of, none of which can change.
 _FIXED = {bool, bytes, float, int, str, tuple, FunctionType}
 FAULTS = ("error", "silence", "nan", "shape", "empty")
-
-
-@runtime_checkable
-class MakesClients(Protocol):
-    """An app whose clients may be made in one thread and called in another: a `client_app`."""
-
-    def made(self, context: Context) -> Any:
-        """Return a node's client."""
-
-    def __call__(self, message: Message, context: Context, client: Any = None) -> Message:
-        """Answer a message, by this client if there is one."""
 
 
 class InProcessGrid(ShownAsCalled, LocalGrid):
@@ -231,7 +221,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
         """Yield the nodes' replies; clients that allow it are called several at a time."""
         # Two messages to one node share its state: they are answered one after the other.
         nodes = {message.metadata.dst_node_id for message, _ in asked}
-        if len(nodes) < max(2, len(asked)) or not isinstance(self.app, MakesClients):
+        if len(nodes) < max(2, len(asked)) or not isinstance(self.app, NumPyClientApp):
             yield from (self._call(*one) for one in asked)
             return
         calls = (self._made(self.app, *one) for one in asked)
@@ -242,7 +232,7 @@ class InProcessGrid(ShownAsCalled, LocalGrid):
                 yield call()
 
     def _made(
-        self, app: MakesClients, message: Message, fault: str | None
+        self, app: NumPyClientApp, message: Message, fault: str | None
     ) -> tuple[Callable[[], Message | None], bool]:
         """Make a node's client in this thread; return what calls it, and if another thread may."""
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from logging import WARNING
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from flwr_perdl.parts import given
 from flwr_perdl.parts.private import Patterns, check_patterns
 from flwr_perdl.parts.transport import HALF
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.options import OLD, SECURE, Needs, ServerOptions, check_support
+from flwr_perdl.protocol.options import OLD, SECURE, Needs, check_support
 from flwr_perdl.protocol.part import Part
 from flwr_perdl.protocol.records import HIGHER_IS_BETTER, LOSSES, METRIC
 from flwr_perdl.protocol.report import is_higher_better
@@ -209,17 +209,13 @@ class ModelStrategy(TrainsModels):
         compression: TopK | None,
         private: str | Sequence[str] = (),
         share: str | Sequence[str] = (),
-        fine_tune: int = 0,
-        metric: str = "loss",
-        higher_is_better: bool | None = None,
-        **options: Unpack[ServerOptions],
+        **options: Any,
     ) -> None:
-        own: dict[str, Any] = {"private": private, "share": share, "fine_tune": fine_tune}
-        own |= {"metric": metric, "higher_is_better": higher_is_better}
+        own: dict[str, Any] = {"private": private, "share": share, "transport": transport}
         kinds = (TopK, type(None))
         self.compression = check_kind("compression", compression, kinds, "a TopK or None")
         parts = given(private, transport, share=share, compression=compression)
-        super().__init__(*parts, *others, transport=transport, **own, **options)
+        super().__init__(*parts, *others, **own, **options)
         kept = {"private": private or share} if private or share else {}
         check_support(self, {**kept, "robust": robust, "compression": compression})
         steps = (Momentum, Adam, type(None))

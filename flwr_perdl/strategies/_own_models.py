@@ -44,6 +44,7 @@ from flwr_perdl.core import html
 from flwr_perdl.core.checks import Matrix, check_kind, plain
 from flwr_perdl.parts.private import Patterns
 from flwr_perdl.protocol.client_state import identify
+from flwr_perdl.protocol.compat import new_record
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
@@ -53,7 +54,6 @@ from flwr_perdl.protocol.records import (
     PARTITION_ID,
     Reply,
     for_evaluations,
-    named,
     numbers_in,
     read_reply,
     scalars,
@@ -228,7 +228,7 @@ class Learned:
         apart = base is None and own is None and number in self.apart
         if apart or not {*self.arrays} <= {*found}:
             raise ValueError(AT_HAND.format(client=client, state_dir=state_dir))
-        return named([*found.values()], [*found])
+        return new_record(ArrayRecord, found)
 
     def table(self) -> str:
         """Return a table with a row per model: its clients, and their mean metrics.

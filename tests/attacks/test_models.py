@@ -167,17 +167,29 @@ def shown_with(own: Mapping[str, Any] = {}, **metrics: int) -> Any:
     return relayed(InProcessGrid(app, 4), Topology.ring(4), 3)
 
 
-@pytest.mark.parametrize(
-    "name", ["state.more", "state.no-name", "state._more", "state.def", "more"]
-)
-def test_a_nodes_further_field_hides_no_state(name: str, warned: pytest.LogCaptureFixture) -> None:
-    honest, run = shown_with(), shown_with({name: np.ones((1, 2))})
+FIELDS: list[dict[str, Any]] = [
+    *({f"state.{name}": np.ones((1, 2))} for name in ("more", "no-name", "_more", "def")),
+    {"more": np.ones((1, 2))},
+    {"two\nlines": np.ones((1, 2)), "": np.ones((1, 2))},
+    {"estimate": np.ones((1, 3, 4)), "count": np.ones(1)},
+    {"estimate": np.zeros((1, 3), dtype="M8[s]")},
+    {"estimate": np.zeros(1, dtype=[("a", "f8")])},
+]
+
+
+@pytest.mark.parametrize("own", FIELDS, ids=lambda own: repr([*own]))
+def test_what_one_node_shows_hides_and_spoils_nothing_of_the_others(
+    own: dict[str, Any], warned: pytest.LogCaptureFixture
+) -> None:
+    honest, run = shown_with(), shown_with(own)
     assert run.state._fields == honest.state._fields
     others = [0, 2, 3]
     assert set(others) <= set(run.state.nodes.tolist())
     rows = [run.state.nodes.tolist().index(node) for node in others]
     np.testing.assert_array_equal(run.state.estimate[rows], honest.state.estimate[others])
     assert set(run.observed) == set(honest.observed)
+    for name, values in honest.observed.items():
+        np.testing.assert_array_equal(run.observed[name][others], values[others])
     assert "1" in warned.text
 
 

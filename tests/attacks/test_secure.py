@@ -119,7 +119,6 @@ def error(atoms: np.ndarray, images: np.ndarray) -> float:
     ("learner", "sizes", "aggregation"),
     [
         (OrthogonalLearner(ATOMS), (40, 60, 140, 140), "statistics"),
-        (MODLearner(ATOMS), (120,) * CLIENTS, "statistics"),
         (LassoLearner(ATOMS), (40, 60, 140, 140), "statistics"),
         (OrthogonalLearner(ATOMS), (40, 60, 140, 140), "weighted"),
     ],

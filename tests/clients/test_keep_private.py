@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -131,37 +130,6 @@ def test_without_the_mod_the_same_app_shares_everything() -> None:
     grid = Tapped(make_app(), 3)
     FedAvg().start(grid, model(), num_rounds=3)
     assert set(grid.measured("head").values()) == {6.0}
-
-
-def by_position(context: Context) -> NumPyClient:
-    class Adds(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            p = partition_of(context)
-            return [a + (p + 1) * s for a, s in zip(parameters, (1, 1e3), strict=True)], 1, {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            body, head = parameters
-            return float(head[0]) / 1e3, 1, {"body": float(body[0])}
-
-    return Adds()
-
-
-@pytest.mark.parametrize(
-    ("start", "private"),
-    [
-        (ArrayRecord([np.zeros(2), np.zeros(2)]), ["1"]),
-        (ArrayRecord({"a": Array(np.zeros(2)), "b": Array(np.zeros(2))}), ["b"]),
-    ],
-)
-def test_numpy_clients_keep_by_position_or_by_name(start: ArrayRecord, private: Any) -> None:
-    names = () if private == ["1"] else [*start]
-    app = pickle.loads(pickle.dumps(client_app(by_position, private=private, names=names)))
-    grid = Tapped(app, 2)
-    result = FedAvg().start(grid, start, num_rounds=2)
-    assert grid.measured("loss") == {0: 2, 1: 4}
-    body, head = result.arrays.to_numpy_ndarrays()
-    np.testing.assert_allclose(body, 3.0)
-    np.testing.assert_array_equal(head, 0)
 
 
 def test_a_client_that_was_absent_goes_on_with_its_own_part() -> None:
@@ -375,12 +343,12 @@ def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
     for wrong in (
         lambda: client_app(make_app(fixedclipping_mod, keep)),
         lambda: client_app(make_app(keep), private=["head.*"]),
-        lambda: client_app(by_position, train_mods=[keep]),
+        lambda: client_app(ByPosition, train_mods=[keep]),
         lambda: keep_private("head.*", inside=[keep]),
     ):
         with pytest.raises(ValueError, match="mods"):
             wrong()
     with pytest.raises(ValueError, match="private"):
-        client_app(client_app(by_position), private=["1"])
+        client_app(client_app(ByPosition), private=["1"])
     with pytest.raises(TypeError, match="private"):
-        client_app(by_position, private=3)
+        client_app(ByPosition, private=3)

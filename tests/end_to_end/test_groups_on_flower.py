@@ -1,4 +1,7 @@
-"""Nodes that find their groups have the same bits on every engine of Flower."""
+"""Nodes that find their groups, and keep a part private, have the same bits on every engine.
+
+Their app is one of the Message API with the mod `keep_private`; FedAvg trains it, too.
+"""
 
 from __future__ import annotations
 
@@ -11,47 +14,88 @@ from flwr_perdl.simulations import InProcessGrid
 from tests.engines import killed_and_back, on_ray, project
 
 N = 3
-PROJECT = """\
+PROJECT = '''\
 import json
 import time
 from pathlib import Path
 
 import numpy as np
-from flwr.app import ArrayRecord
-from flwr.client import NumPyClient
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
 
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import client_app, keep_private
 from flwr_perdl.network import Topology
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings
 
-
-class Pulled(NumPyClient):
-    def __init__(self, context):
-        self.node = int(context.node_config["partition-id"])
-        self.target = np.full(32, 5.0 * (-1) ** self.node)
-
-    def fit(self, parameters, config):
-        noise = np.random.default_rng([self.node, config["server-round"]]).standard_normal(32)
-        return [(parameters[0] + self.target + noise) / 2], 1, {}
-
-    def evaluate(self, parameters, config):
-        return float(np.sum((parameters[0] - self.target) ** 2)), 3, {}
+app = ClientApp(mods=[keep_private("head")])
 
 
-client = client_app(Pulled)
+def load(message, context):
+    """Return the model, which node this is, and where its body goes."""
+    node = int(context.node_config["partition-id"])
+    own = {name: array.numpy() for name, array in message.content["arrays"].items()}
+    return own, node, np.full(32, 5.0 * (-1) ** node)
+
+
+@app.train()
+def train(message, context):
+    """Go halfway to the node's point, as noisy samples show it; the head is in the thousands."""
+    own, node, target = load(message, context)
+    round_ = message.content["config"]["server-round"]
+    noise = np.random.default_rng([node, round_]).standard_normal(32)
+    new = {"head": own["head"] + 1000 * (node + 1), "body": (own["body"] + target + noise) / 2}
+    arrays = ArrayRecord({name: Array(array) for name, array in new.items()})
+    content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message, context):
+    """Report how often the head was trained."""
+    own, node, target = load(message, context)
+    numbers = {"num-examples": 3, "loss": float(np.sum((own["body"] - target) ** 2))}
+    numbers["trained"] = float(own["head"][0]) / 1000 / (node + 1)
+    return Message(RecordDict({"metrics": MetricRecord(numbers)}), reply_to=message)
+
+
+client = client_app(app)
 server = ServerApp()
 
 
+def watched(grid, largest):
+    """Note the largest number in each message."""
+    receive = grid.send_and_receive
+
+    def both(messages, *, timeout=None):
+        asked = list(messages)
+        replies = list(receive(asked, timeout=timeout))
+        for message in asked + replies:
+            for record in message.content.array_records.values() if message.has_content() else ():
+                sizes = [np.abs(array.numpy()).max(initial=0) for array in record.values()]
+                largest.extend(map(float, sizes))
+        return replies
+
+    grid.send_and_receive = both
+
+
 def serve(grid, on_round=None):
+    largest = []
+    watched(grid, largest)
+    start = ArrayRecord({name: Array(np.zeros(n)) for name, n in (("head", 4), ("body", 32))})
     settings = ServerSettings(node_timeout=20.0)
     own = {"groups": "auto", "local_rounds": 1, "on_round": on_round, "server": settings}
-    strategy = DiffusionAveraging(Topology.complete(3), **own)
-    strategy.start(grid, ArrayRecord([np.zeros(32)]), num_rounds=4)
+    strategy = DiffusionAveraging(Topology.complete(3), metrics=["trained"], **own)
+    strategy.start(grid, start, num_rounds=4)
     found = strategy.averaged
     curves = {name: rows.tolist() for name, rows in found.curves.items() if "seconds" not in name}
     matrices = {name: getattr(found, name).tolist() for name in ("met", "accepted")}
-    return {**curves, **matrices, "groups": found.groups}
+    shared = FedAvg().start(grid, start, num_rounds=2)
+    models = {name: array.numpy().tolist() for name, array in shared.arrays.items()}
+    last = shared.evaluate_metrics_clientapp[2]["trained"]
+    run = {"groups": found.groups, "fedavg": models, "last": last, "largest": max(largest)}
+    return {**curves, **matrices, **run}
 
 
 @server.main()
@@ -65,7 +109,7 @@ def main(grid, context):
                 time.sleep(0.1)
 
     (folder / "found.json").write_text(json.dumps(serve(grid, wait)))
-"""
+'''
 
 
 def expected() -> dict[str, Any]:
@@ -73,7 +117,14 @@ def expected() -> dict[str, Any]:
     found: dict[str, Any] = app["serve"](InProcessGrid(app["client"], N))
     assert found["groups"] == [[0, 2], [1]]
     assert sum(map(sum, found["met"])) == 3 * N * (N - 1)
+    assert found["evaluate-trained"][-1] == [4] * N
+    assert (found["last"], found["fedavg"]["head"]) == (2, [0] * 4)
+    assert found["largest"] < 1000
     return found
+
+
+def test_in_process() -> None:
+    expected()
 
 
 @pytest.mark.slow

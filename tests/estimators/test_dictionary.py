@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn.datasets import load_digits
 from sklearn.exceptions import NotFittedError
 
 from flwr_perdl.clients import local_atoms
@@ -309,34 +308,6 @@ def test_a_site_leaves_and_another_one_joins() -> None:
     assert dictionary_distance(OWN[3], model.local_atoms_[2]) < 1e-6
     with pytest.raises(ValueError, match=r"^client"):
         model.remove_site(3)
-
-
-def cameras(n_images: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Four sites with digits of the usual view and of their own camera; and as many for a test."""
-    images = np.random.default_rng(seed).permutation(load_digits().images / 16)
-    views = [np.flipud, np.fliplr, np.rot90, np.transpose]
-    sites, tests = [], []
-    for i, turn in enumerate(views):
-        rows = images[4 * i * n_images : 4 * (i + 1) * n_images]
-        usual, own = rows[::2], np.stack([turn(image) for image in rows[1::2]])
-        for half, into in ((slice(None, None, 2), sites), (slice(1, None, 2), tests)):
-            into.append(np.concatenate([usual[half], own[half]]).reshape(2 * n_images, -1))
-    return sites, tests
-
-
-def test_the_chosen_number_of_shared_atoms_is_as_good_as_the_best() -> None:
-    def error(n_global: int | str, seed: int) -> float:
-        sites, tests = cameras(30, seed)
-        model = PersonalizedDictionaryLearning(16, n_global, n_nonzero=3, rounds=8).fit(sites)
-        rebuilt = [model.reconstruct(X, client=i) for i, X in enumerate(tests)]
-        return float(np.mean((np.stack(tests) - np.stack(rebuilt)) ** 2))
-
-    ratios = []
-    for seed in range(3):
-        best, worst = (f(error(n, seed) for n in (4, 8, 12, 16)) for f in (min, max))
-        assert best < worst
-        ratios.append(error("auto", seed) / best)
-    assert np.mean(ratios) <= 1.03
 
 
 def test_where_samples_are_too_few_to_choose_all_atoms_that_may_be_sent_are_shared() -> None:

@@ -40,14 +40,6 @@ def test_averages_by_hand() -> None:
     np.testing.assert_allclose(weighted, normalize_atoms(np.array([[3.0, 1.0], [0.0, 1.0]])))
 
 
-def test_an_atom_that_one_client_withholds_is_the_others() -> None:
-    A, B = unit(3, 5), unit(3, 5)
-    withheld = A.copy()
-    withheld[1] = 0
-    found = combine(np.stack([sent(withheld), sent(B)]), A, None, orthogonal=False)
-    np.testing.assert_allclose(found[1], B[1])
-
-
 @pytest.mark.parametrize("orthogonal", [False, True])
 def test_an_atom_that_nobody_uses_becomes_what_is_missing(orthogonal: bool) -> None:
     basis = np.linalg.qr(np.random.default_rng(1).standard_normal((8, 8)))[0].T
@@ -73,14 +65,6 @@ def test_unused_atoms_that_are_not_replaced_stay() -> None:
     np.testing.assert_allclose(found @ found.T, np.eye(5), atol=1e-12)
 
 
-def test_directions_that_the_dictionary_spans_already_replace_nothing() -> None:
-    current = np.eye(4)[:3]
-    used = current.copy()
-    used[2] = 0
-    stack = np.stack([sent(used, np.eye(4)[0])] * 2)
-    np.testing.assert_array_equal(combine(stack, current, None, orthogonal=True), current)
-
-
 def test_an_unused_atom_is_withheld_with_the_residuals_direction() -> None:
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.standard_normal((6, 6)))[0].T
@@ -89,20 +73,6 @@ def test_an_unused_atom_is_withheld_with_the_residuals_direction() -> None:
     np.testing.assert_allclose(found[:2] @ basis[:2].T, np.eye(2), atol=1e-2)
     assert not found[2].any()
     assert abs(found[3] @ basis[2]) == pytest.approx(1, abs=1e-2)
-
-
-def test_where_all_atoms_are_used_no_residual_is_sent() -> None:
-    X = np.random.default_rng(0).standard_normal((200, 6))
-    found = send(X, MODLearner(4), np.eye(6)[:4], 1, 3)
-    assert np.all(np.any(found[:-1] != 0, axis=1))
-    assert not found[-1].any()
-
-
-def test_steps_are_the_learners() -> None:
-    X = np.random.default_rng(0).standard_normal((100, 6))
-    learner, D = GradientLearner(5), unit(5, 6)
-    found = send(X, learner, D, 2, min_support=0)
-    np.testing.assert_array_equal(found[:-1], learner.step(X, learner.step(X, D)))
 
 
 def test_the_common_start_is_the_largest_clients() -> None:

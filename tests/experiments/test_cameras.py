@@ -17,23 +17,6 @@ BACK |= {f"moved {a}": f"moved {b}" for a, b in (("left", "right"), ("right", "l
 BACK |= {"moved up": "moved down", "moved down": "moved up"}
 
 
-def test_three_rules_say_with_how_many_shared_atoms_both_views_gain() -> None:
-    shared = np.array([[[1.0, 2.0]], [[2.0, 4.0]], [[3.0, 6.0]]])  # of three seeds
-    always, little, seldom = 0.9, 0.995, np.array([0.9, 0.9, 1.3])[:, None, None]
-    curve = np.concatenate([always * shared, little * shared, seldom * shared, shared], axis=1)
-    assert cameras._below(curve, [1, 2, 3, 4]) == {
-        "below": "1, 2, 3",
-        "clearly_below": "1, 3",
-        "surely_below": "1, 2",
-    }
-    curve[:, 0, 1] = 1.1 * shared[:, 0, 1]  # in one view only
-    assert cameras._below(curve, [1, 2, 3, 4])["clearly_below"] == "3"
-    assert cameras._below(curve[:1], [1, 2, 3, 4])["surely_below"] == "none"
-    low, high = cameras._intervals(curve)[2, 0]
-    mean, deviation = 1 / 30, np.std([-0.1, -0.1, 0.3], ddof=1)
-    assert [low, high] == pytest.approx(mean + 4.302653 * deviation / 3**0.5 * np.array([-1, 1]))
-
-
 def test_no_image_to_choose_by_or_to_measure_is_one_that_a_site_trained_with() -> None:
     sites, shape, _ = cameras.load_sites(config_of("cameras"), 0)
     everything = {row.tobytes() for row in load_digits().data / 16}

@@ -136,18 +136,6 @@ def test_no_number_is_broken_at_any_width(columns):
         assert any(cell in line for line in lines)
 
 
-@pytest.mark.parametrize("columns", [20, 40, 80, 200])
-@pytest.mark.parametrize("words", ["short", "a name that goes over several lines at 80 columns"])
-def test_a_brief_table_has_at_most_as_many_lines_as_asked(columns, words):
-    rows = Rows(["method", *(f"column {k}" for k in range(9))], [[words, *["0.123"] * 9]] * 20, "T")
-    console = Console(file=io.StringIO(), width=columns, color_system=None)
-    brief = rows.brief(console, 12)
-    printed = console.render_lines(brief._replace(title=""), pad=False)
-    assert len(printed) - 1 <= 12  # the last is empty
-    assert f"{20 - len(brief.rows)} more rows" in brief.title
-    assert list(brief.rows[0]) == rows.rows[0][: len(brief.columns)]
-
-
 def test_an_interrupt_says_how_to_go_on(tmp_path):
     code = (
         "import os, signal\n"

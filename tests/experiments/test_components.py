@@ -101,15 +101,6 @@ def test_hmf_ends_at_a_minimum_below_its_start_and_below_perpca() -> None:
     assert perpca < most + 0.5 * (start - most)
 
 
-def test_zeros_float32_and_no_components_have_an_answer() -> None:
-    zeros = [np.zeros((4, 3), np.float32)] * 2
-    for method in ("perpca", "hmf"):
-        found = robust_components(zeros, 1, 1, method=method, n_iter=2)
-        assert not any(one.common.any() or one.unique.any() for one in found.factors)
-        assert found.factors[0].common.dtype == found.sparse[0].dtype == np.float32
-    assert hmf(zeros, 0, 0)[0].unique.shape == (4, 3)
-
-
 def test_a_step_is_the_gradient_of_the_penalized_error() -> None:
     rng = np.random.default_rng(0)
     X, sizes = rng.standard_normal((5, 6)), ((5, 2), (2, 6), (5, 1), (1, 6))

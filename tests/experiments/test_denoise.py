@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_perdl.network.topology import Topology
 from perdl_experiments.patches import cut, join
 from perdl_experiments.studies import denoise
 from tests.studies import Ran, config_of, run_study, save
@@ -46,18 +45,6 @@ def test_cut_and_join_are_inverse(height: int, width: int, side: int, single: bo
 
 
 # The experiment ------------------------------------------------------------------------------
-
-
-def test_the_same_by_messages_over_a_sparse_network() -> None:
-    options = {"size": 24, "atoms": 9, "rounds": 8, "delta": 0.3}
-    at_once, by_messages = run(**options), run(connectivity=0.4, **options)
-    assert by_messages.metrics["psnr_denoised"] == pytest.approx(
-        at_once.metrics["psnr_denoised"], abs=0.05
-    )
-    assert by_messages.outcome.rounds > 0
-    topology = Topology.erdos_renyi(9, 0.4, seed=0)
-    least = float(topology.degrees.mean()) * 100 * by_messages.outcome.rounds
-    assert by_messages.outcome.floats_up > least  # several patches travel in every round
 
 
 def test_the_users_images(tmp_path: Path) -> None:

@@ -207,15 +207,3 @@ def test_inside_a_flower_run_there_is_one_federation():
     assert inside["metrics"] == outside["metrics"]
     with pytest.raises(ValueError, match="seeds=1"):
         run_experiment("synthetic", engine=grid, clients=4)
-
-
-def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):
-    given = {"clients": 3, "rounds": 3, "out": tmp_path, "options": {"seeds": 1}}
-    with pytest.raises(Killed):
-        run_experiment("synthetic", progress=kill_after(2), **given)
-    before = written(tmp_path)
-    with pytest.raises(ValueError, match="--resume"):
-        run_experiment("synthetic", **given)
-    assert written(tmp_path) == before
-    run_experiment("synthetic", overwrite=True, **given)
-    assert not (tmp_path / "next").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,14 @@ import pytest
 
 from perdl_experiments import documents
 from perdl_experiments.documents import (
-    FIRST,
-    appearance,
     load_documents,
     read_documents,
     reuters,
 )
 from perdl_experiments.studies import novel_documents
-from tests.studies import Ran, compute_all, config_of, counted, news, run_study, save
+from tests.studies import Ran, compute_all, counted, news, run_study, save
 
 # Planted documents --------------------------------------------------------------------------
-
-
-def test_topics_appear_in_the_papers_blocks() -> None:
-    sizes = np.array([400, 300, 200, 150, 100, *([30] * 15)])
-    order, topics = appearance(sizes, np.random.default_rng(0), block=100)
-    assert sorted(order) == list(range(sizes.sum()))
-    np.testing.assert_array_equal(np.bincount(topics), sizes)
-    stream = topics[order]
-    first = {topic: int(np.argmax(stream == topic)) // 100 for topic in range(20)}
-    assert set(first.values()) <= set(FIRST)
-    assert {first[topic] for topic in range(5)} == {0}  # the largest fourth runs through
-    assert len({2, 5, 6, 8} & set(first.values())) >= 3
 
 
 # Files --------------------------------------------------------------------------------------
@@ -131,17 +116,6 @@ def test_logarithms_of_counts_weigh_repeated_terms_less(tmp_path: Path) -> None:
     found = novel_documents._stream(path, 0, 3, 2, "log").X.toarray()[0]
     expected = np.array([1 + np.log(4), 1, 0]) * np.log([2, 2, 4])
     np.testing.assert_allclose(found, expected / np.linalg.norm(expected), rtol=1e-6)
-
-
-def test_the_papers_settings_are_a_mode() -> None:
-    """A fully connected network needs no second one."""
-    config = config_of("novel-documents", score="paper")
-    sparse_, full = (novel_documents.learner_of(config, name, 3) for name in ("network", "full"))
-    assert novel_documents.learner_of(replace(config, connectivity=1.0), "network", 3) == full
-    assert (sparse_.n_iterations, sparse_.options) == (1000, {"step": 0.05})
-    assert (full.n_iterations, full.options) == (100, {"step": 0.5})
-    assert sparse_.step == full.step == 1 / 3
-    assert vars(full.objective) == {"gamma": 0.05, "delta": 0.1, "eta": 0.2}
 
 
 def test_options_are_chosen_without_the_topics_that_judge(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
-from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.linear_model import Ridge
 
-from flwr_perdl.regression import Refinement, sufficient_statistics
-from perdl_experiments.engine import federate
+from flwr_perdl.regression import sufficient_statistics
 from perdl_experiments.mixed_model import fit_mixed_model, shrink_to_pooled
 from perdl_experiments.studies import mixed_regression, regression
-from tests.studies import Ran, compute_all, config_of, run_study, save, slopes
+from tests.studies import Ran, compute_all, run_study, save, slopes
 
 
 def run(experiment: Any, keep: Any = compute_all, **options: Any) -> Ran:
@@ -42,41 +39,6 @@ def test_a_run_counts_from_the_round_on_in_which_it_stays_close() -> None:
     assert not slow.good("ours")[0]
 
 
-def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
-    options = {"setting": "C1", "seeds": 1, "rounds": 9, "seed": 3}
-    one = config_of("mixed-regression", **options)
-    assert mixed_regression.federations(one) == [replace(one, clients=200)]
-    batched = mixed_regression._one_seed("C1", 3, one)
-    federated = federate(mixed_regression, replace(one, clients=200))
-    errors, models = mixed_regression._federated(
-        replace(one, clients=200), partial(federate, mixed_regression)
-    )
-    np.testing.assert_allclose(errors, batched["ours/errors"], atol=1e-10)
-    assert np.isfinite(errors[3:]).all()
-    assert len(models) == batched["ours/found"] == 3
-    sent = (federated.floats_up, federated.floats_down)
-    np.testing.assert_allclose(batched["ours/floats"][-1], sent)
-
-
-def test_the_papers_first_phase_tells_the_clusters_apart() -> None:
-    """Each of its models is nearer to one true model than to any other, a different one each."""
-    data = mixed_regression._data("C1", 0)
-    models, spent = mixed_regression.paper_start(data, np.random.default_rng(0))
-    apart = np.linalg.norm(models[:, None] - data.theta, axis=2)
-    assert sorted(apart.argmin(axis=1)) == [0, 1, 2]
-    assert len(spent) == 10
-    assert spent[0] == (10 * 100**2, 10 * 100)  # ten anchors' moments; their estimates
-
-
-def test_restarts_go_on_from_the_start_that_fits_best() -> None:
-    data = mixed_regression._data("C1", 0)
-    clients, phase_2 = mixed_regression.Counted(data.X, data.y), Refinement(check_every=0)
-    starts = [np.full((3, 100), [[1e-3], [2e-3], [3e-3]]), data.theta]
-    way = mixed_regression._restarts(clients, data, phase_2, starts, 0)
-    assert way.start is starts[1]
-    assert len(way.spent) == mixed_regression.BUDGET // 2  # the other start's share
-
-
 # Your own data --------------------------------------------------------------------------------
 
 
@@ -89,18 +51,6 @@ def test_few_points_of_clear_clusters_are_not_shrunk(tmp_path: Path) -> None:
         metrics = run(regression, data=save(tmp_path, X=X, y=y, client=client), splits=1, k=k)
         assert metrics.metrics["k"] == 2
         assert metrics.metrics["ev_clustered"] > 0.99
-
-
-def test_pooled_is_least_squares_on_the_training_points() -> None:
-    data = regression._load("", "diabetes")
-    split = regression._split(data, 4)
-    train = [(X[rows], y[rows]) for X, y, rows in zip(data.X, data.y, split.train, strict=True)]
-    test = [(X[rows], y[rows]) for X, y, rows in zip(data.X, data.y, split.test, strict=True)]
-    X, y = (np.concatenate(part) for part in zip(*train, strict=True))
-    held_X, held_y = (np.concatenate(part) for part in zip(*test, strict=True))
-    expected = LinearRegression().fit(X, y).score(held_X, held_y)
-    kept = regression._one_split(data, 4, 1, 10)
-    assert float(kept["ev_pooled"]) == pytest.approx(expected)
 
 
 def patients() -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:

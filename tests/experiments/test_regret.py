@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.regret import measured, regret, tables
+from benchmarks.regret import regret, tables
 
 
 def test_regret_is_that_of_the_means_over_seeds() -> None:
@@ -22,11 +21,3 @@ def test_regret_is_that_of_the_means_over_seeds() -> None:
     assert "| hospitals | 2 | ditto 1, fedavg 1 | ditto | 0.0% |\n" in table
     assert "| largest |  |  |  | 0.0% |\n" in table
     assert losses.endswith("| hospitals | 1.500 | 1.000 |\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("which", "right"), [("one", "fedavg"), ("two", "clusters")])
-def test_planted_regressions_are_recognized(which: str, right: str) -> None:
-    run = measured(f"regression, {which}", 0, Path())
-    assert run["choice"] == right
-    assert regret([run]) <= 0.02

@@ -23,26 +23,6 @@ def page(**parts: Any) -> dict[str, Any]:
     return {"metrics": {"error_{method}_{k}": {"of": "error", "statistic": "median"}}, **parts}
 
 
-def test_names_are_made_of_fields_and_values_are_statistics() -> None:
-    assert render.metrics(page(), RECORDS) == {
-        "error_ours_5": 2,
-        "error_ours_10": 4,
-        "error_theirs_5": 0.5,
-    }
-    rules = {
-        "worst": {"of": "error", "statistic": "max", "method": "theirs"},
-        "{method}_share_{row}": {"of": "error", "statistic": "below_1e_0", "except": {"k": 10}},
-        "rounds": {"of": "rounds", "statistic": "median"},
-    }
-    records = [Record(*one[:3], {**one.parameters, "row": ""}, one.unit) for one in RECORDS]
-    found = render.metrics({"metrics": rules}, records)
-    assert found == {"worst": 9, "ours_share": 0, "theirs_share": 2 / 3, "rounds": -1}
-    rules = {name: {**rule, "by_seed": name in ("worst", "rounds")} for name, rule in rules.items()}
-    told = render.report({"metrics": rules}, records, {})
-    assert told["metrics"] == found
-    assert told["by_seed"] == {"worst": [0.5, 0.5, 9], "rounds": [7, -1, -1]}
-
-
 def test_a_table_is_records_by_rows_and_columns() -> None:
     spec = {
         "title": "Errors",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from flwr_perdl.network import Faults, InMemoryNetwork, Topology
+from flwr_perdl.network import Topology
 from perdl_experiments.unmixing import (
     SharedCandidates,
     abundances,
@@ -151,16 +151,6 @@ def test_tiles_find_together_what_none_of_them_sees_alone(start: str) -> None:
 
     assert worst(topology) < 0.06
     assert worst(Topology.from_edges(4, [])) > 0.2
-
-
-def test_black_tiles_and_lost_messages_do_no_harm() -> None:
-    spectra, parts, topology = tiled()
-    parts[3] = np.zeros_like(parts[3])
-    ended = unmix(parts, InMemoryNetwork(topology, faults=Faults(drop=0.3)), 3, 100)
-    angles = [match_spectra(spectra, D).angles.mean() for D in ended.dictionaries]
-    assert max(angles) < 0.1
-    nothing = unmix([np.zeros((9, 4))] * 4, topology, 3, 2)
-    np.testing.assert_allclose(nothing.dictionaries, 0.5)
 
 
 def test_a_node_with_fewer_pixels_than_materials_has_no_candidates() -> None:

@@ -11,7 +11,6 @@ from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.network import Faults, InMemoryNetwork, Topology, metropolis_weights
 from flwr_perdl.network.data_diffusion import DataDiffusion
 from flwr_perdl.network.inference import exact_dual, infer
-from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.random import spawn
 from tests.network.objectives import INFERENCE
@@ -64,18 +63,6 @@ def test_without_one_agent_the_others_end_well(method: str) -> None:
         assert spread < 1e-5
         assert found.residual[OTHERS].max() < 1e-5
     assert not found.converged  # the dead agent's own residual says so
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_learner_over_models_keeps_unit_atoms(objective: Objective) -> None:
-    stream = np.abs(spawn(2).standard_normal((12, 10)))
-    network = sleeping(WEIGHTS, 0.1, {0: range(25, 999)})
-    learner = ModelDiffusion(objective, n_atoms_per_agent=2, n_iterations=15, batch_size=3)
-    program = learner.program(stream, TOPOLOGY, show=True)
-    run = InMemoryNetwork(network, faults=Faults(0.2)).run(program, 60)
-    norms = np.linalg.norm(run.observed["dictionary"], axis=-1)
-    assert np.isfinite(norms).all()
-    assert norms.max() <= 1 + 1e-12
 
 
 # Learning over data ------------------------------------------------------------------------------

@@ -19,19 +19,14 @@ from flwr_perdl.clients import (
     client_app,
 )
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
-from flwr_perdl.network import TopK
 from flwr_perdl.privacy import Noise, PublicBasis
 from flwr_perdl.strategies import (
-    ClusteredFedAvg,
-    Ditto,
-    FedX,
     PerMA,
     PersonalizedFedAvg,
     ServerSettings,
     TooFewReplies,
 )
 from tests.grids import Tapped, asks, context_of, promise, stage
-from tests.strategies.own_part import Clip
 
 CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 2
 RNG = np.random.default_rng(0)
@@ -390,22 +385,7 @@ def test_a_private_head_is_no_part_of_the_noised_sum(trust: str) -> None:
     assert "'i'" not in repr(strategy.history)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"transport": "float16"},
-        {"compression": TopK(0.5)},
-        {"fine_tune": 1},
-        {"robust": True},
-        {"parts": [Clip()]},
-    ],
-)
+@pytest.mark.parametrize("options", [{"fine_tune": 1}, {"robust": True}])
 def test_what_noise_does_not_cover_is_refused_with_it(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(options))}"):
         PersonalizedFedAvg("b", **options, privacy=Noise(epsilon=1.0, level="client"))
-
-
-@pytest.mark.parametrize("make", [ClusteredFedAvg, FedX, Ditto])
-def test_strategies_with_a_choice_have_no_privacy(make: Any) -> None:
-    with pytest.raises(TypeError, match="privacy"):
-        make(1, privacy=Noise(epsilon=1.0, level="client"))

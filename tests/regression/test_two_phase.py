@@ -175,21 +175,6 @@ def test_the_request_holds_nothing_of_an_anchor_by_default() -> None:
     assert not any(ask.arrays[0].any() for ask in asked[1:4])
 
 
-def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
-    good = []
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        data = mixed_regression(np.full(90, 30), THIRDS, rng, d=40)
-        clients, bound = Clients(data.X, data.y), 1.3 * model_error(oracle(data), data.theta)
-        ifca = paper_with(work=1.0)
-        start = rng.standard_normal((3, 40)) / np.sqrt(40)
-        runs = (simulate(clients, ifca, 200, centers=start), simulate(clients, TwoPhase(), 60))
-        good.append([model_error(run.state.centers, data.theta) <= bound for run in runs])
-    ifca_good, two_phase_good = np.sum(good, axis=0)
-    assert two_phase_good == 4
-    assert ifca_good <= 1
-
-
 def ill_conditioned(seed: int, n_clients: int, size: int) -> Mixed:
     """Clients whose features' covariance has condition number 1e4, and no axis is special."""
     rng = np.random.default_rng(seed)

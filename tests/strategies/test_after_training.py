@@ -14,7 +14,6 @@ from flwr_perdl.clients import DictionaryClient, RegressionClient, adapt, client
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.export import load, save
 from flwr_perdl.network import Topology
-from flwr_perdl.privacy import Noise
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
@@ -429,12 +428,6 @@ def test_a_result_of_another_strategy_is_rejected(name: str) -> None:
         with pytest.raises(ValueError, match=r"^result"):
             adapt(app, strategy.result, context)
         adapt(app, run(other, 3)[0].result, context)  # the same client can go on
-
-
-def test_fine_tuning_has_no_noise() -> None:
-    options: dict[str, Any] = {"privacy": Noise(epsilon=1.0, level="client"), "min_clients": 3}
-    with pytest.raises(ValueError, match="fine_tune"):
-        PersonalizedFedAvg(["b"], fine_tune=1, **options)
 
 
 def test_clusters_that_have_not_been_learned_are_none() -> None:

@@ -70,21 +70,6 @@ def _quiet() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: FedX(k=3), "It takes n_clusters, start, phase_1, phase_2"),
-        (lambda: FedX(n_cluster=3), "did you mean 'n_clusters'"),
-        (lambda: PerMA(global_n=3), "It takes n_global, matching, aggregation"),
-        (lambda: FedX(3, min_available_nodes=4), "'min_available_nodes': give num_clients."),
-    ],
-)
-def test_an_unknown_option_is_told_the_class_own_ones(make: Callable[[], Any], named: str) -> None:
-    with pytest.raises(TypeError) as error:
-        make()
-    assert named in sentence(error.value)
-
-
-@pytest.mark.parametrize(
     "argument",
     ["grid", "num_rounds", "timeout", "train_config", "evaluate_fn", "should_stop"],
 )

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 from numpy.testing import assert_array_equal as assert_same_bits
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from flwr_perdl.network import (
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies
 from tests.clients.test_keep_private import STEPS, assert_private_stays, make_app, model
-from tests.grids import Forgetting, Tapped, arrays_in, partition_of
+from tests.grids import Forgetting, Tapped, arrays_in, as_app, partition_of
 from tests.network.objectives import AVERAGING
 from tests.network.programs import sleeping
 
@@ -202,32 +201,21 @@ FORMS = {
 def test_an_app_of_the_message_api_sees_what_fedavg_sends() -> None:
     seen: list[Any] = []
 
-    def noted(message: Message) -> dict[str, Any]:
-        own = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        forms = [(name, array.shape, array.dtype) for name, array in own.items()]
-        config = message.content["config"]
-        seen.append((message.metadata.message_type, forms, config["server-round"], config["lr"]))
-        assert not any("averaging" in key for key in config)
-        return own
+    class Noted(NumPyClient):
+        def note(self, kind: str, parameters: Any, config: Any) -> None:
+            forms = [(array.shape, array.dtype) for array in parameters]
+            seen.append((kind, forms, config["server-round"], config["lr"]))
+            assert not any("averaging" in key for key in config)
 
-    app = ClientApp()
+        def fit(self, parameters: Any, config: Any) -> Any:
+            self.note("train", parameters, config)
+            new = [np.asarray(array + 1, array.dtype) for array in parameters]
+            return new, 1, {"train_loss": 2.0}
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        new = {
-            name: Array(np.asarray(array + 1, array.dtype))
-            for name, array in noted(message).items()
-        }
-        numbers = MetricRecord({"num-examples": 1, "train_loss": 2.0})
-        content = {"arrays": ArrayRecord(dict(reversed(new.items()))), "metrics": numbers}
-        return Message(RecordDict(content), reply_to=message)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        own = noted(message)
-        numbers = {name: float(array.sum()) for name, array in own.items()}
-        metrics = MetricRecord({"num-examples": 1, "eval_loss": 0.5, **numbers})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            self.note("evaluate", parameters, config)
+            sums = [float(array.sum()) for array in parameters]
+            return 0.5, 1, dict(zip(FORMS, sums, strict=True))
 
     class FallingRate(DiffusionAveraging):
         def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
@@ -237,13 +225,13 @@ def test_an_app_of_the_message_api_sees_what_fedavg_sends() -> None:
     strategy = FallingRate(Topology.ring(3), metrics=["train_loss", *FORMS])
     given = ArrayRecord({name: Array(array) for name, array in FORMS.items()})
     result = strategy.start(
-        InProcessGrid(client_app(app), 3),
+        InProcessGrid(client_app(as_app(lambda context: Noted())), 3),
         given,
         2,
         train_config=ConfigRecord({"lr": 1.0}),
         evaluate_config=ConfigRecord({"lr": 7.0}),
     )
-    forms = [(name, array.shape, array.dtype) for name, array in FORMS.items()]
+    forms = [(array.shape, array.dtype) for array in FORMS.values()]
     training, evaluations = [("train", forms, t, 1 / t) for t in (1, 2)], ("evaluate", forms)
     assert seen == [
         *[training[0]] * 3,

@@ -111,6 +111,7 @@ HOSTILE: dict[str, Any] = {
     "text": spoil("arrays", lambda array: Array(np.full(array.shape, "x"))),
     "longer": spoil("arrays", lambda array: Array(np.ones((7, *array.shape)))),
     "garbage": spoil("arrays", lambda array: Array("float64", (3, 6), "numpy.ndarray", b"!")),
+    "complex": spoil("arrays", lambda array: Array(np.ones(array.shape, complex))),
     "more": lambda content: content["arrays"].update({"more": Array(np.ones(2))}),
     "count": spoil("num-examples", -1),
     "no count": spoil("num-examples", [1.0, 2.0]),

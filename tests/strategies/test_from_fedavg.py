@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.client import NumPyClient
 from flwr.client.mod import LocalDpMod as OlderLocalDpMod
 from flwr.client.mod import fixedclipping_mod, secaggplus_mod
@@ -21,12 +21,10 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.network import Averaging, Topology
+from flwr_perdl.network import Averaging
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
-    DiffusionAveraging,
-    FedMD,
     FedX,
     PerMA,
     PersonalizedFedAvg,
@@ -71,20 +69,6 @@ OLDER_MODS = [
 ]
 
 
-def replies(kind: str, reply: Callable[[Message], Any]) -> Any:
-    """Run an app of somebody else's with this reply to training, or to an evaluation."""
-    app, handlers = ClientApp(), as_app(MeanClient)
-    own = {kind: lambda message, _: reply(message)}
-    app.train()(own.get("train", handlers))
-    app.evaluate()(own.get("evaluate", handlers))
-    return run(ClusteredFedAvg(2), client_app(app), MODEL)
-
-
-def with_numbers(message: Message, **numbers: Any) -> Message:
-    content = RecordDict({**message.content, "metrics": MetricRecord(numbers)})
-    return Message(content, reply_to=message)
-
-
 def own_app(mod: Any) -> ClientApp:
     """Return an app whose training handler has a mod, where nobody sees it before it is called."""
     app, handlers = ClientApp(), as_app(MeanClient)
@@ -106,13 +90,6 @@ class Forgets(MeanClient):
 
     def evaluate(self, parameters: Any, config: Any) -> Any:
         return float("nan"), 1, {}
-
-
-class Grows(MeanClient):
-    """Returns more than it received."""
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [np.zeros(4)], 1, {}
 
 
 def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
@@ -157,23 +134,6 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             "num-partitions",
         ),
         (lambda: run(ClusteredFedAvg(2), client_app(Forgets), MODEL), TooFewReplies, "loss"),
-        (lambda: run(ClusteredFedAvg(2), client_app(Grows), MODEL), TooFewReplies, "train"),
-        (lambda: replies("train", lambda _: None), TooFewReplies, "must be a Message, got None"),
-        *(
-            (
-                lambda n=n: replies("train", lambda m: with_numbers(m, **{"num-examples": n})),
-                TooFewReplies,
-                "num-examples must be",
-            )
-            for n in (float("nan"), -1, [1, 2])
-        ),
-        (
-            lambda: replies(
-                "evaluate", lambda m: with_numbers(m, **{"num-examples": 1, "loss": [1.0]})
-            ),
-            TooFewReplies,
-            "loss must be a number, got [1.0]",
-        ),
         (
             lambda: ClusteredFedAvg(1).start(
                 InProcessGrid(MEANS, 3), MODEL, evaluate_fn=lambda *_: (1.0, {})
@@ -182,20 +142,6 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             "evaluate_fn",
         ),
         (lambda: run(ClusteredFedAvg(1), MEANS, TREES), ValueError, "initial_arrays"),
-        (
-            lambda: DiffusionAveraging(Topology.ring(3), fraction_evaluate=1.0),
-            ValueError,
-            "evaluate_every",
-        ),
-        (
-            lambda: run(
-                DifferentialPrivacyServerSideFixedClipping(PerMA(2), 0.1, 1.0, 3),
-                DICTIONARIES,
-                ATOMS,
-            ),
-            ValueError,
-            "DifferentialPrivacy",
-        ),
         (
             lambda: run(
                 DifferentialPrivacyServerSideFixedClipping(PersonalizedFedAvg(["0"]), 0.1, 1.0, 3),
@@ -237,42 +183,6 @@ def test_an_option_of_ones_own_may_have_fedavgs_name() -> None:
             self.measure = evaluate_fn
 
     assert Own(2, evaluate_fn=len, num_clients=3).measure is len
-
-
-def test_fedmd_finds_the_models_that_the_clients_own_fit_refines() -> None:
-    truth = np.array([[2.0, 0.5, 1.0], [-1.0, 1.5, 0.5]])
-
-    class OwnTraining(RegressionClient):
-        """Answers FedMD, which sends steps; trains a model that comes without one."""
-
-        def __init__(self, context: Context) -> None:
-            rng = np.random.default_rng(partition_of(context))
-            X = rng.standard_normal((20, 3))
-            y = X @ truth[partition_of(context) % 2] + 0.1 * rng.standard_normal(20)
-            super().__init__(X, y, context)
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            if "perdl.step" in config:
-                return super().fit(parameters, config)
-            (theta,) = parameters
-            for _ in range(20):
-                theta = theta - 0.1 * self.X.T @ (self.X @ theta - self.y) / len(self.y)
-            return [theta], len(self.y), {}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            if "perdl.step" in config:
-                return super().evaluate(parameters, config)
-            return float(np.mean((self.X @ parameters[0] - self.y) ** 2)), len(self.y), {}
-
-    grid = InProcessGrid(client_app(OwnTraining), 10)
-    found = FedMD(2).start(grid, num_rounds=10)
-    strategy = ClusteredFedAvg(2, start="given")
-    strategy.start(grid, found.arrays, num_rounds=10)
-    models = np.stack([model["0"].numpy() for model in strategy.result.models])
-    own = strategy.result.members
-    assert [own[i] == own[0] for i in range(10)] == [i % 2 == 0 for i in range(10)]
-    error = models[[own[0], own[1]]] - truth
-    assert np.abs(error).max() < 0.05  # noise 0.1, 100 points a cluster: 0.01 in each direction
 
 
 @pytest.mark.parametrize("app", [DICTIONARIES, REGRESSIONS, DIFFUSIONS])

@@ -199,22 +199,6 @@ def test_fewer_rounds_than_it_takes_to_find_models_are_refused(
 # Faults -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_clusters", "fault"), [("auto", "silence"), (3, "nan")])
-def test_clients_fail_at_random(n_clusters: int | str, fault: str) -> None:
-    data = planted()
-
-    def faults(partition: int, message: Message) -> str | None:
-        step, round_ = asked(message)
-        return fault if step and spawn(9, partition, round_).random() < 0.2 else None
-
-    strategy = FedX(n_clusters, **QUIET)
-    models = learn(data, strategy, 40, faults=faults)
-    assert models.shape == data.theta.shape
-    assert model_error(models, data.theta) < 0.12
-    dropped = sum(len(report.dropped) for report in strategy.history)
-    assert 0.15 < dropped / (40 * len(data.X)) < 0.25
-
-
 def test_a_client_with_another_number_of_features_is_dropped_with_its_own(warned: Any) -> None:
     data = planted()
     data.X[3] = np.hstack([data.X[3], data.X[3][:, :1]])

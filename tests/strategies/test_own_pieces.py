@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.network import Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
-    ClusteredFedAvg,
     NeighborRelay,
     PerMA,
     ServerSettings,
@@ -50,12 +48,6 @@ def grid(n: int = 3, factory: Any = dictionary, mods: Any = (), **options: Any) 
     return InProcessGrid(client_app(factory, train_mods=mods), n, **options)
 
 
-def test_a_template_client_is_known_by_its_context() -> None:
-    strategy, initial = ClusteredFedAvg(1), ArrayRecord([np.eye(2)])
-    strategy.start(grid(factory=lambda context: Template()), initial, num_rounds=2)
-    assert [list(report.metrics) for report in strategy.history] == [[0, 1, 2]] * 4
-
-
 def test_what_a_client_says_of_itself_goes_before_its_context() -> None:
     class Named(Template):
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -64,18 +56,6 @@ def test_what_a_client_says_of_itself_goes_before_its_context() -> None:
     strategy = PerMA(2, min_clients=1)
     with pytest.raises(TooFewReplies, match=r"client 0 \(north\)"):
         strategy.start(grid(1, lambda context: Named()), num_rounds=2)
-
-
-@pytest.mark.parametrize("how", ["message", "legacy"])
-def test_an_app_that_does_not_say_who_it_is_is_told_the_remedy(how: str) -> None:
-    app = ClientApp(client_fn=lambda context: Template().to_client())
-    if how == "message":
-        app = ClientApp()
-        app.train()(lambda message, context: Message(message.content, reply_to=message))
-    with pytest.raises(TooFewReplies) as error:
-        PerMA(2).start(InProcessGrid(app, 3), num_rounds=1)
-    assert "node 1000" in str(error.value)
-    assert "flwr_perdl.clients.client_app" in str(error.value)
 
 
 def test_a_mod_that_sends_another_message_is_named() -> None:

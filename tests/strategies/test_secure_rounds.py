@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import Context
 from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Protocol,
     ProtocolStrategy,
@@ -86,10 +85,3 @@ def test_a_reply_longer_than_the_norm_is_scaled_down_to_it() -> None:
 def test_another_shape_is_refused_and_named() -> None:
     with pytest.raises(TooFewReplies):
         mean(SecureMean((3,), norm=10.0))
-
-
-def test_a_client_that_insists_on_masks_gives_nothing_in_the_clear() -> None:
-    app = client_app(Client, secure=True)
-    Mean(SecureMean((2,))).start(InProcessGrid(app, 3), num_rounds=1)
-    with pytest.raises(TooFewReplies, match="secure=True"):
-        Mean(None).start(InProcessGrid(app, 3), ArrayRecord(), num_rounds=1)

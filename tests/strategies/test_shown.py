@@ -47,18 +47,15 @@ def test_a_run_shows_what_is_asked(
     verbose: int | str | None,
     mode: str,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    logged: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     if mode == "lines":
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    logger = logging.getLogger("flwr")
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    caplog.set_level(logging.INFO, "flwr")
     strategy = PerMA(n_global=2)
     strategy.start(grid(), num_rounds=2, verbose=verbose)
-    assert logger.level == logging.INFO
-    assert bool(caplog.records) == (mode == "log")
+    assert logging.getLogger("flwr").level == logging.INFO
+    assert bool(logged.records) == (mode == "log")
     error = capfd.readouterr().err
     last = strategy.history[-1].aggregate["loss"]
     if mode == "bar":
@@ -131,17 +128,14 @@ def test_a_round_is_told_by_the_users_metrics(
     strategy: Any,
     wanted: list[str],
     verbose: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    logged: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Their means and the worst client's, each once; and the rounds are those asked for."""
-    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
-    caplog.set_level(logging.INFO, "flwr")
     initial = np.arange(4.0)[:, None] if isinstance(strategy, ClusteredFedAvg) else np.zeros(1)
     grid_of_8 = InProcessGrid(client_app(as_app(Talking)), 8)
     result = strategy.start(grid_of_8, ArrayRecord([initial]), num_rounds=4, verbose=verbose)
-    shown = capfd.readouterr().err if verbose == 1 else caplog.text
+    shown = capfd.readouterr().err if verbose == 1 else logged.text
     for words in wanted:
         assert words in shown
     last = result.evaluate_metrics_clientapp[4]
@@ -151,17 +145,13 @@ def test_a_round_is_told_by_the_users_metrics(
     assert "5 of 5" not in shown
 
 
-def test_the_log_has_the_options_that_are_not_the_defaults(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [caplog.handler])
-    caplog.set_level(logging.INFO, "flwr")
+def test_the_log_has_the_options_that_are_not_the_defaults(logged: Any) -> None:
     settings = ServerSettings(node_timeout=5.0, evaluate_every=1)
     DiffusionAveraging(Topology.ring(3), metrics=["a"], seed=4, server=settings).summary()
     for shown in ("seed: 4", "node_timeout: 5.0", "metrics: ('a',)", "num_clients: 3"):
-        assert shown in caplog.text
+        assert shown in logged.text
     for left_out in ("checkpoint_dir", "evaluate_every", "resume", "n_liars"):
-        assert left_out not in caplog.text
+        assert left_out not in logged.text
 
 
 class Tags(HTMLParser):
