@@ -23,7 +23,7 @@ Every dictionary is coded as in A.2 and by orthogonal matching pursuit, which so
 coefficients. A.2's products are these only where atoms are orthonormal.
 
 Metrics, on held-out images of all labels with k atoms each ({k}: 10, 20), means over clients where
-each has its own dictionary: ``mse_METHOD_{k}`` (A.2) and ``mse_pursuit_METHOD_{k}``.
+each has its own dictionary: ``mse_METHOD_{k}`` (A.2) and ``mse_omp_METHOD_{k}``.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _rival(config: Config, name: str) -> Arrays:
 
 
 def _errors(config: Config, dictionaries: Sequence[Matrix]) -> Matrix:
-    """Return mean squared errors (A.2, pursuit) x (k), the mean over dictionaries."""
+    """Return mean squared errors (A.2, OMP) x (k), the mean over dictionaries."""
     X = config.task.test
 
     def error(C: Matrix, D: Matrix) -> float:
@@ -202,7 +202,7 @@ def _errors(config: Config, dictionaries: Sequence[Matrix]) -> Matrix:
 
 def _records(found: Mapping[str, Matrix]) -> Iterator[Record]:
     for name, errors in found.items():
-        for coder, row in zip(("", "pursuit"), errors, strict=True):
+        for coder, row in zip(("", "omp"), errors, strict=True):
             for k, value in zip(N_NONZERO, row, strict=True):
                 yield Record("mse", float(value), name, {"coder": coder, "k": k})
 

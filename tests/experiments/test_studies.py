@@ -107,7 +107,7 @@ CASES = [
         {"samples_per_client": 60, "rounds": 8, "n_atoms": 32},
         (
             "mse_perma_10 < mse_local_10 < mse_zero_10 < mse_huang_10",
-            "mse_pursuit_huang_10 < mse_pursuit_perma_10 < mse_pursuit_local_10",
+            "mse_omp_huang_10 < mse_omp_perma_10 < mse_omp_local_10",
         ),
     ),
     Case(
@@ -145,7 +145,7 @@ CASES = [
         "patients",
         {"seeds": 2, "rounds": 1, "n_train": 12},
         (
-            "error_slopes < error_pooled error_alone error_intercepts error_fedavg",
+            "error_slopes error_alone < error_pooled error_intercepts error_fedavg",
             "error_fedavg-tuned < error_fedavg",
             "lead_low_slopes < lead_slopes < lead_high_slopes",
         ),
