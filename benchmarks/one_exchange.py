@@ -21,6 +21,8 @@ ifca       The same draws, contiguous: IFCA (Ghosh et al. 2020) of two to four o
 cost       The same draws, contiguous: accuracy of "personal" by the number of random features, of
            FedAvg fine-tuned ("stopped") by rounds; and the megabytes (float64) that a person sends
            in the run, for FedAvg those of one of the four rates.
+liar       The first ten people, five draws: accuracy at nine of them, where the tenth trains with
+           labels shifted by one and columns negated, with and without robust=True.
 turned     MNIST turned by 0, 90, 180 or 270 degrees, 20 clients of 80 images, 400 features, three
            draws; accuracy on 2,000 other images, turned as the client's.
 schools    The study `regression` (school.npz): its 20 splits, explained variance of all pupils
@@ -326,6 +328,20 @@ def _tuned(client: Network, model: list[Matrix]) -> tuple[list[Matrix], int]:
     return tried[best], best
 
 
+def liar(folder: Path) -> dict[str, list[float]]:
+    """Return accuracies of honest people, with and without one who lies."""
+    found: dict[str, list[float]] = {}
+    for seed in DRAWS:
+        *honest, (X, y, train) = people(folder, seed)[:10]
+        for end, last in (("", (X, y, train)), (", lied to", (-X, (y + 1) % 6, train))):
+            for level, robust in product(("shared", "personal"), (False, True)):
+                how: Any = {"classes": 6, "seed": seed, "robust": robust}
+                models = run([*honest, last], level, **how)[1][:-1]
+                name = f"{level}{', robust' * robust}{end}"
+                found.setdefault(name, []).append(accuracy(honest, models))
+    return found
+
+
 # Images ------------------------------------------------------------------------------------------
 
 
@@ -544,6 +560,7 @@ def memory(folder: Path) -> dict[str, list[float]]:
 
 PARTS: dict[str, Callable[[Path], dict[str, list[float]]]] = {
     "phones": phones,
+    "liar": liar,
     "turned": turned,
     "schools": schools,
     "patients": lambda folder: natural(folder, "parkinsons.npz", rmse, order=2, n_train=30),

@@ -1042,7 +1042,9 @@ def _papers(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
             f"[{', '.join(entry.shows)}]({page.name}.md)",
             verdict(entry, of).capitalize(),
             f"`make gallery ARGS={entry.name}{' DATA=FOLDER' if entry.files else ''}`",
-            str(_minutes([of])),
+            str(
+                _minutes(one for _, one in sections) if entry.name == page.name else _minutes([of])
+            ),
             ", ".join(f"[`{file}`](#data)" for file in entry.files) or "made by the run",
         ]
         for page, sections in found.items()
@@ -1053,7 +1055,7 @@ def _papers(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     rows.sort(key=lambda row: (order.index(row[0][1:].partition("]")[0]), row[1]))
     heads = ["paper", "figure or table", "verdict", "command", "minutes", "data"]
     yield markdown_table(heads, rows)
-    yield f"Minutes: all seeds, one after the other. [How verdicts are computed]({RULES_AT}).\n"
+    yield f"Minutes: of the whole command, all seeds. [How verdicts are computed]({RULES_AT}).\n"
     yield "## Data\n"
     yield "No data set may be passed on here. `flwr-perdl fetch NAME` downloads the originals, or"
     yield "takes them from `--folder FOLDER`, and builds the file; `make gallery DATA=FOLDER` looks"

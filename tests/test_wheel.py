@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
+from flwr_perdl import __version__
 from tests.examples.readme import EXAMPLES, copied, read, run, tells
 
 pytestmark = [pytest.mark.slow, pytest.mark.environments]
@@ -266,7 +267,15 @@ def test_the_metadata_lead_to_the_repository_that_a_variable_names(
 ) -> None:
     monkeypatch.setenv("REPOSITORY_URL", "https://example.org/fork")
     execute(*BUILD, "--wheel", "--outdir", tmp_path, ROOT, cwd=tmp_path)
-    links = metadata_of(next(tmp_path.glob("*.whl"))).get_all("Project-URL", [])
+    metadata = metadata_of(next(tmp_path.glob("*.whl")))
+    links = metadata.get_all("Project-URL", [])
+    readme = str(metadata.get_payload())
+    assert f"](https://example.org/fork/blob/v{__version__}/docs/install.md)" in readme
+    assert (
+        f'src="https://example.org/fork/raw/v{__version__}/docs/images/overview-light.svg"'
+        in readme
+    )
+    assert not re.findall(r"\]\((?!https?:)|src(?:set)?=\"(?!https?:)", readme)
     assert "Repository, https://example.org/fork" in links
 
 

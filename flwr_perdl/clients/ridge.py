@@ -220,14 +220,13 @@ class RidgeClient(ProtocolClient):
                 columns = columns or [*maths.standardize(total)]
                 columns.append(np.array([check_real(SCALE, config.get(SCALE), 0, LARGE)]))
                 asked = asked._replace(arrays=columns)
-                state = self._solved(turn, asked, total) if turn.shows else self._begun(asked)
+                if turn.shows:
+                    state = self._solved(turn, asked, total)
+                else:
+                    state = {"values": self.sums(asked).arrays[0], "weight": np.ones(1)}
+                    state |= dict(zip(maths.MODEL_ARRAYS, columns[:2], strict=False))
         message = [state["values"], state["weight"]] if turn.awaits else []
         return turn.result(state, message, [])
-
-    def _begun(self, request: StepRequest) -> dict[str, Matrix]:
-        """Return the state in which products of features begin to be averaged."""
-        columns = dict(zip(maths.MODEL_ARRAYS, request.arrays[:2], strict=False))
-        return {**columns, "values": self.sums(request).arrays[0], "weight": np.ones(1)}
 
     def _solved(self, turn: Turn, request: StepRequest, total: Matrix) -> dict[str, Matrix]:
         """Return the node's own model of all nodes' sums, and have its metrics reported."""

@@ -423,9 +423,8 @@ class KeepPrivate:
             kept = PrivateState(context, str(origin), store).newest()
         part = self._part(given, kept, left_out_of(config))
         config.pop(LEFT_OUT, None)
-        first = _first_names(context, store)
         if self._names is not None:
-            seen = () if store is None else first or part.names
+            seen = () if store is None else _first_names(context, store) or part.names
             _check_order(part.names, self._names or seen)
         alternate, call_next = bool(config.pop(ALTERNATE, False)), hiding(call_next)
 
@@ -433,7 +432,7 @@ class KeepPrivate:
         if kept is None:
             self.part.warn(part.names)
         if kind != MessageType.TRAIN:
-            _refuse_untrained(first, kept)
+            _refuse_untrained(context, store, kept)
             message.content[record] = new_record(ArrayRecord, model)
             reply = _without_arrays(call_next(message, context), run)
             _mark(reply, {NEW_STATE: 1} if kept is None and RUN in config else {})
@@ -446,12 +445,12 @@ class KeepPrivate:
                 config[TRAIN_NAMES] = json.dumps(names)
             apart = state_of(context, "private") if names is part.private else nullcontext()
             with apart:
-                reply, found = _trained(message, context, mods, call_next, part, model)
+                reply, found = _trained(message, record, context, mods, call_next, part, model)
             if reply.has_error():
                 return reply
             model = {**model, **{name: sendable(found[name], model[name]) for name in names}}
         state.save(round_, _to_keep(part, model))
-        if first is None:
+        if _first_names(context, store) is None:
             _keep_names(context, store, part.names)
         answered, _ = _only_arrays(reply.content, "a training reply")
         reply.content[answered] = new_record(ArrayRecord, _to_send(part, model))
@@ -465,7 +464,7 @@ class KeepPrivate:
         """Raise an UntrainedError where a client has trained a private part in other runs alone."""
         store = private_store(context, _ALGORITHM)
         states = [PrivateState(context, run + own, store).newest() for own in ("", INNER)]
-        _refuse_untrained(_first_names(context, store), *states)
+        _refuse_untrained(context, store, *states)
 
     @staticmethod
     def check_whole(context: Context, run: str, models: Iterable[Collection[str]]) -> None:
@@ -475,7 +474,7 @@ class KeepPrivate:
         """
         store = private_store(context, _ALGORITHM)
         kept = PrivateState(context, run, store).newest()
-        _refuse_untrained(_first_names(context, store), kept)
+        _refuse_untrained(context, store, kept)
         if kept is not None and _NAMES in kept:
             for given in models:
                 _check_called(_read_names(kept[_NAMES]), given)
@@ -518,9 +517,11 @@ class KeepPrivate:
         return _About(given, names, private, left_out)
 
 
-def _refuse_untrained(first: list[str] | None, *states: PrivateArrays | None) -> None:
+def _refuse_untrained(
+    context: Context, store: StateStore | None, *states: PrivateArrays | None
+) -> None:
     trained = (one is not None and _NAMES in one and _UNTRAINED not in one for one in states)
-    if first is not None and not any(trained):
+    if not any(trained) and _first_names(context, store) is not None:
         raise UntrainedError
 
 
@@ -593,14 +594,17 @@ def _model(part: _About, kept: PrivateArrays | None) -> dict[str, Array]:
 
 def _trained(
     message: Message,
+    record: str,
     context: Context,
     mods: Sequence[Any],
     call: Call,
     part: _About,
     model: Mapping[str, Array],
 ) -> tuple[Message, dict[str, Array]]:
-    """Return the app's reply, and the model after training; mods see its shared arrays alone."""
-    record, _ = _only_arrays(message.content, "a request")
+    """Return the app's reply, and the model after training; mods see its shared arrays alone.
+
+    ``record`` is what the request calls its arrays.
+    """
     private = {name: model[name] for name in part.private}
 
     def whole(asked: Message, context: Context) -> Message:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
+from scipy.linalg import cho_factor, cho_solve, solve_triangular
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_array, check_count, check_kind, check_real
 from flwr_perdl.random import SERVER, spawn
@@ -234,12 +234,14 @@ def check_sums(folds: Matrix, p: int, q: int, n: int, *, classes: bool) -> None:
             raise ValueError("the sums must be of one class for each sample")
         gram[np.diag_indices(p)] += _ODD * sizes.sum() + np.finfo(float).tiny
         try:
-            lower = cholesky(gram, check_finite=False)
-            inside = (solve_triangular(lower, cross, trans=1, check_finite=False) ** 2).sum(axis=0)
+            # The transpose is in LAPACK's order: it needs no copy.
+            lower, _ = cho_factor(gram.T, lower=True, overwrite_a=True, check_finite=False)
+            inside = solve_triangular(lower, cross, lower=True, check_finite=False)
         except np.linalg.LinAlgError:
             raise ValueError("the sums must be positive semidefinite, got others") from None
-        if (inside > (1 + _ODD) * squares).any():
+        if ((inside**2).sum(axis=0) > (1 + _ODD) * squares).any():
             raise ValueError("the sums must be positive semidefinite with those of responses")
+        del gram, lower, sizes  # before the next fold's is made
 
 
 def join_moments(sums: Matrix, p: int, q: int) -> Matrix:
@@ -256,7 +258,7 @@ def solve_ridge(sums: Matrix, p: int, q: int, penalty: float) -> Matrix:
     """Return the coefficients (p, q) of a ridge regression; the constant is penalized, too."""
     gram, cross, _ = unpack_sums(sums, p, q)
     gram[np.diag_indices(p)] += penalty
-    factor = cho_factor(gram, lower=False, overwrite_a=True, check_finite=False)
+    factor = cho_factor(gram.T, lower=True, overwrite_a=True, check_finite=False)
     solved: Matrix = cho_solve(factor, cross)
     return solved
 

@@ -58,8 +58,10 @@ from flwr_perdl.strategies.diagnosis import middle
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 
 AUTO, BOTH = "auto", "groups-personal"
-#: Levels at which each client has a part of its own, and options of which only sums are seen.
+#: Levels at which each client has a part of its own; options with which the server, or nobody, sees
+#: single clients' sums.
 _HAVE_OWN, _SUMMED = (PERSONAL, BOTH, LOCAL), ("secure", "privacy")
+_TOTAL = (*_SUMMED, "topology")
 #: The most features whose variances are told apart; rows of a client that count in a secure sum
 #: where their number is not known; and the share of a privacy budget that moments take: in the
 #: square of the noise's inverse, which is a quarter of epsilon.
@@ -168,11 +170,9 @@ class FederatedRidge(EndsWithModels):
         "parts": NO_MODEL,
     }
     needs = (
-        Needs(_SUMMED, "level", (SHARED, PERSONAL), "others read single clients' sums"),
-        Needs((*_SUMMED, "robust"), "random", wire.RANDOMS[:2], "variances need single sums"),
+        Needs(_TOTAL, "level", (SHARED, PERSONAL), "others read single clients' sums"),
+        Needs((*_TOTAL, "robust"), "random", wire.RANDOMS[:2], "variances need single sums"),
         Needs(_SUMMED, "robust", (False,), JUDGED),
-        Needs(("topology",), "level", (SHARED, PERSONAL), "nodes know the total of sums only"),
-        Needs(("topology",), "random", wire.RANDOMS[:2], "variances need single sums"),
         Needs(("topology",), "columns", (None,), "nodes average those, too"),
         *(Needs((name,), "topology", (None,), "no server sums") for name in (*_SUMMED, "robust")),
         Needs(("robust",), "level", (SHARED, PERSONAL), "groups have too few clients to judge by"),
@@ -231,18 +231,29 @@ class FederatedRidge(EndsWithModels):
         self._only_sums = privacy is not None or secure is not False
         if (bounds is None) == self._only_sums:
             raise ValueError("bounds must be given with secure or privacy, and only then.")
-        if privacy is not None and (privacy.level != "record" or len(self.scale) > 1):
-            raise ValueError(
-                f'privacy must be of level="record", with one scale, got {privacy.level!r} and '
-                f"scale={scale}."
-            )
+        if privacy is not None and privacy.level != "record":
+            raise ValueError(f'privacy must be of level="record", got {privacy.level!r}.')
+        if len(self.scale) > 1 and (privacy is not None or topology is not None):
+            raise ValueError(f"scale must be one number with privacy or topology, got {scale}.")
         check_support(self, self._options_with(topology=topology, columns=columns))
-        if topology is not None and len(self.scale) > 1:
-            raise ValueError(f"scale must be one number with topology, got {scale}.")
         if sealed and topology is None:
             raise ValueError("topology must be given with sealed, got None.")
         if random == wire.RANDOMS[2] and level != PERSONAL:
             raise ValueError(f'level must be "personal" with random="columns", got {level!r}.')
+        # Whether groups are looked for, and single clients' sums are read, not their total alone.
+        self._finds_groups = level in (AUTO, GROUPS, BOTH)
+        self._single = self._finds_groups or random == wire.RANDOMS[2] or self.robust
+        # The number of outputs, and of columns where bounds say it; what divides bounded responses.
+        self._q = q = self.classes or self.outputs
+        self._n_columns, self._heights = 0, list[Matrix]()
+        if self.bounds is not None:
+            self._n_columns = len(self.bounds) - (0 if self.classes else q)
+            if not self.classes:
+                self._heights = [sqrt(q) * np.abs(self.bounds[-q:]).max(axis=1)]
+        # One fold where nothing is chosen by folds.
+        given_one = len(self.penalty) == 1 if self.penalty else privacy is not None
+        given_one &= len(self.scale) == 1 and not self._finds_groups
+        self._n_folds = 1 if given_one else wire.N_FOLDS
         names = (*maths.MODEL_ARRAYS, wire.RANDOM_ARRAY)
         self._reads = Models(names=names, stack=3, form=self._model_arrays)
         after = {SHARED: 0, GROUPS: 0, AUTO: 2}.get(level, 1)
@@ -272,14 +283,8 @@ class FederatedRidge(EndsWithModels):
     @property
     def errors(self) -> dict[int, dict[str, float]]:
         """With "auto" each client's squared error per held-out sample, by level."""
-        return _measured(
-            {
-                p: m
-                for one in self.history
-                if one.step == wire.ERRORS
-                for p, m in one.metrics.items()
-            }
-        )
+        found = [report.metrics for report in self.history if report.step == wire.ERRORS]
+        return _measured(*found) if found else {}
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Ask for moments and sums, solve, and have clients solve their own parts."""
@@ -512,39 +517,6 @@ class FederatedRidge(EndsWithModels):
             VARIANCES[0]: np.stack([np.diag(one.between) for one in mixed]),
             VARIANCES[1]: np.array([one.noise for one in mixed]),
         }
-
-    @property
-    def _finds_groups(self) -> bool:
-        """Whether groups are looked for."""
-        return self.level in (AUTO, GROUPS, BOTH)
-
-    @property
-    def _single(self) -> bool:
-        """Whether the sums of single clients are read; else their total is enough."""
-        return self._finds_groups or self.random == wire.RANDOMS[2] or self.robust
-
-    @property
-    def _q(self) -> int:
-        """The number of outputs."""
-        return self.classes or self.outputs
-
-    @property
-    def _n_columns(self) -> int:
-        """The number of columns, where bounds say it; else 0."""
-        return 0 if self.bounds is None else len(self.bounds) - (0 if self.classes else self._q)
-
-    @property
-    def _heights(self) -> list[Matrix]:
-        """By what responses are divided that are within bounds."""
-        if self.classes or self.bounds is None:
-            return []
-        return [sqrt(self._q) * np.abs(self.bounds[-self._q :]).max(axis=1)]
-
-    @property
-    def _n_folds(self) -> int:
-        """Into how many folds clients part their samples: one where nothing is chosen by them."""
-        given = len(self.penalty) == 1 if self.penalty else self.privacy is not None
-        return 1 if given and len(self.scale) == 1 and not self._finds_groups else wire.N_FOLDS
 
     def _model_arrays(self, model: Sequence[Matrix]) -> dict[str, Matrix]:
         """Return what a client of `adapt`, or `RidgeModel.of`, reads of a model."""
