@@ -177,7 +177,7 @@ class Diagnosed(NamedTuple):
         median = f"median {self.metric}"
         cells = [["rounds", median, "gain", "interval", "clients that gain", "strategy"]]
         for name, gains in self.gains.items():
-            gain, low, high = _interval(gains[np.isfinite(gains)], len(self.gains))
+            gain, low, high = interval(gains[np.isfinite(gains)], len(self.gains))
             cells.append(
                 [
                     str(self.rounds[name]),
@@ -598,7 +598,7 @@ class Diagnosis(ShownAsCalled):
         drawn = spawn(self._seed, SERVER, 3).integers(n, size=(_DRAWS, n))
         confidence = float(np.mean(_taken(gains[:, drawn], reference[drawn]) == taken))
         over = next((i for i in judged.order if i != taken), taken)
-        lead = _interval(gains[taken] - gains[over], len(gains))
+        lead = interval(gains[taken] - gains[over], len(gains))
         # Those that were stopped: after as many rounds as the reference then.
         found = early.of(judged.clients) | judged.of(judged.clients)
         shown = {name: found[name] for name in self.candidates if name in found}
@@ -636,7 +636,7 @@ class Diagnosis(ShownAsCalled):
                 f"Undecided between {typed[taken]} and {typed[over]}: the former leads by "
                 f"{lead[0]:.3g} on average, {worst:.3g} for the worst client."
             )
-        gain, low, high = _interval(judged.gains[taken], len(typed))
+        gain, low, high = interval(judged.gains[taken], len(typed))
         better = f"better by {gain:.3g} ({low:.3g} to {high:.3g}) than {typed[reference]}"
         why = f"mean {self.metric} {better}"
         if taken == reference:
@@ -786,7 +786,7 @@ def _makes_strategies(make: Any) -> bool:
     return not isinstance(make, type)
 
 
-def _interval(values: Matrix, n_candidates: int) -> tuple[float, float, float]:
+def interval(values: Matrix, n_candidates: int) -> tuple[float, float, float]:
     """Return the mean without outliers, and the ends of its interval."""
     mean, width = middle(values, n_candidates)
     return float(mean), float(mean - width), float(mean + width)

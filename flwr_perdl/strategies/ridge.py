@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 from flwr.app import Message
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.clients import ridge as wire
@@ -54,7 +55,7 @@ from flwr_perdl.regression import ridge as maths
 from flwr_perdl.regression.mixed_model import fit_mixed_model
 from flwr_perdl.regression.ridge import PENALTIES, SIMPLER, RandomFeatures, RidgeModel
 from flwr_perdl.strategies._own_models import EndsWithModels, Learned
-from flwr_perdl.strategies.diagnosis import middle
+from flwr_perdl.strategies.diagnosis import Diagnosed, interval, middle
 from flwr_perdl.strategies.neighbor_relay import NeighborRelay
 
 AUTO, BOTH = "auto", "groups-personal"
@@ -66,6 +67,8 @@ _TOTAL = (*_SUMMED, "topology")
 #: where their number is not known; and the share of a privacy budget that moments take: in the
 #: square of the noise's inverse, which is a quarter of epsilon.
 _MOST_COLUMNS, _MOST_ROWS, _SHARES = 100, 10_000, (1, 15)
+#: Draws of clients by which a level is chosen again.
+_DRAWS = 1000
 #: By how much nodes' means of normal numbers differ, and how many rounds that takes, at most.
 _AGREED, _MOST_ROUNDS = 1e-14, 10_000
 #: What is known of the features, and of single clients.
@@ -286,6 +289,35 @@ class FederatedRidge(EndsWithModels):
         found = [report.metrics for report in self.history if report.step == wire.ERRORS]
         return _measured(*found) if found else {}
 
+    @property
+    def diagnosis(self) -> Diagnosed:
+        """What "auto" has measured, as of a `Diagnosis` whose candidates are the levels."""
+        if not (errors := self.errors):
+            raise RuntimeError(f'start must be called first with level="auto", got {self.level!r}.')
+        table, n = _table(errors), len(errors)
+        gains, taken = table[0] - table, LEVELS.index(self.chosen_level)
+        order = np.argsort(-middle(gains)[0], kind="stable").tolist()
+        over = next(i for i in order if i != taken)
+        drawn = spawn(self._options.seed, SERVER, 3).integers(n, size=(_DRAWS, n))
+        typed = [*(f'FederatedRidge("{level}")' for level in LEVELS[:-1]), "local training"]
+        lead = interval(gains[taken] - gains[over], len(LEVELS))
+        return Diagnosed(
+            LEVELS[taken],
+            f"{typed[taken]}: squared error lower by {lead[0]:.3g} than with {typed[over]}.",
+            f"strategy = {typed[taken]}",
+            float(np.mean(_best_level(table[:, drawn]) == taken)),
+            dict(zip(LEVELS, table, strict=True)),
+            dict(zip(LEVELS, gains, strict=True)),
+            [*errors],
+            self.result.members,
+            dict(zip(LEVELS, typed, strict=True)),
+            dict.fromkeys(LEVELS, 1),
+            {},
+            LEVELS[over],
+            lead,
+            metric="squared error",
+        )
+
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Ask for moments and sums, solve, and have clients solve their own parts."""
         if initial:
@@ -323,7 +355,7 @@ class FederatedRidge(EndsWithModels):
             asked = [known[name] for name in (*_COLUMNS, "shared-without", "groups-without")]
             replies = yield self._request(wire.ERRORS, asked, known)
             errors = _measured({client: reply.metrics for client, reply in replies.items()})
-            known = {**known, "level": np.array(_best_level(errors))}
+            known = {**known, "level": _best_level(_table(errors))}
         kept = self._running().record.kept
         kept |= {name: known[name] for name in ("level", *_SINGLE) if name in known}
         found, members = self._solved(known)
@@ -604,14 +636,19 @@ def _measured(metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, f
     return {client: {level: own[level] for level in LEVELS} for client, own in each}
 
 
-def _best_level(errors: Mapping[int, Mapping[str, float]]) -> int:
+def _table(errors: Mapping[int, Mapping[str, float]]) -> Matrix:
+    """Return the errors by level and client."""
+    return np.array([[own[level] for own in errors.values()] for level in LEVELS])
+
+
+def _best_level(table: Matrix) -> NDArray[np.intp]:
     """Return the number of the simplest level that is as good as the best."""
-    if not errors:
-        return LEVELS.index(SHARED)
-    table = np.array([[own[level] for own in errors.values()] for level in LEVELS])
+    if not table.shape[-1]:
+        return np.array(LEVELS.index(SHARED))
     # As in `Diagnosis`: means of differences, without clients that decide alone.
     means = middle(table[0])[0] - middle(table[0] - table)[0]
-    return int(np.argmax(means <= SIMPLER * means.min()))
+    best: NDArray[np.intp] = np.argmax(means <= SIMPLER * means.min(axis=0), axis=0)
+    return best
 
 
 def _check_moments(reply: Reply) -> None:

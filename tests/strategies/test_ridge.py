@@ -120,6 +120,11 @@ def test_auto_takes_the_level_that_fits_by_what_every_client_measured(level: str
         [(RidgeModel.of(result.model_of(i)).predict(X[i, 40:]) - y[i, 40:]) ** 2 for i in range(N)]
     )
     assert error < 2 * PLANTED[level][1] ** 2
+    said = strategy.diagnosis
+    assert said.choice == level
+    assert said.confidence > 0.5
+    assert said.table().splitlines()[4].endswith("local training")
+    np.testing.assert_allclose(said.gains[level], said.values["shared"] - said.values[level])
     steps = [report.step for report in strategy.history]
     assert steps[:3] == ["moments", "sums", "errors"]
     assert steps[3:] == [["solve"], ["evaluate"]][level in ("shared", "groups")]
@@ -405,6 +410,8 @@ def test_only_those_who_sent_sums_can_be_left_out(left: list[int]) -> None:
     with pytest.raises(ValueError, match="clients must be some that sent sums"):
         strategy.without(left)
     shared, _ = start("shared", y=responses("groups"))
+    with pytest.raises(RuntimeError, match="start must be called first"):
+        shared.diagnosis  # noqa: B018
     with pytest.raises(ValueError, match="level must be one for which"):
         shared.without([3])
 
