@@ -15,6 +15,11 @@ in the algorithm's terms
 
 A request names the user's own parts and their options; a client finds them among those of
 ``client_app(parts=[...])``. No part knows an algorithm, and no algorithm a part.
+
+Withholding and sealing change what travels, too, and are no parts. Withholding
+(`flwr_perdl.privacy.withholding`) decides before a sum is formed, by the terms of single samples,
+which no message has. Sealing (`flwr_perdl.privacy.sealed`) makes one message per neighbor, under a
+key of each pair that an exchange of its own announces.
 """
 
 from __future__ import annotations

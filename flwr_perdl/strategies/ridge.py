@@ -355,7 +355,7 @@ class FederatedRidge(EndsWithModels):
             asked = [known[name] for name in (*_COLUMNS, "shared-without", "groups-without")]
             replies = yield self._request(wire.ERRORS, asked, known)
             errors = _measured({client: reply.metrics for client, reply in replies.items()})
-            known = {**known, "level": _best_level(_table(errors))}
+            known = {**known, "level": np.array(_best_level(_table(errors)))}
         kept = self._running().record.kept
         kept |= {name: known[name] for name in ("level", *_SINGLE) if name in known}
         found, members = self._solved(known)

@@ -91,6 +91,17 @@ def test_one_client_takes_no_model_along(name: str, value: float) -> None:
     assert largest(ServerSettings(max_magnitude=inf))[0] > 100
 
 
+@pytest.mark.parametrize("name", ["personal", "ditto", "one cluster"])
+def test_a_robust_rule_bounds_what_one_client_does_to_a_model(name: str) -> None:
+    def largest(rule: str) -> float:
+        grid = grid_of(lambda _, p: Huge(p, 90.0) if p == 3 else Half(p), 8)
+        arrays = SERVERS[name](robust=rule).start(grid, START, num_rounds=3).arrays
+        return float(max(np.abs(array.numpy()).max() for array in arrays.values()))
+
+    assert largest("median") < 4
+    assert largest("mean") > 10
+
+
 # Far too large, among nodes ----------------------------------------------------------------------
 
 

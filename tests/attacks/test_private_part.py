@@ -77,17 +77,18 @@ def test_arrays_that_come_to_zeros_are_not_tied() -> None:
     assert not reply.content["arrays"]["body"].numpy().any()
 
 
-# Errors ------------------------------------------------------------------------------------------
+class ByPosition(NumPyClient):
+    """Its second array is the head, whatever it begins with and the server calls it."""
 
-
-class Solved(NumPyClient):
-    """Its head is a mean, whatever it begins with."""
+    def __init__(self, context: Context) -> None:
+        self.secret = SECRET + partition_of(context)
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        return [parameters[0] + 1, np.full(3, SECRET)], 1, {}
+        body, head = parameters
+        return [body + 1, np.full(np.shape(head), self.secret)], 1, {}
 
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        return 0.0, 1, {}
+
+# Errors ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ class Solved(NumPyClient):
 def test_no_error_says_a_private_value(kept: str, start: float) -> None:
     """What cannot be kept is refused without its values; where nothing is private, they leave."""
     own = {"private": ["head"], "names": ["body", "head"]} if kept == "private" else {}
-    app = client_app(lambda _: Solved(), **own)
+    app = client_app(ByPosition, **own)
     arrays = ArrayRecord({"body": Array(np.zeros(3)), "head": Array(np.full(3, start))})
     config: dict[str, Any] = {"server-round": 1, "perdl.run": "r"}
     if kept == "ditto":
@@ -114,17 +115,6 @@ def test_no_error_says_a_private_value(kept: str, start: float) -> None:
 
 
 # Names -------------------------------------------------------------------------------------------
-
-
-class ByPosition(NumPyClient):
-    """Its second array is the head, whatever the server calls it."""
-
-    def __init__(self, context: Context) -> None:
-        self.secret = SECRET + partition_of(context)
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        body, head = parameters
-        return [body + 1, np.full_like(head, self.secret)], 1, {}
 
 
 WAYS = ["nothing", "names", "names of an app", "first run", "numbers", "unknown"]
@@ -202,7 +192,7 @@ def test_no_message_brings_a_private_head_into_what_leaves(trick: str, noised: b
     given, others = TRICKS[trick]
     noise = Noise(epsilon=2.0, trust="central", level="client") if noised else None
     app = client_app(
-        lambda _: Solved(), private=["head"], names=["body", "head"], privacy=noise, parts=[Clip]
+        ByPosition, private=["head"], names=["body", "head"], privacy=noise, parts=[Clip]
     )
     sizes = {name: value for name, value in others.items() if "." not in name}
     config: dict[str, Any] = {"server-round": 1, "perdl.run": "r", "perdl.left-out": '["head"]'}

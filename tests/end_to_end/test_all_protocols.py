@@ -13,8 +13,10 @@ import pytest
 from benchmarks._deployment import Deployment
 from flwr_perdl.network import Topology
 from tests.engines import on_ray
-from tests.strategies.protocols import CASES, Everyone
+from tests.strategies.protocols import CASES, VARIANTS, Everyone
 
+NETWORK = "ridge, network"
+ALL = {**CASES, NETWORK: VARIANTS[NETWORK]}
 APP = """\
 import numpy as np
 from flwr.serverapp import ServerApp
@@ -33,12 +35,12 @@ def main(grid, context):
 """
 
 
-def learn(grid: Any = None, names: Iterable[str] = CASES) -> dict[str, np.ndarray]:
+def learn(grid: Any = None, names: Iterable[str] = ALL) -> dict[str, np.ndarray]:
     """Return what two clients learn by protocols."""
     found = {}
     for name in names:
-        case = CASES[name]
-        neighbors = name.partition(",")[0] in ("relay", "averaging")
+        case = ALL[name]
+        neighbors = name == NETWORK or name.partition(",")[0] in ("relay", "averaging")
         options = {"topology": Topology.complete(2)} if neighbors else {}
         here = case.grid(n=2) if grid is None else grid
         for i, array in enumerate(case.run(here, case.cut + 2, case=name, **options)):
@@ -64,7 +66,7 @@ def test_on_ray() -> None:
 def test_on_two_supernodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run each, four at once: while one waits for its next message, another has its own."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    out = {name: str(tmp_path / f"{i}.npz") for i, name in enumerate(CASES)}
+    out = {name: str(tmp_path / f"{i}.npz") for i, name in enumerate(ALL)}
     with (
         Deployment(tmp_path / "deployment", 2, app=APP) as deployment,
         ThreadPoolExecutor(4) as runs,
@@ -73,7 +75,7 @@ def test_on_two_supernodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         def run(name: str) -> str:
             return deployment.run({"experiment": name, "out": out[name]}, timeout=1800)
 
-        for _ in runs.map(run, CASES):
+        for _ in runs.map(run, ALL):
             pass
     found: dict[str, np.ndarray] = {}
     for file in out.values():

@@ -19,7 +19,7 @@ from flwr_perdl.network import Inbox, InMemoryNetwork, Topology, metropolis_weig
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from flwr_perdl.random import spawn
 from flwr_perdl.strategies import NeighborRelay
-from tests.grids import Tapped, grid_of, relayed
+from tests.grids import Tapped, arrays_in, grid_of, relayed
 
 Array = NDArray[Any]
 ROUNDS = 4
@@ -57,17 +57,17 @@ class Private:
         return {"size": np.linalg.norm(state.value, axis=1)}
 
 
-def private_data(n: int) -> dict[int, Array]:
-    return {k: spawn(5, k).standard_normal((7, 3)) + k for k in range(n)}
+N = 5
+TOPOLOGY = Topology.from_edges(N, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3)])
+DATA = {k: spawn(5, k).standard_normal((7, 3)) + k for k in range(N)}
 
 
 class Written:
     """Everything that a run of `Private` computes: what each node sends, and what it keeps."""
 
-    def __init__(self, topology: Topology, data: dict[int, Array]) -> None:
+    def __init__(self) -> None:
         self.messages: list[Array] = []
         self.secrets: list[Array] = []
-        program = Private(data)
 
         class Noted(Private):
             def message(_, state: Held) -> tuple[Array, ...]:
@@ -75,69 +75,62 @@ class Written:
                 self.secrets.append(state.secret)
                 return super().message(state)
 
-        self.run = InMemoryNetwork(topology).run(Noted(data), ROUNDS)
-        self.data = [*program.data.values()]
+        self.run = InMemoryNetwork(TOPOLOGY).run(Noted(DATA), ROUNDS)
+
+
+def which(message: Message) -> tuple[int, int]:
+    """Return the server's round and the node of a request."""
+    round_ = int(message.content["config"].get("server-round", 0))
+    return round_, message.metadata.dst_node_id - 1000
 
 
 class Tap(Tapped):
     """A grid that may change requests on their way, and has all by server round and node."""
 
-    def __init__(
-        self,
-        *args: Any,
-        change: Callable[[int, int, list[Array], str], None] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self._change = change
-        self.requests: dict[tuple[int, int], RecordDict] = {}
-        self.replied: dict[tuple[int, int], RecordDict] = {}
+    change: Callable[[int, int, list[Array], str], None] | None = None
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         asked = list(messages)
         for message in asked:
-            round_, node = self._which(message)
-            if self._change is not None and round_:
+            round_, node = which(message)
+            if self.change is not None and round_:
                 record = message.content["arrays"]
                 arrays = record.to_numpy_ndarrays()
-                self._change(round_, node, arrays, str(message.content["config"]["perdl.run"]))
+                self.change(round_, node, arrays, str(message.content["config"]["perdl.run"]))
                 for name, array in zip(list(record), arrays, strict=True):
                     record[name] = FlowerArray(array)
-        replies = super().send_and_receive(asked, timeout=timeout)
-        for question, reply in zip(asked, replies, strict=True):
-            self.requests[self._which(question)] = question.content
-            self.replied[self._which(question)] = reply.content
-        return replies
+        return super().send_and_receive(asked, timeout=timeout)
 
-    def _which(self, message: Message) -> tuple[int, int]:
-        round_ = int(message.content["config"].get("server-round", 0))
-        return round_, message.metadata.dst_node_id - 1000
+    @property
+    def requests(self) -> dict[tuple[int, int], RecordDict]:
+        return {which(asked): asked.content for asked in self.asked}
+
+    @property
+    def replied(self) -> dict[tuple[int, int], RecordDict]:
+        pairs = zip(self.asked, self.replies, strict=True)
+        return {which(asked): reply.content for asked, reply in pairs}
 
     def arrays(self, content: RecordDict) -> list[Array]:
         return content["arrays"].to_numpy_ndarrays() if "arrays" in content else []
 
     def everything(self) -> bytes:
         """All bytes that crossed the grid."""
-        seen = []
-        for content in [*self.requests.values(), *self.replied.values()]:
-            for record in content.values():
-                if isinstance(record, ArrayRecord):
-                    for array in record.to_numpy_ndarrays():
-                        seen.append(array.tobytes())
-                else:
-                    seen.append(repr(dict(record)).encode())
-        return b"".join(seen)
+        arrays = [array.tobytes() for _, array in arrays_in(self.asked + self.replies)]
+        contents = [message.content for message in self.asked + self.replies]
+        records = [one for content in contents for one in content.values()]
+        others = [repr(dict(one)) for one in records if not isinstance(one, ArrayRecord)]
+        return b"".join([*arrays, *(text.encode() for text in others)])
 
 
 def federation(
-    n: int, node_config: Callable[[int], dict[str, Any]] | None = None, **client: Any
-) -> Callable[..., Tap]:
-    data = private_data(n)
-
+    node_config: Callable[[int], dict[str, Any]] | None = None, change: Any = None, **client: Any
+) -> Tap:
     def make_client(context: Context, node: int) -> DiffusionClient:
-        return DiffusionClient(Private({node: data[node]}), context, **client)
+        return DiffusionClient(Private({node: DATA[node]}), context, **client)
 
-    return lambda **options: grid_of(make_client, n, Tap, node_config=node_config, **options)
+    tap: Tap = grid_of(make_client, N, Tap, node_config=node_config)
+    tap.change = change
+    return tap
 
 
 def occurrences(numbers: Iterable[Array], seen: bytes) -> int:
@@ -147,16 +140,14 @@ def occurrences(numbers: Iterable[Array], seen: bytes) -> int:
 
 # What each party receives ------------------------------------------------------------------------
 
-TOPOLOGY = Topology.from_edges(5, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3)])
-
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_data_and_what_is_not_sent_stay_at_home(sealed: bool) -> None:
-    tap = federation(5)()
+    tap = federation()
     relayed(tap, TOPOLOGY, ROUNDS, sealed=sealed)
-    written = Written(TOPOLOGY, private_data(5))
+    written = Written()
     seen = tap.everything()
-    assert occurrences(written.data, seen) == 0
+    assert occurrences(DATA.values(), seen) == 0
     assert occurrences(written.secrets, seen) == 0
     assert occurrences([written.run.state.value], seen) == 0
     # What the server sees: open, every message; sealed, none of it.
@@ -169,9 +160,9 @@ def test_data_and_what_is_not_sent_stay_at_home(sealed: bool) -> None:
 
 
 def test_open_the_server_sees_the_messages_and_nothing_else() -> None:
-    tap = federation(5)()
+    tap = federation()
     relayed(tap, TOPOLOGY, ROUNDS)
-    written = Written(TOPOLOGY, private_data(5))
+    written = Written()
     for (round_, node), content in tap.replied.items():
         if 1 <= round_ <= ROUNDS:
             assert dict(content["metrics"]) == {"num-examples": 1, "floats": 3}
@@ -188,9 +179,9 @@ def test_open_the_server_sees_the_messages_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) -> None:
-    tap = federation(5)()
+    tap = federation()
     relayed(tap, TOPOLOGY, ROUNDS, sealed=sealed)
-    written = Written(TOPOLOGY, private_data(5))
+    written = Written()
     W = metropolis_weights(TOPOLOGY).matrix.toarray()
     for (server_round, node), content in tap.requests.items():
         round_ = server_round - sealed  # the exchange; its letters are of the round before
@@ -232,7 +223,7 @@ def test_a_node_receives_its_neighbours_messages_and_nothing_else(sealed: bool) 
 
 
 def test_sealed_the_server_holds_ciphertext_and_public_keys_only() -> None:
-    tap = federation(5, shows="nothing")()
+    tap = federation(shows="nothing")
     relayed(tap, TOPOLOGY, ROUNDS, sealed=True)
     cards = {node: unpack(tap.arrays(tap.replied[1, node])[0]) for node in range(5)}
     assert all(len(card) == 64 for card in cards.values())
@@ -263,10 +254,10 @@ def test_sealed_the_server_holds_ciphertext_and_public_keys_only() -> None:
 # Attacks by the server --------------------------------------------------------------------------
 
 
-def keyed(folder: Path, n: int) -> Callable[[int], dict[str, Any]]:
-    """Key files of n nodes; each pins its neighbours' keys."""
-    public = [make_key(folder / f"{node}.pem") for node in range(n)]
-    for node in range(n):
+def keyed(folder: Path) -> Callable[[int], dict[str, Any]]:
+    """Key files of the nodes; each pins its neighbours' keys."""
+    public = [make_key(folder / f"{node}.pem") for node in range(N)]
+    for node in range(N):
         pinned = {int(k): public[k] for k in TOPOLOGY.neighbours(node)}
         (folder / f"{node}.json").write_text(json.dumps(pinned))
     return lambda node: {
@@ -302,8 +293,8 @@ def test_without_pinned_keys_a_server_in_the_middle_reads_everything() -> None:
     """Why the guide says "honest-but-curious server"; and: the test below would see an attack."""
     attack = InTheMiddle()
     relay = NeighborRelay(TOPOLOGY, ROUNDS, sealed=True)
-    relay.start(federation(5)(change=attack))
-    written = Written(TOPOLOGY, private_data(5))
+    relay.start(federation(change=attack))
+    written = Written()
     assert len(attack.read) == ROUNDS * 2 * TOPOLOGY.n_edges
     for (round_, sender, _), message in attack.read.items():
         np.testing.assert_allclose(message, written.messages[round_ - 1][sender], atol=1e-14)
@@ -312,7 +303,7 @@ def test_without_pinned_keys_a_server_in_the_middle_reads_everything() -> None:
 
 def test_with_pinned_keys_it_reads_nothing_and_is_found_out(tmp_path: Path) -> None:
     attack = InTheMiddle()
-    tap = federation(5, keyed(tmp_path, 5))(change=attack)
+    tap = federation(keyed(tmp_path), attack)
     relay = NeighborRelay(TOPOLOGY, ROUNDS, sealed=True)
     relay.start(tap)
     assert attack.read == {}
@@ -321,16 +312,16 @@ def test_with_pinned_keys_it_reads_nothing_and_is_found_out(tmp_path: Path) -> N
         for report in relay.history[1:-1]:
             assert rejected <= set(report.metrics[node])
     assert relay.outcome.floats_sent == 0
-    assert occurrences(Written(TOPOLOGY, private_data(5)).messages, tap.everything()) == 0
+    assert occurrences(Written().messages, tap.everything()) == 0
     # Everybody heard nobody: the values of nodes that are alone.
-    alone = InMemoryNetwork(Topology.from_edges(5, [])).run(Private(private_data(5)), ROUNDS)
+    alone = InMemoryNetwork(Topology.from_edges(5, [])).run(Private(DATA), ROUNDS)
     np.testing.assert_allclose(relay.outcome.observed["size"], alone.observed["size"])
 
 
 def test_pinned_and_undisturbed_the_numbers_are_those_in_memory(tmp_path: Path) -> None:
-    tap = federation(5, keyed(tmp_path, 5))()
+    tap = federation(keyed(tmp_path))
     run = relayed(tap, TOPOLOGY, ROUNDS, sealed=True)
-    written = Written(TOPOLOGY, private_data(5))
+    written = Written()
     np.testing.assert_allclose(run.observed["size"], written.run.observed["size"], atol=1e-14)
     assert run.dropped_messages == {}
     np.testing.assert_array_equal(run.traffic.toarray(), written.run.traffic.toarray())
@@ -356,7 +347,7 @@ def test_changed_and_replayed_letters_are_rejected_named_and_counted() -> None:
         if round_ == 5 and node == 4:
             letters[3 + senders.index(3)] = kept[3]
 
-    tap = federation(5)(change=change)
+    tap = federation(change=change)
     relay = NeighborRelay(TOPOLOGY, ROUNDS, sealed=True)
     relay.start(tap)
     named = {
@@ -371,8 +362,8 @@ def test_changed_and_replayed_letters_are_rejected_named_and_counted() -> None:
     assert relay.outcome.traffic.toarray()[0, 1] == 3 * (ROUNDS - 2)
     assert relay.outcome.traffic.toarray()[4, 3] == 3 * (ROUNDS - 1)
     # The same by hand: what was not heard falls to the node itself.
-    data, W = private_data(5), metropolis_weights(TOPOLOGY).matrix.toarray()
-    means = np.stack([X.mean(axis=0) for X in data.values()])
+    W = metropolis_weights(TOPOLOGY).matrix.toarray()
+    means = np.stack([X.mean(axis=0) for X in DATA.values()])
     value = means
     for round_ in range(1, ROUNDS + 1):
         now = W.copy()

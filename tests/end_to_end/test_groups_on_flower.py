@@ -92,7 +92,8 @@ def serve(grid, on_round=None):
     curves = {name: rows.tolist() for name, rows in found.curves.items() if "seconds" not in name}
     matrices = {name: getattr(found, name).tolist() for name in ("met", "accepted")}
     shared = FedAvg().start(grid, start, num_rounds=2)
-    models = {name: array.numpy().tolist() for name, array in shared.arrays.items()}
+    # FedAvg adds up as replies come.
+    models = {name: array.numpy().round(9).tolist() for name, array in shared.arrays.items()}
     last = shared.evaluate_metrics_clientapp[2]["trained"]
     run = {"groups": found.groups, "fedavg": models, "last": last, "largest": max(largest)}
     return {**curves, **matrices, **run}

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from flwr.app import Context
 
-from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.network import (
     InMemoryNetwork,
-    Run,
     Topology,
     metropolis_weights,
 )
@@ -22,8 +21,7 @@ from flwr_perdl.network.inference import DUAL_METHODS
 from flwr_perdl.network.model_diffusion import ModelDiffusion
 from flwr_perdl.network.objectives import HuberNMF, SparseSVD
 from flwr_perdl.random import spawn
-from flwr_perdl.simulations import InProcessGrid
-from tests.grids import relayed
+from tests.grids import grid_of, relayed
 from tests.network.programs import assert_same, sleeping
 
 FEATURES = 6
@@ -91,24 +89,14 @@ BOTH = ["admm", "data-mod", "model"]  # inference and both learners
 ROUNDS = 18
 
 
-def here(make: Maker, graph: Topology, network: Any = None) -> Run:
-    program = make(graph, list(range(graph.n_nodes)))
-    return InMemoryNetwork(graph if network is None else network).run(program, ROUNDS)
-
-
-def client_of(make: Maker, topology: Topology) -> Callable[[Context], DiffusionClient]:
-    def make_client(context: Context) -> DiffusionClient:
-        node = int(context.node_config["partition-id"])  # Ray's workers have no tests
-        return DiffusionClient(make(topology, [node]), context, shows="state")
-
-    return make_client
-
-
 @pytest.mark.parametrize("name", [*PROGRAMS, *(f"{name} without faults" for name in BOTH)])
 def test_flower_in_process(name: str) -> None:
     name, _, without = name.partition(" ")
-    make = PROGRAMS[name]
     network = SMALL if without else sleeping(metropolis_weights(SMALL), **ASLEEP)
-    grid = InProcessGrid(client_app(client_of(make, SMALL)), SMALL.n_nodes)
-    run = relayed(grid, network, ROUNDS, sealed=not without)
-    assert_same(run, here(make, SMALL, network), rtol=1e-12)
+
+    def make_client(context: Context, node: int) -> DiffusionClient:
+        return DiffusionClient(PROGRAMS[name](SMALL, [node]), context, shows="state")
+
+    run = relayed(grid_of(make_client, SMALL.n_nodes), network, ROUNDS, sealed=not without)
+    together = PROGRAMS[name](SMALL, list(range(SMALL.n_nodes)))
+    assert_same(run, InMemoryNetwork(network).run(together, ROUNDS), rtol=1e-12)

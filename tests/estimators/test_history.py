@@ -14,18 +14,13 @@ REPORTS = [
         2, "update", {0: {"mse": 0.4}}, {}, {"client 1": "no reply"}, 4.0, 4.0, {1: {"failed": 1.0}}
     ),
 ]
+FIRST = {"round": 1, "step": "start", "floats_up": 8.0, "floats_down": 0.0}
+SECOND = {"round": 2, "step": "update", "floats_up": 4.0, "floats_down": 4.0}
 ROWS = [
-    {"round": 1, "step": "start", "client": 0, "mse": 0.5, "floats_up": 8.0, "floats_down": 0.0},
-    {"round": 1, "step": "start", "client": 1, "mse": 0.7, "floats_up": 8.0, "floats_down": 0.0},
-    {"round": 2, "step": "update", "client": 0, "mse": 0.4, "floats_up": 4.0, "floats_down": 4.0},
-    {
-        "round": 2,
-        "step": "update",
-        "client": 1,
-        "failed": 1.0,
-        "floats_up": 4.0,
-        "floats_down": 4.0,
-    },
+    {**FIRST, "client": 0, "mse": 0.5},
+    {**FIRST, "client": 1, "mse": 0.7},
+    {**SECOND, "client": 0, "mse": 0.4},
+    {**SECOND, "client": 1, "failed": 1.0},
 ]
 
 

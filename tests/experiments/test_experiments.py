@@ -74,6 +74,8 @@ def test_a_run_that_was_begun_in_process_is_resumed_in_process(tmp_path):
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["nodes"]
     with pytest.raises(ValueError, match=r"^engine"):
         run_experiment("synthetic", engine="ray", resume=True, **given)
+    with pytest.raises(ValueError, match="--resume"):
+        run_experiment("synthetic", **given)
     seen = []
     run_experiment("synthetic", resume=True, progress=seen.append, **given)
     assert first_done(seen) == 2  # the refused run has deleted nothing

@@ -18,9 +18,6 @@ from perdl_experiments.documents import (
 from perdl_experiments.studies import novel_documents
 from tests.studies import Ran, compute_all, counted, news, run_study, save
 
-# Planted documents --------------------------------------------------------------------------
-
-
 # Files --------------------------------------------------------------------------------------
 
 

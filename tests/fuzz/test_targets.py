@@ -43,7 +43,7 @@ def test_bytes_are_read_or_refused(name: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("name", KEYS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_record_is_read_or_refused(name: str, data: Any) -> None:
     record = data.draw(st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS[name], ANYTHING)))

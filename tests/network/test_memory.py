@@ -155,6 +155,18 @@ def test_float32_stays_float32_and_inputs_are_not_modified() -> None:
     np.testing.assert_array_equal(values, before)
 
 
+def test_callback_and_stop() -> None:
+    seen: list[int] = []
+
+    def near(state: Held) -> bool:
+        return float(np.ptp(state.value, axis=0).max()) < 1e-3
+
+    network, program = InMemoryNetwork(Topology.ring(6)), Consensus(draw(6))
+    run = network.run(program, 100, callback=lambda round_, _: seen.append(round_), stop=near)
+    assert seen == list(range(1, run.rounds + 1))
+    assert run.rounds < 100
+
+
 def test_memory_grows_with_edges_not_with_nodes_squared() -> None:
     network, program = InMemoryNetwork(Topology.ring(20_000)), Consensus(np.ones((20_000, 1)))
     tracemalloc.start()

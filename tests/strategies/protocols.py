@@ -52,7 +52,7 @@ SLOPES = np.array([[2.0, 0.0], [-2.0, 1.0]])
 X = np.random.default_rng(0).standard_normal((N, 12, 2))
 ATOMS = np.random.default_rng(1).standard_normal((N, 30, 5))
 VALUES = {node: np.array([float(node)]) for node in range(N)}
-RING = Topology.ring(N)
+RING, COMPLETE = Topology.ring(N), Topology.complete(N)
 ASLEEP = sleeping(metropolis_weights(RING), 0.2, seed=4)
 #: A model of two arrays, whose names are not in the alphabet's order.
 START = {"head": np.zeros(2), "body": np.zeros(12)}
@@ -107,9 +107,11 @@ class Case(NamedTuple):
         if isinstance(strategy, NeighborRelay) and rounds >= strategy.exchanges:
             outcome = strategy.outcome
             return strategy, [*outcome.observed.values(), outcome.traffic.toarray()]
-        if isinstance(strategy, FederatedRidge) and not strategy.result.models and rounds > 2:
-            own = (strategy.result.model_of(i).to_numpy_ndarrays() for i in range(N))
-            return strategy, [array for model in own for array in model]
+        if isinstance(strategy, FederatedRidge) and strategy.network is not None:
+            # The models are at the nodes; of these there is what they measured.
+            return strategy, [
+                np.array([*one.values()]) for one in strategy.history[-1].numbers.values()
+            ]
         return strategy, result.arrays.to_numpy_ndarrays()
 
     def run(self, grid: Any, rounds: int, **options: Any) -> list[np.ndarray]:
@@ -251,7 +253,9 @@ VARIANTS = {
         lambda **o: FederatedRidge("personal", random="columns", features=0, **o), ridges, 1
     ),
     "ridge, network": Case(
-        lambda **o: FederatedRidge("personal", topology=Topology.complete(N), features=3, **o),
+        lambda topology=COMPLETE, **o: FederatedRidge(
+            "personal", topology=topology, features=3, **o
+        ),
         ridges,
         2,
     ),
@@ -278,5 +282,6 @@ class Everyone(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         case = str(message.content.get("config", {}).get("case", "clusters"))
-        app = client_app(CASES[case].make_client, protocols=CASES[case].protocols)
+        asked = (CASES | VARIANTS)[case]
+        app = client_app(asked.make_client, protocols=asked.protocols)
         return app(message, context)

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Context, Message
 
 from flwr_perdl.clients import RegressionClient
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
+    LogisticLoss,
     Refinement,
     TwoPhase,
     model_error,
@@ -224,6 +225,20 @@ def test_a_client_that_lies_about_its_cluster_is_left_out() -> None:
     strategy = FedX(3, **QUIET)
     learn(planted(), strategy, 6, make=Liar)
     assert list(strategy.history[-1].dropped) == ["client 0", "client 1"]
+
+
+def test_another_loss_goes_through_phase_2() -> None:
+    data = planted()
+    signs = data._replace(y=[np.where(b > 0, 1.0, -1.0) for b in data.y])
+
+    def make(X: Any, y: Any, context: Context) -> RegressionClient:
+        return RegressionClient(X, y, context, loss=LogisticLoss(), min_support=0)
+
+    options = refined(check_every=0, n_steps=2)
+    found = learn(signs, FedX(3, **options, **QUIET), 6, NEAR, make=make)
+    clients = Clients(signs.X, signs.y, LogisticLoss())
+    batched = simulate(clients, TwoPhase(3, **options), 6, centers=NEAR).state.centers
+    np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
 
 
 # Privacy ------------------------------------------------------------------------------------

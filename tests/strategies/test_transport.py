@@ -21,6 +21,7 @@ from flwr_perdl.strategies import (
     PersonalizedFedAvg,
     TooFewReplies,
 )
+from tests.grids import Trains, grid_of
 
 #: A model with a batch normalization: its floats, and the others.
 FLOATS = {"body.weight": (30, 20), "norm.running_mean": (20,), "head.weight": (20, 10)}
@@ -173,22 +174,17 @@ def test_a_number_that_half_floats_do_not_have_is_named_and_travels_in_its_dtype
 
 def test_models_of_other_dtypes_come_back_as_they_were() -> None:
     arrays = [np.ones(3), np.ones(3, np.float16), np.ones(3, np.float32)]
-    grid = InProcessGrid(client_app(Adds64), 2)
+    received: list[str] = []
+
+    def change(array: Any) -> Any:
+        received.append(str(array.dtype))
+        return array
+
+    grid = grid_of(lambda *_: Trains(change), 2)
     strategy = Ditto(transport="float16", fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord(arrays), num_rounds=1).arrays.to_numpy_ndarrays()
     assert [array.dtype for array in result] == [array.dtype for array in arrays]
-
-
-class Adds64(NumPyClient):
-    """Receives each array in its dtype."""
-
-    def __init__(self, context: Any) -> None:
-        pass
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        """Train nothing."""
-        assert [str(one.dtype) for one in parameters] == ["float64", "float16", "float32"]
-        return parameters, 1, {}
+    assert received == ["float64", "float16", "float32"] * 4  # both of Ditto's models
 
 
 def test_rules_that_compare_changes_are_for_whole_models() -> None:
