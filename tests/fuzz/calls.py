@@ -47,7 +47,6 @@ WORK = {
     "n_rounds",
     "n_steps",
     "n_iterations",
-    "n_products",
 }
 #: Other names of an argument, anywhere or in one method, as an error may call it.
 ALSO = {
@@ -127,7 +126,6 @@ VALID: dict[str, Callable[[], Any]] = {
     "round_": lambda: 1,
     "rows": lambda: 3,
     "run": lambda: "run",
-    "vector": lambda: _normal(D),
     "atoms": lambda: np.eye(K, 2),
     "bits": lambda: 4,
     "centers": lambda: _normal(2, D),
@@ -148,17 +146,17 @@ VALID: dict[str, Callable[[], Any]] = {
     "make_client": lambda: _context,
     "network": lambda: network.Topology.ring(3),
     "n_atoms": lambda: K,
+    "n_clients": lambda: 2,
     "n_clusters": lambda: 2,
     "n_components": lambda: 1,
     "n_global": lambda: 1,
     "n_nonzero": lambda: 1,
     "n_rounds": lambda: 3,
-    "n_samples": lambda: np.full(N, 7.0),
+    "n_samples": lambda: 5,
     "name": lambda: "count",
     "num_nodes": lambda: 2,
     "objective": lambda: network.SparseSVD(gamma=0.1, delta=0.1),
     "orthogonal": lambda: True,
-    "packed": lambda: np.stack([[[i % 2, 1.0, i]] for i in range(N)]).astype(float),
     "rng": _rng,
     "scales": lambda: [2.0, 1.0],
     "share": lambda: 0.5,
@@ -166,7 +164,6 @@ VALID: dict[str, Callable[[], Any]] = {
     "shape": lambda: (2, 3),
     "stack": lambda: np.stack([_atoms(), _atoms()]),
     "protocol": lambda: "own",
-    "request": lambda: clients.StepRequest("mean", [], {}, round=1, seed=0, run=""),
     "program": lambda: network.Averaging(np.array([0.0, 1.0, 5.0])),
     "theta": lambda: _normal(D),
     "threshold": lambda: 0.5,
@@ -187,16 +184,8 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "diffusion_averaging": {"initial": lambda: [np.ones(2)], "metrics": lambda: ("loss",)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "PublicBasis": {"matrix": lambda: np.eye(2, D)},
-    "imbalanced_partition": {
-        "y": lambda: np.arange(40) % 2,
-        "n_clients": lambda: 2,
-        "n_samples": lambda: 5,
-    },
-    "natural_partition": {
-        "owners": lambda: np.repeat([3, 8], 20),
-        "n_clients": lambda: 2,
-        "n_samples": lambda: 5,
-    },
+    "imbalanced_partition": {"y": lambda: np.arange(40) % 2},
+    "natural_partition": {"owners": lambda: np.repeat([3, 8], 20)},
     "RidgeModel": {"features": _features, "coefficients": lambda: np.ones((1 + D, 2))},
     "RidgeModel.of": {
         "arrays": lambda: regression.RidgeModel(_features(), np.ones((1 + D, 2)), 2).to_arrays()
