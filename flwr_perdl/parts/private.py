@@ -655,8 +655,10 @@ def _check_found(
         with hide_numbers(f"{'private ' * (name in private)}array {name!r}: "):
             before, after = view(model[name]), view(sendable(found[name], model[name]))
             check_trained(name, after, before, fixed_entries(before))
-        for other in found.keys() - set(private) if name in private else ():
-            tied = view(found[name]).any() and _equal(found[other], found[name])
+        if name not in private or not view(found[name]).any():
+            continue
+        for other in found.keys() - set(private):
+            tied = _equal(found[other], found[name])
             if tied and not _equal(found[other], model[other]):
                 raise ValueError(
                     f"array {other!r} must not equal the private array {name!r} after training, as "
