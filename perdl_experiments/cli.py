@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
@@ -424,7 +424,8 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
             task, completed=progress.done, total=total, metric=metric, description=progress.doing
         )
 
-    with bar:
+    # Rich below 14, which Flower 1.26.1 needs, ends a bar that is not shown with an empty line.
+    with nullcontext() if bar.disable else bar:
         yield update
 
 
