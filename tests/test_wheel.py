@@ -49,11 +49,6 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
-# Commands of pages whose files a block reads, and what makes them quick.
-COMMANDS = {
-    "flwr-perdl run cameras --out runs/atoms": ("--rounds", "2", "-o", "seeds=1", "-o", "sites=3")
-}
-
 # Runs files, each in the folder that it is in; warnings are errors, as in the other tests.
 RUN_ALL = """
 import os, runpy, sys, traceback, warnings
@@ -129,8 +124,6 @@ class Program(NamedTuple):
     page: Path
     extras: str
     """Extras, and other packages after spaces, as in "privacy pandas"."""
-    commands: list[str]
-    """Commands of the page that must have run before."""
     lines: list[str]
     """In the page's places, so that a traceback names the page's lines."""
     examples: set[str]
@@ -375,14 +368,12 @@ def variant(page: Path, left_out: str) -> list[Program]:
             continue
         above = [install for install in installs if install.start() < block.start()]
         assert above, f"{page.name} does not say what to install before its first block"
-        said = text[above[-1].end() : block.start()].splitlines()
         own = [one for one in (above[-1]["extras"] or "").split(",") if one != left_out.lower()]
         extras = ",".join(own) + above[-1]["others"]
-        program = Program(page, extras, [], [], examples)
+        program = Program(page, extras, [], examples)
         program = found.setdefault(above[-1].start(), program)
         if block["example"]:
             continue
-        program.commands[:] = [command for command in COMMANDS if command in said]
         program.lines.extend([""] * (text.count("\n", 0, block.start("code")) - len(program.lines)))
         program.lines.extend(block["code"].splitlines())
     return list(found.values())
@@ -413,9 +404,6 @@ def test_blocks_run_with_what_their_page_says_to_install(
                 shutil.copytree(ROOT / example, file.parent, dirs_exist_ok=True)
             file.write_text("\n".join(program.lines))
             files.append(file)
-            for command in program.commands:
-                name, *arguments = command.split()
-                execute(python.with_name(name), *arguments, *COMMANDS[command], cwd=file.parent)
     execute(python, "-I", "-c", RUN_ALL, *files, cwd=tmp_path)
 
 
