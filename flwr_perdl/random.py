@@ -42,8 +42,8 @@ def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Gene
     Examples
     --------
     >>> from flwr_perdl.random import spawn
-    >>> spawn(0, partition=3).integers(10) == spawn(0, partition=3).integers(10)
-    np.True_
+    >>> bool(spawn(0, partition=3).integers(10) == spawn(0, partition=3).integers(10))
+    True
     """
     seed = check_count("seed", seed)
     key = check_count("partition", partition), check_count("round_", round_)

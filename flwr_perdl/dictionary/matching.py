@@ -147,8 +147,8 @@ def global_matching(
     >>> found = global_matching(dictionaries, "auto")
     >>> found.global_atoms.shape
     (2, 6)
-    >>> np.abs(found.global_atoms[:, :2]).sum().round(6)
-    np.float64(2.0)
+    >>> print(np.abs(found.global_atoms[:, :2]).sum().round(6))
+    2.0
     """
     check_choice("method", method, ("consensus", "paths"))
     checked = check_each("dictionaries", dictionaries, "dictionary")

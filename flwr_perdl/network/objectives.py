@@ -121,8 +121,8 @@ class Objective(ABC):
     >>> import numpy as np
     >>> from flwr_perdl.network import Objective, SparseSVD
     >>> objective: Objective = SparseSVD(gamma=1.0, delta=1.0)
-    >>> objective.loss(np.array([3.0, 4.0])), objective.regulariser(np.array([2.0]))
-    (np.float64(12.5), np.float64(4.0))
+    >>> print(objective.loss(np.array([3.0, 4.0])), objective.regulariser(np.array([2.0])))
+    12.5 4.0
     """
 
     gamma: Weight
