@@ -594,7 +594,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
         for one, other in pairs:
             gains = np.array(rows[one]) - rows[other]
             half = stdtrit(len(gains) - 1, 0.975) * gains.std(ddof=1) / np.sqrt(len(gains))
-            parts.append(f"{one} minus {other}: {gains.mean():.4f} +- {half:.4f}\n")
+            parts.append(f"{one} minus {other}: {gains.mean():.4f} ± {half:.4f}\n")
     return "\n".join(parts)
 
 
