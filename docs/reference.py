@@ -84,6 +84,7 @@ INTERNAL = (
     *("Averaging.observe", "Momentum.begin", "Momentum.step", "Adam.begin", "Adam.step"),
     *("SecureMean.begin", "SecureMean.config", "SecureMean.gather"),
     *("RidgeClient.moments", "RidgeClient.sums", "RidgeClient.errors", "RidgeClient.solve"),
+    "RidgeClient.average",
     *("answer", "choose", "cluster", "exchange", "first_dictionary", "initialize", "measure"),
     *("own_atoms", "may_send", "DictionaryClient.update", "LearnerClient.global_atoms"),
     *("LearnerClient.result", "ServerSettings.of", "level", "steps", "weights"),
