@@ -129,7 +129,7 @@ class Rows(NamedTuple):
             min(most, max(low, _NARROWEST)) if wrap else low
             for low, most, wrap in zip(least, widest, wraps, strict=True)
         ]
-        room = width - sum(wanted) - _GAP * (len(wanted) - 1)
+        room = width - sum(wanted) - _GAP * len(wanted)  # below 14 Rich pads both edges, too
         if room < 0:
             return None
         widths = list(wanted)
