@@ -13,6 +13,7 @@ method          what it is
 ``atc``         the same, adapt then combine
 ``topk``        gradient tracking, a tenth of the values per message
 ``drops``       gradient tracking, a fifth of the links fail in every round
+``exchange``    `FederatedRidge` with a server: one ridge regression of random features
 ``fedavg``      FedAvg, with a server
 ``tuned``       FedAvg, fine-tuned at each station, stopped at its best epoch
 ``alone``       local training, stopped likewise
@@ -21,8 +22,9 @@ method          what it is
 ``forest``      a random forest of all stations' days in one place
 ==============  ==================================================================================
 
-Every method has the best learning rate and the best weight decay of three by the mean validation
-loss. The training days are
+Every method has the best of nine settings by the mean validation loss: three learning rates and
+weight decays, scales of the features and penalties, or leaves and shares of columns of the forest;
+the ridge regression of nine penalties. The training days are
 drawn from the first half of the days, the next quarter validates, the last quarter tests.
 
 ``--data FILE.npz`` with ``X`` (n_stations, n_hours, n_quantities), hourly from midnight on, NaN
@@ -43,11 +45,17 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.app import Context
 from scipy.sparse.csgraph import minimum_spanning_tree
 
+from flwr_perdl.clients import RidgeClient, client_app
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import Faults, InMemoryNetwork, TopK, Topology, diffusion_averaging
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import DATA, spawn
+from flwr_perdl.regression import RidgeModel
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import FederatedRidge
 from perdl_experiments.data import HOURS, cached_by_file, hourly_days
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -59,14 +67,17 @@ from perdl_experiments.studies._parts import keep_all
 #: Hours of a day that must be known, days that a forecast sees, shares of the days to train with
 #: and to validate by, and days of the year whose correlation makes neighbors.
 KNOWN, SEEN, TRAIN, VALIDATION, YEAR = 18, 3, 0.5, 0.25, 365
-#: Learning rates, weight decays and, of the ridge regression, penalties; the least days of a leaf
-#: of the forest.
-STEPS, DECAYS, PENALTIES, LEAVES = (0.03, 0.1, 0.2), (0.03, 0.1, 0.3), (0.01, 0.1, 1.0), (2, 5, 10)
+#: Learning rates, weight decays; the least days of a leaf of the forest, and the shares of columns
+#: that a split is chosen from; penalties per day of the ridge regression.
+STEPS, DECAYS, LEAVES, COLUMNS = (0.03, 0.1, 0.2), (0.03, 0.1, 0.3), (2, 5, 10), (1 / 3, 2 / 3, 1.0)
+PENALTIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+#: Scales of the random features, and penalties of the regression of them.
+SCALES, STRENGTHS = (0.1, 0.3, 1.0), (1.0, 10.0, 100.0)
 #: Gradient steps of a round, the share of links that fail, and of values sent.
 LOCAL_STEPS, DROP, SENT = 2, 0.2, 0.1
 METHODS = words("forecast")
-#: Strategies of this library without a server.
-OURS = ("exact", "tracking", "atc", "topk", "drops")
+#: Strategies of this library: without a server but for the last.
+OURS = ("exact", "tracking", "atc", "topk", "drops", "exchange")
 #: ``diffusion_averaging``'s arguments.
 NETWORKS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact_diffusion"},
@@ -240,7 +251,8 @@ def pooled(own: Sequence[Split], seed: int) -> dict[str, Found]:
     tried = {
         "ridge": [Ridge(alpha=penalty * len(y)) for penalty in PENALTIES],
         "forest": [
-            RandomForestRegressor(200, min_samples_leaf=leaf, random_state=seed) for leaf in LEAVES
+            RandomForestRegressor(200, min_samples_leaf=leaf, max_features=share, random_state=seed)
+            for leaf, share in product(LEAVES, COLUMNS)
         ],
     }
 
@@ -254,6 +266,27 @@ def pooled(own: Sequence[Split], seed: int) -> dict[str, Found]:
         return Found(float(losses.mean()), test, 0.0)
 
     return {name: min(map(found, models), key=lambda f: f.loss) for name, models in tried.items()}
+
+
+def exchanged(own: Sequence[Split], seed: int) -> Found:
+    """Return what a model that follows from one exchange of sums comes to."""
+
+    def make_client(context: Context) -> RidgeClient:
+        return RidgeClient(*own[int(context.node_config[PARTITION_ID])].train, context)
+
+    def found(scale: float, penalty: float) -> Found:
+        options: dict[str, Any] = {"num_clients": len(own), "seed": seed, "fraction_evaluate": 0.0}
+        strategy = FederatedRidge("shared", scale=scale, penalty=penalty, **options)
+        strategy.start(InProcessGrid(client_app(make_client), len(own)), verbose="quiet")
+        model = RidgeModel.of(strategy.result.model_of(0))
+        losses, errors = (
+            np.array([np.mean((model.predict(days.X) - days.y) ** 2) for days in parts])
+            for parts in zip(*((one.choose, one.test) for one in own), strict=True)
+        )
+        sent = sum(report.floats_up for report in strategy.history)
+        return Found(float(losses.mean()), errors, 8e-6 * sent)
+
+    return min((found(*both) for both in product(SCALES, STRENGTHS)), key=lambda f: f.loss)
 
 
 def learned(
@@ -287,7 +320,7 @@ def compare(config: Config, seed: int) -> Arrays:
     own = splits(config, seed)
     tried = [learned(config, own, seed, *both) for both in product(STEPS, DECAYS)]
     best = {name: min((one[name] for one in tried), key=lambda f: f.loss) for name in tried[0]}
-    best |= pooled(own, seed)
+    best |= {"exchange": exchanged(own, seed), **pooled(own, seed)}
     return {
         "yesterday": np.array([one.yesterday for one in own]),
         **{name: one.errors for name, one in best.items()},
