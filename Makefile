@@ -39,14 +39,12 @@ run: .venv/.installed  # an experiment on handwritten digits, and its report
 # SuperLink (`tour`).
 LONG := (ray or deployment or environments or slow or torch)
 WHICH = -m "tour or not $(LONG)"
-WORKERS = auto --maxprocesses 4
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed  # the tests, in about five minutes
-	$(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
+	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
 
-# They mostly wait for Flower's processes: more of them than cores.
 test-long:  # the tests that `make test` leaves out
-	$(MAKE) test WORKERS=4 WHICH='-m "not tour and $(LONG)"'
+	$(MAKE) test WHICH='-m "not tour and $(LONG)"'
 
 test-all:  # long tests, all runs on Ray and SuperLinks, clean environments too
 	$(MAKE) test WHICH=
