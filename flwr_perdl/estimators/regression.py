@@ -142,14 +142,7 @@ class MixedRegression(RegressorMixin, Federated):
         check_count("min_support", self.min_support)
         inputs = as_matrix("X", X, min_rows=1)
         responses = as_column("y", y, len(inputs))
-        owners = as_groups(groups, len(inputs))
-        names, which, sizes = np.unique(owners, return_inverse=True, return_counts=True)
-        enough = np.flatnonzero(sizes >= self.min_support)
-        if not len(enough):
-            raise ValueError(
-                f"groups must have one with at least min_support={self.min_support} samples, got "
-                f"n_samples={sizes.max()} in the largest."
-            )
+        names, which, enough = read_groups(groups, len(inputs), self.min_support)
         if asked is not None and asked > len(enough):
             raise ValueError(
                 f"k must be at most the number of groups with min_support={self.min_support} "
@@ -357,3 +350,18 @@ def as_groups(groups: Any, length: int) -> NDArray[Any]:
         found = " and ".join(repr(group) for group in list(kinds.values())[:2])
         raise ValueError(f"groups must be all numbers or all names, got {found}.")
     return owners
+
+
+def read_groups(
+    groups: Any, length: int, min_support: int
+) -> tuple[NDArray[Any], NDArray[np.intp], NDArray[np.intp]]:
+    """Return the groups' names, which one each sample has, and which are large enough to learn."""
+    owners = as_groups(groups, length)
+    names, which, sizes = np.unique(owners, return_inverse=True, return_counts=True)
+    enough = np.flatnonzero(sizes >= min_support)
+    if not len(enough):
+        raise ValueError(
+            f"groups must have one with at least min_support={min_support} samples, got "
+            f"n_samples={sizes.max()} in the largest."
+        )
+    return names, which, enough

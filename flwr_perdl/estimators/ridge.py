@@ -14,7 +14,7 @@ from sklearn.metrics import r2_score
 from flwr_perdl.clients import RidgeClient
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.estimators._base import Federated, MakeGrid, as_matrix
-from flwr_perdl.estimators.regression import as_column, as_groups
+from flwr_perdl.estimators.regression import as_column, as_groups, read_groups
 from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.regression import RidgeModel
 from flwr_perdl.strategies import FederatedRidge
@@ -122,14 +122,7 @@ class PersonalizedRidge(RegressorMixin, Federated):
         least = check_count("min_support", self.min_support)
         inputs = as_matrix("X", X, min_rows=1, missing=True)
         responses = as_column("y", y, len(inputs)).astype(np.float64)
-        owners = as_groups(groups, len(inputs))
-        names, which, sizes = np.unique(owners, return_inverse=True, return_counts=True)
-        enough = np.flatnonzero(sizes >= least)
-        if not len(enough):
-            raise ValueError(
-                f"groups must have one with at least min_support={least} samples, got "
-                f"n_samples={sizes.max()} in the largest."
-            )
+        names, which, enough = read_groups(groups, len(inputs), least)
         part = responses[np.isin(which, enough)]
         mean, spread = float(part.mean()), float(part.std()) or 1.0
         target = (responses - mean) / spread

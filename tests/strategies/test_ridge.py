@@ -411,7 +411,7 @@ def test_only_those_who_sent_sums_can_be_left_out(left: list[int]) -> None:
         strategy.without(left)
     shared, _ = start("shared", y=responses("groups"))
     with pytest.raises(RuntimeError, match="start must be called first"):
-        shared.diagnosis  # noqa: B018
+        _ = shared.diagnosis
     with pytest.raises(ValueError, match="level must be one for which"):
         shared.without([3])
 
