@@ -24,6 +24,8 @@ python := $(venv)/bin/python
 
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
+# Flower starts a process per message on a SuperNode: each reads bytecode, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-long test-all test-lowest coverage test-kernels torch trackers lint bench bench-check rivals docs-figures gallery gallery-check tutorials site site-version fuzz fuzz-properties dist clean
 .DEFAULT_GOAL := help
@@ -74,7 +76,7 @@ torch: $(venv)/.installed  # installs PyTorch for its examples' tests
 
 # Likewise the trackers' own libraries, for their tests.
 trackers: $(venv)/.installed  # installs MLflow, TensorBoard and W&B for their tests
-	$(python) -m pip install --quiet mlflow-skinny tensorboard tensorboardX wandb safetensors
+	.ci/pip $(venv) mlflow-skinny tensorboard tensorboardX wandb safetensors
 
 lint: $(venv)/.installed  # ruff, mypy --strict, spelling, the workflow files
 	$(python) -m ruff check .
@@ -199,7 +201,8 @@ $(venv)/.installed: pyproject.toml .ci/flwr-newest
 .PRECIOUS: .venv-smoke-%/.installed
 
 .venv-rivals-%/.installed: Makefile
-	.ci/venv .venv-rivals-$* $(RIVAL_$*) torch==$(TORCH) torchvision
+	.ci/venv .venv-rivals-$*
+	.venv-rivals-$*/bin/pip install --quiet $(RIVAL_$*) torch==$(TORCH) torchvision
 	@touch $@
 
 .venv-dist/.installed:

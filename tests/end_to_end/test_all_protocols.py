@@ -13,16 +13,15 @@ import pytest
 from benchmarks._deployment import Deployment
 from flwr_perdl.network import Topology
 from tests.engines import on_ray
-from tests.strategies.protocols import CASES, VARIANTS, Everyone
+from tests.strategies.everyone import Everyone
+from tests.strategies.protocols import CASES, VARIANTS
 
 NETWORK = "ridge, network"
 ALL = {**CASES, NETWORK: VARIANTS[NETWORK]}
 APP = """\
-import numpy as np
 from flwr.serverapp import ServerApp
 
-from tests.end_to_end.test_all_protocols import learn
-from tests.strategies.protocols import Everyone
+from tests.strategies.everyone import Everyone
 
 client = Everyone()
 server = ServerApp()
@@ -30,6 +29,10 @@ server = ServerApp()
 
 @server.main()
 def main(grid, context):
+    import numpy as np  # a client's process, one per message, loads nothing of this
+
+    from tests.end_to_end.test_all_protocols import learn
+
     case = context.run_config["experiment"]
     np.savez(context.run_config["out"], **learn(grid, [case]))
 """
@@ -43,7 +46,7 @@ def learn(grid: Any = None, names: Iterable[str] = ALL) -> dict[str, np.ndarray]
         neighbors = name == NETWORK or name.partition(",")[0] in ("relay", "averaging")
         options = {"topology": Topology.complete(2)} if neighbors else {}
         here = case.grid(n=2) if grid is None else grid
-        for i, array in enumerate(case.run(here, case.cut + 2, case=name, **options)):
+        for i, array in enumerate(case.run(here, case.cut + 1, case=name, **options)):
             found[f"{name} {i}"] = array
     return found
 

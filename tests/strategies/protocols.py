@@ -1,4 +1,4 @@
-"""A small run of every protocol, with clients whose data the tests know nothing of.
+"""A small run of every protocol.
 
 What every protocol owes, or refuses, is in ``test_every_protocol.py``: a new one is a line here.
 """
@@ -12,19 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
-from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 
-from flwr_perdl.clients import (
-    DictionaryClient,
-    DiffusionClient,
-    RegressionClient,
-    RidgeClient,
-    client_app,
-)
-from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.network import Averaging, Topology, metropolis_weights
+from flwr_perdl.clients import client_app
+from flwr_perdl.network import Topology, metropolis_weights
 from flwr_perdl.privacy import Noise
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -46,12 +37,8 @@ from flwr_perdl.strategies import (
 from tests.grids import Dying, partition_of
 from tests.network.programs import sleeping
 from tests.strategies import own_protocol
+from tests.strategies.everyone import N, dictionaries, models, nodes, owners, regressions, ridges
 
-N = 6
-SLOPES = np.array([[2.0, 0.0], [-2.0, 1.0]])
-X = np.random.default_rng(0).standard_normal((N, 12, 2))
-ATOMS = np.random.default_rng(1).standard_normal((N, 30, 5))
-VALUES = {node: np.array([float(node)]) for node in range(N)}
 RING, COMPLETE = Topology.ring(N), Topology.complete(N)
 ASLEEP = sleeping(metropolis_weights(RING), 0.2, seed=4)
 #: A model of two arrays, whose names are not in the alphabet's order.
@@ -59,24 +46,6 @@ START = {"head": np.zeros(2), "body": np.zeros(12)}
 NOISE = Noise(epsilon=1000.0, rng=lambda: np.random.default_rng(0))
 NOISED: dict[str, Any] = {"privacy": NOISE, "min_clients": 3}
 HIDDEN: dict[str, Any] = {**NOISED, "privacy": replace(NOISE, level="client")}
-
-
-class Model(NumPyClient):
-    """Goes half of the way to its own model, of which the head is in the thousands.
-
-    All else that leaves it is small.
-    """
-
-    def __init__(self, partition: int) -> None:
-        own = X[partition] @ SLOPES[partition % 2]
-        self.own = [np.full(2, 1000.0 * (1 + partition % 2)), own]
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [(a + b) / 2 for a, b in zip(parameters, self.own, strict=True)], 1, {}
-
-    def evaluate(self, parameters: Any, config: Any) -> Any:
-        head, body = (a - b for a, b in zip(parameters, self.own, strict=True))
-        return float(np.sum(body**2) + np.sum((head / 1000) ** 2)), 1, {}
 
 
 class Case(NamedTuple):
@@ -140,31 +109,6 @@ class Case(NamedTuple):
             guards["names"] = [*self.initial]
         app = client_app(self.make_client, protocols=self.protocols, **guards)
         return kind(app, n, state_dir=state_dir, faults=faults)
-
-
-def dictionaries(context: Context, i: int) -> Any:
-    return DictionaryClient(ATOMS[i], OrthogonalLearner(4), context)
-
-
-def regressions(context: Context, i: int) -> Any:
-    return RegressionClient(X[i], X[i] @ SLOPES[i % 2], context)
-
-
-def ridges(context: Context, i: int) -> Any:
-    held_out = X[i], X[i] @ SLOPES[i % 2]
-    return RidgeClient(*held_out, context, held_out=held_out)
-
-
-def models(context: Context, i: int) -> Any:
-    return Model(i)
-
-
-def nodes(context: Context, i: int) -> Any:
-    return DiffusionClient(Averaging(VALUES), context)
-
-
-def owners(context: Context, i: int) -> Any:
-    return own_protocol.OwnClient(X[i])
 
 
 def relay(topology: Topology = RING, **options: Any) -> NeighborRelay:
@@ -275,13 +219,3 @@ VARIANTS = {
         lambda **o: NeighborRelay(ASLEEP, 4, sealed=True, staleness=1, **o), nodes, 4
     ),
 }
-
-
-class Everyone(ClientApp):
-    """One app for a federation of all protocols: it reads in a request which client is asked."""
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        case = str(message.content.get("config", {}).get("case", "clusters"))
-        asked = (CASES | VARIANTS)[case]
-        app = client_app(asked.make_client, protocols=asked.protocols)
-        return app(message, context)
