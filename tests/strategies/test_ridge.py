@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from scipy.optimize import minimize
 from sklearn.linear_model import Ridge
 
 from flwr_perdl.clients import RidgeClient, adapt, client_app
@@ -199,16 +200,26 @@ def test_a_client_without_sums_solves_its_part_and_so_does_a_new_one(tmp_path: P
     )
 
 
-def test_variances_by_column_are_of_a_mixed_model() -> None:
-    spread = np.array([0.0, 1.0, 0.0, 0.3])
-    y = np.einsum("ind,id->in", X, COMMON + spread * OWN) + NOISE
-    errors = {}
-    for random in ("all", "columns"):
-        strategy, _ = start("personal", y=y, random=random)
-        errors[random] = strategy.history[-1].aggregate["mse"]
-    assert errors["columns"] < errors["all"]
-    variances = strategy.result.shared["variances"].numpy()[0]
-    assert variances.argmax() == 2  # after the constant
+def test_variances_by_column_are_those_of_the_greatest_likelihood() -> None:
+    y = np.einsum("ind,id->in", X, COMMON + [0.5, 1.0, 0.7, 0.3] * OWN) + NOISE
+    strategy, _ = start("personal", y=y, random="columns")
+    found = {name: array.numpy() for name, array in strategy.result.shared.items()}
+    plain = RandomFeatures.draw(pooled().means, pooled().deviations, 0, scale=2.0, seed=0)
+    rows = [(plain(X[i, :40]), y[i, :40]) for i in range(N)]
+
+    def dense(logs: np.ndarray) -> tuple[float, np.ndarray]:
+        *variances, noise = np.exp(logs)
+        spreads = [Z @ np.diag(variances) @ Z.T + noise * np.eye(40) for Z, _ in rows]
+        roots = [np.linalg.cholesky(np.linalg.inv(V)) for V in spreads]
+        white = [[L.T @ array for array in one] for L, one in zip(roots, rows, strict=True)]
+        A, b = (np.concatenate(arrays) for arrays in zip(*white, strict=True))
+        common = np.linalg.lstsq(A, b)[0]
+        return sum(np.linalg.slogdet(V)[1] for V in spreads) + np.sum((b - A @ common) ** 2), common
+
+    best = minimize(lambda logs: dense(logs)[0], np.zeros(D + 2)).x
+    both = np.append(found["variances"], found["noise"])
+    np.testing.assert_allclose(both, np.exp(best), rtol=0.002)
+    np.testing.assert_allclose(found["coefficients"][:, 0], dense(best)[1], atol=1e-4)
     own = Context(7, 7, {"partition-id": 2}, RecordDict(), {})
     app = client_app(lambda context: RidgeClient(X[2, :40], y[2, :40], context))
     np.testing.assert_array_equal(
