@@ -32,7 +32,7 @@ _FILES = {
         *("cameras", "stations", "digits", "images", "complete", "sites", "video"),
         *("private", "synthetic", "global_atoms", "comparison", "federations"),
     ),
-    "Personalized models of any kind": ("personal", "patients"),
+    "Personalized models of any kind": ("personal", "patients", "people"),
     "Groups of clients": ("rotated_digits", "mixed_regression", "regression"),
     "Without a server": (
         *("decentralized", "forecast", "inference", "novel_documents", "biclustering"),

@@ -151,6 +151,15 @@ CASES = [
         ),
     ),
     Case(
+        "people",
+        {"seeds": 1, "rounds": 3, "shares": "60", "hidden": 8},
+        (
+            "accuracy_60_fedavg accuracy_60_pooled < 0.9 < accuracy_60_alone",
+            "accuracy_60_alone < accuracy_60_fedavg-tuned",
+            "megabytes_60_lg-fedavg < megabytes_60_fedper < megabytes_60_fedavg",
+        ),
+    ),
+    Case(
         "stations",
         {"seeds": 1, "rounds": 4, "n_atoms": 12, "n_nonzero": 3, "days": 40},
         (
