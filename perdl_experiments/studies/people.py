@@ -69,7 +69,7 @@ from perdl_experiments.render import Record
 from perdl_experiments.studies import _network
 from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
-from perdl_experiments.studies._network import Evaluated, Model, Network, by_epoch, random_network
+from perdl_experiments.studies._network import Model, Network, by_epoch, random_network
 from perdl_experiments.studies._parts import keep_all
 
 #: Share of the rows that are no test rows with which a model is trained while others choose, rows
@@ -94,10 +94,8 @@ class Config(Common):
     hidden: int
 
     def check(self) -> None:
-        """Reject a number of clients that is not that of the data, and shares that leave no row."""
+        """Reject a number of clients that is not that of the data."""
         self.check_nodes(len(_load(self.data)[0]), "client of the data")
-        if max(self.shares) > 90:
-            raise ValueError(f"shares must be at most 90, got {max(self.shares)}.")
 
 
 class Rows(NamedTuple):
@@ -183,36 +181,11 @@ class Client(Network):
     def fit(
         self, parameters: Model, config: Mapping[str, Scalar]
     ) -> tuple[Model, int, dict[str, Scalar]]:
-        """Train all arrays for some epochs."""
-        W, b, V, c = (array.copy() for array in parameters)
-        rng = spawn(self.seed, self.partition, int(config[ROUND]))
-        batches = max(1, len(self.train) // BATCH)
-        for _ in range(self.epochs):
-            for rows in np.array_split(rng.permutation(self.train), batches):
-                X = self.X[rows]
-                hidden = np.maximum(X @ W + b, 0)
-                error = np.exp(_normalized(hidden @ V + c))
-                error[np.arange(len(rows)), self.y[rows]] -= 1
-                error *= self.step / len(rows)
-                back = error @ V.T * (hidden > 0)
-                W -= X.T @ back
-                b -= back.sum(axis=0)
-                V -= hidden.T @ error
-                c -= error.sum(axis=0)
-        return [W, b, V, c], len(self.train), {}
-
-    def evaluate(self, parameters: Model, config: Mapping[str, Scalar]) -> Evaluated:
-        """Return the validation loss; the accuracy is measured at the end."""
-        scores = _normalized(self.scores(parameters, self.choice))
-        own = scores[np.arange(len(scores)), self.y[self.choice]]
-        return -float(own.mean()), len(own), {}
-
-
-def _normalized(scores: Matrix) -> Matrix:
-    """Return the logarithms of probabilities."""
-    away: Matrix = scores - scores.max(axis=1, keepdims=True)
-    away -= np.log(np.exp(away).sum(axis=1, keepdims=True))
-    return away
+        """Train for some epochs."""
+        for epoch in range(self.epochs):
+            one = {**config, ROUND: self.epochs * int(config[ROUND]) + epoch}
+            parameters, *_ = super().fit(parameters, one)
+        return parameters, len(self.train), {}
 
 
 def made(
@@ -347,12 +320,10 @@ def exchanged(own: Sequence[Rows], seed: int, classes: int) -> tuple[Matrix, flo
 
 def pooled(own: Sequence[Rows]) -> Rows:
     """Return all clients' rows as those of one."""
-    parts = zip(*(np.split(np.arange(len(one.y)), one.ends) for one in own), strict=True)
-    each = [[(one, part) for one, part in zip(own, parts_of, strict=True)] for parts_of in parts]
-    listed = [pair for pairs in each for pair in pairs]
-    X, y = (np.concatenate([one[j][part] for one, part in listed]) for j in (0, 1))
-    sizes = np.cumsum([sum(len(part) for _, part in pairs) for pairs in each[:2]])
-    return Rows(X, y, (int(sizes[0]), int(sizes[1])))
+    pieces = [[np.split(values, one.ends) for values in (one.X, one.y)] for one in own]
+    X, y = (np.concatenate([one[j][k] for k in range(3) for one in pieces]) for j in (0, 1))
+    fit, known = np.sum([one.ends for one in own], axis=0)
+    return Rows(X, y, (int(fit), int(known)))
 
 
 def compare(config: Config, share: int, seed: int) -> Arrays:
