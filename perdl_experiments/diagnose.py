@@ -19,6 +19,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import brief_repr
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import Diagnosed, Diagnosis, TooFewReplies
+from perdl_experiments.terminal import is_plain
 
 #: Nodes where neither the command nor the app says how many.
 NODES = 10
@@ -90,7 +91,8 @@ def diagnose_app(
     config = dict(_flat(app.get("config", {})))
     grid = InProcessGrid(client_app(client), clients or _nodes(said), run_config=config)
     try:
-        diagnosis.start(grid, start, rounds, train_config=trains, verbose="bar")
+        shown = "quiet" if is_plain() else "bar"  # whose redraws are no use in a pipe
+        diagnosis.start(grid, start, rounds, train_config=trains, verbose=shown)
     except TooFewReplies as error:
         lacking = re.search(r"KeyError: '([^']+)'", str(error))
         if lacking is None or lacking[1] in trains:

@@ -173,9 +173,14 @@ def _longest_word(cell: str) -> int:
     return max((cell_len(word) for word in cell.split()), default=0)
 
 
+def is_plain() -> bool:
+    """Return whether standard error gets text alone: in a pipe, or under ``NO_COLOR``."""
+    return bool(os.environ.get("NO_COLOR")) or not sys.stderr.isatty()
+
+
 def plain_logs() -> None:
-    """Keep colors out of Flower's log where they are no use: in a pipe, or under ``NO_COLOR``."""
-    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+    """Keep colors out of Flower's log where they are no use."""
+    if is_plain():
         import_module("flwr.app")  # Flower's handler is there from then on
         for handler in logging.getLogger("flwr").handlers:
             if hasattr(handler, "colored"):  # Flower's own

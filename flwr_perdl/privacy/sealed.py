@@ -229,6 +229,8 @@ def make_key(path: str | Path) -> str:
     ------
     FileExistsError
         If the file exists: a key is never overwritten.
+    ValueError
+        If its folder does not exist.
 
     Examples
     --------
@@ -244,7 +246,11 @@ def make_key(path: str | Path) -> str:
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileNotFoundError:
+        raise ValueError(f"path must be a file in a folder that is there, got {path!r}.") from None
+    with os.fdopen(opened, "wb") as stream:
         stream.write(pem)
     return key.public_key().public_bytes_raw().hex()
 

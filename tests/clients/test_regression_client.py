@@ -64,6 +64,9 @@ def test_it_evaluates_its_clusters_model_on_held_out_data() -> None:
     assert (n, metrics["cluster"]) == (5, 1)
     assert metrics["mse"] == pytest.approx(mse)
     assert loss == pytest.approx(mse / 2)
+    for wrong in (("a", "a"), (X, Y[:5]), (X[:, :2], Y)):
+        with pytest.raises(ValueError, match=r"^evaluation [Xy] must"):
+            client(evaluation=wrong)
 
 
 def test_it_predicts_with_its_clusters_model() -> None:

@@ -103,6 +103,8 @@ def test_key_files(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
         make_key(path)
+    with pytest.raises(ValueError, match=r"^path must.*''"):
+        make_key("")
     assert len(bytes.fromhex(public)) == 32
 
 
