@@ -166,7 +166,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
 
 def tables() -> Iterator[str]:
     """Yield all tables."""
-    methods = {"no choice": plain, "the group known": known, '`groups="auto"`': chosen}
+    methods = {"no choice": plain, "oracle groups": known, '`groups="auto"`': chosen}
     rows: list[list[str]] = []
     shares: list[str] = []
     for name, method in methods.items():

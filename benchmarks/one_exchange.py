@@ -371,7 +371,7 @@ def turned(folder: Path) -> dict[str, list[float]]:
         found.setdefault("shared", []).append(accuracy(own, models))
         known = [run(own[k::4], "shared", **options)[1] for k in range(4)]
         oracle = [known[i % 4][i // 4] for i in range(20)]
-        found.setdefault("groups known", []).append(accuracy(own, oracle))
+        found.setdefault("oracle groups", []).append(accuracy(own, oracle))
     return found
 
 

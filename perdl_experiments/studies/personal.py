@@ -30,7 +30,7 @@ method         what it is
 ``clustered``  `ClusteredFedAvg`, ``k="auto"``
 ``ifca``       IFCA: four random models, each client trains the best for it (Ghosh et al., 2020)
 ``ifca-best``  the best of five such starts, at five times the cost
-``known``      FedAvg within each of the four groups
+``known``      FedAvg within each of the four groups (oracle groups)
 =============  ===================================================================================
 
 The last three are for ``turned`` only.
