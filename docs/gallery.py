@@ -105,7 +105,7 @@ RULES = (
 )
 RULES_AT = "index.md#how-verdicts-are-computed"
 LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
-THUMBNAIL = 336, 210  # pixels
+THUMBNAIL, ROWS = (504, 378), 6  # pixels, and rows of a table in one
 LONG_ALT = 30  # words of an alternative text at most; a longer one lists the points of many lines
 FLOATS = "floats_"  # metrics that count float64 values: pages have MB
 _KEPT = 6  # significant digits
@@ -878,7 +878,8 @@ def write_pages(results: Mapping[str, Any]) -> None:
             drawn = chart(entry, Found(entry, results))
             _picture(entry, TABLE, ".svg").write_bytes(vector(drawn))
             with BytesIO() as image:
-                drawn.savefig(image, format="png", dpi=DPI, bbox_inches="tight")
+                best = chart(entry, Found(entry, results), ROWS)
+                best.savefig(image, format="png", dpi=DPI, bbox_inches="tight")
                 _thumbnail(entry, image)
     for page in listed():
         entry = known[page.entries[0]]
@@ -923,13 +924,19 @@ def readme(results: Mapping[str, Any]) -> str:
 
 
 def _thumbnail(entry: Entry, source: Path | BytesIO) -> None:
-    """Write a card's picture: the entry's, of a tall one the top, in the middle of white."""
+    """Write a card's picture: the entry's; of a tall one the top, cut where a row is blank."""
     for page in listed():
         if page.entries[0] == entry.name:
             with Image.open(source) as picture:
-                top = picture.crop((0, 0, picture.width, min(picture.size))).convert("RGB")
-                shown = ImageOps.pad(top, THUMBNAIL, color="white")
-                shown.quantize(64).save(THUMBNAILS / f"{page.name}.png", optimize=True)
+                whole = picture.convert("RGB")
+            width, height = whole.size
+            if height > width:
+                height = width * THUMBNAIL[1] // THUMBNAIL[0]
+                rows = np.asarray(whole)[height // 2 : height] == 255
+                blank = np.flatnonzero(rows.all(axis=(1, 2)))
+                height = height // 2 + int(blank[-1]) if blank.size else height
+            shown = ImageOps.pad(whole.crop((0, 0, width, height)), THUMBNAIL, color="white")
+            shown.quantize(64).save(THUMBNAILS / f"{page.name}.png", optimize=True)
 
 
 def pages(results: Mapping[str, Any]) -> dict[str, str]:
@@ -1130,8 +1137,8 @@ def _shown(entry: Entry, found: Found) -> list[dict[str, str]]:
     return [{"file": f"{TABLE}.svg", "kind": CHART, **said}, *figures]
 
 
-def chart(entry: Entry, found: Found) -> Drawing:
-    """Draw the table of methods, all its rows: a heat map, or the first column's intervals."""
+def chart(entry: Entry, found: Found, n_rows: int | None = None) -> Drawing:
+    """Draw the table of methods: a heat map, or the first column's intervals, of the best alone."""
     methods, cells = _rows(entry, found)
     higher = entry.columns[0].better == "higher"
     if entry.charted == "heat":
@@ -1141,7 +1148,7 @@ def chart(entry: Entry, found: Found) -> Drawing:
         return heat_map(np.array(values).T, columns, names, ours=blue, higher_is_better=higher)
     rows = {
         entry.names[method]: (*found.interval(first), found.get(first))
-        for method, (first, *_) in zip(methods, cells, strict=True)
+        for method, (first, *_) in zip(methods[:n_rows], cells[:n_rows], strict=True)
     }
     ours = [entry.names[one] for one in methods if one in entry.ours]
     return intervals({"": rows}, ours=ours, x=entry.columns[0].words, higher_is_better=higher)

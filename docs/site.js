@@ -13,15 +13,21 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
   const names = [...table.querySelectorAll("thead th")].map((th) => th.innerText.trim());
   for (const row of table.querySelectorAll("tbody tr")) {
     [...row.cells].forEach((cell, i) => names[i] && (cell.dataset.label = names[i]));
+    for (const cell of row.cells) {
+      if (!cell.children.length) cell.innerHTML = cell.innerHTML.replace(/\([^\s()]+–[^\s()]+\)/, '<span class="interval">$&</span>');
+    }
   }
 }
-// What still scrolls can be scrolled by keyboard.
+// Intervals are whole where there is room. What still scrolls can be scrolled by keyboard.
 function fitTables() {
   for (const table of document.querySelectorAll(".md-typeset__scrollwrap")) {
     const inner = table.querySelector("table");
+    const tooWide = () => table.scrollWidth > table.clientWidth;
     delete inner.dataset.cards;
-    if (table.scrollWidth > table.clientWidth) {
-      inner.dataset.cards = "";
+    inner.dataset.whole = "";
+    if (tooWide()) delete inner.dataset.whole;
+    if (tooWide()) {
+      inner.dataset.cards = inner.dataset.whole = "";
       table.tabIndex = 0;
       table.setAttribute("role", "region");
       table.setAttribute("aria-label", "Table that scrolls");

@@ -169,7 +169,7 @@ def intervals(
     named = {
         name: fill(name, _NAME, break_on_hyphens=False) for rows in panels.values() for name in rows
     }
-    row = 0.36 if any("\n" in name for name in named.values()) else 0.24
+    row = 0.24 + 0.12 * max(name.count("\n") for name in named.values())
     sizes = [row * len(rows) + 0.6 for rows in panels.values()]
     figure = _figure(WIDTH, sum(sizes))
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
@@ -233,7 +233,7 @@ def heat_map(
     if turn:
         values, shades, best, rows, columns = values.T, shades.T, best.T, columns, rows
     named = [fill(name, _NAME, break_on_hyphens=False) for name in rows]
-    row = 0.36 if any("\n" in name for name in named) else 0.32
+    row = max(0.32, 0.24 + 0.12 * max(name.count("\n") for name in named))
     figure = _figure(max(WIDTH, 0.6 * len(columns) + 1.8), row * len(rows) + 1.4)
     axes = figure.add_subplot()
     axes.pcolormesh(shades, cmap="Blues", vmin=0, vmax=1.3)
