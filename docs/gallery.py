@@ -1062,7 +1062,8 @@ def _papers(found: Mapping[Page, Sequence[Section]]) -> Iterator[str]:
     rows.sort(key=lambda row: (order.index(row[0][1:].partition("]")[0]), row[1]))
     heads = ["paper", "figure or table", "verdict", "command", "minutes", "data"]
     yield markdown_table(heads, rows)
-    yield f"Minutes: of the whole command, all seeds. [How verdicts are computed]({RULES_AT}).\n"
+    yield "Minutes: of the whole command, all seeds, once it has made its `.venv`. "
+    yield f"It writes the page anew. [How verdicts are computed]({RULES_AT}).\n"
     yield "## Data\n"
     yield "No data set may be passed on here. `flwr-perdl fetch NAME` downloads the originals, or"
     yield "takes them from `--folder FOLDER`, and builds the file; `make gallery DATA=FOLDER` looks"
@@ -1238,10 +1239,12 @@ def _commands(page: Page, sections: Sequence[Section]) -> str:
     extras = ",".join(_once(one for entry, _ in sections for one in entry.extras.split(",")))
     minutes = plural(_minutes(found for _, found in sections), "minute")
     lines = [
-        f"pip install '.[{extras}]'",
-        f"make gallery ARGS={page.name}{folder}   # all seeds, {minutes}; or one run:",
+        f"make gallery ARGS={page.name}{folder}   # all seeds, {minutes}; makes its own .venv",
+        f"pip install '.[{extras}]'   # for a single run:",
     ]
     for entry, _ in sections:
+        shown = f", {', '.join(entry.shows)}" if entry.shows else ""
+        lines += [f"# {entry.title}{shown}:"] * (len(sections) > 1)
         for run, options in entry.runs.items():
             name = entry.data_of(run)
             given = [f"--data FOLDER/{name}"] if name else []

@@ -233,9 +233,13 @@ def _maths(one: griffe.Object | griffe.Alias) -> Iterator[str]:
     """Yield what a class's methods compute, their deviations from the papers, who sees what."""
     modules = [one.canonical_path.rpartition(".")[0]]
     cited: dict[str, None] = {}
-    yield f"\n## Mathematics\n\n{NOTATION}\n"
-    for method in methods.methods_of(one.name):
-        maths = methods.MATHS[method.name]
+    ours = {each: methods.MATHS[each.name] for each in methods.methods_of(one.name)}
+    yield "\n## Mathematics\n"
+    if any(
+        re.search(r"F_[ik]|T_[ik]", each["objective"] + each["update"]) for each in ours.values()
+    ):
+        yield f"{NOTATION}\n"
+    for method, maths in ours.items():
         modules += [name for name in maths.get("modules", ()) if name not in modules]
         cited |= dict.fromkeys(methods.sources(method))
         papers = methods.links(methods.sources(method))
@@ -353,10 +357,10 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
 
 def _formula(code: re.Match[str]) -> str:
     """Return a formula as MathML, which browsers draw without a script."""
-    latex = unescape(code[2])
+    latex = unescape(code[2]).replace(r"\arg", r"\mathrm{arg}\,")  # latex2mathml has none
     if code[1] == "$":
         return convert(latex)
-    below = re.sub(r"(\\arg)?\\min_(\{.*?\}|\w)", r"\\underset{\2}{\1\\min}", latex)
+    below = re.sub(r"\\min_(\{.*?\}|\w)", r"\\underset{\1}{\\min}", latex)
     return f'<span class="formula" tabindex="0">{convert(below, display="block")}</span>'
 
 

@@ -69,8 +69,8 @@ def plot_sharing(
     shares = sharing(model, tables)
     image = axes.imshow(shares, cmap="Blues", vmin=0, aspect="auto")
     n_global = shares.shape[1] - 1
-    columns = [*map(str, range(n_global)), "own"]
-    axes.set_xticks(range(n_global + 1), columns)
+    shown = [*range(0, n_global, 1 + n_global // 12), n_global]
+    axes.set_xticks(shown, [*map(str, shown[:-1]), "own"])
     axes.set_yticks(range(len(shares)), list(map(str, _sites(model, tables))))
     axes.set(xlabel="global atom", ylabel="site")
     _bar(axes, image, "share of the site's codes")

@@ -466,11 +466,12 @@ def report(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> d
 
 def too_few(page: Page, config: Mapping[str, Any]) -> str:
     """Return the sentence that a run has too few clients or rounds to judge; "" if it has not."""
+    options = page.get("options", {})
     short = [
-        f"{name} ({config[name]}; default {default})"
+        f"{name} ({config[name]}; default {option['default']})"
         for name in ("clients", "rounds")
-        if name in config and (default := page.get("options", {}).get(name, {}).get("default", 0))
-        if config[name] < FEW * default
+        if name in config and (option := options.get(name, {})).get("default")
+        if config[name] < option.get("enough", FEW * option["default"])
     ]
     return f"Too few {' and '.join(short)} to judge." if short else ""
 

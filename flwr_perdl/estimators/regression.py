@@ -107,7 +107,8 @@ class MixedRegression(RegressorMixin, Federated):
 
     __metadata_request__fit: ClassVar = {"groups": True}
     __metadata_request__predict: ClassVar = {"groups": True, "y_own": True}
-    __metadata_request__score: ClassVar = {"groups": True, "y_own": True}
+    #: A Pipeline's score passes a sample_weight, though it be None.
+    __metadata_request__score: ClassVar = {"groups": True, "y_own": True, "sample_weight": None}
 
     k: int | Literal["auto"] = "auto"
     _: KW_ONLY

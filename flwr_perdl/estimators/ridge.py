@@ -89,7 +89,7 @@ class PersonalizedRidge(RegressorMixin, Federated):
 
     __metadata_request__fit: ClassVar = {"groups": True}
     __metadata_request__predict: ClassVar = {"groups": True}
-    __metadata_request__score: ClassVar = {"groups": True}
+    __metadata_request__score: ClassVar = {"groups": True, "sample_weight": None}  # of Pipelines
     _allow_nan = True
 
     level: str = "auto"

@@ -7,17 +7,16 @@ lines 3-5: anchors H, ``theta_0``       :func:`start_descent`, :func:`_choose_an
 line 6: ``t = 0, ..., T - 1``           the loop of :func:`fedmd`; ``n_iterations``
 line 7: ``S_t``, m fresh clients        not here: all that are asked, anchors too (Appendix C)
 line 9: Algorithm 3, ``T_1`` products   client: :func:`moment`; server: :func:`_add_products`
-line 12: ``sigma > epsilon Delta``      not here: every anchor moves (``moments.py``)
+line 12: ``sigma > epsilon Delta``      not here: every anchor moves
 lines 10-15: ``theta_{i,t+1}``          client: :func:`anchor`; server: :func:`_take_estimates`
 line 16: ``theta_hat_1, ...``           :func:`_find_models`, by :func:`cluster_anchors`
 ======================================= ====================================================
 
-The formulas of lines 9-15, and what differs from the paper's, are in ``moments.py``. Not in the
-paper: clients that fit one of the models already there take no part. Line 16 joins anchors closer
-than Delta/2; without Delta (the default) the estimates are joined by average linkage until k
-clusters are left, or, without k, until the merge height that exceeds the one before it by the
-largest factor; groups of less than 2 % of the anchors are left out and the rest is grouped again,
-so that a few wild estimates stand for no cluster.
+Not in the paper: clients that fit one of the models already there take no part. Line 16 joins
+anchors closer than Delta/2; without Delta (the default) the estimates are joined by average linkage
+until k clusters are left, or, without k, until the merge height that exceeds the one before it by
+the largest factor; groups of less than 2 % of the anchors are left out and the rest is grouped
+again, so that a few wild estimates stand for no cluster.
 
 Also here, as it takes the place of Phase 1: one-shot clustering (:func:`one_shot`).
 """

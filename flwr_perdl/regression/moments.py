@@ -3,7 +3,7 @@
 ======================================= ====================================================
 paper (Su, Xu, Yang, NeurIPS 2022)      here
 ======================================= ====================================================
-``eps(x, y, theta)`` (conversion lost)  ``(y - x @ theta) * x``
+``eps(x, y, theta)``                    ``(y - x @ theta) * x``
 ``theta_{i,t}``, i in H                 ``thetas[h]``, rows of (n_anchors, d)
 ``Y_{i,t}``                             the sum of :func:`residual_moment` over the clients
 ``Q_t`` (Algorithm 3)                   ``Q[h]`` (d, width)

@@ -11,6 +11,7 @@ key             meaning
 ``above``,
 ``most``
 ``limit``       maximum of an integer that only protects time and memory; a million if not stated
+``enough``      of clients or rounds: so many are judged; half the default if not stated
 ``choices``     the words that it may be, "{choices}" in ``help``; `CHOICES` has the library's
 ``type``        of a text: "integers" or "words", separated by commas; or "count or auto",
                 "number or auto"
@@ -86,6 +87,7 @@ class Option:
     above: float | None = None
     most: float = inf
     limit: int = 1_000_000
+    enough: int | None = None
     choices: tuple[str, ...] = ()
     type: str = ""
 

@@ -4,22 +4,22 @@ A sample is a day of a station: 24 hours of several quantities. A site has a few
 with, others to choose by, and others again, on which two errors are measured: of days rebuilt from
 ``n_nonzero`` atoms, and of entries that were hidden and are filled in from the rest of the day.
 
-============  ====================================================================================
-method        what it is
-============  ====================================================================================
-``perma``     `PerMA`: some atoms shared, the others each site's own; how many is chosen
-``alone``     local training, five times the iterations
-``shared``    `PerMA` with all atoms shared
-``tuned``     ``shared``, fine-tuned at each site
-``averaging``  one dictionary, averaged in every round from a common start
-``either``    half as many atoms of ``alone`` and of ``shared`` each: per day the one that rebuilds
-              the visible entries better, at the same storage (and one bit per day)
-``both``      the atoms of these two together
-``pooled``    scikit-learn's dictionary of all sites' days in one place
-``gaussian``  no dictionary: hidden entries by a normal distribution of all sites' days in one
-              place, days from as many of its principal components as others have atoms
+================  ================================================================================
+method            what it is
+================  ================================================================================
+``perma``         `PerMA`: some atoms shared, the others each site's own; how many is chosen
+``alone``         local training, five times the iterations
+``shared``        `PerMA` with all atoms shared
+``tuned``         ``shared``, fine-tuned at each site
+``averaging``     one dictionary, averaged in every round from a common start
+``either``        half as many atoms of ``alone`` and of ``shared`` each: per day the one that
+                  rebuilds the visible entries better, at the same storage (and one bit per day)
+``both``          the atoms of these two together
+``pooled``        scikit-learn's dictionary of all sites' days in one place
+``gaussian``      no dictionary: hidden entries by a normal distribution of all sites' days in one
+                  place, days from as many of its principal components as others have atoms
 ``interpolated``  no dictionary: hidden entries by linear interpolation within the day
-============  ====================================================================================
+================  ================================================================================
 
 What a method leaves open is chosen as in `cameras`, by the mean of both errors.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import sklearn
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from flwr_perdl.estimators import PersonalizedRidge
 
@@ -47,3 +50,10 @@ def test_a_group_with_too_few_samples_takes_no_part() -> None:
     np.testing.assert_array_equal(model.predict(X, GROUPS), without.predict(X, GROUPS))
     with pytest.raises(ValueError, match="min_support=99"):
         PersonalizedRidge(min_support=99).fit(X, y, GROUPS)
+
+
+def test_groups_reach_the_end_of_a_pipeline() -> None:
+    y = X @ [2.0, -1.0, 0.0] + LEVELS + 0.1 * NOISE
+    with sklearn.config_context(enable_metadata_routing=True):
+        model = make_pipeline(StandardScaler(), PersonalizedRidge("personal", features=0))
+        assert model.fit(X, y, groups=GROUPS).score(X, y, groups=GROUPS) > 0.95
