@@ -29,7 +29,7 @@ def given(
     ----------
     private, share : str or sequence of str, default ()
         Private or shared arrays, as in `PersonalizedFedAvg`.
-    transport : {"float16"}, optional
+    transport : "float16", optional
         How floats travel.
     privacy : Noise, optional
         A guarantee of differential privacy; requests say what is summed (`Request.summed`).

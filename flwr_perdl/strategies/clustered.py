@@ -17,7 +17,7 @@ local update (line 7)                   the client's own ``fit``
 
 Deviations: the client's loss is that of ``evaluate``, mostly on held-out data, which overfits less
 than the paper's training loss; assignments are hard, since with soft ones (equation 7) every client
-would train and send every model.
+would train and send every model. IFCA averages a cluster's models without weights.
 
 What each party receives:
 
@@ -131,7 +131,7 @@ class ClusteredFedAvg(ModelStrategy):
     private, share : str or sequence of str, default ()
         Private or shared arrays, as in `PersonalizedFedAvg`: clusters whose members each have, say,
         their own head.
-    transport : {"float16"}, optional
+    transport : "float16", optional
         Send floats in half precision, both ways (`flwr_perdl.parts.transport`). By default every
         array keeps its dtype.
     compression : TopK, optional

@@ -78,7 +78,7 @@ class DiffusionAveraging(TrainsModels, NeighborRelay):
         ``fine_tune``; "loss" also matches "eval_loss".
     higher_is_better : bool, optional
         Whether a larger ``metric`` is better; by default inferred from its name.
-    transport : {"float16"}, optional
+    transport : "float16", optional
         Send floats to neighbors in half precision, whose rounding stays in the models; not with
         ``compression``. By default every array keeps its dtype.
     shows_models : bool, default False

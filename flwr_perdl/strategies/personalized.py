@@ -77,7 +77,7 @@ class PersonalizedFedAvg(ModelStrategy):
     robust : bool or str, default False
         Aggregation rule against malicious (Byzantine) clients: True is "filtered", False "mean";
         for other rules see `flwr_perdl.core.aggregate`.
-    transport : {"float16"}, optional
+    transport : "float16", optional
         Send floats in half precision, both ways (`flwr_perdl.parts.transport`). By default every
         array keeps its dtype.
     compression : TopK, optional
