@@ -1239,12 +1239,11 @@ def _commands(page: Page, sections: Sequence[Section]) -> str:
     extras = ",".join(_once(one for entry, _ in sections for one in entry.extras.split(",")))
     minutes = plural(_minutes(found for _, found in sections), "minute")
     lines = [
-        f"make gallery ARGS={page.name}{folder}   # all seeds, {minutes}; makes its own .venv",
-        f"pip install '.[{extras}]'   # for a single run:",
+        f"make gallery ARGS={page.name}{folder}   # {minutes}, own .venv",
+        f"pip install '.[{extras}]'",
     ]
     for entry, _ in sections:
-        shown = f", {', '.join(entry.shows)}" if entry.shows else ""
-        lines += [f"# {entry.title}{shown}:"] * (len(sections) > 1)
+        lines += [f"# {', '.join(entry.shows)}:"] * (len(sections) > 1 and bool(entry.shows))
         for run, options in entry.runs.items():
             name = entry.data_of(run)
             given = [f"--data FOLDER/{name}"] if name else []
