@@ -76,7 +76,7 @@ from perdl_experiments.studies._parts import keep_all
 #: of a gradient step, and beyond how many deviations a column is cut.
 FIT, BATCH, CUT = 0.8, 8, 5.0
 #: The grid: learning rates and Ditto's proximal weights; IFCA's number of models.
-RATES, PULLS, MODELS = (0.3, 1.0), (0.1, 0.3), 3
+RATES, PULLS, MODELS = (0.1, 0.3, 1.0), (0.1, 0.3), 3
 #: Epochs of a round, rounds before clients are clustered, the most pairs of epochs of fine-tuning,
 #: and the neighbors of a node.
 LOCAL_EPOCHS, START, FURTHER, DEGREE = 4, 2, 10, 4
