@@ -126,7 +126,10 @@ class RegressionClient(ProtocolClient):
         self.X, self.y = self._check(X, y)
         self.held_out = (self.X, self.y)
         if evaluation is not None:
-            self.held_out = self._check(*evaluation, self.X.shape[1], "evaluation ")
+            try:
+                self.held_out = self._check(*evaluation, columns=self.X.shape[1])
+            except ValueError as error:
+                raise ValueError(f"evaluation {error}") from error
 
     def answer(self, request: StepRequest) -> StepResult:
         """Return what leaves the client: sums over at least ``min_support`` points."""
@@ -196,20 +199,17 @@ class RegressionClient(ProtocolClient):
         predictions: Matrix = self._map_features(X, columns=len(theta)) @ theta
         return predictions
 
-    def _map_features(self, X: Matrix, columns: int | None = None, of: str = "") -> Matrix:
+    def _map_features(self, X: Matrix, columns: int | None = None) -> Matrix:
         """Return the features of inputs."""
-        mapped = apply_features(X, self.features, f"{of}X")
-        name = f"{of}X" if self.features is None else f"features({of}X)"
-        return check_array(name, mapped, columns=columns)
+        name = "X" if self.features is None else "features(X)"
+        return check_array(name, apply_features(X, self.features), columns=columns)
 
-    def _check(
-        self, X: Matrix, y: Matrix, columns: int | None = None, of: str = ""
-    ) -> tuple[Matrix, Matrix]:
-        """Return features and responses; ``of`` precedes their names in errors."""
+    def _check(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
+        """Return features and responses."""
         if self.features is not None:
-            check_array(f"{of}X", X, min_rows=1)
-        X, y = check_points(self._map_features(X, columns, of), y, of)
-        check_labels(f"{of}y", y, self.loss)
+            check_array("X", X, min_rows=1)
+        X, y = check_points(self._map_features(X, columns), y)
+        check_labels("y", y, self.loss)
         return X, y
 
 

@@ -209,19 +209,19 @@ class LogisticLoss:
         return SquaredLoss().curvature(X) / 4
 
 
-def check_points(X: Matrix, y: Matrix, of: str = "") -> tuple[Matrix, Matrix]:
+def check_points(X: Matrix, y: Matrix) -> tuple[Matrix, Matrix]:
     """Return a client's features and responses, or raise a ValueError unless they are usable.
 
     At least one point, a response for each, and squares within the dtype's range, which is that of
-    ``X`` for both. ``of`` precedes the arguments' names in errors.
+    ``X`` for both.
     """
-    X = check_array(f"{of}X", X, min_rows=1)
-    y = check_array(f"{of}y", y, ndim=1)
+    X = check_array("X", X, min_rows=1)
+    y = check_array("y", y, ndim=1)
     if len(y) != len(X):
-        raise ValueError(f"{of}y must have shape {X.shape[:-1]}, one per row of X, got {y.shape}.")
+        raise ValueError(f"y must have shape {X.shape[:-1]}, one per row of X, got {y.shape}.")
     with np.errstate(over="ignore"):  # infinite in float32: rejected
         y = y.astype(X.dtype, copy=False)
-    return check_magnitude(f"{of}X", X), check_magnitude(f"{of}y", y)
+    return check_magnitude("X", X), check_magnitude("y", y)
 
 
 def check_loss(loss: Loss) -> None:
@@ -284,16 +284,16 @@ class Polynomial:
         return np.stack(columns, axis=1)
 
 
-def apply_features(X: Matrix, features: FeatureMap | None = None, name: str = "X") -> Matrix:
+def apply_features(X: Matrix, features: FeatureMap | None = None) -> Matrix:
     """Return the features of ``X``, one finite row per sample, or raise a ValueError."""
-    X = check_array(name, X)
+    X = check_array("X", X)
     if features is None:
         return X
     if isinstance(features, type) or not callable(features):
         raise TypeError(f"features must be a function, not a class, got {brief_repr(features)}.")
-    mapped = check_array(f"features({name})", features(X))
+    mapped = check_array("features(X)", features(X))
     if len(mapped) != len(X):
-        raise ValueError(f"features({name}) must have {len(X)} rows, got {mapped.shape}.")
+        raise ValueError(f"features(X) must have {len(X)} rows, got shape {mapped.shape}.")
     return mapped
 
 
