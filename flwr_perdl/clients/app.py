@@ -649,7 +649,7 @@ class _ClientsMethods:
         if kind == MessageType.TRAIN:
             return reply_to(message, *client.fit(arrays, config))
         loss, n, metrics = evaluation_of(client)(arrays, config)
-        return reply_to(message, None, n, with_loss(loss, metrics))
+        return reply_to(message, None, n, with_loss(loss, {**metrics, "loss": loss}))
 
 
 #: What answers one message, and the messages that a step makes of it.

@@ -26,10 +26,12 @@ from flwr_perdl.protocol.options import ServerSettings
 from flwr_perdl.protocol.part import SUMS_RANK, Asked, Part, own_parts, unstack
 from flwr_perdl.protocol.records import (
     AFTER,
+    DIVERGED,
     EVALUATE,
     LOSSES,
     NEW_STATE,
     NO_EVALUATE,
+    NO_LOSS,
     NUM_EXAMPLES,
     PROTOCOL,
     ROUND,
@@ -70,8 +72,6 @@ from flwr_perdl.random import EVALUATION, SAMPLING
 
 #: Largest absolute value of a number in replies, and where the model is in single precision.
 _DOUBLE, _SINGLE = 1e100, 1e30
-#: In an evaluation's aggregate: how many clients have no finite loss, if a third or more.
-NO_LOSS = "no-finite-loss"
 
 
 class Plan(NamedTuple):
@@ -468,19 +468,21 @@ class ProtocolRun:
 
     def _count_losses(self, report: RoundReport) -> None:
         """Warn, in log and result, if a third of the clients or more have no finite loss."""
-        found = sum(not own.keys().isdisjoint(LOSSES) for own in report.numbers.values())
-        asked = len(self._plan.arrays)
-        missing = asked - found
-        evaluations = [report, *self.record.history.evaluations]
-        measured = any(not one.aggregate.keys().isdisjoint(LOSSES) for one in evaluations)
-        if measured and missing and 3 * missing >= asked:  # else the app measures no loss
+        asked, each = len(self._plan.arrays), report.numbers.values()
+        missing = asked - sum(not own.keys().isdisjoint(LOSSES) for own in each)
+        before = [one.aggregate for one in self.record.history.evaluations]
+        known = {name for one in (report.aggregate, *before) for name in one}
+        # Without any of these the app measures no loss.
+        if missing and 3 * missing >= asked and not known.isdisjoint((*LOSSES, NO_LOSS)):
             report.aggregate[NO_LOSS] = float(missing)
-            log(
-                WARNING,
-                "Round %d (evaluate): %d of %d clients have no finite loss; the mean is that of "
-                "the others.",
-                *(report.round, missing, asked),
-            )
+            if not (before and before[-1].get(NO_LOSS) == missing):  # else it has been said
+                log(
+                    WARNING,
+                    "Round %d (evaluate): %d of %d clients have no finite loss%s: %s.",
+                    *(report.round, missing, asked),
+                    "; the mean is that of the others" if missing < asked else "",
+                    DIVERGED,
+                )
 
     # After the last round ----------------------------------------------------------------------
 

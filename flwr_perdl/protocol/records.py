@@ -147,6 +147,11 @@ NEW_STATE = "state-lost"
 CLUSTER = "cluster"
 #: What apps call the loss of an evaluation, the first of these that is there.
 LOSSES = ("loss", "eval_loss")
+#: The metric of a client whose app has returned NaN as the loss, which is then left out; in an
+#: evaluation's aggregate, how many clients have no finite loss, if a third or more.
+NO_LOSS = "no-finite-loss"
+#: What helps where a metric is not finite.
+DIVERGED = "try a lower learning rate, or look for NaN in the data"
 #: What training and evaluation are called: as steps, in reports, and as kinds of requests.
 TRAIN = "train"
 EVALUATE = "evaluate"
@@ -484,8 +489,11 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an evaluation's metrics, the loss first unless it is NaN: too few samples to say."""
-    return dict(metrics) if isnan(loss) else {"loss": loss} | {**metrics, "loss": loss}
+    """Return an evaluation's metrics, the loss first; an app's own NaN is left out, and marked."""
+    if isnan(loss):
+        known = {name: v for name, v in metrics.items() if name not in LOSSES or v == v}
+        return known | ({NO_LOSS: 1} if len(known) < len(metrics) else {})
+    return {"loss": loss} | {**metrics, "loss": loss}
 
 
 def route_of(message: Message) -> tuple[str, str]:
@@ -704,7 +712,7 @@ def read_parts(
     listed = ((name, one) for name, own in others.items() if isinstance(own, list) for one in own)
     for name, value in (*numbers.items(), *listed):
         if not isfinite(value) or abs(value) > limits.magnitude:
-            raise ValueError(f"metric {name} is {value}")
+            raise ValueError(f"metric {name} is {value}: {DIVERGED}")
     return Reply(arrays, int(num_examples), numbers, names, others)
 
 

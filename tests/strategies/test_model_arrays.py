@@ -200,13 +200,20 @@ def test_optimizers_extrapolate_no_statistics(optimizer: Any) -> None:
         assert set(grid.measured("var")) == set(range(N))
 
 
+@pytest.mark.parametrize("of_handlers", [False, True])
+@pytest.mark.parametrize(
+    ("bad", "since", "expected"),
+    [(1, 2, [None, 1]), (2, 2, [None, 2]), (6, 2, [None, 6]), (5, 1, [5, 5]), (6, 1, [6, 6])],
+)
 def test_an_evaluation_without_a_third_of_the_losses_is_a_warning(
     warned: pytest.LogCaptureFixture,
+    bad: int,
+    since: int,
+    expected: list[int | None],
+    of_handlers: bool,
 ) -> None:
     class Some(NumPyClient):
-        """Of six clients the last ``bad`` have no finite loss from round two on."""
-
-        bad = 2
+        """Of six clients the last ``bad`` have no finite loss from a round on."""
 
         def __init__(self, context: Context) -> None:
             self.p = partition_of(context)
@@ -215,17 +222,17 @@ def test_an_evaluation_without_a_third_of_the_losses_is_a_warning(
             return parameters, 1, {}
 
         def evaluate(self, parameters: Any, config: Any) -> Any:
-            lost = self.p >= 6 - self.bad and config["server-round"] > 1
+            lost = self.p >= 6 - bad and config["server-round"] >= since
             return float("nan") if lost else 1.0, 1, {}
 
-    for bad, expected in ((1, [None] * 2), (2, [None, 2]), (6, [None, 6])):
-        warned.clear()
-        app = client_app(type("Some", (Some,), {"bad": bad}))
-        strategy = Ditto()
-        result = strategy.start(InProcessGrid(app, 6), ArrayRecord([np.zeros(1)]), num_rounds=2)
-        found = [m.get("no-finite-loss") for m in result.evaluate_metrics_clientapp.values()]
-        assert found == expected
-        assert ("no finite loss" in warned.text) == (bad > 1)
+    app, strategy = client_app(as_app(Some) if of_handlers else Some), Ditto()
+    result = strategy.start(InProcessGrid(app, 6), ArrayRecord([np.zeros(1)]), num_rounds=2)
+    found = [m.get("no-finite-loss") for m in result.evaluate_metrics_clientapp.values()]
+    assert found == expected
+    said = [one for one in warned.messages if "no finite loss" in one]
+    assert [f"Round {since} (evaluate): {bad} of 6" in one for one in said] == [True] * (bad > 1)
+    last = strategy.history[-1].metrics
+    assert [p for p in last if "no-finite-loss" in last[p]] == [*range(6 - bad, 6)]
 
 
 SPOILED: dict[str, tuple[str, Any]] = {
