@@ -24,7 +24,7 @@ from flwr.app import Array
 from flwr_perdl.clients.dispatch import step
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.protocol.local import Local, Measured, StepRequest, StepResult
-from flwr_perdl.protocol.records import CLUSTER, EVALUATE, Scalar, with_loss
+from flwr_perdl.protocol.records import CLUSTER, EVALUATE, OURS, Scalar, with_loss
 
 CLUSTERED = "clustered"
 ALONE, MEASURE, CHOOSE = "train-alone", "measure-models", "cluster"
@@ -37,7 +37,7 @@ MOST_FITS, MOST_MODELS = 1000, 10_000
 #: A metric of a reply: the chosen model's loss before training.
 CLUSTER_LOSS = "cluster-loss"
 #: In a reply: that all models have the same loss at this client.
-ALL_ALIKE = "models-alike"
+ALL_ALIKE = f"{OURS}models-alike"
 
 
 @step(CLUSTERED, ALONE)

@@ -231,8 +231,8 @@ class LearnerClient(ProtocolClient):
         The loss is the first set's mean squared error with global + local atoms (the last number
         of atoms); there is none where that set has fewer than ``min_support`` samples. Metrics are
         ``mse_global[_k][_set]`` and ``mse_full[_k][_set]`` of the sets with as many, what
-        ``extra_metrics`` adds where all sets have as many, and ``"state-lost": 1`` where there was
-        no private state to measure with.
+        ``extra_metrics`` adds where all sets have as many, and ``"perdl.state-lost": 1`` where
+        there was no private state to measure with.
         """
         counts = atom_counts(str(request.config.get(N_NONZERO, "")))
         G = self.global_atoms(request)

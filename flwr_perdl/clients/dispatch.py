@@ -54,6 +54,7 @@ from flwr_perdl.protocol.records import (
     ANSWERED,
     EVALUATE,
     LARGEST_INT,
+    OURS,
     PROTOCOL,
     ROUND,
     RUN,
@@ -277,7 +278,7 @@ def _admit(
     record = context.state.get(ANSWERED)
     # By "run/kind": the last round, the digest of its request, and how many there were.
     noted = record.copy() if isinstance(record, ConfigRecord) else ConfigRecord()
-    own = sorted(one for one in request.config.items() if one[0].startswith("perdl."))
+    own = sorted(one for one in request.config.items() if one[0].startswith(OURS))
     round_, token = request.round, sha256(request.run.encode()).hexdigest()[:16]
     asked = _digest(repr((own, round_)), tuple(map(file_of, request.arrays)))
     runs = {key.partition("/")[0] for key in noted}

@@ -29,7 +29,7 @@ from flwr_perdl.network.messages import Delivery, Neighborhood, neighborhood_of
 from flwr_perdl.protocol.client_state import PrivateState
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.local import Local, StepRequest, StepResult
-from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, PINNED_KEYS, SEALED, Scalar
+from flwr_perdl.protocol.records import KEY_FILE, NEW_STATE, OURS, PINNED_KEYS, SEALED, Scalar
 
 #: The protocol, and its steps.
 RELAY = "neighbor_relay"
@@ -43,9 +43,9 @@ ASLEEP = "perdl.asleep"
 STALENESS = "perdl.staleness"
 #: The metrics of its replies: floats of the message, whether it is not finite, and whose messages
 #: were left out.
-SENT_FLOATS = "floats"
-BROKEN = "broken"
-REJECTED = "rejected-"
+SENT_FLOATS = f"{OURS}floats"
+BROKEN = f"{OURS}broken"
+REJECTED = f"{OURS}rejected-"
 #: Prefix of the state's fields among what a node shows.
 STATE = "state."
 
@@ -150,10 +150,10 @@ class DiffusionClient(ProtocolClient):
 
         The request's arrays are a ``Delivery`` (``network/messages.py``). The reply is the node's
         message; at the end, what the node shows, packed into one array. Its metrics are
-        ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
-        sent), ``"rejected-K": 1`` for every neighbor K whose message, or card, was left out,
-        ``"state-lost": 1`` if the node found no state after round one, and began from its start,
-        and what the program reports about the round before, as far as it is finite.
+        ``"perdl.floats"`` of the message, ``"perdl.broken": 1`` if it has NaN or infinite values
+        (it is not sent), ``"perdl.rejected-K": 1`` for every neighbor K whose message, or card, was
+        left out, ``"perdl.state-lost": 1`` if the node found no state after round one, and began
+        from its start, and what the program reports about the round before, as far as it is finite.
         """
         turn = Turn(self.node, self._keys, request, private, sealed=self.sealed)
         program, state = self.program, self._state(turn.saved)

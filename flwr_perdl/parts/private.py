@@ -72,6 +72,7 @@ from flwr_perdl.protocol.records import (
     METRICS,
     NEW_STATE,
     OTHER_MOD,
+    OURS,
     PROMISE,
     ROUND,
     RUN,
@@ -88,7 +89,7 @@ from flwr_perdl.protocol.records import (
 #: What the app reads where a request wants two steps: the names of the arrays to train, as JSON.
 TRAIN_NAMES = "train-names"
 #: The metric of a reply that leaves arrays out: how many numbers stay at the client.
-KEPT = "kept-private"
+KEPT = f"{OURS}kept-private"
 
 #: What the state is of, and its entries: the names of all arrays, and the private ones.
 _ALGORITHM, _NAMES, _ARRAY = "keep-private", "names", "array/"

@@ -404,8 +404,6 @@ class ProtocolRun:
 
     def _note_lost_state(self, good: Mapping[int, Reply]) -> None:
         """Warn of clients that have lost their private state; newcomers have none to lose."""
-        if NEW_STATE not in self._strategy.flags:  # of anybody's clients it is a metric of theirs
-            return
         new = {partition for partition, reply in good.items() if reply.metrics.get(NEW_STATE)}
         lost = sorted(new & self.record.history.trained) if new else []
         for partition in new.difference(lost):

@@ -47,6 +47,7 @@ from flwr_perdl.protocol.records import (
     METRICS,
     NO_EVALUATE,
     NUM_EXAMPLES,
+    OURS,
     PARTITION_ID,
     ROUND,
     RUN,
@@ -71,11 +72,9 @@ from flwr_perdl.random import spawn
 Call = Callable[[Message, Context], Message]
 Evaluated = tuple[float, int, dict[str, Scalar]]
 
-#: How the library's records in ``context.state`` are called, and the keys of a config.
-_OURS = "perdl."
 #: What precedes the app's own records of a kind of training, and of a run whose records are apart;
 #: the record that says that this run has begun.
-_TRAININGS, _APART, _APART_RUN = f"{_OURS}app.", f"{_OURS}apart/", f"{_OURS}apart-run/"
+_TRAININGS, _APART, _APART_RUN = f"{OURS}app.", f"{OURS}apart/", f"{OURS}apart-run/"
 #: What is a number in an error's text, and what is said of those that are not shown.
 _NUMBER = re.compile(r"[-+.\d]*\d[.\d]*(?:e[-+]?\d+)?", re.IGNORECASE)
 _HIDDEN = "numbers are hidden, since some may be private; the client's log has them"
@@ -452,7 +451,7 @@ class Local:
         for key, value in self._request.config.items():
             if key.startswith(MEASURING):
                 measure[key.removeprefix(MEASURING)] = value
-            elif not key.startswith(_OURS) or key in _FOR_HANDLERS:
+            elif not key.startswith(OURS) or key in _FOR_HANDLERS:
                 train[key] = value
         return {MessageType.TRAIN: train, MessageType.EVALUATE: {**train, **measure}}
 
@@ -543,7 +542,7 @@ def _pop(state: RecordDict, meant: Callable[[str], bool]) -> dict[str, Any]:
 
 
 def _is_app(name: str) -> bool:
-    return not name.startswith(_OURS)
+    return not name.startswith(OURS)
 
 
 def _is_apps_anywhere(name: str) -> bool:

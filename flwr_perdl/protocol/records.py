@@ -65,6 +65,9 @@ __all__ = [
     "to_arrays",
 ]
 
+#: What the library's own names begin with, so that none is an app's: metrics of replies, keys of
+#: configs, and records in ``context.state``.
+OURS = "perdl."
 #: A value of a config or of a metric.
 Scalar = bool | bytes | float | int | str
 #: Named arrays that a part keeps: at the server in checkpoints, at a client in its state.
@@ -141,7 +144,7 @@ KEEPS_PRIVATE = "perdl.keeps-private"
 UNCOUNTED = "perdl.uncounted-runs"
 #: The metric of a client that found no private state of the run and began with a new one; reports
 #: have 1 only for clients that took part in the run before. It is a kind of anomaly, too.
-NEW_STATE = "state-lost"
+NEW_STATE = f"{OURS}state-lost"
 
 #: The metric of a client that says which of several models is its own.
 CLUSTER = "cluster"
@@ -149,7 +152,7 @@ CLUSTER = "cluster"
 LOSSES = ("loss", "eval_loss")
 #: The metric of a client whose app has returned NaN as the loss, which is then left out; in an
 #: evaluation's aggregate, how many clients have no finite loss, if a third or more.
-NO_LOSS = "no-finite-loss"
+NO_LOSS = f"{OURS}no-finite-loss"
 #: What helps where a metric is not finite.
 DIVERGED = "try a lower learning rate, or look for NaN in the data"
 #: What training and evaluation are called: as steps, in reports, and as kinds of requests.
@@ -480,7 +483,7 @@ def texts_in(content: RecordDict) -> dict[str, str]:
     """Return a reply's metrics that are texts: in Flower, a ConfigRecord of any name has them."""
     records = [record for record in content.values() if isinstance(record, ConfigRecord)]
     pairs = [pair for record in records for pair in record.items()]
-    return {n: v for n, v in pairs if isinstance(v, str) and not n.startswith("perdl.")}
+    return {n: v for n, v in pairs if isinstance(v, str) and not n.startswith(OURS)}
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from flwr_perdl.protocol.records import (
     CLUSTER,
     EVALUATE,
     NUM_EXAMPLES,
+    OURS,
     Reply,
     brief,
     numbers_in,
@@ -57,7 +58,8 @@ class RoundReport(NamedTuple):
     step : str
         The protocol's step, or ``"evaluate"``.
     metrics : dict of int to dict
-        Every good reply's metrics, by partition: numbers, lists of numbers, and texts.
+        Every good reply's metrics, by partition: numbers, lists of numbers, and texts. Names that
+        begin with ``"perdl."``, such as ``"perdl.state-lost"``, are the library's.
     aggregate : dict of str to float, or list of float
         The means of numbers, and of lists as long as each other, weighted by numbers of examples,
         and ``"clients"`` and ``"dropped"``; with ``privacy`` also ``"uncounted-runs"``: at how many
@@ -303,9 +305,8 @@ def summarize(
 
     Texts have none, lists one of each entry where they are as long as each other.
 
-    Of a flag, the number of clients where it is not zero instead; of a label, under
-    ``"NAME_LABEL"``, the number of clients with each. A name that ends with ``*`` stands for all
-    that begin so.
+    Of a flag, or a metric of the library, the number of clients where it is not zero instead; of a
+    label, under ``"NAME_LABEL"``, the number of clients with each.
     """
     names = dict.fromkeys(name for own in metrics.values() for name in own if name != NUM_EXAMPLES)
     found: dict[str, Any] = {}
@@ -318,7 +319,7 @@ def summarize(
         if lengths != {None}:
             rows, weights = zip(*having, strict=True)
             found[name] = np.average(rows, axis=0, weights=weights).tolist()
-        elif _is_flag(name, flags):
+        elif name in flags or name.startswith(OURS):
             found[name] = float(sum(value != 0 for value, _ in having))
         elif name in labels:
             sizes = Counter(value for value, _ in having)
@@ -377,19 +378,14 @@ def is_higher_better(metric: str, given: bool | None) -> bool:
     return not lower
 
 
-def in_words(
-    report: RoundReport,
-    flags: Collection[str] = (),
-    labels: Collection[str] = (),
-    hidden: Collection[str] = (),
-) -> list[str]:
+def in_words(report: RoundReport, labels: Collection[str], hidden: Collection[str]) -> list[str]:
     """Return an exchange's metrics as a log says them: means, and the worst client's."""
     found = []
     numbers = report.numbers.values()
     for name, mean in report.aggregate.items():
         values = [own[name] for own in numbers if name in own]
         same = name == "loss" and report.aggregate.get("eval_loss") == mean
-        if not values or same or name in hidden or _is_flag(name, flags):
+        if not values or same or name in hidden or name.startswith(OURS):
             continue
         found.append(f"{name} {mean:.4g}{_name_worst(name, values)}")
     for label in labels:
@@ -408,12 +404,6 @@ def _name_worst(name: str, values: Sequence[float]) -> str:
     if lower is None or len(values) < 2:
         return ""
     return f" (worst client {max(values) if lower else min(values):.4g})"
-
-
-def _is_flag(name: str, flags: Collection[str]) -> bool:
-    """Whether a metric is a flag; one that ends with ``*`` stands for all that begin so."""
-    begin = tuple(flag.removesuffix("*") for flag in flags if flag.endswith("*"))
-    return name in flags or name.startswith(begin)
 
 
 def first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
@@ -534,7 +524,8 @@ class Show:
         self._round = round_
         self._words.update(dict.fromkeys(words))
         self._found.pop("replies", None)
-        numbers = numbers_in(report.aggregate)  # by default the loss of the step
+        numbers = {n: v for n, v in numbers_in(report.aggregate).items() if not n.startswith(OURS)}
+        # By default the loss of the step.
         for name in [self._metric] if self._metric in numbers else list(numbers)[:1]:
             self._found[name] = f"{numbers[name]:.4g}"
         if report.dropped:

@@ -40,7 +40,6 @@ from flwr_perdl.protocol.records import (
     ARRAYS,
     CLUSTER,
     CONFIG,
-    NEW_STATE,
     PINNED_KEYS,
     Reply,
     Scalar,
@@ -91,9 +90,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         train and evaluate as in FedAvg.
     flags, labels : tuple of str
         Metrics for which a mean over clients is meaningless. A flag is aggregated to the number of
-        clients where it is not zero, a label to the number of clients with each value, as
-        ``"NAME_LABEL"``. A flag that ends with ``*`` stands for all names with that prefix. The
-        label ``"cluster"`` says which of the protocol's models is the client's.
+        clients where it is not zero, as is a metric of the library, which begins with ``"perdl."``;
+        a label to the number of clients with each value, as ``"NAME_LABEL"``. The label
+        ``"cluster"`` says which of the protocol's models is the client's.
 
     Examples
     --------
@@ -119,7 +118,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     """
 
     protocol_name: ClassVar[str] = ""
-    flags: ClassVar[tuple[str, ...]] = (NEW_STATE,)
+    flags: ClassVar[tuple[str, ...]] = ()
     labels: ClassVar[tuple[str, ...]] = ()
     #: Metrics that lines and log leave out.
     _not_in_words: ClassVar[tuple[str, ...]] = ()
@@ -486,7 +485,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _in_words(self, report: RoundReport) -> list[str]:
         """Return what the log says of an exchange."""
-        return in_words(report, self.flags, self.labels, self._not_in_words)
+        return in_words(report, self.labels, (*self.flags, *self._not_in_words))
 
     def _round_of(self, report: RoundReport) -> int:
         """Return the round that users count, 0 or less before the first one is over."""

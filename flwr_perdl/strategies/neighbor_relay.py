@@ -87,6 +87,7 @@ from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import (
     NEW_STATE,
     NUM_EXAMPLES,
+    OURS,
     SEALED,
     Replies,
     Reply,
@@ -101,8 +102,6 @@ from flwr_perdl.protocol.strategy import ProtocolStrategy
 #: In the final model beside what nodes show, whose names are none of these: all traffic; and per
 #: node how many messages were not heard, whether it took part in the last round, and showed all.
 _TRAFFIC, _NODES, _LEFT_OUT = "/traffic", "/nodes", "/left-out"
-#: The metrics of a reply that are no report of the node's program.
-_ABOUT_MESSAGES = NUM_EXAMPLES, NEW_STATE, BROKEN, SENT_FLOATS
 
 #: What the sender of a reply of another kind is told.
 _ONLY = DiffusionClient.only
@@ -155,9 +154,8 @@ class NeighborRelay(ProtocolStrategy):
     """
 
     protocol_name = RELAY
-    flags = (NEW_STATE, BROKEN, f"{REJECTED}*")
     _called_as: ClassVar = {"topology": "", "plan": "", "network": "network"}
-    _not_in_words = (SENT_FLOATS, RECEIVED, BYTES)
+    _not_in_words = (RECEIVED, BYTES)
     _if_fewer = " Or make a topology of fewer nodes."  # fewer of this one break its paths
     _default_rounds = None
 
@@ -230,8 +228,8 @@ class NeighborRelay(ProtocolStrategy):
         rows: dict[str, Matrix] = {}
         for node, metrics in report.numbers.items():
             for name in metrics:
-                about_messages = name in _ABOUT_MESSAGES or name.startswith(REJECTED)
-                if node < self.topology.n_nodes and not about_messages:
+                of_program = name != NUM_EXAMPLES and not name.startswith(OURS)
+                if node < self.topology.n_nodes and of_program:
                     row = rows.setdefault(name, np.full(self.topology.n_nodes, np.nan))
                     row[node] = metrics[name]
         return rows

@@ -84,7 +84,6 @@ from flwr_perdl.privacy import Noise
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import JUDGED, NO_MODEL, Needs, ServerOptions, check_support
 from flwr_perdl.protocol.records import (
-    NEW_STATE,
     Replies,
     Reply,
     Scalar,
@@ -213,7 +212,7 @@ class PerMA(EndsWithModels):
 
     protocol_name = after_protocol = PERMA
     _reads = Models(names=(GLOBAL_ATOMS,))
-    flags = (NEW_STATE, "orthogonal")
+    flags = ("orthogonal",)
     unsupported: ClassVar = {
         "clusters": "its clients share one set of global atoms",
         "parts": NO_MODEL,

@@ -164,7 +164,7 @@ class FederatedRidge(EndsWithModels):
     """
 
     protocol_name = after_protocol = wire.RIDGE
-    labels, flags = (CLUSTER,), NeighborRelay.flags
+    labels = (CLUSTER,)
     _not_in_words = NeighborRelay._not_in_words
     _last_step = wire.SOLVE
     unsupported: ClassVar[Mapping[str, str]] = {

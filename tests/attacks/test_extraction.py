@@ -274,8 +274,8 @@ def test_nothing_is_measured_of_fewer_than_min_support_samples() -> None:
         return RegressionClient(X[:2], LABELS[:2], context)
 
     for make, names in (
-        (few, {"state-lost"}),
-        (one, {"state-lost", "mse_global_more", "mse_full_more"}),
+        (few, {"perdl.state-lost"}),
+        (one, {"perdl.state-lost", "mse_global_more", "mse_full_more"}),
     ):
         metrics = evaluated(make, np.eye(2, D))
         assert set(metrics) == {"num-examples", *names}

@@ -199,7 +199,7 @@ def test_who_has_not_trained_in_a_run_is_not_asked_and_has_not_failed(name: str)
         trained = {p for one in second[: at + 1] if one.step == "train" for p in one.metrics}
         assert report.metrics.keys() <= trained | (set(range(6)) - begun)
         assert (report.dropped, report.anomalies) == ({}, {})
-        assert "no-finite-loss" not in report.aggregate
+        assert "perdl.no-finite-loss" not in report.aggregate
     assert len(second[1].metrics) < 6
     assert second[-1].step == "tune"
 

@@ -52,7 +52,7 @@ class Server:
         table = np.array([[0.0, 0.0, 1.0, 4.0]])
         rest = np.zeros(N_ATOMS), np.zeros(N_ATOMS), np.zeros((N_ATOMS, N_FEATURES))
         reply, _, metrics = self.ask([table, dictionary, *rest])
-        assert metrics == {"floats": 54}
+        assert metrics == {"perdl.floats": 54}
         return reply[0]
 
 
@@ -109,14 +109,14 @@ def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path)
     server.round = 0
     (card, letter), _, metrics = server.ask([NOBODY, *cards], **{"perdl.sealed": True})
     assert letter.size == 0
-    assert metrics["rejected-0"] == 1
+    assert metrics["perdl.rejected-0"] == 1
     own = np.eye(N_ATOMS, N_FEATURES)
     rest = np.zeros(N_ATOMS), np.zeros(N_ATOMS), np.zeros((N_ATOMS, N_FEATURES))
     forged = impostor.seal((own, *rest), 2, 1, card)
     table = np.array([[0.0, 0.0, 1.0, 1.0]])
     (_, letter), _, metrics = server.ask([table, *cards, forged], **{"perdl.sealed": True})
     assert letter.size == 0
-    assert metrics["rejected-0"] == 1
+    assert metrics["perdl.rejected-0"] == 1
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_no_bound_that_the_server_sets_tells_of_what_nodes_with_pinned_keys_send
         if "metrics" in reply.content
         for name in reply.content["metrics"]
     }
-    assert ("rejected-0" in metrics) == (not pins)
-    assert not pins or metrics == {"num-examples", "floats"}
+    assert ("perdl.rejected-0" in metrics) == (not pins)
+    assert not pins or metrics == {"num-examples", "perdl.floats"}
 
 
 HUGE = 1e300

@@ -205,6 +205,6 @@ def test_what_one_node_shows_hides_and_spoils_nothing_of_the_others(
 
 
 def test_who_has_rejected_whom_is_said() -> None:
-    run = shown_with(**{"rejected-2": 1})
+    run = shown_with(**{"perdl.rejected-2": 1})
     assert run.dropped_by == {2: [1]}
     assert shown_with().dropped_by == {}

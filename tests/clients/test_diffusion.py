@@ -64,12 +64,12 @@ def test_two_rounds_by_hand() -> None:
     where = context()
     reply, examples, metrics = client(where).fit(NOTHING, asked(1))
     np.testing.assert_array_equal(reply, [[6.0, 0.0]])
-    assert (examples, metrics) == (1, {"floats": 2})
+    assert (examples, metrics) == (1, {"perdl.floats": 2})
     request = delivery((0, 0, 0.25, 1), (5, 0, 0.5, 1), arrays=[[2.0, 4.0], [1.0, 2.0]])
     reply, _, metrics = client(where).fit(request, asked(2))
     # 1/4 (2, 4) + 1/2 (1, 2) + 1/4 (6, 0)
     np.testing.assert_allclose(reply, [[2.5, 2.0]])
-    assert metrics == {"floats": 2}
+    assert metrics == {"perdl.floats": 2}
     shown, _, metrics = client(where).fit(NOTHING, asked(3, "show"))
     assert metrics == {}
     shown = unpack_arrays(*shown)
@@ -98,7 +98,7 @@ def test_a_bad_message_is_left_out_and_its_sender_named(
     request = delivery((5, 0, 0.25, 1), entry, arrays=[[2.0, 4.0], text])
     reply, _, metrics = client(where).fit(request, asked(2))
     np.testing.assert_allclose(reply, [[5.0, 1.0]])  # 1/4 (2, 4) + 3/4 (6, 0)
-    assert metrics == {"floats": 2, f"rejected-{entry[0]}": 1}
+    assert metrics == {"perdl.floats": 2, f"perdl.rejected-{entry[0]}": 1}
 
 
 @pytest.mark.parametrize("weights", [(-0.1, 0.5), (0.6, 0.6), (np.nan, 0.1)])
@@ -113,7 +113,7 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, float]) -> None
 
 def test_a_broken_estimate_stays_at_home() -> None:
     reply, _, metrics = client(context(), (np.inf, 0.0)).fit(NOTHING, asked(1))
-    assert (reply, metrics) == ([], {"floats": 2, "broken": 1})
+    assert (reply, metrics) == ([], {"perdl.floats": 2, "perdl.broken": 1})
 
 
 # Sealed ------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_what_the_program_reports_comes_with_the_next_reply_and_again_after_the_
         return DiffusionClient(Telling({2: np.array([6.0, 0.0])}), where).fit(request, config)
 
     (card, _), _, metrics = ask([*NOTHING, *to(other)], sealed(1))
-    assert metrics == {"floats": 2}  # no round is over
+    assert metrics == {"perdl.floats": 2}  # no round is over
     mine = other.seal((np.array([2.0, 4.0]),), 2, 1, card)
     request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), mine]
     last = ask(request, sealed(2, "show"))
@@ -158,7 +158,7 @@ def test_a_sealed_message_of_several_arrays_does_not_spoil_the_others() -> None:
     request = [*delivery((6, 0, 0.25, 2), (5, 0, 0.5, 1), arrays=[]), *to(other), mine, mine, mine]
     (_, message), _, metrics = client(where).fit(request, sealed(2))
     np.testing.assert_allclose(other.open(message, 2, 2), [[4.0, 2.0]])
-    assert metrics == {"floats": 2, "rejected-6": 1}
+    assert metrics == {"perdl.floats": 2, "perdl.rejected-6": 1}
 
 
 def test_a_server_cannot_talk_a_node_out_of_sealing() -> None:

@@ -165,7 +165,7 @@ def test_open_the_server_sees_the_messages_and_nothing_else() -> None:
     written = Written()
     for (round_, node), content in tap.replied.items():
         if 1 <= round_ <= ROUNDS:
-            assert dict(content["metrics"]) == {"num-examples": 1, "floats": 3}
+            assert dict(content["metrics"]) == {"num-examples": 1, "perdl.floats": 3}
             (sent,) = tap.arrays(content)
             np.testing.assert_allclose(sent, written.messages[round_ - 1][node], atol=1e-14)
     ends = [tap.replied[ROUNDS + 1, node] for node in range(5)]
@@ -234,7 +234,7 @@ def test_sealed_the_server_holds_ciphertext_and_public_keys_only() -> None:
             assert dict(content["metrics"]) == {"num-examples": 1}
             assert tap.arrays(content) == []
         elif round_ > 1:
-            assert dict(content["metrics"]) == {"num-examples": 1, "floats": 3}
+            assert dict(content["metrics"]) == {"num-examples": 1, "perdl.floats": 3}
             card, *letters = map(unpack, tap.arrays(content))
             assert card == cards[node]
             assert len(letters) == len(TOPOLOGY.neighbours(node))
@@ -308,7 +308,7 @@ def test_with_pinned_keys_it_reads_nothing_and_is_found_out(tmp_path: Path) -> N
     relay.start(tap)
     assert attack.read == {}
     for node in range(5):
-        rejected = {f"rejected-{k}" for k in TOPOLOGY.neighbours(node)}
+        rejected = {f"perdl.rejected-{k}" for k in TOPOLOGY.neighbours(node)}
         for report in relay.history[1:-1]:
             assert rejected <= set(report.metrics[node])
     assert relay.outcome.floats_sent == 0
@@ -355,9 +355,10 @@ def test_changed_and_replayed_letters_are_rejected_named_and_counted() -> None:
         for report in relay.history
         for node, metrics in report.metrics.items()
         for name in metrics
-        if name.startswith("rejected")
+        if name.startswith("perdl.rejected")
     }
-    assert named == {(1, 0, "rejected-1"), (2, 0, "rejected-1"), (3, 4, "rejected-3")}
+    by = "perdl.rejected-"
+    assert named == {(1, 0, f"{by}1"), (2, 0, f"{by}1"), (3, 4, f"{by}3")}
     assert relay.outcome.dropped_messages == {1: 2, 3: 1}
     assert relay.outcome.traffic.toarray()[0, 1] == 3 * (ROUNDS - 2)
     assert relay.outcome.traffic.toarray()[4, 3] == 3 * (ROUNDS - 1)

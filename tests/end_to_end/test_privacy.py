@@ -154,7 +154,7 @@ def test_besides_arrays_replies_carry_counts_and_mean_errors_only(
         kinds = {"query": {"config"}, "evaluate": {"metrics"}}.get(step, {"arrays", "metrics"})
         assert set(reply) == kinds
         names[step] |= set(reply["config" if step == "query" else "metrics"])
-    trained = {"num-examples", "mse", "n_atoms", "orthogonal", "state-lost"}
+    trained = {"num-examples", "mse", "n_atoms", "orthogonal", "perdl.state-lost"}
     assert names == {
         "query": {"partition-id"},
         "start": trained,

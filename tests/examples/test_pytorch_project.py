@@ -107,7 +107,7 @@ def test_every_strategy_trains_it(
     evaluated = result.evaluate_metrics_clientapp
     assert [*evaluated] == [*range(1, rounds + 1)]
     for round_, metrics in evaluated.items():
-        assert "no-finite-loss" not in metrics
+        assert "perdl.no-finite-loss" not in metrics
         assert metrics["batches"] == 4 * round_ or name == "auto"
     if name in ("ditto", "fedrep"):  # two trainings a round, each with an optimizer of its own
         assert result.train_metrics_clientapp[rounds]["trainings"] == rounds

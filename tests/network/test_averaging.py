@@ -283,7 +283,7 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
     assert all((model in crossed) != sealed for model in models)
     told = {"neighbor-distance", "floats-received", "bytes-received", "train-loss", "evaluate-loss"}
     seen = {name for _, _, reply in grid.exchanges() for name in reply.get("metrics", ())}
-    assert seen - {"num-examples", "floats"} == told
+    assert seen - {"num-examples", "perdl.floats"} == told
     assert set(learned.curves) == told
     # While it runs: from the second exchange on, every node's report about the round before.
     assert told.isdisjoint(reports[int(sealed)][0])

@@ -293,9 +293,9 @@ def test_a_lost_state_is_in_the_report(name: str) -> None:
     grid.which = slice(1)
     strategy = {**STRATEGIES, **OWN}[name](**options)
     strategy.start(grid, kind.start(), num_rounds=4)
-    lost = client_report(strategy.history)[0].get("state-lost", 0)
+    lost = client_report(strategy.history)[0].get("perdl.state-lost", 0)
     own = [report.metrics.get(0, {}) for report in strategy.history]
-    lost += sum(metrics.get("state-lost", 0) for metrics in own)
+    lost += sum(metrics.get("perdl.state-lost", 0) for metrics in own)
     assert lost >= 2
     if name in STRATEGIES:
         assert set(strategy.history[-1].metrics) == set(range(1, N_CLIENTS))
@@ -311,9 +311,9 @@ def test_a_private_part_that_the_server_knows_nothing_of_is_lost_aloud() -> None
     grid.which = slice(1)
     strategy = ClusteredFedAvg(1)
     strategy.start(grid, start(), num_rounds=3)
-    lost = [report.metrics[0]["state-lost"] for report in strategy.history]
+    lost = [report.metrics[0]["perdl.state-lost"] for report in strategy.history]
     assert lost == [0, 1, 1, 1, 1, 1]
-    assert not any(report.metrics[1].get("state-lost") for report in strategy.history)
+    assert not any(report.metrics[1].get("perdl.state-lost") for report in strategy.history)
     assert strategy.result.model_of(1)["intercept"].numpy() != 0
     with pytest.raises(ValueError, match="client 0"):  # the shared model is none of its own
         strategy.result.model_of(0)

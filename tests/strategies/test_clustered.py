@@ -451,3 +451,17 @@ def test_a_loss_that_tells_no_models_apart_is_warned_of(caplog: Any) -> None:
         caplog.clear()
         run(ClusteredFedAvg(3), 3, app=app_of(client))
         assert ("the same loss for all of the 3 models" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("name", ["state-lost", "models-alike", "kept-private", "no-finite-loss"])
+def test_a_metric_of_an_app_is_its_own_whatever_it_is_called(
+    name: str, warned: pytest.LogCaptureFixture
+) -> None:
+    class Named(Linear):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return *super().fit(parameters, config)[:2], {name: 2}
+
+    strategy = ClusteredFedAvg(3, fraction_evaluate=0.0)
+    run(strategy, 3, app=app_of(Named))
+    assert [report.aggregate[name] for report in strategy.history] == [2, 2, 2]
+    assert not warned.messages

@@ -364,7 +364,7 @@ def test_without_one_it_misses_a_round_and_begins_anew() -> None:
     assert len(grid.errors) == 1
     assert "state-dir" in grid.errors[0]
     assert ["client 0" in report.dropped for report in strategy.history].count(True) == 1
-    assert strategy.history[3].aggregate["state-lost"] == 1
+    assert strategy.history[3].aggregate["perdl.state-lost"] == 1
     seen = strategy.averaged.curves["train-round"][:, 0]
     assert np.isnan(seen).tolist() == [False, True, True, False, False, False]
     assert strategy.averaged.alive.all()

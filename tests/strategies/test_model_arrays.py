@@ -227,12 +227,12 @@ def test_an_evaluation_without_a_third_of_the_losses_is_a_warning(
 
     app, strategy = client_app(as_app(Some) if of_handlers else Some), Ditto()
     result = strategy.start(InProcessGrid(app, 6), ArrayRecord([np.zeros(1)]), num_rounds=2)
-    found = [m.get("no-finite-loss") for m in result.evaluate_metrics_clientapp.values()]
+    found = [m.get("perdl.no-finite-loss") for m in result.evaluate_metrics_clientapp.values()]
     assert found == expected
     said = [one for one in warned.messages if "no finite loss" in one]
     assert [f"Round {since} (evaluate): {bad} of 6" in one for one in said] == [True] * (bad > 1)
     last = strategy.history[-1].metrics
-    assert [p for p in last if "no-finite-loss" in last[p]] == [*range(6 - bad, 6)]
+    assert [p for p in last if "perdl.no-finite-loss" in last[p]] == [*range(6 - bad, 6)]
 
 
 SPOILED: dict[str, tuple[str, Any]] = {

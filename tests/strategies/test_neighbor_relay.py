@@ -179,8 +179,9 @@ def test_a_message_of_another_form_is_left_out_by_those_who_receive_it() -> None
     data[2] = np.ones(5)
     relay = NeighborRelay(Topology.ring(4), 3)
     relay.start(grid(data, program=Consensus, client={"shows": "observed"}))
-    assert [report.metrics[1].get("rejected-2") for report in relay.history] == [None, 1, 1, 1]
-    assert "rejected-2" not in relay.history[1].metrics[0]
+    rejected = [report.metrics[1].get("perdl.rejected-2") for report in relay.history]
+    assert rejected == [None, 1, 1, 1]
+    assert "perdl.rejected-2" not in relay.history[1].metrics[0]
     assert relay.outcome.dropped_messages == {1: 3, 2: 3, 3: 3}
     assert relay.outcome.traffic.toarray()[1].tolist() == [6, 0, 0, 0]
     # The three others agree without it: a path 3 - 0 - 1.

@@ -67,7 +67,8 @@ def test_the_body_is_averaged_and_nothing_private_travels() -> None:
     assert replied == 9 * [shared]
     floats = [(report.floats_down, report.floats_up) for report in strategy.history]
     assert floats == [(8, 4), (4, 0), (4, 4), (4, 0), (4, 4), (4, 0)]
-    assert strategy.history[0].metrics[1] == {"num-examples": 1, "kept-private": 4, "state-lost": 0}
+    first = {"num-examples": 1, "perdl.kept-private": 4, "perdl.state-lost": 0}
+    assert strategy.history[0].metrics[1] == first
     assert strategy.history[-1].metrics[1] == {"num-examples": 1, "head": 6, "body": 6}
 
 
@@ -99,7 +100,7 @@ def test_who_was_not_there_gets_a_start_when_it_comes() -> None:
     for training, evaluation in zip(strategy.history[::2], strategy.history[1::2], strict=True):
         new = [p for p in training.metrics if not trained[p]]
         assert training.floats_down == 4 + 4 * len(new) / 3
-        assert training.aggregate["state-lost"] == 0
+        assert training.aggregate["perdl.state-lost"] == 0
         for p in training.metrics:
             trained[p] += 1
         assert {p: m["head"] for p, m in evaluation.metrics.items()} == {
@@ -139,7 +140,7 @@ def test_a_client_that_lost_its_part_begins_anew_in_the_next_round() -> None:
     assert "state-dir" in grid.errors[0]
     one, two, three = strategy.history[::2]
     assert sorted(two.metrics) == [1, 2]
-    assert [report.aggregate["state-lost"] for report in (one, two, three)] == [0, 0, 1]
+    assert [report.aggregate["perdl.state-lost"] for report in (one, two, three)] == [0, 0, 1]
     assert three.floats_down == pytest.approx((8 + 4 + 4) / 3)
     assert grid.measured("head") == {0: 1, 1: 6, 2: 9}
 
@@ -277,7 +278,7 @@ def test_ditto_by_hand() -> None:
         assert found == pytest.approx(own)
     floats = [(report.floats_down, report.floats_up) for report in strategy.history]
     assert floats == 3 * [(8, 8), (8, 0)]
-    assert [report.aggregate["state-lost"] for report in strategy.history[::2]] == [0, 0, 0]
+    assert [report.aggregate["perdl.state-lost"] for report in strategy.history[::2]] == [0, 0, 0]
 
 
 def test_no_client_s_own_model_travels() -> None:
