@@ -7,13 +7,13 @@ The states after the last two rounds are kept, by round, in one record (engines 
 message). A server that crashed repeats a round; the client then takes the newest state from
 *before* that round, so the same request has the same reply.
 
-Every run has its own folder in its client's folder, and the newest are kept: a resumed run finds
-its files although other runs came in between. The server says which run a request belongs to. So
-that it cannot have folders deleted by naming many runs, a Flower run may begin only a few, far
-fewer than are kept. A file is bound to the client's name, which does not depend on the run, and to
-the algorithm. A file that is damaged, or of another client or algorithm, is logged and ignored: the
-client starts afresh. One encrypted with another key, or of another version of this library, stops
-the client before anything is overwritten.
+Every run has its own folder in its client's folder, and the newest 256 are kept: a resumed run
+finds its files although other runs came in between. The server says which run a request belongs to.
+So that it cannot have folders deleted by naming many runs, a Flower run may begin only 64. A file
+is bound to the client's name, which does not depend on the run, and to the algorithm. A file that
+is damaged, or of another client or algorithm, is logged and ignored: the client starts afresh. One
+encrypted with another key, or of another version of this library, stops the client before anything
+is overwritten.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PREFIX = "perdl.private."
 INNER, UNSENT, OWN = "/app", "/unsent", "/own"
 #: Runs whose folders are kept, the newest ones; how many of them one Flower run may begin, and
 #: where ``context.state``, which lasts as long as a Flower run, has which those are.
-_RUNS, _RUNS_BEGUN = 128, 16
+_RUNS, _RUNS_BEGUN = 256, 64
 _BEGUN = "perdl.runs-on-disk"
 #: Seconds without a word from it after which a run is taken for given up: thirty days.
 _STANDSTILL = 30 * 86400.0
@@ -199,7 +199,7 @@ class PrivateState:
     ValueError
         If the token has more than 256 characters. When files are read or written: if the key in the
         environment is no key, or not theirs; if a file is of another version of this library; if
-        there is a symbolic link in place of a folder; if this Flower run has already begun 16 runs.
+        there is a symbolic link in place of a folder; if this Flower run has already begun 64 runs.
 
     Examples
     --------

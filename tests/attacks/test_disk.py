@@ -35,7 +35,7 @@ from tests.grids import Trains, context_of
 from tests.network.programs import Consensus
 
 #: Runs that a client's folder keeps, and that it begins within one of Flower's.
-MOST_RUNS, MOST_BEGUN = 128, 16
+MOST_RUNS, MOST_BEGUN = 256, 64
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
 MEGABYTES = 2**20 * 64
 
@@ -89,7 +89,7 @@ def test_naming_runs_removes_no_runs_state(tmp_path: Path) -> None:
     for i in range(1, MOST_BEGUN):
         PrivateState(node, f"another {i}", store(tmp_path)).save(1, ATOMS)
     for i in range(MOST_RUNS):
-        with pytest.raises(ValueError, match="16"):
+        with pytest.raises(ValueError, match="64"):
             PrivateState(node, f"one more {i}", store(tmp_path)).save(1, ATOMS)
     assert kept(tmp_path) is not None
     assert len(list(store(tmp_path).folder.iterdir())) == MOST_BEGUN
