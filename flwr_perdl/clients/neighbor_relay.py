@@ -393,8 +393,8 @@ class RelayState(NamedTuple):
     def from_arrays(
         cls, arrays: Mapping[str, Array] | None
     ) -> tuple[RelayState, dict[str, Array] | None]:
-        """Return what `to_arrays` was called on; of no arrays what a node begins with."""
-        if arrays is None:
+        """Return what `to_arrays` was called on; of others, or none, what a node begins with."""
+        if arrays is None or _REST not in arrays:  # another protocol's, under the same token
             return cls(), None
         state = {n.removeprefix(STATE): own for n, own in arrays.items() if n.startswith(STATE)}
         run_key = arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import DiffusionClient
+from flwr_perdl.clients import DiffusionClient, PrivateState
 from flwr_perdl.core.npy import unpack_arrays
 from flwr_perdl.privacy.sealed import Keys
 from tests.grids import context_of, partition_of
@@ -60,8 +60,11 @@ def delivery(*entries: tuple[float, ...], arrays: list[Any]) -> list[Array]:
 NOTHING = delivery(arrays=[])
 
 
-def test_two_rounds_by_hand() -> None:
+@pytest.mark.parametrize("after_another", [False, True])
+def test_two_rounds_by_hand(after_another: bool) -> None:
     where = context()
+    if after_another:  # a protocol whose run has the same token
+        PrivateState(where, "run").save(3, {"head": np.ones(2)})
     reply, examples, metrics = client(where).fit(NOTHING, asked(1))
     np.testing.assert_array_equal(reply, [[6.0, 0.0]])
     assert (examples, metrics) == (1, {"perdl.floats": 2})
