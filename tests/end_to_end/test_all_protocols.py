@@ -46,7 +46,7 @@ def learn(grid: Any = None, names: Iterable[str] = ALL) -> dict[str, np.ndarray]
         neighbors = name == NETWORK or name.partition(",")[0] in ("relay", "averaging")
         options = {"topology": Topology.complete(2)} if neighbors else {}
         here = case.grid(n=2) if grid is None else grid
-        for i, array in enumerate(case.run(here, case.cut + 2, case=name, **options)):
+        for i, array in enumerate(case.run(here, case.cut + 2, **options)):
             found[f"{name} {i}"] = array
     return found
 

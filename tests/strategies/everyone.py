@@ -71,24 +71,17 @@ def owners(context: Context, i: int) -> Any:
     return OwnClient(X[i])
 
 
-MAKERS = {
-    "perma": dictionaries,
-    **dict.fromkeys(("fedmd", "fedx", "one-shot"), regressions),
-    "ridge": ridges,
-    "relay": nodes,
-    "own": owners,
-}
+MAKERS = {one.__name__: one for one in (dictionaries, regressions, ridges, models, nodes, owners)}
 
 
 class Everyone(ClientApp):
     """One app for a federation of all protocols: it reads in a request which client is asked."""
 
     def __call__(self, message: Message, context: Context) -> Message:
-        case = str(message.content.get("config", {}).get("case", "clusters")).partition(",")[0]
+        maker = MAKERS[str(message.content.get("config", {}).get("client", "models"))]
 
         def make(context: Context) -> Any:
-            maker = MAKERS.get(case, models)
             return maker(context, int(context.node_config["partition-id"]))
 
-        own = [import_module("tests.strategies.own_protocol")] if case == "own" else ()
+        own = [import_module("tests.strategies.own_protocol")] if maker is owners else ()
         return clients.client_app(make, protocols=own)(message, context)

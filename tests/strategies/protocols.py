@@ -66,7 +66,7 @@ class Case(NamedTuple):
     def start(self, grid: Any, rounds: int, **options: Any) -> tuple[ProtocolStrategy, list[Any]]:
         """Return the strategy after so many rounds, and what it has learned."""
         initial = options.pop("initial", self.initial)
-        config = ConfigRecord({"case": options.pop("case", "")})
+        config = ConfigRecord({"client": self.client.__name__})
         strategy = self.strategy(**{"fraction_evaluate": 0.0, **options})
         given = initial and ArrayRecord({k: Array(a) for k, a in initial.items()})
         rounds -= isinstance(strategy, DiffusionAveraging)  # it counts its own
