@@ -297,7 +297,7 @@ def diagnose(
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace both.")] = False,
 ) -> None:
-    """Recommend a strategy for a Flower app's clients, and plot each client's gain."""
+    """Recommend a strategy for a Flower app's clients, and plot each client's metric."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
     with _errors_in_a_sentence():

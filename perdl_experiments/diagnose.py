@@ -174,5 +174,6 @@ def picture(found: Diagnosed) -> Any:
     order = sorted(range(len(found.clients)), key=lambda i: found.groups.get(found.clients[i], -1))
     rows = [f"{found.clients[i]} (group {found.groups.get(found.clients[i], '-')})" for i in order]
     values = np.stack(list(found.values.values()), axis=1)[order]
-    better = found.higher_is_better
-    return pictures.heat_map(values, rows, list(found.values), higher_is_better=better)
+    most, better = max(found.rounds.values()), found.higher_is_better
+    columns = [f"{n} (stopped early)" if found.rounds[n] < most else n for n in found.values]
+    return pictures.heat_map(values, rows, columns, higher_is_better=better)

@@ -92,11 +92,12 @@ class Diagnosed(NamedTuple):
     choice : str
         The recommended candidate, such as ``"head"``.
     sentence : str
-        The recommendation in words, at most 25 of them.
+        The recommendation in words, at most 32 of them.
     code : str
         What to write to follow it.
     confidence : float
-        Share of 1,000 bootstrap samples of the clients in which it is recommended.
+        Share of 1,000 bootstrap resamples of the clients (as many, drawn with replacement) in which
+        it is recommended.
     values : dict of str to ndarray of shape (n_clients,)
         By candidate, in the order given: the metric of each client's own model.
     gains : dict of str to ndarray of shape (n_clients,)
@@ -174,7 +175,7 @@ class Diagnosed(NamedTuple):
 
     def _cells(self) -> list[list[str]]:
         """Return the table's cells, by rows, of which the first one has the columns' names."""
-        median = f"median {self.metric}"
+        median, most = f"median {self.metric}", max(self.rounds.values())
         cells = [["rounds", median, "gain", "interval", "clients that gain", "strategy"]]
         for name, gains in self.gains.items():
             gain, low, high = interval(gains[np.isfinite(gains)], len(self.gains))
@@ -185,7 +186,7 @@ class Diagnosed(NamedTuple):
                     f"{gain:.4g}",
                     f"{low:.4g} to {high:.4g}",
                     f"{int(np.sum(gains > 0))} of {len(gains)}",
-                    self.strategies[name],
+                    self.strategies[name] + " (stopped early)" * (self.rounds[name] < most),
                 ]
             )
         return cells
@@ -433,8 +434,12 @@ class Diagnosis(ShownAsCalled):
         num_rounds : int, default 40
             Communication rounds of each candidate, at least 3. With too few rounds local training
             looks best, since a shared part learns more slowly.
-        timeout, train_config, evaluate_config, verbose
-            As for every strategy (`ProtocolStrategy.start`).
+        timeout : float, default 3600
+            Seconds to wait for the replies of a phase; None: no limit.
+        train_config, evaluate_config : ConfigRecord, optional
+            Added to the config that clients receive, such as ``ConfigRecord({"lr": 0.1})``.
+        verbose : {0, 1, 2, "quiet", "lines", "log", "bar"}, optional
+            What is logged, as for every strategy (`ProtocolStrategy.start`).
 
         Returns
         -------
@@ -628,9 +633,10 @@ class Diagnosis(ShownAsCalled):
     def _sentence(
         self, judged: _Judged, taken: int, over: int, lead: Sequence[float], confidence: float
     ) -> str:
-        """Return the recommendation in at most 25 words."""
+        """Return the recommendation in at most 32 words."""
         typed, reference = [run.typed for run in judged.runs], judged.reference
-        if len(judged.clients) < _FEW and lead[1] <= 0 <= lead[2] and over != taken:
+        tied = lead[1] <= 0 <= lead[2] and over != taken
+        if len(judged.clients) < _FEW and tied:
             worst = (judged.gains[taken] - judged.gains[over]).min()
             return (
                 f"Undecided between {typed[taken]} and {typed[over]}: the former leads by "
@@ -641,7 +647,9 @@ class Diagnosis(ShownAsCalled):
         why = f"mean {self.metric} {better}"
         if taken == reference:
             why = f"no other candidate is better by more than {_WITHIN:.0%} of the {self.metric}"
-        return f"{typed[taken]}: {why}, in {confidence:.0%} of resamples."
+        tie = f", a tie with {typed[over]}" if tied else ""
+        share = f"{confidence:.0%} of bootstrap resamples of clients"
+        return f"{typed[taken]}: {why}; chosen in {share}{tie}."
 
 
 class _Judged(NamedTuple):

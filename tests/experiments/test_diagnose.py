@@ -4,12 +4,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from flwr_perdl.strategies import Diagnosed
 from perdl_experiments.cli import app
+from perdl_experiments.diagnose import picture
 
 #: The mean of numbers: odd clients have others than even ones. As in Flower's template, the
 #: learning rate comes from the server, and the loss is called ``eval_loss``.
@@ -72,6 +75,21 @@ def test_the_kinds_of_an_app_of_the_template_are_found(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "strategy = ClusteredFedAvg(&quot;auto&quot;, min_clusters=2" in page
     assert "data:image/png;base64," in page
+
+
+def test_the_picture_and_the_table_mark_what_was_stopped_early() -> None:
+    values = {"fedavg": np.array([0.5, 0.7]), "local": np.array([0.6, 0.9])}
+    gains = {name: values["fedavg"] - own for name, own in values.items()}
+    typed, rounds = {"fedavg": "FedAvg()", "local": "local training"}, {"fedavg": 12, "local": 4}
+    lead, of = (0.0, 0.0, 0.0), [0, 1]
+    found = Diagnosed(
+        "fedavg", "", "", 1.0, values, gains, of, {}, typed, rounds, {}, "local", lead
+    )
+    shown = [label.get_text() for label in picture(found).axes[0].get_xticklabels()]
+    assert shown == ["fedavg", "local (stopped early)"]
+    _, reference, local = found.table().splitlines()
+    assert reference.endswith("  FedAvg()")
+    assert local.endswith("  local training (stopped early)")
 
 
 TRAINS = ["--train-config", "lr=0.5, optimizer='a, b'"]
@@ -146,5 +164,5 @@ def test_a_strategy_of_ones_own_has_its_row(tmp_path: Path) -> None:
     result = diagnose(tmp_path, *TRAINS, "--candidate", "still:mine")
     assert result.exit_code == 0, result.output
     # Its rate comes before that of --train-config: zeros are right for half of the clients.
-    (row,) = [line for line in result.output.splitlines() if line.endswith("  Still()")]
+    (row,) = [line for line in result.output.splitlines() if "  Still()" in line]
     assert float(row.split()[1]) == 0.5

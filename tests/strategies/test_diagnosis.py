@@ -83,7 +83,9 @@ def test_the_known_difference_is_found(kind: str, seed: int) -> None:
     assert low < mean < high
     assert leads.min() <= mean <= leads.max()
     assert found.sentence.startswith(f"{found.strategies[kind]}: ")
-    assert len(found.sentence.split()) <= 25
+    assert len(found.sentence.split()) <= 32
+    assert f"{found.confidence:.0%} of bootstrap resamples of clients" in found.sentence
+    assert (" tie with " in found.sentence) == (low <= 0)
     assert f"strategy = {found.strategies[kind]}\n" in found.code
     if kind == "clusters":
         assert len({found.groups[p] for p in range(0, N, 2)}) == 1
@@ -94,7 +96,12 @@ def test_a_metric_to_maximize_leads_to_the_same_choice() -> None:
     assert by_score.choice == "head"  # as by the loss, above
     head, *rows = by_score.table().splitlines()[: 1 + len(by_score.values)]
     assert "median score" in head
-    assert [row.partition("10  ")[2] for row in rows] == list(by_score.strategies.values())
+    said = [row.partition("10  ")[2].partition(" (stopped early)") for row in rows]
+    assert [strategy for strategy, _, _ in said] == list(by_score.strategies.values())
+    marked = {
+        (int(row.split()[0]), bool(mark)) for row, (_, mark, _) in zip(rows, said, strict=True)
+    }
+    assert marked == {(12, False), (4, True)}
 
 
 def test_a_given_part_stays_private() -> None:
@@ -261,7 +268,7 @@ def test_of_few_clients_two_may_be_as_good() -> None:
     assert found.lead[1] < 0 < found.lead[2]
     assert found.sentence.startswith(f"Undecided between {found.strategies[found.choice]} and ")
     assert "worst client" in found.sentence
-    assert len(found.sentence.split()) <= 25
+    assert len(found.sentence.split()) <= 32
 
 
 def test_of_each_candidate_the_training_may_stop_early() -> None:
