@@ -57,6 +57,18 @@ RESULTS = Path(__file__).parent / "results" / "regret.json"
 #: What is tried. One line more tries a method of your own, `(initial, num_rounds, **options)`.
 CANDIDATES: dict[str, Any] = {**Diagnosis.defaults}
 SEEDS, ROUNDS, STEPS, HIDDEN = 5, 20, 10, 32
+#: What tables call the candidates; one of your own has its name.
+TITLES = {
+    "fedavg": "FedAvg",
+    "fine-tuned": "FedAvg-FT",
+    "head": "`PersonalizedFedAvg`, head",
+    "body": "`PersonalizedFedAvg`, body",
+    "head-fine-tuned": "`PersonalizedFedAvg`-FT, head",
+    "ditto": "`Ditto`",
+    "clusters": "`ClusteredFedAvg`",
+    "clusters-head": "`ClusteredFedAvg`, heads",
+    "local": "local training",
+}
 #: Learning rates, by the kind of loss.
 RATES = {"classes": 0.3, "numbers": 0.03}
 
@@ -279,6 +291,11 @@ def losses(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: float(np.mean([run["test"][name] for run in runs])) for name in names}
 
 
+def title(candidate: str) -> str:
+    """Return what tables call a candidate."""
+    return TITLES.get(candidate, candidate)
+
+
 def tables(stored: dict[str, list[dict[str, Any]]]) -> tuple[str, str]:
     """Return the regrets, and every candidate's mean test loss, as Markdown."""
     names = [name for name in FEDERATIONS if name in stored]
@@ -287,13 +304,13 @@ def tables(stored: dict[str, list[dict[str, Any]]]) -> tuple[str, str]:
         runs = stored[name]
         mean = losses(runs)
         counts = Counter(run["choice"] for run in runs).most_common()
-        said = ", ".join(f"{choice} {n}" for choice, n in counts)
-        best = min(mean, key=lambda one: mean[one])
-        rows.append([name, str(len(runs)), said, best, f"{regret(runs):.1%}"])
+        said = "; ".join(f"{title(choice)} {n}" for choice, n in counts)
+        best = title(min(mean, key=lambda one: mean[one]))
+        rows.append([name, said, best, f"{regret(runs):.1%}"])
     regrets = [regret(stored[name]) for name in names]
     for what, of in (("mean", np.mean), ("largest", np.max)):
-        rows.append([what, "", "", "", f"{of(regrets):.1%}"])
-    columns = ["federation", "seeds", "recommended", "best", "regret"]
+        rows.append([what, "", "", f"{of(regrets):.1%}"])
+    columns = ["federation", "recommended, in how many runs", "best", "regret"]
     tried = list(dict.fromkeys(one for name in names for one in losses(stored[name])))
     found = [
         [
@@ -305,7 +322,7 @@ def tables(stored: dict[str, list[dict[str, Any]]]) -> tuple[str, str]:
         ]
         for name in names
     ]
-    return markdown_table(columns, rows), markdown_table(["federation", *tried], found)
+    return markdown_table(columns, rows), markdown_table(["federation", *map(title, tried)], found)
 
 
 def write(stored: dict[str, list[dict[str, Any]]]) -> None:

@@ -18,6 +18,7 @@ def test_regret_is_that_of_the_means_over_seeds() -> None:
     assert regret([runs[1], runs[1]]) == 0
     assert regret([{**runs[0], "choice": "fedavg"}]) == pytest.approx(1)
     table, losses = tables({"hospitals": runs})
-    assert "| hospitals | 2 | ditto 1, fedavg 1 | ditto | 0.0% |\n" in table
-    assert "| largest |  |  |  | 0.0% |\n" in table
+    assert "| hospitals | `Ditto` 1; FedAvg 1 | `Ditto` | 0.0% |\n" in table
+    assert "| largest |  |  | 0.0% |\n" in table
+    assert losses.startswith("| federation | FedAvg | `Ditto` |\n")
     assert losses.endswith("| hospitals | 1.500 | 1.000 |\n")
