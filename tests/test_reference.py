@@ -6,6 +6,7 @@ import ast
 import doctest
 import inspect
 import logging
+import re
 import types
 from collections.abc import Iterator
 from importlib import import_module
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from flwr_perdl.strategies import ServerOptions
 
 #: As docs/reference.py lists them.
 PACKAGES = (
@@ -90,6 +93,19 @@ def functions(one: Any) -> Iterator[tuple[str, Any]]:
         described = len(ours) == 1 or "\n---" in inspect.cleandoc(member.__doc__ or "")
         if described and not {name, full} & left_out():
             yield full, member
+
+
+@pytest.mark.parametrize("one", list(documented()))
+def test_the_defaults_of_a_docstring_are_those_of_the_signature(one: Any) -> None:
+    """One value, whatever it is called if it is no literal (`warm_start`, 2**26)."""
+    made = {one, *(own for _, own in functions(one))}
+    for function in made - {ServerOptions}:  # of dict, which has no signature
+        said = r"^ *([\w, ]+) : .*\bdefault (.+)$"
+        for names, shown in re.findall(said, inspect.getdoc(function) or "", re.MULTILINE):
+            for name in names.split(", "):
+                parameters = inspect.signature(function).parameters
+                if name in parameters and not re.fullmatch(r"`?[a-z]\w+`?|SQUARED|2\*\*26", shown):
+                    assert ast.literal_eval(shown) == parameters[name].default, name
 
 
 @pytest.mark.parametrize("one", list(documented()))

@@ -285,8 +285,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     ) -> Result:
         """Run the protocol for ``num_rounds`` communication rounds.
 
-        The signature is that of `flwr.serverapp.strategy.Strategy.start` in Flower 1.43, for any
-        version. A resumed run does not repeat its finished rounds.
+        The arguments are those of `flwr.serverapp.strategy.Strategy.start`, and ``should_stop`` and
+        ``verbose``, with every version of Flower. A resumed run does not repeat finished rounds.
 
         Parameters
         ----------
@@ -430,7 +430,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         evaluate_fn: EvaluateFn | None,
         should_stop: StopFn | None,
     ) -> Result:
-        """Take the rounds as Flower's `start` does, whose loop cannot end early before 1.43."""
+        """Take the rounds as Flower's `start` does, whose loop cannot end early up to 1.42."""
         resumed, began, first = self._running().record.done, time.monotonic(), 0
         result = Result()
         if self._paused is not None:

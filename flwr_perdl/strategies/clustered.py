@@ -126,8 +126,10 @@ class ClusteredFedAvg(ModelStrategy):
         for other rules see `flwr_perdl.core.aggregate`. With any but "mean", the start ignores
         changes ten times as long as the median and groups of clients that are too small, no single
         client decides ``k="auto"``, and clusters that few clients choose are reported.
-    min_clusters, max_clusters : int, default 1 and 8
-        Smallest and largest number of clusters with ``k="auto"``.
+    min_clusters : int, default 1
+        Smallest number of clusters with ``k="auto"``.
+    max_clusters : int, default 8
+        Largest number of clusters with ``k="auto"``.
     private, share : str or sequence of str, default ()
         Private or shared arrays, as in `PersonalizedFedAvg`: clusters whose members each have, say,
         their own head.
