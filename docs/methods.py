@@ -302,11 +302,9 @@ def page() -> str:
 def software() -> str:
     """Return BibTeX of this software, from CITATION.cff."""
     citation = PAGE.parent.with_name("CITATION.cff").read_text()
-    said = dict(
-        re.findall(r"^(title|version|abstract): (?:>-\n *)?(.*?)\.?$", citation, re.MULTILINE)
-    )
-    title = f"{said['title']}: {said['abstract']}"
-    fields = {"author": "{The flwr-perdl developers}", "title": title, "version": said["version"]}
+    preferred = citation.partition("preferred-citation:")[2]
+    said = re.findall(r'^  (title|version|year): "?(.*?)"?$', preferred, re.MULTILINE)
+    fields = {"author": "{The flwr-perdl developers}", **dict(said)}
     lines = [f"  {key} = {{{value}}}," for key, value in fields.items()]
     return "\n".join(["@software{flwr-perdl,", *lines, "}"])
 

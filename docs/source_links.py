@@ -90,6 +90,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
             return found[0]
         return f"]({os.path.relpath(address(file), Path(uri).parent)}{found[2] or ''})"
 
+    if uri == "methods.md" and config.repo_url:  # of the BibTeX
+        markdown = markdown.replace("  year = {", f"  url = {{{config.repo_url}}},\n  year = {{")
     markdown = LINK.sub(link, markdown)
     return TABS.sub(lambda blocks: TAB.sub(tab, blocks[0]), markdown)
 

@@ -104,6 +104,8 @@ def test_one_variable_says_where_the_repository_is(site: Path) -> None:
     page = (site / "faults.html").read_text()
     assert f'href="{REPOSITORY}"' in page
     assert f'href="{REPOSITORY}/edit/main/docs/faults.md"' in page
+    bibtex = re.sub("<.*?>", "", (site / "methods.html").read_text())
+    assert f"url = {{{REPOSITORY}}},\n  year = {{" in bibtex
 
 
 def test_what_a_strategy_does_not_support_is_shown_on_hover_and_on_its_page(site: Path) -> None:
