@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
@@ -51,7 +50,6 @@ from perdl_experiments.words import data_size, plural
 #: Seconds that everything has to end after a signal.
 _GRACE = 30.0
 _SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
-_AT_ONCE = 2.0  # seconds after which such a line says that the run does something else
 _LINES = 12  # of a table that a run prints
 
 app = typer.Typer(
@@ -394,8 +392,8 @@ def _tell(sentence: str) -> None:
 def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
     """Show what a run does, its rounds or parts, metric and time left; yield the function to call.
 
-    The bar is there from the start. Where there is no terminal, lines go to standard error: when
-    the run has begun to do something else, and every ten seconds.
+    The bar is there from the start. Where there is no terminal, lines go to standard error: every
+    ten seconds, if there is something new, also within a part that takes long.
     """
     columns = (
         SpinnerColumn(),
@@ -408,25 +406,34 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
     )
     bar = Bar(*columns, console=shown, disable=not shown.is_terminal, transient=True)
     task = bar.add_task("starting", total=None, metric="")
-    said, doing = time.monotonic(), ""
+    line, over = "", threading.Event()
 
     def update(progress: Progress) -> None:
-        nonlocal said, doing
+        nonlocal line
         value = progress.value
         metric = "" if value is None else f"{progress.metric} {value:.3g}"
-        silence = _SILENCE if progress.doing == doing else _AT_ONCE
-        if bar.disable and time.monotonic() - said > silence:
-            said, doing = time.monotonic(), progress.doing
-            step = f"step {progress.done} of {progress.total}" if progress.total else ""
-            _tell(", ".join(filter(None, [doing, step, metric])))
+        step = f"step {progress.done} of {progress.total}" if progress.total else ""
+        line = ", ".join(filter(None, [progress.doing, step, metric]))
         total = progress.total or None  # unknown
         bar.update(
             task, completed=progress.done, total=total, metric=metric, description=progress.doing
         )
 
+    def say_lines() -> None:
+        said = ""
+        while not over.wait(_SILENCE):
+            if line != said:
+                said = line
+                _tell(said)
+
     # Rich below 14, which Flower 1.26.1 needs, ends a bar that is not shown with an empty line.
     with nullcontext() if bar.disable else bar:
-        yield update
+        if bar.disable:
+            threading.Thread(target=say_lines, daemon=True).start()
+        try:
+            yield update
+        finally:
+            over.set()
 
 
 def _show(shown: Console, results: dict[str, Any], folder: Path, lines: int | None = None) -> None:

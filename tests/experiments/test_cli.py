@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from flwr_perdl import __version__
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
 from flwr_perdl.export import load
+from perdl_experiments import cli
 from perdl_experiments.cli import app
 from perdl_experiments.cli import main as run
+from perdl_experiments.runner import Progress
 from perdl_experiments.studies import EXPERIMENTS, TOPICS
 from perdl_experiments.terminal import Rows
 
@@ -134,6 +137,21 @@ def test_no_number_is_broken_at_any_width(columns):
     assert all(len(line) <= columns for line in lines)
     for cell in rows[0][1:]:
         assert any(cell in line for line in lines)
+
+
+def test_without_a_terminal_a_line_says_what_a_run_does_also_within_a_long_part(monkeypatch):
+    lines, told = [], threading.Event()
+
+    def tell(line):
+        lines.append(line)
+        told.set()
+
+    monkeypatch.setattr(cli, "_SILENCE", 0.01)
+    monkeypatch.setattr(cli, "_tell", tell)
+    with cli._bar(Console(file=io.StringIO())) as update:
+        update(Progress(0, 6, doing="computing C1-seed-0"))
+        assert told.wait(60)  # without a further update
+    assert lines == ["computing C1-seed-0, step 0 of 6"]
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path):
