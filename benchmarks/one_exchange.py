@@ -1,7 +1,8 @@
 """`FederatedRidge` on data of real clients, beside what federated learning iterates for.
 
 ``python benchmarks/one_exchange.py FOLDER [PART ...]`` with the folder of the data files; without a
-part all but the last three. Writes results/one_exchange.json and results/one_exchange.md.
+part all of them. Writes results/one_exchange.json and results/one_exchange.md. Networks, IFCA and
+trees on the phones: the study `people`.
 
 Rules, set before the runs. Everything is at its default but for what is said here.
 
@@ -9,18 +10,6 @@ phones     18 people's activities (6 classes) from windows of a phone's accelero
            person and activity one half of the windows, contiguous in time from a drawn one on (it
            may wrap around), is for training, the other half for testing; five draws. Accuracy,
            mean over people. ``drawn``: the half is drawn at random.
-rivals     The same draws. FedAvg of a network with 64 hidden units, 100 rounds of an epoch in
-           batches of 8, the best of four learning rates; fine-tuned up to 20 epochs at each person.
-           Rate, and epochs of each person, by the last fifth of the training windows of each
-           activity, which are no training windows then ("stopped"); or, with these numbers, on all
-           training windows ("refit"). Random forest and gradient boosting of all people's windows.
-ifca       The same draws, contiguous: IFCA (Ghosh et al. 2020) of two to four of these networks,
-           drawn at random, 100 rounds; each person trains the one with the least loss on its
-           training windows. Number, and rate as above, by the last fifth; then fine-tuned as above
-           ("stopped").
-cost       The same draws, contiguous: accuracy of "personal" by the number of random features, of
-           FedAvg fine-tuned ("stopped") by rounds; and the megabytes (float64) that a person sends
-           in the run, for FedAvg those of one of the four rates.
 liar       The first ten people, five draws: accuracy at nine of them, where the tenth trains with
            labels shifted by one and columns negated, with and without robust=True.
 turned     MNIST turned by 0, 90, 180 or 270 degrees, 20 clients of 80 images, 400 features, three
@@ -36,9 +25,8 @@ patients   The study `patients` (parkinsons.npz, as its page has it): root mean 
 heart      The same study (heart.npz, as its page has it): share of wrong classes.
 beijing    The study `forecast` (beijing.npz), ten seeds: mean squared error, paired with the stored
            errors of exact diffusion. Four scales (0.03, 0.1, 0.3, 1) and six penalties (0.3, 1, 3,
-           10, 30, 100), chosen by folds of the training days. "by validation" (added after the
-           first run): three scales (0.1, 0.3, 1) and the penalties, of which the mean loss on the
-           study's validation days chooses, as for every other method there.
+           10, 30, 100), chosen by folds of the training days. In the study itself validation days
+           choose.
 noise      phones (300 features) and schools, three draws, at epsilon 8, 2 and 0.5, delta 1e-5:
            columns' means and deviations given as if they were public (those of all rows), or
            learned from noised moments within bounds (the least and the largest value of a column).
@@ -60,7 +48,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, RecordDict
 from numpy.typing import NDArray
-from scipy.special import log_softmax, stdtrit
+from scipy.special import stdtrit
 
 from flwr_perdl.clients import RidgeClient, adapt, client_app
 from flwr_perdl.core.checks import Matrix
@@ -76,14 +64,12 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FederatedRidge
 from perdl_experiments.render import markdown_table
 from perdl_experiments.studies import configure, find, forecast, patients, regression
-from perdl_experiments.studies._network import Network, layers, random_network
 
 RESULTS = Path(__file__).parent / "results" / "one_exchange.json"
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery" / "results.json"
 DRAWS, SPLITS, SEEDS = range(5), range(20), range(3)
 SCALES, PENALTIES = (0.03, 0.1, 0.3, 1.0), (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 EPSILONS, FEATURES = (8.0, 2.0, 0.5), 300
-ROUNDS, RATES, HIDDEN, BATCH, EPOCHS = 100, (0.03, 0.1, 0.3, 1.0), 64, 8, 20
 #: Of each person: features, labels, and which windows are for training.
 Part = tuple[Matrix, NDArray[Any], NDArray[np.bool_]]
 
@@ -155,177 +141,6 @@ def phones(folder: Path) -> dict[str, list[float]]:
                     found.setdefault("auto takes personal" + end, []).append(chosen)
             found.setdefault("local" + end, []).append(accuracy(own, alone(own, **options)))
     return found
-
-
-def rivals(folder: Path) -> dict[str, list[float]]:
-    """Return accuracies of FedAvg, fine-tuned, and of pooled trees."""
-    from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
-
-    found: dict[str, list[float]] = {}
-    for seed in DRAWS:
-        for drawn in (False, True):
-            own, end = people(folder, seed, contiguous=not drawn), ", drawn" * drawn
-            for name, value in fedavg(own, seed).items():
-                found.setdefault(name + end, []).append(value)
-            X, y = (np.concatenate([one[j][one[2]] for one in own]) for j in (0, 1))
-            mean = np.nanmean(X, axis=0)
-            for name, model in {
-                "pooled random forest": RandomForestClassifier(500, random_state=seed),
-                "pooled gradient boosting": HistGradientBoostingClassifier(random_state=seed),
-            }.items():
-                model.fit(np.where(np.isnan(X), mean, X), y)
-                right = [
-                    np.mean(model.predict(np.where(np.isnan(A), mean, A)[~t]) == b[~t])
-                    for A, b, t in own
-                ]
-                found.setdefault(name + end, []).append(float(np.mean(right)))
-    return found
-
-
-def cost(folder: Path) -> dict[str, list[float]]:
-    """Return accuracies, and what a person sends for them."""
-    found: dict[str, list[float]] = {}
-    for seed in DRAWS:
-        own = people(folder, seed)
-        for features in (0, 100, 300, 600):
-            strategy, models = run(own, "personal", classes=6, features=features, seed=seed)
-            name = f"personal, {features} features"
-            found.setdefault(name, []).append(accuracy(own, models))
-            sent = 8e-6 * sum(report.floats_up for report in strategy.history)
-            found.setdefault(f"{name}, MB", []).append(sent)
-        for rounds in (3, 10, 30, ROUNDS):
-            name = f"FedAvg, fine-tuned, {rounds} rounds"
-            found.setdefault(name, []).append(fedavg(own, seed, rounds)["FedAvg, fine-tuned"])
-            size = sum(
-                array.size
-                for array in random_network(own[0][0].shape[1], HIDDEN, 6, np.random.default_rng(0))
-            )
-            found.setdefault(f"{name}, MB", []).append(8e-6 * rounds * size)
-    return found
-
-
-def fedavg(own: Sequence[Part], seed: int, rounds: int = ROUNDS) -> dict[str, float]:
-    """Return the accuracies of FedAvg and of its fine-tuned models, stopped and refit."""
-    tried = []
-    for rate in RATES:
-        stopped = networks(own, seed, rate, 0.8)
-        model = _averaged(stopped, seed, rounds)
-        loss = np.mean([client.evaluate(model, {})[0] for client in stopped])
-        tried.append((float(loss), rate, stopped, model))
-    _, rate, stopped, model = min(tried, key=lambda one: one[0])
-    tuned = [_tuned(client, model) for client in stopped]
-    whole = networks(own, seed, rate, 1.0)
-    refit = _averaged(whole, seed, rounds)
-    again = [_epochs(one, refit, n)[-1] for one, (_, n) in zip(whole, tuned, strict=True)]
-    return {
-        "FedAvg": right(stopped, [model] * len(own)),
-        "FedAvg, fine-tuned": right(stopped, [w for w, _ in tuned]),
-        "FedAvg, refit": right(whole, [refit] * len(own)),
-        "FedAvg, fine-tuned, refit": right(whole, again),
-    }
-
-
-def right(clients: Sequence[Network], models: Sequence[Any]) -> float:
-    """Return the mean over people of the accuracy on their test windows."""
-    pairs = zip(clients, models, strict=True)
-    return float(np.mean([client.accuracy(w) for client, w in pairs]))
-
-
-def networks(own: Sequence[Part], seed: int, rate: float, share: float) -> list[Network]:
-    """Return a network for each person, of columns that are standardized together."""
-    pooled = np.concatenate([X[train] for X, _, train in own])
-    mean, deviation = np.nanmean(pooled, axis=0), np.nanstd(pooled, axis=0)
-    return [_network(one, seed, i, rate, mean, deviation, share) for i, one in enumerate(own)]
-
-
-def _network(
-    part: Part, seed: int, i: int, rate: float, mean: Matrix, deviation: Matrix, share: float
-) -> Network:
-    """Return a network on a person's windows, so many of which are for training."""
-    X, y, train = part
-    x = (X - mean) / np.where(deviation > 0, deviation, 1)
-    x = np.clip(np.where(np.isnan(x), 0, x), -5, 5)
-    fit, choose = list[int](), list[int]()
-    for activity in np.unique(y):
-        rows = np.flatnonzero(train & (y == activity)).tolist()
-        end = round(share * len(rows))
-        fit, choose = fit + rows[:end], choose + rows[end:]
-    order = [*fit, *choose, *np.flatnonzero(~train)]
-    ends = len(fit), len(fit) + len(choose)
-    return Network(x[order], y[order], ends, seed=seed, partition=i, step=rate, batch=BATCH)
-
-
-def _averaged(clients: Sequence[Network], seed: int, rounds: int) -> list[Matrix]:
-    """Return FedAvg's model after all rounds."""
-    rng = np.random.default_rng([seed, 7])
-    model = random_network(clients[0].X.shape[1], HIDDEN, 6, rng)
-    for round_ in range(1, 1 + rounds):
-        model = _round(clients, model, round_)
-    return model
-
-
-def _round(clients: Sequence[Network], model: list[Matrix], round_: int) -> list[Matrix]:
-    """Return the mean of what clients train, weighted by their windows."""
-    sent = [client.fit(model, {"server-round": round_})[0] for client in clients]
-    weights = [len(client.train) for client in clients]
-    return [np.average(arrays, axis=0, weights=weights) for arrays in zip(*sent, strict=True)]
-
-
-def ifca(folder: Path) -> dict[str, list[float]]:
-    """Return accuracies of IFCA, and of its models fine-tuned at each person."""
-    found: dict[str, list[float]] = {}
-    for seed in DRAWS:
-        own, tried = people(folder, seed), []
-        for k, rate in product((2, 3, 4), RATES):
-            clients = networks(own, seed, rate, 0.8)
-            models, members = _clustered(clients, seed, k)
-            chosen = [models[j] for j in members]
-            each = zip(clients, chosen, strict=True)
-            tried.append((float(np.mean([c.evaluate(w, {})[0] for c, w in each])), clients, chosen))
-        _, clients, chosen = min(tried, key=lambda one: one[0])
-        tuned = [_tuned(c, w)[0] for c, w in zip(clients, chosen, strict=True)]
-        for name, models in (("IFCA", chosen), ("IFCA, fine-tuned", tuned)):
-            found.setdefault(name, []).append(right(clients, models))
-    return found
-
-
-def _clustered(
-    clients: Sequence[Network], seed: int, k: int
-) -> tuple[list[list[Matrix]], list[int]]:
-    """Return IFCA's models after all rounds, and each client's."""
-    rng = np.random.default_rng([seed, 7])
-    models = [random_network(clients[0].X.shape[1], HIDDEN, 6, rng) for _ in range(k)]
-    members = list[int]()
-    for round_ in range(1, 2 + ROUNDS):
-        members = [int(np.argmin([_loss(c, w) for w in models])) for c in clients]
-        if round_ > ROUNDS:
-            break
-        for j in {*members}:
-            mine = [c for c, i in zip(clients, members, strict=True) if i == j]
-            models[j] = _round(mine, models[j], round_)
-    return models, members
-
-
-def _loss(client: Network, model: list[Matrix]) -> float:
-    """Return the mean cross-entropy on a client's training windows."""
-    scores = layers(model, client.X[client.train])[1]
-    own = np.arange(len(scores)), client.y[client.train]
-    return float(-np.mean(log_softmax(scores, axis=1)[own]))
-
-
-def _epochs(client: Network, model: list[Matrix], epochs: int) -> list[list[Matrix]]:
-    """Return a client's models, before and after each epoch of fine-tuning."""
-    found = [model]
-    for epoch in range(epochs):
-        found.append(client.fit(found[-1], {"server-round": ROUNDS + 1 + epoch})[0])
-    return found
-
-
-def _tuned(client: Network, model: list[Matrix]) -> tuple[list[Matrix], int]:
-    """Return a client's model at its lowest loss, and after how many epochs that is."""
-    tried = _epochs(client, model, EPOCHS)
-    best = int(np.argmin([client.evaluate(one, {})[0] for one in tried]))
-    return tried[best], best
 
 
 def liar(folder: Path) -> dict[str, list[float]]:
@@ -482,14 +297,6 @@ def beijing(folder: Path) -> dict[str, list[float]]:
             each = zip(own, models, strict=True)
             errors = [np.mean((w.predict(X[~t]) - y[~t]) ** 2) for (X, y, t), w in each]
             found.setdefault(level, []).append(float(np.mean(errors)))
-        by_validation, errors = [], []
-        for scale, penalty in product(SCALES[1:], PENALTIES):
-            models = run(own, "shared", scale=scale, penalty=penalty, seed=seed)[1]
-            each = zip(days, models, strict=True)
-            losses = [[rmse(w, X, y) ** 2 for X, y in (one.choose, one.test)] for one, w in each]
-            by_validation.append(np.mean(losses, axis=0)[0])
-            errors.append(np.mean(losses, axis=0)[1])
-        found.setdefault("shared, by validation", []).append(errors[np.argmin(by_validation)])
     stored = json.loads(GALLERY.read_text())["forecast"]["defaults"]["metrics"]
     for name in ("exact", "fedavg", "tuned", "forest", "alone"):
         found[f"stored, {name}"] = stored[f"error_{name}"]["values"]
@@ -568,9 +375,6 @@ PARTS: dict[str, Callable[[Path], dict[str, list[float]]]] = {
     "beijing": beijing,
     "noise": noise,
     "memory": memory,
-    "rivals": rivals,
-    "ifca": ifca,
-    "cost": cost,
 }
 
 
@@ -588,9 +392,6 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
         if part == "beijing":
             others = [name for name in rows if name.startswith("stored")]
             pairs = [*product([name for name in rows if "shared" in name], others)]
-        if part in ("rivals", "ifca") and "phones" in found:
-            pairs = [("personal" + ", drawn" * ("drawn" in name), name) for name in rows]
-            rows = {**found["phones"], **rows}
         for one, other in pairs:
             gains = np.array(rows[one]) - rows[other]
             half = stdtrit(len(gains) - 1, 0.975) * gains.std(ddof=1) / np.sqrt(len(gains))
@@ -600,7 +401,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
 
 def main() -> None:
     """Run the parts that are named, and write all results."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or [*PARTS][:-3]
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or [*PARTS]
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in names:
         found[name] = PARTS[name](folder)

@@ -70,7 +70,7 @@ MODEL = [(_network.__file__, ("Network", "layers", "accuracy")), (personal.__fil
 TORCH = ("images", "layer", "Net")
 WRITTEN = {
     **{name: [(__file__, (name,)), *MODEL] for name in ("gossip", "ifca", "dpsgd")},
-    "server": [(personal.__file__, ("federated",)), *MODEL],
+    "server": [(_network.__file__, ("federated",)), *MODEL],
     "fluke": [(THERE, (*TORCH, "fluke_parts", "two_parts", "fluke"))],
     "fluke_gossip": [(THERE, (*TORCH, "fluke_parts", "fluke_gossip"))],
     "fedlab": [(THERE, (*TORCH, "fedlab"))],
@@ -119,9 +119,10 @@ def ours(name: str, clients: Clients, model: _network.Model, pull: float) -> tup
     strategy: Any = ClusteredFedAvg(4, server=ServerSettings(evaluate_every=ROUNDS))
     if name != "clustered":
         strategy = personal.strategies(ROUNDS)[name][f"{pull:g}" if pull else ""]
-    found, _ = personal.federated(clients, model, name, strategy, ROUNDS)
+    private = personal.PRIVATE.get(name, ())
+    models = _network.federated(clients, model, strategy, ROUNDS, private)
     sent = 4 * sum(one.floats_down + one.floats_up for one in strategy.history)
-    return sent, found.tolist()
+    return sent, measured(clients, models)
 
 
 def gossip(name: str, clients: Clients, model: _network.Model) -> tuple[float, Any]:

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from flwr.app import Array, ArrayRecord, Context
 from numpy.typing import NDArray
 from scipy.special import log_softmax, softmax
 
+from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.protocol.records import ROUND, Scalar
+from flwr_perdl.protocol.records import PARTITION_ID, ROUND, Scalar
 from flwr_perdl.random import spawn
+from flwr_perdl.simulations import InProcessGrid
 
 #: The arrays of a model: a hidden layer, the body, and an output layer, the head.
 NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
@@ -118,6 +121,39 @@ def random_network(
     shapes = [(n_features, n_hidden), (n_hidden,), (n_hidden, n_labels), (n_labels,)]
     drawn = [rng.standard_normal(shape) / np.sqrt(shape[0]) for shape in shapes]
     return [x if x.ndim == 2 else np.zeros_like(x) for x in drawn]
+
+
+def federated(
+    clients: Sequence[Network],
+    model: Model,
+    strategy: Any,
+    rounds: int,
+    private: Sequence[str] = (),
+) -> list[Model]:
+    """Return the clients' own models after a strategy's rounds, in this process.
+
+    Parameters
+    ----------
+    clients : sequence of Network
+        By partition.
+    model : list of ndarray
+        The first model, or several, stacked.
+    strategy : ProtocolStrategy
+        What trains it; its result has ``model_of``.
+    rounds : int
+        Communication rounds.
+    private : sequence of str
+        Patterns of the arrays that a client keeps.
+    """
+
+    def make_client(context: Context) -> Network:
+        return clients[int(context.node_config[PARTITION_ID])]
+
+    names = clients[0].names
+    app = client_app(make_client, private=private, names=names if private else ())
+    record = ArrayRecord({name: Array(a) for name, a in zip(names, model, strict=True)})
+    strategy.start(InProcessGrid(app, len(clients)), record, num_rounds=rounds, verbose="quiet")
+    return [strategy.result.model_of(i).to_numpy_ndarrays() for i in range(len(clients))]
 
 
 def stopped_each(clients: Sequence[Any], models: Sequence[Model], fits: int) -> list[Model]:

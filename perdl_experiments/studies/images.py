@@ -99,11 +99,9 @@ ORTHONORMAL = ("orthogonal", "papers", "papers_parted", "perpca")
 #: The rows of Table 1.
 TUNED = {**_methods.METHODS, **{row: words("images")[f"tuned_{row}"] for row in VARIANTS}}
 
-#: Numbers of atoms per image at which reconstructions are measured; the one in curves; in Table 1;
-#: in Fig. 3.
+#: Numbers of atoms per image at which reconstructions are measured; the one in curves; in Fig. 3.
 N_NONZERO = (5, 10, 20)
 CURVE_N_NONZERO = 10
-TABLE_N_NONZERO = (10, 20)
 PICTURE_N_NONZERO = 5
 FIELDS = Quality._fields
 #: Clients whose own atoms are drawn, and how many of each.
@@ -362,20 +360,6 @@ def _tuned_records(tuned: Mapping[str, Mapping[str, NDArray[Any]]]) -> Iterator[
             yield Record(what, float(value), name)
 
 
-def _verdict(tuned: Mapping[str, Mapping[str, NDArray[Any]]], k: int) -> str:
-    """Return a sentence about which methods do better than PerMA with ``k`` atoms per image."""
-    at, errors = N_NONZERO.index(k), {}
-    for method, kept in tuned.items():
-        found = [float(kept[kind][0, at]) for kind in ("shared", "full") if kept[kind].size]
-        if found:
-            errors[method] = min(found)
-    if "perma" not in errors:
-        return ""
-    better = [TUNED[m] for m in errors if errors[m] < errors["perma"]]
-    words = f"better than PerMA: {', '.join(better)}" if better else "PerMA has the smallest error"
-    return f"With k = {k}, {words}."
-
-
 @cached_by_file(maxsize=2)
 def load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
     """Return the data's own clients, or some with one label each in the majority; held-out images.
@@ -478,7 +462,6 @@ def _facts(
         "tries": _methods.TRIES,
         "coded": _methods.CODED,
         "shown": PICTURE_N_NONZERO,
-        "verdict": " ".join(_verdict(tuned, k) for k in TABLE_N_NONZERO),
         "failures": " ".join(str(f) for kept in tuned.values() for f in kept.get("failures", ())),
     }
 

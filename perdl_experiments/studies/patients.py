@@ -35,6 +35,11 @@ loss no longer falls):
 ``ifca-best``   the best of five such starts by the validation loss, at five times the cost
 ==============  ==================================================================================
 
+``exchange`` is `FederatedRidge`, ``"personal"`` with a random intercept, and ``exchange-columns``
+with random slopes, too: one exchange of sums of the training and validation rows, nothing to
+choose. ``forest`` and ``boosting`` are trees of all clients' rows in one place, with the best of
+three settings by the mean validation error over clients.
+
 Every method has its best learning rate, or penalties, by the mean validation loss over clients.
 With these, and each client's number of further trainings, it learns again from the training and
 the validation rows before it is tested. Random effects are penalized, their variances chosen like
@@ -64,18 +69,26 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize, minimize_scalar
 from scipy.special import expit, logit
 
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import RidgeClient, client_app
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.records import PARTITION_ID, Scalar
 from flwr_perdl.random import DATA, spawn
+from flwr_perdl.regression import RidgeModel
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, Ditto, PersonalizedFedAvg, ServerSettings
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    Ditto,
+    FederatedRidge,
+    PersonalizedFedAvg,
+    ServerSettings,
+)
 from perdl_experiments.data import NAMES, by_client, cached_by_file, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, leads, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.studies._trees import TREES, trees
 
 #: Shares of a client's rows for training and for validation; the rest is for testing.
 TRAIN, VALIDATION = 0.5, 0.25
@@ -90,8 +103,10 @@ SHIFTS = (-10, 10)
 #: Integers that a categorical feature has, and the share of missing values that has an indicator.
 CATEGORIES, MISSING = (3, 5), 0.05
 METHODS = words("patients")
-OURS = ("personal", "ditto", "clustered")
-FEDERATED = ("fedavg", *OURS, "ifca", "ifca-best")
+RandomPart = Literal["intercept", "columns"]
+EXCHANGES: dict[str, RandomPart] = {"exchange": "intercept", "exchange-columns": "columns"}
+FEDERATED = ("fedavg", "personal", "ditto", "clustered", "ifca", "ifca-best")
+OURS = ("personal", "ditto", "clustered", "exchange")
 #: IFCA's models, and starts of which the best counts.
 MODELS, STARTS = 3, 5
 #: What every method is compared with.
@@ -467,6 +482,45 @@ def strategies(config: Config, own: Sequence[Split], seed: int) -> dict[str, Fou
     return {**found, "fedavg-level": leveled(config.task, own, found["fedavg"].trained)}
 
 
+# One exchange, and trees -----------------------------------------------------------------------
+
+
+def exchanged(config: Config, own: Sequence[Split], seed: int, random: RandomPart) -> Found:
+    """Return what one exchange of sums comes to."""
+    rows, classes = [one.train for one in whole(own)], 2 if config.task == "class" else None
+
+    def make_client(context: Context) -> RidgeClient:
+        X, y = rows[int(context.node_config[PARTITION_ID])]
+        return RidgeClient(X, y.astype(int) if classes else y, context)
+
+    options: dict[str, Any] = {"features": 0, "num_clients": len(own), "seed": seed}
+    strategy = FederatedRidge(
+        "personal", random=random, classes=classes, fraction_evaluate=0.0, **options
+    )
+    strategy.start(InProcessGrid(client_app(make_client), len(own)), verbose="quiet")
+    models = [RidgeModel.of(strategy.result.model_of(i)) for i in range(len(own))]
+    pairs = zip(models, (one.test for one in own), strict=True)
+    return Found(np.array([told(config.task, *pair) for pair in pairs]), "", ())
+
+
+def told(task: str, model: Any, rows: Rows) -> float:
+    """Return the error of what a model predicts: a number, or a class."""
+    return error(task, model.predict(rows.X) - 0.5 * (task == "class"), rows.y)
+
+
+def boosted(task: str, own: Sequence[Split], seed: int, method: str) -> Found:
+    """Return what trees of all clients' rows come to."""
+    parts = [[one.train for one in rows] for rows in (own, whole(own))]
+    train, known = (Rows(*map(np.concatenate, zip(*part, strict=True))) for part in parts)
+
+    def validated(model: Any) -> float:
+        return float(np.mean([told(task, model, one.choose) for one in own]))
+
+    given: Any = {"seed": seed, "classes": task == "class"}
+    model, how = trees(method, train, known, validated, **given)
+    return Found(np.array([told(task, model, one.test) for one in own]), how, ())
+
+
 # The data ------------------------------------------------------------------------------------
 
 
@@ -552,6 +606,8 @@ def compare(config: Config, seed: int) -> Arrays:
     own, unit = splits(config, seed)
     found = direct(config.task, own, config.rounds, ordered=config.order >= 0)
     found |= strategies(config, own, seed)
+    found |= {name: exchanged(config, own, seed, random) for name, random in EXCHANGES.items()}
+    found |= {name: boosted(config.task, own, seed, name) for name in TREES}
     return {
         **{name: one.errors * unit for name, one in found.items()},
         **{f"how-{name}": np.array(one.how) for name, one in found.items()},

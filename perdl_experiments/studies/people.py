@@ -11,6 +11,7 @@ method          what it is
 ==============  ==================================================================================
 ``alone``       local training
 ``fedavg``      FedAvg
+``fedavg-long`` FedAvg with four times the rounds
 ``fedper``      `PersonalizedFedAvg` with a private head
 ``lg-fedavg``   `PersonalizedFedAvg` with a private body
 ``ditto``       `Ditto`
@@ -20,6 +21,11 @@ method          what it is
 ``exchange``    `FederatedRidge`, ``"personal"``: one exchange of sums, nothing to choose
 ``pooled``      one network of all clients' rows in one place
 ==============  ==================================================================================
+
+``exchange-small`` has 100 random features instead of 600, ``exchange-auto`` chooses its level, and
+``exchange-alone`` is the same ridge regression of a client's own rows. ``forest`` and ``boosting``
+are a random forest and gradient boosting of all clients' rows in one place, each with the best of
+three settings by the mean validation accuracy over clients.
 
 ``METHOD-tuned`` is the same, fine-tuned: each client trains on, with a learning rate chosen for
 that, until its own lowest validation loss, at most 20 epochs. So do local training and the pooled
@@ -43,10 +49,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import RidgeClient, client_app
@@ -66,11 +72,19 @@ from flwr_perdl.strategies import (
 from perdl_experiments.data import NAMES, by_client, cached_by_file, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies import _network
 from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
-from perdl_experiments.studies._network import Model, Network, by_epoch, random_network
+from perdl_experiments.studies._network import (
+    Model,
+    Network,
+    by_epoch,
+    federated,
+    random_network,
+)
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.studies._trees import TREES, trees
+
+Level = Literal["shared", "personal", "auto"]
 
 #: Share of the rows that are no test rows with which a model is trained while others choose, rows
 #: of a gradient step, and beyond how many deviations a column is cut.
@@ -80,10 +94,17 @@ RATES, PULLS, MODELS = (0.1, 0.3, 1.0), (0.1, 0.3), 3
 #: Epochs of a round, rounds before clients are clustered, the most pairs of epochs of fine-tuning,
 #: and the neighbors of a node.
 LOCAL_EPOCHS, START, FURTHER, DEGREE = 4, 2, 10, 4
+#: Times the rounds; levels and options of one exchange.
+LONGER = {"fedavg-long": 4}
+EXCHANGES: dict[str, tuple[Level, dict[str, Any]]] = {
+    "exchange": ("personal", {}),
+    "exchange-small": ("personal", {"features": 100}),
+    "exchange-auto": ("auto", {}),
+}
 METHODS = words("people")
 PRIVATE = {"fedper": ["head.*"], "lg-fedavg": ["body.*"]}
-OURS = (*PRIVATE, "ditto", "clustered", "diffusion", "exchange")
-FEDERATED = ("fedavg", *OURS[:-1], "ifca")
+OURS = (*PRIVATE, "ditto", "clustered", "diffusion", *EXCHANGES)
+FEDERATED = ("fedavg", *LONGER, *PRIVATE, "ditto", "clustered", "diffusion", "ifca")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +113,7 @@ class Config(Common):
 
     shares: tuple[int, ...]
     hidden: int
+    methods: tuple[str, ...]
 
     def check(self) -> None:
         """Reject a number of clients that is not that of the data."""
@@ -244,7 +266,7 @@ def strategy(method: str, option: float, n: int) -> Any:
     return ClusteredFedAvg(1, min_clients=1, **options)
 
 
-def federated(
+def trained(
     clients: Sequence[Network], first: Sequence[Model], method: str, option: float, rounds: int
 ) -> tuple[list[Model], float, int]:
     """Return every client's model, the megabytes that one sends, and the exchanges.
@@ -262,19 +284,11 @@ def federated(
     rounds : int
         Communication rounds.
     """
-
-    def make_client(context: Context) -> Network:
-        return clients[int(context.node_config[PARTITION_ID])]
-
-    private = PRIVATE.get(method, ())
-    app = client_app(make_client, private=private, names=_network.NAMES if private else ())
     model = first[0]
     if method == "ifca":
         model = [np.stack(arrays) for arrays in zip(*first, strict=True)]
-    record = ArrayRecord({n: Array(a) for n, a in zip(_network.NAMES, model, strict=True)})
     trainer = strategy(method, option, len(clients))
-    trainer.start(InProcessGrid(app, len(clients)), record, num_rounds=rounds, verbose="quiet")
-    models = [trainer.result.model_of(i).to_numpy_ndarrays() for i in range(len(clients))]
+    models = federated(clients, model, trainer, rounds, PRIVATE.get(method, ()))
     return models, *cost(trainer)
 
 
@@ -292,23 +306,25 @@ def chosen(
     options = PULLS if method == "ditto" else (0.0,)
     for rate, option in product(RATES, options):
         clients = made(own, seed, rate)
-        models, *_ = federated(clients, first, method, option, rounds)
+        models, *_ = trained(clients, first, method, option, rounds)
         tried.append((float(losses(clients, models).mean()), rate, option, models))
     _, rate, option, models = min(tried, key=lambda one: one[0])
-    again = federated(made(own, seed, rate, refit=True), first, method, option, rounds)
+    again = trained(made(own, seed, rate, refit=True), first, method, option, rounds)
     more = f" with {option:g}" if len(options) > 1 else ""
     return Learned(models, again[0], f"{rate:g}{more}", *again[1:])
 
 
-def exchanged(own: Sequence[Rows], seed: int, classes: int) -> tuple[Matrix, float, int]:
+def exchanged(
+    own: Sequence[Rows], seed: int, classes: int, level: Level, **options: Any
+) -> tuple[Matrix, float, int]:
     """Return each client's accuracy after one exchange of sums, and what that costs."""
 
     def make_client(context: Context) -> RidgeClient:
         X, y, (_, end) = own[int(context.node_config[PARTITION_ID])]
         return RidgeClient(X[:end], y[:end], context)
 
-    options: dict[str, Any] = {"num_clients": len(own), "seed": seed, "fraction_evaluate": 0.0}
-    trainer = FederatedRidge("personal", classes=classes, **options)
+    options |= {"num_clients": len(own), "min_clients": 1, "seed": seed, "fraction_evaluate": 0.0}
+    trainer = FederatedRidge(level, classes=classes, **options)
     trainer.start(InProcessGrid(client_app(make_client), len(own)), verbose="quiet")
     models = [RidgeModel.of(trainer.result.model_of(i)) for i in range(len(own))]
     right = [
@@ -316,6 +332,19 @@ def exchanged(own: Sequence[Rows], seed: int, classes: int) -> tuple[Matrix, flo
         for model, (X, y, (_, end)) in zip(models, own, strict=True)
     ]
     return np.array(right), *cost(trainer)
+
+
+def boosted(own: Sequence[Rows], seed: int, method: str) -> tuple[Matrix, str]:
+    """Return each client's accuracy by trees of all clients' rows, and what was chosen."""
+    X, y, (fit, known) = pooled(own)
+
+    def right(model: Any, part: int) -> Matrix:
+        each = (np.split(model.predict(one.X) == one.y, one.ends)[part] for one in own)
+        return np.array([np.mean(one) for one in each])
+
+    rows = (X[:fit], y[:fit]), (X[:known], y[:known])
+    model, how = trees(method, *rows, lambda m: -right(m, 1).mean(), seed=seed, classes=True)
+    return right(model, 2), how
 
 
 def pooled(own: Sequence[Rows]) -> Rows:
@@ -332,29 +361,40 @@ def compare(config: Config, share: int, seed: int) -> Arrays:
     classes = 1 + max(int(y.max()) for y in _load(config.data)[1])
     shape, rng = (own[0].X.shape[1], config.hidden, classes), spawn(seed, DATA, 1)
     first = [random_network(*shape, rng) for _ in range(MODELS)]
-    most = rounds * LOCAL_EPOCHS // 2
+    most, together = rounds * LOCAL_EPOCHS // 2, pooled(own)
+    sent = 8e-6 * (together.X[: together.ends[1]].size + together.ends[1]) / n
     begun = Learned([first[0]] * n, [first[0]] * n, "")
-    found = {"alone": trained_on(own, begun, seed, most)}
-    together = pooled(own)
-    one = begun._replace(fitted=first[:1], refitted=first[:1])
-    ends = {"pooled": trained_on([together], one, seed, most)}
-    ends["pooled"] = ends["pooled"]._replace(
-        fitted=list(ends["pooled"].fitted) * n,
-        refitted=list(ends["pooled"].refitted) * n,
-        megabytes=8e-6 * (together.X[: together.ends[1]].size + together.ends[1]) / n,
-        exchanges=1,
-    )
-    ends |= {method: chosen(own, first, method, seed, rounds) for method in FEDERATED}
-    for method, end in ends.items():
-        found |= {method: end, f"{method}-tuned": trained_on(own, end, seed, FURTHER)}
+    found, kept = {"alone": trained_on(own, begun, seed, most)}, Arrays()
+    for method in ("fedavg", *config.methods):
+        if method in EXCHANGES:
+            level, options = EXCHANGES[method]
+            kept[method], *spent = exchanged(own, seed, classes, level, **options)
+            kept[f"cost-{method}"] = np.array(spent)
+        elif method == "exchange-alone":
+            each = [exchanged([one], seed, classes, "shared")[0] for one in own]
+            kept |= {method: np.concatenate(each), f"cost-{method}": np.zeros(2)}
+        elif method in TREES:
+            kept[method], kept[f"how-{method}"] = map(np.array, boosted(own, seed, method))
+            kept[f"cost-{method}"] = np.array([sent, 1])
+        elif method == "pooled":
+            one = begun._replace(fitted=first[:1], refitted=first[:1])
+            one = trained_on([together], one, seed, most)
+            both = list(one.fitted) * n, list(one.refitted) * n
+            found[method] = Learned(*both, one.how, sent, 1)
+        else:
+            more = rounds * LONGER.get(method, 1)
+            found[method] = chosen(own, first, method, seed, more)
+    further = {
+        f"{method}-tuned": trained_on(own, end, seed, FURTHER)
+        for method, end in found.items()
+        if method != "alone"
+    }
     tests = made(own, seed, 0.0)
-    right, *spent = exchanged(own, seed, classes)
-    kept: Arrays = {"exchange": right, "cost-exchange": np.array(spent)}
-    for method, one in found.items():
-        pairs = zip(tests, one.refitted, strict=True)
+    for method, end in {**found, **further}.items():
+        pairs = zip(tests, end.refitted, strict=True)
         kept[method] = np.array([client.accuracy(model) for client, model in pairs])
-        kept[f"cost-{method}"] = np.array([one.megabytes, one.exchanges])
-        kept[f"how-{method}"] = np.array(one.how)
+        kept[f"cost-{method}"] = np.array([end.megabytes, end.exchanges])
+        kept[f"how-{method}"] = np.array(end.how)
     return kept
 
 
@@ -368,12 +408,13 @@ def run(config: Config, keep: Keep) -> Outcome:
         f"seed-{seed}-share-{share}": partial(compare, config, share, seed) for seed, share in tried
     }
     kept = dict(zip(tried, keep_all(keep, parts), strict=True))
+    names = [name for name in METHODS if name in kept[tried[0]]]
     right = {
         (share, name): np.array([kept[seed, share][name] for seed in config.each_seed])
-        for share, name in product(config.shares, METHODS)
+        for share, name in product(config.shares, names)
     }
     middle = sorted(config.shares)[len(config.shares) // 2]
-    order = sorted(METHODS, key=lambda name: -float(right[middle, name].mean()))
+    order = sorted(names, key=lambda name: -float(right[middle, name].mean()))
     records = []
     for share, name in product(config.shares, order):
         spent = np.array([kept[seed, share][f"cost-{name}"] for seed in config.each_seed])
@@ -395,7 +436,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             "most": max(sizes),
             "middle": middle,
             "best": METHODS[order[0]],
-            **{name: f"{right[middle, name].mean():.4f}" for name in METHODS},
+            **{name: f"{right[middle, name].mean():.4f}" for name in names},
         },
     )
 

@@ -61,15 +61,12 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context
 from numpy.typing import NDArray
 from scipy.special import softmax
 
-from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.protocol.records import PARTITION_ID, ROUND
+from flwr_perdl.protocol.records import ROUND
 from flwr_perdl.random import DATA, spawn
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     Ditto,
@@ -92,6 +89,7 @@ from perdl_experiments.studies._network import (
     Model,
     Network,
     by_epoch,
+    federated,
     random_network,
 )
 from perdl_experiments.studies._parts import keep_all
@@ -290,43 +288,6 @@ class Found(NamedTuple):
     models: Sequence[Model] = ()
 
 
-def federated(
-    clients: Sequence[Network],
-    model: Model,
-    method: str,
-    strategy: ProtocolStrategy,
-    rounds: int,
-) -> tuple[Matrix, list[Model]]:
-    """Return what chooses and the accuracy of each client's own model, and these models.
-
-    Parameters
-    ----------
-    clients : sequence of Network
-        By partition.
-    model : list of ndarray
-        The first model.
-    method : str
-        What it is: which arrays are private.
-    strategy : ProtocolStrategy
-        What trains it.
-    rounds : int
-        Communication rounds.
-    """
-
-    def make_client(context: Context) -> Network:
-        return clients[int(context.node_config[PARTITION_ID])]
-
-    private = PRIVATE.get(method, ())
-    app = client_app(make_client, private=private, names=clients[0].names if private else ())
-    named = zip(clients[0].names, model, strict=True)
-    record = ArrayRecord({name: Array(array) for name, array in named})
-    grid = InProcessGrid(app, len(clients))
-    strategy.start(grid, record, num_rounds=rounds, verbose="quiet")
-    own: Any = strategy  # any of `strategies` ends with models
-    models = [own.result.model_of(p).to_numpy_ndarrays() for p in range(len(clients))]
-    return measured(clients, models), models
-
-
 def measured(clients: Sequence[Network], models: Sequence[Model]) -> Matrix:
     """Return each client's accuracy on the images to choose by, and on the others."""
     pairs = zip(clients, models, strict=True)
@@ -350,15 +311,15 @@ def stopped(
         What else was chosen.
     """
     return _best(
-        _tried((measured(clients, own), own), f"{how}, {epoch} epochs")
+        _tried(clients, own, f"{how}, {epoch} epochs")
         for epoch, own in enumerate(by_epoch(clients, models, epochs))
     )
 
 
 def apfl(
     clients: Sequence[Network], slow: Sequence[Network], model: Model, share: float, rounds: int
-) -> tuple[Matrix, list[Model]]:
-    """Return what chooses and the accuracy of APFL's mixtures, and these.
+) -> list[Model]:
+    """Return each client's mixture of models by APFL.
 
     Parameters
     ----------
@@ -385,8 +346,7 @@ def apfl(
             moves = zip(local[i], after, before, strict=True)
             local[i] = [v + (a - b) / share for v, a, b in moves]
         model = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
-    models = [mixed(own, model) for own in local]
-    return measured(clients, models), models
+    return [mixed(own, model) for own in local]
 
 
 def ensemble(clients: Sequence[Network], one: Sequence[Model], other: Sequence[Model]) -> Found:
@@ -403,7 +363,7 @@ def ensemble(clients: Sequence[Network], one: Sequence[Model], other: Sequence[M
             [right(weight, each, pair, rows) for rows in (each.choice, each.test)]
             for each, *pair in zip(clients, one, other, strict=True)
         ]
-        tried.append(_tried((np.array(table), ()), f"share {weight:g}"))
+        tried.append(_found(np.array(table), f"share {weight:g}"))
     return _best(tried)
 
 
@@ -422,12 +382,17 @@ def linear(own: Sequence[Split]) -> Found:
         models = [LogisticRegression(C=1 / penalty, max_iter=2000).fit(*one.train) for one in own]
         pairs = list(zip(models, own, strict=True))
         table = np.array([[m.score(*one.choose), m.score(*one.test)] for m, one in pairs])
-        tried.append(_tried((table, ()), f"penalty {penalty:g}"))
+        tried.append(_found(table, f"penalty {penalty:g}"))
     return _best(tried)
 
 
-def _tried(ended: tuple[Matrix, Sequence[Model]], how: str) -> Found:
-    (chosen_by, accuracies), models = ended[0].T, ended[1]
+def _tried(clients: Sequence[Network], models: Sequence[Model], how: str) -> Found:
+    return _found(measured(clients, models), how, models)
+
+
+def _found(table: Matrix, how: str, models: Sequence[Model] = ()) -> Found:
+    """Return what was found with each client's accuracy on the images to choose by, and others."""
+    chosen_by, accuracies = table.T
     return Found(float(chosen_by.mean()), accuracies, how, models)
 
 
@@ -484,7 +449,11 @@ def _ends(config: Config, clients: Sequence[Network], model: Model) -> dict[str,
     rounds, step = config.rounds, clients[0].step
     ends = {
         method: [
-            _tried(federated(clients, model, method, one, rounds), f"{step:g} {more}".strip())
+            _tried(
+                clients,
+                federated(clients, model, one, rounds, PRIVATE.get(method, ())),
+                f"{step:g} {more}".strip(),
+            )
             for more, one in tried.items()
         ]
         for method, tried in strategies(rounds).items()
@@ -493,6 +462,7 @@ def _ends(config: Config, clients: Sequence[Network], model: Model) -> dict[str,
     if "apfl" in config.methods:
         ends["apfl"] = [
             _tried(
+                clients,
                 apfl(clients, with_step(clients, step * share**2), model, share, rounds),
                 f"{step:g} share {share:g}",
             )
@@ -510,15 +480,13 @@ def _groups(
     for start in range(STARTS):
         drawn = [first_model(config, own, seed, start * GROUPS + j) for j in range(GROUPS)]
         stacked = [np.stack(arrays) for arrays in zip(*drawn, strict=True)]
-        strategy = strategies(rounds)["ifca"][""]
-        ended = federated(clients, stacked, "ifca", strategy, rounds)
-        starts.append(_tried(ended, f"{step:g} start {start}"))
-    table, models = np.empty((len(clients), 2)), [model] * len(clients)
+        ended = federated(clients, stacked, strategies(rounds)["ifca"][""], rounds)
+        starts.append(_tried(clients, ended, f"{step:g} start {start}"))
+    models = [model] * len(clients)
     for j in range(GROUPS):
-        members = clients[j::GROUPS]
         strategy = strategies(rounds)["fedavg"][""]
-        table[j::GROUPS], models[j::GROUPS] = federated(members, model, "fedavg", strategy, rounds)
-    known = _tried((table, models), f"{step:g}")
+        models[j::GROUPS] = federated(clients[j::GROUPS], model, strategy, rounds)
+    known = _tried(clients, models, f"{step:g}")
     return {"ifca-best": starts, "ifca": starts[:1], "known": [known]}
 
 
