@@ -129,8 +129,8 @@ def test_the_guides_without_a_server_have_the_medians_of_the_gallery() -> None:
 def check_numbers(text: str, page: Path) -> None:
     """Check that a page has the numbers of a text, which may be rounded."""
     measured = [float(one) for one in re.findall(r"\d*\.\d+", page.read_text())]
-    for shown in re.findall(r"(?<!\d)0\.\d+", text):
-        half = 0.5001 * 10 ** (2 - len(shown))  # of the last digit
+    for shown in re.findall(r"(?<![\d.])\d+\.\d+(?![\d.])", text):
+        half = 0.5001 * 10.0 ** -len(shown.partition(".")[2])  # of the last digit
         assert any(abs(one - float(shown)) < half for one in measured), f"{page}: no {shown}"
 
 

@@ -20,6 +20,7 @@ from email import message_from_bytes
 from email.message import Message
 from functools import cache
 from importlib.metadata import Distribution, distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,9 +201,15 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         site = Path(sysconfig.get_path("purelib", "venv", layout))
         own, *others = extras.split(" ")
         for one in needed([*requirements, *others], own.split(",")).values():
-            for file in one.files or ():
-                link, source = site / file, Path(str(file.locate()))
-                if ".." not in file.parts and source.is_file() and not link.exists():
+            files = {site / file: Path(str(file.locate())) for file in one.files or ()}
+            # uv lists no bytecode: without it every environment compiles its libraries anew.
+            compiled = {
+                Path(cache_from_source(str(link))): Path(cache_from_source(str(source)))
+                for link, source in files.items()
+                if link.suffix == ".py"
+            }
+            for link, source in {**files, **compiled}.items():
+                if ".." not in link.parts and source.is_file() and not link.exists():
                     link.parent.mkdir(parents=True, exist_ok=True)
                     link.symlink_to(source)
         python = Path(sysconfig.get_path("scripts", "venv", layout)) / "python"

@@ -90,7 +90,7 @@ OURS = (
 )
 PAPERS = ("ours_phase_1", "paper", "ifca", "oneshot", "fedavg", "truth")
 #: The paper's left panels: its Phase 2 with more or less local work and the same eta.
-LEFT = ("ours_phase_1", "s_1", "s_10", "fedprox")
+LEFT = ("s_1", "ours_phase_1", "s_10", "fedprox")
 METHODS = tuple(dict.fromkeys((*OURS, *PAPERS, *LEFT)))
 #: Which of them the results are about, by variant.
 HEADLINES = {"default": "ours", "paper": "paper"}
