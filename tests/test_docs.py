@@ -74,10 +74,12 @@ def test_the_numbers_of_speed_and_scale_are_in_the_benchmarks_tables() -> None:
     numbers = 0
     for name in ("speed.md", "scale.md", "one-exchange.md"):
         for section in (ROOT / "docs" / name).read_text().split("\n## "):
-            pages = set(re.findall(r"\]\(\.\./(benchmarks/results/\S+?\.md)\)", section))
-            texts = " ".join((ROOT / page).read_text() for page in pages)
+            linked = r"\]\(((?:\.\./benchmarks/results|gallery)/\S+?\.md)\)"
+            pages = set(re.findall(linked, section))
+            texts = " ".join((ROOT / "docs" / page).read_text() for page in pages)
             measured = set(re.findall(r"\d+\.\d+", texts))
-            said = re.findall(r"^\|.+|[^|\].]*(?:\.[^|\].]+)*\]\(\.\./", section, re.MULTILINE)
+            before = r"^\|.+|[^|\].]*(?:\.[^|\].]+)*\]\((?:\.\./|gallery/)"
+            said = re.findall(before, section, re.MULTILINE)
             for text in said:
                 for shown in re.findall(r"\b\d+\.\d+\b", re.sub("`.+?`", "", text)):
                     assert shown in measured, f"{name}: {shown} is not in {pages}"
