@@ -26,6 +26,7 @@ from glob import escape
 from itertools import cycle
 from logging import INFO, WARNING
 from math import prod
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -568,7 +569,8 @@ def _only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
 def _without_arrays(reply: Message, run: str) -> Message:
     for name in () if reply.has_error() else _of_kind(reply.content, ArrayRecord):
         del reply.content[name]
-        _warn_dropped(run)
+        with _ONE_AT_A_TIME:  # a cache alone lets two threads in
+            _warn_dropped(run)
     return reply
 
 
@@ -577,6 +579,9 @@ def _mark(reply: Message, marks: Mapping[str, int]) -> None:
     numbers = None if reply.has_error() else reply.content.get(METRICS)
     if isinstance(numbers, MetricRecord):
         numbers.update(marks)
+
+
+_ONE_AT_A_TIME = Lock()
 
 
 @cache
