@@ -46,7 +46,7 @@ test: $(venv)/.installed  # the tests, in about five minutes
 	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
 
 test-long:  # the tests that `make test` leaves out
-	$(MAKE) test WHICH='-m "not tour and $(LONG)"'
+	$(MAKE) test WHICH='-m "not tour and not weekly and $(LONG)"'
 
 test-all:  # long tests, all runs on Ray and SuperLinks, clean environments too
 	$(MAKE) test WHICH=

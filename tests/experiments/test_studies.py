@@ -147,15 +147,23 @@ CASES = [
         (
             "error_slopes error_alone < error_pooled error_intercepts error_fedavg",
             "error_fedavg-tuned < error_fedavg",
+            "error_exchange-columns < error_exchange < error_forest error_boosting",
             "lead_low_slopes < lead_slopes < lead_high_slopes",
         ),
     ),
     Case(
         "people",
-        {"seeds": 1, "rounds": 3, "shares": "60", "hidden": 8},
+        {"seeds": 1, "rounds": 3, "shares": "60", "hidden": 8}
+        | {
+            "methods": "fedavg-long,fedper,lg-fedavg,ditto,clustered,diffusion,ifca,exchange-small,"
+            "exchange-alone,pooled,forest,boosting"
+        },
         (
             "accuracy_60_fedavg accuracy_60_pooled < 0.9 < accuracy_60_alone",
+            "accuracy_60_forest accuracy_60_boosting < 0.92 < accuracy_60_exchange-alone",
+            "0.92 < accuracy_60_exchange-small",
             "accuracy_60_alone < accuracy_60_fedavg-tuned",
+            "megabytes_60_fedavg < megabytes_60_fedavg-long < megabytes_60_exchange-small",
             "megabytes_60_lg-fedavg < megabytes_60_fedper < megabytes_60_fedavg",
         ),
     ),
