@@ -647,9 +647,13 @@ class Diagnosis(ShownAsCalled):
         why = f"mean {self.metric} {better}"
         if taken == reference:
             why = f"no other candidate is better by more than {_WITHIN:.0%} of the {self.metric}"
-        tie = f", a tie with {typed[over]}" if tied else ""
+        tie = f", a tie with {typed[over]}" if tied and confidence < _SURE else ""
         share = f"{confidence:.0%} of bootstrap resamples of clients"
         return f"{typed[taken]}: {why}; chosen in {share}{tie}."
+
+
+#: From this share of resamples on a choice is no tie, whatever the lead.
+_SURE = 0.95
 
 
 class _Judged(NamedTuple):
