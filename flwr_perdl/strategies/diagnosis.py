@@ -71,8 +71,9 @@ Make = Callable[..., ProtocolStrategy | None]
 #: The reference, if it is among the candidates; else the first one is.
 FEDAVG = "fedavg"
 #: Intervals are of 95 %, on both sides; how much a mean gain may be below the largest, as a share
-#: of the reference's metric; with fewer clients an interval that holds 0 leaves it undecided.
-_LEVEL, _WITHIN, _FEW = 0.025, 0.01, 8
+#: of the reference's metric; with fewer clients an interval that holds 0 leaves it undecided; from
+#: this share of resamples on a choice is no tie, whatever the lead.
+_LEVEL, _WITHIN, _FEW, _SURE = 0.025, 0.01, 8, 0.95
 #: How many candidates go on with the reference.
 _GO_ON = 3
 #: Outliers are so many times as far from the median as all clients but a fifth are. One in five may
@@ -650,10 +651,6 @@ class Diagnosis(ShownAsCalled):
         tie = f", a tie with {typed[over]}" if tied and confidence < _SURE else ""
         share = f"{confidence:.0%} of bootstrap resamples of clients"
         return f"{typed[taken]}: {why}; chosen in {share}{tie}."
-
-
-#: From this share of resamples on a choice is no tie, whatever the lead.
-_SURE = 0.95
 
 
 class _Judged(NamedTuple):
