@@ -64,6 +64,7 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FederatedRidge
 from perdl_experiments.render import markdown_table
 from perdl_experiments.studies import configure, find, forecast, patients, regression
+from perdl_experiments.studies._ridge import one_exchange
 
 RESULTS = Path(__file__).parent / "results" / "one_exchange.json"
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery" / "results.json"
@@ -76,16 +77,7 @@ Part = tuple[Matrix, NDArray[Any], NDArray[np.bool_]]
 
 def run(own: Sequence[Part], level: str, **options: Any) -> tuple[FederatedRidge, list[RidgeModel]]:
     """Return a strategy after its run, and every client's model."""
-
-    def make_client(context: Context) -> RidgeClient:
-        X, y, train = own[int(context.node_config["partition-id"])]
-        return RidgeClient(X[train], y[train], context)
-
-    strategy = FederatedRidge(level, num_clients=len(own), fraction_evaluate=0.0, **options)
-    grid = InProcessGrid(client_app(make_client), len(own))
-    strategy.start(grid, verbose="quiet")
-    found = [RidgeModel.of(strategy.result.model_of(i)) for i in range(len(own))]
-    return strategy, found
+    return one_exchange([(X[train], y[train]) for X, y, train in own], level, **options)
 
 
 def alone(own: Sequence[Part], **options: Any) -> list[RidgeModel]:

@@ -124,7 +124,7 @@ def random_network(
 
 
 def federated(
-    clients: Sequence[Network],
+    clients: Sequence[Any],
     model: Model,
     strategy: Any,
     rounds: int,
@@ -135,7 +135,7 @@ def federated(
     Parameters
     ----------
     clients : sequence of Network
-        By partition.
+        By partition; others have ``names`` of their arrays, too.
     model : list of ndarray
         The first model, or several, stacked.
     strategy : ProtocolStrategy
@@ -146,7 +146,7 @@ def federated(
         Patterns of the arrays that a client keeps.
     """
 
-    def make_client(context: Context) -> Network:
+    def make_client(context: Context) -> Any:
         return clients[int(context.node_config[PARTITION_ID])]
 
     names = clients[0].names

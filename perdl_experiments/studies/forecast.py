@@ -45,17 +45,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Context
 from scipy.sparse.csgraph import minimum_spanning_tree
 
-from flwr_perdl.clients import RidgeClient, client_app
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import Faults, InMemoryNetwork, TopK, Topology, diffusion_averaging
-from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import DATA, spawn
-from flwr_perdl.regression import RidgeModel
-from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FederatedRidge
 from perdl_experiments.data import HOURS, cached_by_file, hourly_days
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -63,6 +57,7 @@ from perdl_experiments.studies._experiment import Arrays, Keep, leads, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._network import random_network, stopped_each
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.studies._ridge import one_exchange
 
 #: Hours of a day that must be known, days that a forecast sees, shares of the days to train with
 #: and to validate by, and days of the year whose correlation makes neighbors.
@@ -270,15 +265,11 @@ def pooled(own: Sequence[Split], seed: int) -> dict[str, Found]:
 
 def exchanged(own: Sequence[Split], seed: int) -> Found:
     """Return what a model that follows from one exchange of sums comes to."""
-
-    def make_client(context: Context) -> RidgeClient:
-        return RidgeClient(*own[int(context.node_config[PARTITION_ID])].train, context)
+    rows = [one.train for one in own]
 
     def found(scale: float, penalty: float) -> Found:
-        options: dict[str, Any] = {"num_clients": len(own), "seed": seed, "fraction_evaluate": 0.0}
-        strategy = FederatedRidge("shared", scale=scale, penalty=penalty, **options)
-        strategy.start(InProcessGrid(client_app(make_client), len(own)), verbose="quiet")
-        model = RidgeModel.of(strategy.result.model_of(0))
+        how = {"scale": scale, "penalty": penalty, "seed": seed}
+        strategy, (model, *_) = one_exchange(rows, "shared", **how)
         losses, errors = (
             np.array([np.mean((model.predict(days.X) - days.y) ** 2) for days in parts])
             for parts in zip(*((one.choose, one.test) for one in own), strict=True)

@@ -64,30 +64,27 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context
 from numpy.typing import NDArray
 from scipy.optimize import minimize, minimize_scalar
 from scipy.special import expit, logit
 
-from flwr_perdl.clients import RidgeClient, client_app
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.protocol.records import PARTITION_ID, Scalar
+from flwr_perdl.protocol.records import Scalar
 from flwr_perdl.random import DATA, spawn
-from flwr_perdl.regression import RidgeModel
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     Ditto,
-    FederatedRidge,
     PersonalizedFedAvg,
     ServerSettings,
 )
 from perdl_experiments.data import NAMES, by_client, cached_by_file, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
+from perdl_experiments.studies import _network
 from perdl_experiments.studies._experiment import Arrays, Keep, leads, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.studies._ridge import one_exchange
 from perdl_experiments.studies._trees import TREES, trees
 
 #: Shares of a client's rows for training and for validation; the rest is for testing.
@@ -103,8 +100,7 @@ SHIFTS = (-10, 10)
 #: Integers that a categorical feature has, and the share of missing values that has an indicator.
 CATEGORIES, MISSING = (3, 5), 0.05
 METHODS = words("patients")
-RandomPart = Literal["intercept", "columns"]
-EXCHANGES: dict[str, RandomPart] = {"exchange": "intercept", "exchange-columns": "columns"}
+EXCHANGES = {"exchange": "intercept", "exchange-columns": "columns"}
 FEDERATED = ("fedavg", "personal", "ditto", "clustered", "ifca", "ifca-best")
 OURS = ("personal", "ditto", "clustered", "exchange")
 #: IFCA's models, and starts of which the best counts.
@@ -202,6 +198,8 @@ def rate(task: str, own: Sequence[Split], step: float) -> float:
 
 class Client:
     """A linear model on a client's rows; any client of Flower's is like it."""
+
+    names = ("weight", "bias")
 
     def __init__(self, own: Split, task: str, step: float) -> None:
         self.own, self.task, self.step = own, task, step
@@ -446,21 +444,15 @@ def federated(
     }
     start = partial(ClusteredFedAvg, MODELS, start="given", **options)
     strategy, length = strategies.get(method, start)(), rate(config.task, own, step)
-
-    def make_client(context: Context) -> Client:
-        return Client(own[int(context.node_config[PARTITION_ID])], config.task, length)
-
-    part: Any = {"private": ["bias"], "names": ["weight", "bias"]} if method == "personal" else {}
-    grid = InProcessGrid(client_app(make_client, **part), len(own))
+    clients = [Client(one, config.task, length) for one in own]
     d = own[0].train.X.shape[1]
-    first = {"weight": np.zeros(d), "bias": np.zeros(())}
+    first: list[Matrix] = [np.zeros(d), np.zeros(())]
     if method.startswith("ifca"):
         drawn = spawn(seed, DATA, 1 + int(option)).standard_normal((MODELS, d)) / np.sqrt(d)
-        first = {"weight": drawn, "bias": np.zeros(MODELS)}
-    initial = ArrayRecord({name: Array(array) for name, array in first.items()})
-    strategy.start(grid, initial, num_rounds=config.rounds, verbose="quiet")
-    models = [strategy.result.model_of(i) for i in range(len(own))]
-    return [np.append(one["weight"].numpy(), one["bias"].numpy()) for one in models]
+        first = [drawn, np.zeros(MODELS)]
+    private = ["bias"] if method == "personal" else ()
+    models = _network.federated(clients, first, strategy, config.rounds, private)
+    return [np.append(w, b) for w, b in models]
 
 
 def strategies(config: Config, own: Sequence[Split], seed: int) -> dict[str, Found]:
@@ -485,20 +477,12 @@ def strategies(config: Config, own: Sequence[Split], seed: int) -> dict[str, Fou
 # One exchange, and trees -----------------------------------------------------------------------
 
 
-def exchanged(config: Config, own: Sequence[Split], seed: int, random: RandomPart) -> Found:
+def exchanged(config: Config, own: Sequence[Split], seed: int, random: str) -> Found:
     """Return what one exchange of sums comes to."""
-    rows, classes = [one.train for one in whole(own)], 2 if config.task == "class" else None
-
-    def make_client(context: Context) -> RidgeClient:
-        X, y = rows[int(context.node_config[PARTITION_ID])]
-        return RidgeClient(X, y.astype(int) if classes else y, context)
-
-    options: dict[str, Any] = {"features": 0, "num_clients": len(own), "seed": seed}
-    strategy = FederatedRidge(
-        "personal", random=random, classes=classes, fraction_evaluate=0.0, **options
-    )
-    strategy.start(InProcessGrid(client_app(make_client), len(own)), verbose="quiet")
-    models = [RidgeModel.of(strategy.result.model_of(i)) for i in range(len(own))]
+    rows, options = [one.train for one in whole(own)], {}
+    if config.task == "class":
+        rows, options = [Rows(X, y.astype(int)) for X, y in rows], {"classes": 2}
+    _, models = one_exchange(rows, "personal", random=random, features=0, seed=seed, **options)
     pairs = zip(models, (one.test for one in own), strict=True)
     return Found(np.array([told(config.task, *pair) for pair in pairs]), "", ())
 

@@ -49,24 +49,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.clients import RidgeClient, client_app
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.network import Topology
-from flwr_perdl.protocol.records import PARTITION_ID, ROUND, Scalar
+from flwr_perdl.protocol.records import ROUND, Scalar
 from flwr_perdl.random import DATA, spawn
-from flwr_perdl.regression import RidgeModel
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     DiffusionAveraging,
     Ditto,
-    FederatedRidge,
     PersonalizedFedAvg,
 )
 from perdl_experiments.data import NAMES, by_client, cached_by_file, read_arrays
@@ -82,9 +77,8 @@ from perdl_experiments.studies._network import (
     random_network,
 )
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.studies._ridge import one_exchange
 from perdl_experiments.studies._trees import TREES, trees
-
-Level = Literal["shared", "personal", "auto"]
 
 #: Share of the rows that are no test rows with which a model is trained while others choose, rows
 #: of a gradient step, and beyond how many deviations a column is cut.
@@ -96,7 +90,7 @@ RATES, PULLS, MODELS = (0.1, 0.3, 1.0), (0.1, 0.3), 3
 LOCAL_EPOCHS, START, FURTHER, DEGREE = 4, 2, 10, 4
 #: Times the rounds; levels and options of one exchange.
 LONGER = {"fedavg-long": 4}
-EXCHANGES: dict[str, tuple[Level, dict[str, Any]]] = {
+EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "exchange": ("personal", {}),
     "exchange-small": ("personal", {"features": 100}),
     "exchange-auto": ("auto", {}),
@@ -104,7 +98,6 @@ EXCHANGES: dict[str, tuple[Level, dict[str, Any]]] = {
 METHODS = words("people")
 PRIVATE = {"fedper": ["head.*"], "lg-fedavg": ["body.*"]}
 OURS = (*PRIVATE, "ditto", "clustered", "diffusion", *EXCHANGES)
-FEDERATED = ("fedavg", *LONGER, *PRIVATE, "ditto", "clustered", "diffusion", "ifca")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +271,7 @@ def trained(
     first : sequence of list of ndarray
         Random models, of which IFCA takes several.
     method : str
-        One of `FEDERATED`.
+        FedAvg, one of `PRIVATE` or `LONGER`, Ditto, clustered, diffusion or IFCA.
     option : float
         Of the grid.
     rounds : int
@@ -315,18 +308,11 @@ def chosen(
 
 
 def exchanged(
-    own: Sequence[Rows], seed: int, classes: int, level: Level, **options: Any
+    own: Sequence[Rows], seed: int, classes: int, level: str, **options: Any
 ) -> tuple[Matrix, float, int]:
     """Return each client's accuracy after one exchange of sums, and what that costs."""
-
-    def make_client(context: Context) -> RidgeClient:
-        X, y, (_, end) = own[int(context.node_config[PARTITION_ID])]
-        return RidgeClient(X[:end], y[:end], context)
-
-    options |= {"num_clients": len(own), "min_clients": 1, "seed": seed, "fraction_evaluate": 0.0}
-    trainer = FederatedRidge(level, classes=classes, **options)
-    trainer.start(InProcessGrid(client_app(make_client), len(own)), verbose="quiet")
-    models = [RidgeModel.of(trainer.result.model_of(i)) for i in range(len(own))]
+    known = [(X[:end], y[:end]) for X, y, (_, end) in own]
+    trainer, models = one_exchange(known, level, classes=classes, seed=seed, **options)
     right = [
         np.mean(model.predict(X[end:]) == y[end:])
         for model, (X, y, (_, end)) in zip(models, own, strict=True)
