@@ -198,7 +198,9 @@ class DictionaryClient(LearnerClient):
             errors.append(error)
             keep[f"{LOCAL_ATOMS}_{len(G)}"] = D[len(G) :]
             if held.any():
-                found = float(np.mean([self._error(self.X[held], D, k) for k in counts]))
+                # Of the shared atoms as they came: the client's own update of them fits its samples.
+                now = np.concatenate([G, L])
+                found = float(np.mean([self._error(self.X[held], now, k) for k in counts]))
                 exact = found <= _ROUNDING * mean_square(self.X[held])
                 metrics[f"{HELD_OUT}{len(G)}"] = 0.0 if exact else rounded(found)
         result = self.result(sent[0], min(errors), len(D), keep, new_state=new_state)

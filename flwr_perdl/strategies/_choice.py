@@ -23,7 +23,7 @@ from flwr_perdl.protocol.request import Request, State
 
 #: Which shares of a client's atoms are tried, in how many rounds at most, and how the state calls
 #: them.
-SHARES, MOST_TRIALS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 8, "candidate_"
+SHARES, MOST_TRIALS, CANDIDATE = (0, 0.25, 0.5, 0.75, 1), 4, "candidate_"
 #: Errors below this share of a client's largest one are rounding; a round's errors count for so
 #: much of the next one's.
 ROUNDING, FADES = 1e-12, 0.5

@@ -36,7 +36,7 @@ What each party receives:
 - *The server*, in round one: every client's dictionary, without withheld atoms. Later: per client
   and global atom, the updated atom, or (statistics) the row of C_g' (X - C_l D_l), a sum over the
   samples that use the atom; for learners that are not orthogonal also the row of C_g' C_g. While
-  "auto" chooses, in up to eight rounds, this for each number tried, thus of all atoms. In every
+  "auto" chooses, in up to four rounds, this for each number tried, thus of all atoms. In every
   round: numbers of samples and atoms, mean errors ("auto": a few on held-out samples), and
   whether the client had lost its state.
   Never samples, codes, or, once the number is chosen, local atoms.
@@ -127,7 +127,7 @@ class PerMA(EndsWithModels):
 
     Round one matches the clients' dictionaries, every later round updates the global atoms;
     ``num_rounds`` of `start` counts both. Given ``[global atoms]`` as initial arrays it skips the
-    matching. With "auto" the rounds after the first, eight at most, choose the number of global
+    matching. With "auto" the rounds after the first, four at most, choose the number of global
     atoms.
 
     Parameters
