@@ -9,6 +9,7 @@ import logging
 import re
 import types
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ PACKAGES = (
 NEEDS = {"to_frame": "pandas", "flwr_perdl.pytorch": "torch"}
 
 
-def documented() -> Iterator[Any]:
-    """Yield a parameter for every public class and function, each once."""
+def documented() -> Iterator[tuple[str, Any]]:
+    """Yield every public class and function, each once, with its name."""
     seen = set()
     for package in PACKAGES:
         module = import_module(f"flwr_perdl.{package}")
@@ -38,7 +39,10 @@ def documented() -> Iterator[Any]:
             is_documented = inspect.isclass(one) or inspect.isfunction(one)
             if is_documented and not isinstance(one, types.GenericAlias) and one not in seen:
                 seen.add(one)
-                yield pytest.param(one, id=f"{package}.{name}")
+                yield f"{package}.{name}", one
+
+
+NAMES = dict(documented())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +55,7 @@ def _quiet() -> Iterator[None]:
     logging.getLogger("flwr").setLevel(level)
 
 
-@pytest.mark.parametrize("one", list(documented()))
+@pytest.mark.parametrize("one", NAMES.values(), ids=NAMES)
 def test_a_public_name_has_a_summary_and_an_example_that_runs(one: Any) -> None:
     summary, _, rest = inspect.cleandoc(one.__dict__.get("__doc__") or one.__doc__).partition("\n")
     assert summary.endswith("."), f"{one.__name__}: the first line is not a sentence"
@@ -66,6 +70,7 @@ def test_a_public_name_has_a_summary_and_an_example_that_runs(one: Any) -> None:
     assert not said, "".join(said)
 
 
+@cache
 def left_out() -> set[str]:
     """Return the methods that docs/reference.py, which needs MkDocs, leaves out of the pages."""
     source = Path(__file__).parent.parent / "docs" / "reference.py"
@@ -95,27 +100,38 @@ def functions(one: Any) -> Iterator[tuple[str, Any]]:
             yield full, member
 
 
-@pytest.mark.parametrize("one", list(documented()))
-def test_the_defaults_of_a_docstring_are_those_of_the_signature(one: Any) -> None:
+def test_the_defaults_of_a_docstring_are_those_of_the_signature() -> None:
     """One value, whatever it is called if it is no literal (`warm_start`, 2**26)."""
-    made = {one, *(own for _, own in functions(one))}
+    said = re.compile(r"^ *([\w, ]+) : .*\bdefault (.+)$", re.MULTILINE)
+    made = {
+        function
+        for one in NAMES.values()
+        for function in (one, *(own for _, own in functions(one)))
+    }
+    wrong, compared = [], 0
     for function in made - {ServerOptions}:  # of dict, which has no signature
-        said = r"^ *([\w, ]+) : .*\bdefault (.+)$"
-        for names, shown in re.findall(said, inspect.getdoc(function) or "", re.MULTILINE):
-            for name in names.split(", "):
-                parameters = inspect.signature(function).parameters
-                if name in parameters and not re.fullmatch(r"`?[a-z]\w+`?|SQUARED|2\*\*26", shown):
-                    assert ast.literal_eval(shown) == parameters[name].default, name
+        for names, shown in said.findall(inspect.getdoc(function) or ""):
+            parameters = inspect.signature(function).parameters
+            for name in parameters.keys() & set(names.split(", ")):
+                if not re.fullmatch(r"`?[a-z]\w+`?|SQUARED|2\*\*26", shown):
+                    compared += 1
+                    if ast.literal_eval(shown) != parameters[name].default:
+                        wrong.append(f"{function.__qualname__}: {name}")
+    assert compared
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("one", list(documented()))
-def test_what_a_page_has_says_its_parameters_and_what_it_returns(one: Any) -> None:
-    for name, function in functions(one):
+def test_what_a_page_has_says_its_parameters_and_what_it_returns() -> None:
+    missing = []
+    for name, function in (each for one in NAMES.values() for each in functions(one)):
         said = inspect.cleandoc(function.__doc__ or "")
         signature = inspect.signature(function)
-        if signature.parameters.keys() - {"self", "cls"}:
-            assert "\nParameters\n----------\n" in said, f"{name} has no section Parameters"
-        if signature.return_annotation not in ("None", "Never"):
-            assert "\nReturns\n-------\n" in said or "\nYields\n------\n" in said, (
-                f"{name} has no section Returns"
-            )
+        if (
+            signature.parameters.keys() - {"self", "cls"}
+            and "\nParameters\n----------\n" not in said
+        ):
+            missing.append(f"{name} has no section Parameters")
+        returns = signature.return_annotation not in ("None", "Never")
+        if returns and not re.search("\n(Returns\n-------|Yields\n------)\n", said):
+            missing.append(f"{name} has no section Returns")
+    assert not missing, "\n".join(missing)
