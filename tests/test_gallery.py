@@ -427,19 +427,36 @@ class Here(Executor):
         return future
 
 
-@pytest.fixture
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
-    """An entry whose runs take a moment, and its results."""
-    monkeypatch.setattr(gallery, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(gallery, "RESULTS", tmp_path / "results.json")
-    monkeypatch.setattr(gallery, "_processes", Here)
-    monkeypatch.setattr(gallery, "write_pages", lambda results: None)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any], Path]:
+    """An entry whose runs take a moment, its results, and where they lie."""
+    folder = tmp_path_factory.mktemp("gallery")
     small = {"clients": 2, "rounds": 1, "n_atoms": 2, "n_global": 1, "samples_per_client": 9}
     runs = {"defaults": small, "more": small | {"rounds": 2}}
     entry = ENTRIES["digits"]._replace(runs=runs, repeats=2, figures=[], claims=[], drawn={"a": 1})
     results: dict[str, Any] = {}
-    assert gallery.run_all([entry], results)
-    return entry, results
+    with pytest.MonkeyPatch.context() as patch:
+        at(folder, patch)
+        assert gallery.run_all([entry], results)
+    return entry, results, folder
+
+
+def at(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let the gallery keep its runs and results in a folder, and run in this process."""
+    patch.setattr(gallery, "RUNS", folder / "runs")
+    patch.setattr(gallery, "RESULTS", folder / "results.json")
+    patch.setattr(gallery, "_processes", Here)
+    patch.setattr(gallery, "write_pages", lambda results: None)
+
+
+@pytest.fixture
+def quick(
+    ran: tuple[Any, dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, dict[str, Any]]:
+    """That entry, and its results to change."""
+    entry, results, folder = ran
+    at(folder, monkeypatch)
+    return entry, copy.deepcopy(results)
 
 
 def test_an_entry_is_stale_once_a_number_has_moved(
