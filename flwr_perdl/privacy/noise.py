@@ -296,9 +296,15 @@ def noise_multiplier(epsilon: float, delta: float, n_releases: int = 1) -> float
     """
     _check_budget(epsilon, delta)
     check_count("n_releases", n_releases, 1)
+    return _deviation(epsilon, delta) * sqrt(n_releases)
+
+
+@lru_cache(maxsize=64)  # a search that takes as long as some clients' training
+def _deviation(epsilon: float, delta: float) -> float:
+    """Return the standard deviation of one release's noise per unit of sensitivity."""
     with np.errstate(all="ignore"):  # of probabilities that vanish
         accountant = load_extra("dp_accounting.gaussian_mechanism", "privacy", "privacy")
-        return float(accountant.get_sigma_gaussian(epsilon, delta)) * sqrt(n_releases)
+        return float(accountant.get_sigma_gaussian(epsilon, delta))
 
 
 def spent(multiplier: float, delta: float, n_releases: int) -> float:
