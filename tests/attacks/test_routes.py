@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.grids import as_app, asks, context_of, promise
 
 SECRET, SHAPE = 0.1234567, (2,)
 MODEL = {"body": np.zeros(SHAPE), "head": np.zeros(SHAPE)}
+SENT = {name: Array(array) for name, array in MODEL.items()}
 TYPES = [
     *("train", "evaluate", "query", "train.default", "evaluate.default", "query.default"),
     *("train.own", "evaluate.own", "query.own", "system", "train.", "train.default.more", "Train"),
@@ -129,6 +131,13 @@ class OwnMember(Member, Telling):  # type: ignore[misc]
     """A client of another protocol."""
 
 
+@cache
+def delivered(*, sealed: bool) -> dict[str, Array]:
+    """Return the arrays of a relay's delivery."""
+    given = Delivery(cards={} if sealed else None, start=[*MODEL.values()]).to_arrays()
+    return {f"{i:03d}": Array(array) for i, array in enumerate(given)}
+
+
 def ask(
     app: Any, context: Context, kind: str, step_: Key, marks: Sequence[str] = (), **more: Any
 ) -> Message | str:
@@ -139,11 +148,9 @@ def ask(
     for mark in marks:
         config |= MARKS[mark]
     config |= more
-    model = {f"{prefix}{name}": Array(array) for name, array in MODEL.items()}
+    model = {f"{prefix}{name}": array for name, array in SENT.items()}
     if "perdl.averaging" in config:
-        cards = {} if config.get("perdl.sealed") else None
-        given = Delivery(cards=cards, start=[*MODEL.values()]).to_arrays()
-        model = {f"{i:03d}": Array(array) for i, array in enumerate(given)}
+        model = delivered(sealed=bool(config.get("perdl.sealed")))
     content = RecordDict({"arrays": ArrayRecord(model), "config": ConfigRecord(config)})
     if "masks" in marks:
         content["secaggplus_configs"] = ConfigRecord({"stage": "collect_masked_vectors"})
