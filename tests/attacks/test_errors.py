@@ -165,7 +165,7 @@ class Attack:
                 self.ask(deepcopy(self.context), key[1], arrays, told)
             except Exception as error:
                 n_errors += 1
-                said = "".join(traceback.format_exception(error))
+                said = "".join(traceback.format_exception(error, limit=0))
                 plain = said.replace(".", "")
                 if any(digits in plain for digits in self.digits):
                     leaks[str(error)] = said
