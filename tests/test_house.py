@@ -40,7 +40,7 @@ class Client:
     depth = 0
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        files = [Path(frame.filename) for frame in inspect.stack()]
+        files = [Path(frame.filename) for frame in inspect.stack(0)]
         within = files[: next(i for i, file in enumerate(files) if file.name == "grid.py")]
         Client.depth = sum(file.is_relative_to(ROOT) for file in within)
         return parameters, 5, {}
