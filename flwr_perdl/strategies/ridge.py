@@ -615,9 +615,10 @@ class Total:
 
 def _rounds_to_agree(plan: LinkPlan, first: int) -> int:
     """Return how many rounds of push-sum, from one on, give all nodes the mean but for rounding."""
-    n = plan.n_nodes
+    n, schedule = plan.n_nodes, plan.schedule
+    reaches = schedule.topology.is_connected or not schedule.repeats  # whose later links may
     sums = np.stack([spawn(0, SERVER).standard_normal(n), np.ones(n)], axis=1)  # any would do
-    for round_ in range(first, first + _MOST_ROUNDS):
+    for round_ in range(first, first + _MOST_ROUNDS * reaches):
         to, sender, _, weights = plan.links(round_)
         matrix = sparse.csr_array((weights, (to, sender)), shape=(n, n))
         kept = plan.totals(round_) - matrix.sum(axis=1)
@@ -626,7 +627,7 @@ def _rounds_to_agree(plan: LinkPlan, first: int) -> int:
             return round_ - first + 1
     raise ValueError(
         f"topology must have links by which sums reach all nodes within {_MOST_ROUNDS} rounds, got "
-        f"{plan.schedule!r}."
+        f"{schedule!r}."
     )
 
 
