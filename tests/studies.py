@@ -118,6 +118,23 @@ def slopes(seed: int = 0) -> dict[str, Any]:
     return {"X": X, "y": y, "client": np.array([f"c{i:02}" for i in client])}
 
 
+def mixed() -> dict[str, Any]:
+    """Return rows of five clients, each with an intercept and slopes around common ones."""
+    rng, k, n, d = np.random.default_rng(0), 5, 40, 3
+    who, X = np.repeat(np.arange(k), n), rng.standard_normal((k * n, d))
+    theta = rng.standard_normal(d) + 0.3 * rng.standard_normal((k, d))
+    y = np.sum(X * theta[who], axis=1) + rng.standard_normal(k)[who]
+    return {"X": X, "y": y + 0.5 * rng.standard_normal(k * n), "client": who}
+
+
+def weather() -> dict[str, Any]:
+    """Return two years' hours of two quantities at three stations under the same weather."""
+    rng, n = np.random.default_rng(0), 730 * 24
+    slow = 0.05 * np.cumsum(rng.standard_normal((n, 2)), axis=0)
+    noise = 0.3 * rng.standard_normal((3, n, 2))
+    return {"X": np.exp(np.sin(slow - 0.05 * np.roll(slow, 24, axis=0)) + noise)}
+
+
 def clip(seed: int, *, n_frames: int = 14, size: int = 48, noise: float = 0.02) -> dict[str, Any]:
     """Return gray frames, mask and background: squares cross a texture, the light falls."""
     rng = np.random.default_rng(seed)

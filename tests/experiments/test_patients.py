@@ -79,6 +79,13 @@ def test_rows_come_in_order_and_columns_become_features(tmp_path: Path) -> None:
     assert {*labels[0].test.y} <= {0.0, 1.0}
 
 
+def test_planted_clients_have_intercepts_and_slopes_of_their_own() -> None:
+    own, _ = patients.splits(config_of("patients"), 0)
+    found = np.array([np.linalg.lstsq(np.c_[X, np.ones(len(X))], y)[0] for (X, y), *_ in own])
+    assert found.shape == (12, 7)
+    assert (found.std(axis=0) > 0.1).all()  # twice what the noise of 30 rows makes of it
+
+
 @pytest.mark.parametrize(("n", "name"), [(2, "data"), (8, "X")])
 def test_too_few_rows_or_no_feature_is_an_error(n: int, name: str, tmp_path: Path) -> None:
     client = np.repeat([0, 1], n)

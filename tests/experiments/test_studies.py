@@ -13,10 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_limits
 
 from perdl_experiments.data import planted_clients
 from perdl_experiments.studies import EXPERIMENTS, find
-from tests.studies import Kept, clip, counted, materials, news, run_study, save, slopes, subjects
+from tests.studies import (
+    Kept,
+    clip,
+    counted,
+    materials,
+    mixed,
+    news,
+    run_study,
+    save,
+    slopes,
+    subjects,
+    weather,
+)
 
 
 class Case(NamedTuple):
@@ -132,9 +145,9 @@ CASES = [
     ),
     Case(
         "personal",
-        {"clients": 8, "rounds": 40, "seeds": 1, "images": 20, "hidden": 16}
+        {"clients": 8, "rounds": 30, "seeds": 1, "images": 10, "hidden": 16}
         | {"kinds": "labels", "methods": "fedper"},
-        ("accuracy_labels_fedavg < 0.5 < accuracy_labels_alone < accuracy_labels_fedper",),
+        ("accuracy_labels_fedavg < 0.2 < accuracy_labels_alone < accuracy_labels_fedper",),
     ),
     Case(
         "rotated-digits",
@@ -143,7 +156,7 @@ CASES = [
     ),
     Case(
         "patients",
-        {"seeds": 2, "rounds": 1, "n_train": 12},
+        {"data": mixed, "seeds": 2, "rounds": 1, "n_train": 12},
         (
             "error_slopes error_alone < error_pooled error_intercepts error_fedavg",
             "error_fedavg-tuned < error_fedavg",
@@ -208,7 +221,7 @@ CASES = [
     ),
     Case(
         "forecast",
-        {"seeds": 1, "rounds": 25, "days": 20},
+        {"data": weather, "seeds": 1, "rounds": 12, "days": 15},
         ("error_exact < error_alone", "megabytes_topk < megabytes_tracking"),
     ),
     *(
@@ -272,7 +285,8 @@ def test_a_study_shows_what_its_page_says(case: Case, tmp_path: Path) -> None:
     experiment, kept, options = find(case.study), Kept(), dict(case.options)
     if (data := options.get("data")) is not None:
         options["data"] = data(tmp_path) if data is sites else save(tmp_path, **data())
-    ran = run_study(case.study, kept, **options)
+    with threadpool_limits(1):  # boosting's threads wait in loops, on cores that others need
+        ran = run_study(case.study, kept, **options)
     for claim in case.claims:
         for less, more in pairwise(claim.split(" < ")):
             values = [[*values_of(side, ran.metrics)] for side in (less, more)]
