@@ -198,7 +198,7 @@ class DictionaryClient(LearnerClient):
             errors.append(error)
             keep[f"{LOCAL_ATOMS}_{len(G)}"] = D[len(G) :]
             if held.any():
-                # Of the shared atoms as they came: the client's own update of them fits its samples.
+                # Of the shared atoms as they came: the client has fitted its update to its samples.
                 now = np.concatenate([G, L])
                 found = float(np.mean([self._error(self.X[held], now, k) for k in counts]))
                 exact = found <= _ROUNDING * mean_square(self.X[held])

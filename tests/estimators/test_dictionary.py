@@ -250,6 +250,20 @@ def test_the_table_that_lacks_a_column_is_named_and_may_have_it_of_nan(without: 
     assert PersonalizedDictionaryLearning(5, 3, rounds=2).fit(filled).n_features_in_ == 12
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.filterwarnings("ignore:n_global")
+def test_sites_with_few_days_of_the_same_weather_share_all_atoms(seed: int) -> None:
+    """A site's own update of shared atoms fits its few samples: by it, sharing would lose."""
+    rng, hour = np.random.default_rng(seed), 2 * np.pi * np.arange(16) / 16
+    sites = []
+    for _ in range(6):
+        rough = 0.05 * np.cumsum(rng.standard_normal((24, 16)), axis=1)
+        level, swing, late = rng.normal([0, 1, 0], [1, 0.3, 0.5], (24, 3)).T[..., None]
+        sites.append(level + swing * np.cos(hour + late) + rough)
+    model = PersonalizedDictionaryLearning(12, n_nonzero=4, seed=seed).fit(sites)
+    assert model.global_atoms_.shape == (12, 16)
+
+
 def test_a_chosen_number_that_is_all_atoms_is_told_once() -> None:
     """Noisy samples of one dictionary at all sites: together these learn it better."""
     rng = np.random.default_rng(0)
