@@ -187,13 +187,13 @@ def atoms(groups: Mapping[str, Matrix], shape: tuple[int, int], *, columns: int 
     Parameters
     ----------
     groups : mapping of str to ndarray of shape (n_atoms, height * width)
-        Title -> atoms.
+        Title -> atoms; a group of none is left out.
     shape : tuple of int
         Height and width of an atom.
     columns : int
         Atoms side by side.
     """
-    sheets = {title: _sheet(_scaled(D), shape, columns) for title, D in groups.items()}
+    sheets = {t: _sheet(_scaled(D), shape, columns) for t, D in groups.items() if len(D)}
     heights = [sheet.shape[0] for sheet in sheets.values()]
     width = next(iter(sheets.values())).shape[1]
     figure = _figure(WIDTH, WIDTH * sum(heights) / width + 0.4 * len(heights))

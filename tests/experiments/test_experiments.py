@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
@@ -42,10 +43,13 @@ def test_images_takes_any_size_and_says_when_there_are_few(tmp_path):
 
 
 def test_a_number_of_shared_atoms_is_chosen_and_drawn(tmp_path):
+    X, y = load_digits(return_X_y=True)
+    np.savez(tmp_path / "mixed.npz", X=X, y=y, client=np.arange(len(X)) % 4)  # alike: sharing pays
     options = {**SMALL, "n_global": "auto", "samples_per_client": 30}
-    found = run_experiment("digits", clients=2, rounds=2, out=tmp_path, options=options)
+    data, out = tmp_path / "mixed.npz", tmp_path / "out"
+    found = run_experiment("images", data=data, clients=4, rounds=4, out=out, options=options)
     assert "choice.png" in [figure["file"] for figure in found["figures"]]
-    with np.load(tmp_path / "arrays.npz") as arrays:
+    with np.load(out / "arrays.npz") as arrays:
         assert f"{len(arrays['global_atoms'])} global atoms" in found["finding"]
 
 

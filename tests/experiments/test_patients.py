@@ -81,7 +81,8 @@ def test_rows_come_in_order_and_columns_become_features(tmp_path: Path) -> None:
 
 def test_planted_clients_have_intercepts_and_slopes_of_their_own() -> None:
     own, _ = patients.splits(config_of("patients"), 0)
-    found = np.array([np.linalg.lstsq(np.c_[X, np.ones(len(X))], y)[0] for (X, y), *_ in own])
+    rows = [(np.c_[X, np.ones(len(X))], y) for (X, y), *_ in own]
+    found = np.array([np.linalg.lstsq(*one, rcond=None)[0] for one in rows])
     assert found.shape == (12, 7)
     assert (found.std(axis=0) > 0.1).all()  # twice what the noise of 30 rows makes of it
 

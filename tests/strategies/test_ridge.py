@@ -213,7 +213,7 @@ def test_variances_by_column_are_those_of_the_greatest_likelihood() -> None:
         roots = [np.linalg.cholesky(np.linalg.inv(V)) for V in spreads]
         white = [[L.T @ array for array in one] for L, one in zip(roots, rows, strict=True)]
         A, b = (np.concatenate(arrays) for arrays in zip(*white, strict=True))
-        common = np.linalg.lstsq(A, b)[0]
+        common = np.linalg.lstsq(A, b, rcond=None)[0]
         return sum(np.linalg.slogdet(V)[1] for V in spreads) + np.sum((b - A @ common) ** 2), common
 
     best = minimize(lambda logs: dense(logs)[0], np.zeros(D + 2)).x
