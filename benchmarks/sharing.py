@@ -20,11 +20,11 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from perdl_experiments.data import hourly_days
 from perdl_experiments.render import markdown_table
 
-SEEDS, N_ATOMS, N_NONZERO, TEST, HOURS = range(3), 24, 4, 150, 24
+SEEDS, N_ATOMS, N_NONZERO, TEST = range(3), 24, 4, 150
 NUMBERS = (1, 6, 12, 18, 24)
 POLLUTANTS = ("PM2.5", "SO2", "NO2", "CO", "O3")
 #: Of each site: samples to learn from, and further ones.
@@ -33,13 +33,11 @@ Sites = list[tuple[Matrix, Matrix]]
 
 def days(folder: Path, rng: np.random.Generator, n: int, *names: str) -> Sites:
     """Return days of Beijing's stations: concentrations and rain as logarithms."""
-    with np.load(folder / "beijing.npz") as file:
-        hours, columns = file["X"], list(file["columns"])
-    wanted = [columns.index(name) for name in names]
-    own = hours[:, : hours.shape[1] // HOURS * HOURS, wanted]
+    with np.load(file := folder / "beijing.npz") as arrays:
+        columns = list(arrays["columns"])
+    own = hourly_days(str(file))[..., [columns.index(name) for name in names]]
     if not {"TEMP", "PRES", "DEWP"} & {*names}:
         own = np.log1p(own)
-    own = own.reshape(len(own), -1, HOURS, len(wanted))
     return [drawn(rng, n, X[~np.isnan(X).any(axis=(1, 2))], (0, 1)) for X in own]
 
 
@@ -94,11 +92,10 @@ def learned(sites: Sites, n_global: int | str, seed: int) -> tuple[int, float]:
     """Return the number of shared atoms, and the mean squared error of further samples."""
     model = PersonalizedDictionaryLearning(N_ATOMS, n_global, n_nonzero=N_NONZERO, seed=seed)
     model.fit([train for train, _ in sites])
-    errors = []
-    for local, (_, test) in zip(model.local_atoms_, sites, strict=True):
-        D = np.vstack([model.global_atoms_, local])
-        codes = sparse_code(test, D, n_nonzero=N_NONZERO)
-        errors.append(np.mean((reconstruct(codes, D) - test) ** 2))
+    errors = [
+        np.mean((model.reconstruct(test, client=i) - test) ** 2)
+        for i, (_, test) in enumerate(sites)
+    ]
     return len(model.global_atoms_), float(np.mean(errors))
 
 

@@ -616,9 +616,9 @@ class Total:
 def _rounds_to_agree(plan: LinkPlan, first: int) -> int:
     """Return how many rounds of push-sum, from one on, give all nodes the mean but for rounding."""
     n, schedule = plan.n_nodes, plan.schedule
-    reaches = schedule.topology.is_connected or not schedule.repeats  # whose later links may
+    never = schedule.repeats and not schedule.topology.is_connected
     sums = np.stack([spawn(0, SERVER).standard_normal(n), np.ones(n)], axis=1)  # any would do
-    for round_ in range(first, first + _MOST_ROUNDS * reaches):
+    for round_ in range(first, first + (0 if never else _MOST_ROUNDS)):
         to, sender, _, weights = plan.links(round_)
         matrix = sparse.csr_array((weights, (to, sender)), shape=(n, n))
         kept = plan.totals(round_) - matrix.sum(axis=1)
