@@ -5,8 +5,9 @@
 each and says which stored numbers have moved (``make gallery-check``). Every run of an entry is
 repeated with five seeds or as many as the entry says (where an experiment runs many seeds, with as
 many batches of them) in its own folder under ``runs/gallery``; what the same code has finished is
-not run again, what was interrupted goes on. Runs use OpenBLAS's kernel `KERNEL` and one thread
-each, so that a processor's own kernel doesn't change the third digit of what hangs on a choice.
+not run again, what was interrupted goes on. ``--more`` runs only the seeds that entries have got
+since they were stored. Runs use OpenBLAS's kernel `KERNEL` and one thread each, so that a
+processor's own kernel doesn't change the third digit of what hangs on a choice.
 
 An entry that needs a file of the papers' data is run only with ``--data FOLDER`` (``make gallery
 DATA=FOLDER``), the folder of these files; ``flwr-perdl fetch`` builds them. Without
@@ -31,7 +32,7 @@ import sys
 import textwrap
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from hashlib import file_digest, sha256
@@ -200,6 +201,13 @@ class Entry(NamedTuple):
         return given if given.endswith(".npz") else self.needs
 
     @property
+    def statistic(self) -> Callable[..., Any]:
+        """The mean if its metrics are that of one run's seeds, else the median."""
+        rules = find(self.experiment).page["metrics"].values()
+        named = {rule.get("statistic") for rule in rules if "by_seed" in rule}
+        return np.mean if self.repeats == 1 and named == {"mean"} else np.median
+
+    @property
     def files(self) -> list[str]:
         """The names of all files that its runs need."""
         return sorted({name for run in self.runs if (name := self.data_of(run))})
@@ -353,6 +361,30 @@ class Job(NamedTuple):
             and not (name in found and _same(name, found[name], one["values"][0]))
         ]
 
+    def more(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the seeds that are not stored; return what is stored, with theirs added.
+
+        The stored ones stay if the first of them, run again, comes out as stored.
+        """
+        stored, options = results[self.entry.name][self.run], self.entry.runs[self.run]
+        n_stored = stored["options"].get("seeds", 1)
+        n_more = options.get("seeds", 1) - n_stored
+        if n_more < 1 or {**options, "seeds": n_stored} != stored["options"]:
+            raise ValueError("it must have got seeds and no other option.")
+        if "clients" in stored:
+            raise ValueError("its questions must compare over seeds.")
+        if moved := self._of(stored["options"], self.seed).moved(results):
+            raise ValueError(f"its first seed must come out as stored: {', '.join(moved[:3])}.")
+        rest = self._of({**options, "seeds": n_more}, self.seed + n_stored)
+        if not rest.done():
+            rest.work()
+        found = _summary([rest]) | {"options": dict(options), "seeds": stored["seeds"]}
+        return found | _joined(stored, found, self.entry.statistic)
+
+    def _of(self, options: Mapping[str, Any], seed: int) -> Job:
+        """Return the job with other options and another seed."""
+        return self._replace(entry=self.entry._replace(runs={self.run: options}), seed=seed)
+
 
 def _same(name: str, found: float, stored: float | None) -> bool:
     """Return whether a number within `MOVED` of the one found is stored as that."""
@@ -456,6 +488,25 @@ def check(
     return not stale
 
 
+def grow(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None = None) -> bool:
+    """Run the seeds that entries have got since they were stored; return whether all went well."""
+    jobs = sorted(runnable(chosen, data), key=lambda job: -_seconds(results, job))
+    started, found = time.perf_counter(), dict[str, dict[str, Any]]()
+    with _processes() as pool:
+        waiting = {pool.submit(Job.more, job, results): job for job in jobs}
+        for n, ended in enumerate(as_completed(waiting), 1):
+            job, error = waiting[ended], ended.exception()
+            said = f"failed: {error}" if error else "its seeds are added"
+            passed = f"[{n}/{len(jobs)}, {(time.perf_counter() - started) / 60:.1f} min]"
+            print(f"{passed} {job.entry.name}, {job.run}: {said}", flush=True)
+            its = found.setdefault(job.entry.name, {})
+            its |= {} if error else {job.run: ended.result()}
+            if its.keys() == job.entry.runs.keys():
+                results[job.entry.name] = its
+                _store(results)
+    return all(found.get(entry.name, {}).keys() == entry.runs.keys() for entry in chosen)
+
+
 def _processes() -> ProcessPoolExecutor:
     """Return processes for runs, with OpenBLAS's kernel `KERNEL` and a thread each."""
     os.environ["OPENBLAS_CORETYPE"] = KERNEL  # read when a process starts: not by this one
@@ -529,7 +580,7 @@ def redraw(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None) 
             took = 0.0 if job.done() else pool.submit(Job.work, job).result()
         _keep_pictures(job)
         said = json.loads((job.folder / "results.json").read_text())
-        results[entry.name][run] |= {"figures": said["figures"], "notes": said["notes"]}
+        results[entry.name][run] |= {"figures": said["figures"]}
         _store(results)
         print(f"{entry.name}: {took:.0f} s", flush=True)
 
@@ -553,7 +604,7 @@ def fingerprint(entry: Entry) -> str:
 
 
 def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return what the runs of one setting came to; tables, notes and captions are the first's."""
+    """Return what the runs of one setting came to; captions are the first's."""
     found = [json.loads((job.folder / "results.json").read_text()) for job in jobs]
     first = found[0]
     metrics = [one["metrics"] | _points(jobs[0].entry, one["curves"]) for one in found]
@@ -572,10 +623,22 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
             for name in metrics[0]
             if all(name in one for one in metrics)
         },
-        "tables": first["tables"],
-        "notes": first["notes"],
         "figures": first["figures"],
     }
+
+
+def _joined(
+    stored: Mapping[str, Any], more: Mapping[str, Any], statistic: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return the metrics and seconds of a stored run of many seeds with those of another."""
+    metrics = {}
+    for name, one in stored["metrics"].items():
+        if len(one["values"]) != stored["options"]["seeds"]:
+            raise ValueError(f"metrics must have each seed's value, {name} has not.")
+        values = [*one["values"], *more["metrics"][name]["values"]]
+        metrics[name] = spread(name, [statistic(values)], values)
+    seconds = sum(one["seconds"]["median"] for one in (stored, more))
+    return {"metrics": metrics, "seconds": spread("seconds", [seconds])}
 
 
 def _of_clients(job: Job) -> dict[str, Any]:
@@ -651,6 +714,7 @@ class Found:
     def __init__(self, entry: Entry, results: Mapping[str, Any]) -> None:
         self.runs = results[entry.name]
         self.first = next(iter(entry.runs))
+        self.statistic = entry.statistic
 
     def metrics(self, run: str) -> Mapping[str, Mapping[str, Any]]:
         """Return all metrics of a run."""
@@ -681,8 +745,7 @@ class Found:
         values = self.values(str(reference))
         if len(values) <= FEWEST:  # of which not all may have been kept
             return self.get(reference, "low"), self.get(reference, "high")
-        is_mean = np.isclose(self.get(reference), np.mean(values))
-        return bootstrap(values, np.mean if is_mean else np.median)
+        return bootstrap(values, self.statistic)
 
     def fill(self, template: str) -> str:
         """Return a sentence with its metrics filled in."""
@@ -1263,6 +1326,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pictures", action="store_true", help="only draw the pictures again")
     parser.add_argument("--check", action="store_true", help="run one seed: which are stale?")
     parser.add_argument("--restamp", action="store_true", help="check; unmoved ones fit the code")
+    parser.add_argument(
+        "--more", action="store_true", help="run only the seeds that are not stored"
+    )
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="with the papers' data")
     given = parser.parse_args(arguments)
     known = {entry.name: entry for entry in entries()}
@@ -1280,6 +1346,10 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [entry for entry in chosen if entry.small or not given.small]
     if given.check or given.restamp:
         return 0 if check(chosen, results, given.data, restamp=given.restamp) else 1
+    if given.more:
+        good = grow(chosen, results, given.data)
+        write_pages(results)
+        return 0 if good else 1
     if given.pictures:
         redraw([entry for entry in chosen if not entry.drawn], results, given.data)
     good = given.pages or given.pictures or run_all(chosen, results, given.data)

@@ -347,9 +347,9 @@ def test_holms_correction_confirms_the_surest_answers() -> None:
 
 def test_an_interval_is_of_the_statistic_beside_it() -> None:
     values = [0.0, 0.0, 0.0, 0.0, 1.0, 5.0]
-    for statistic, middle in ((np.median, 0.0), (np.mean, 1.0)):
-        spread = {"low": 0.0, "median": middle, "high": 5.0, "values": values}
-        found = changed("digits", partial(dict.update, x=spread))
+    for name, statistic in (("digits", np.median), ("rotated-digits", np.mean)):
+        spread = {"low": 0.0, "median": statistic(values), "high": 5.0, "values": values}
+        found = changed(name, partial(dict.update, x=spread))
         assert found.interval("x") == gallery.bootstrap(values, statistic)
 
 
@@ -424,7 +424,10 @@ class Here(Executor):
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
-        future.set_result(fn(*args, **kwargs))
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except ValueError as error:
+            future.set_exception(error)
         return future
 
 
@@ -483,6 +486,36 @@ def test_an_entry_is_stale_once_a_number_has_moved(
     said = capsys.readouterr().out
     assert "digits, defaults: as stored" in said
     assert "digits is stale" in said
+
+
+def test_seeds_that_an_entry_has_got_are_added_to_the_stored_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at(tmp_path, monkeypatch)
+    small = {"kinds": "labels", "methods": "fedper", "clients": 4, "images": 10, "rounds": 1}
+
+    def of(n_seeds: int) -> Any:
+        runs = {"defaults": {**small, "seeds": n_seeds}}
+        return ENTRIES["personal"]._replace(runs=runs, questions=[])
+
+    whole, grown = dict[str, Any](), dict[str, Any]()
+    assert gallery.run_all([of(2)], whole)
+    assert gallery.run_all([of(1)], grown)
+    assert gallery.grow([of(2)], grown)
+    (one,), (other,) = (list(found["personal"].values()) for found in (whole, grown))
+    for name, metric in one["metrics"].items():
+        assert other["metrics"][name]["values"] == metric["values"]
+        assert other["metrics"][name]["median"] == pytest.approx(metric["median"], rel=1e-5)
+    assert other["options"] == one["options"]
+    assert json.loads(gallery.RESULTS.read_text()) == grown
+
+    other["metrics"]["accuracy_labels_fedper"]["values"][0] += 0.01
+    before = copy.deepcopy(grown)
+    for n_seeds, reason in ((2, "got seeds"), (3, "accuracy_labels_fedper")):
+        capsys.readouterr()
+        assert not gallery.grow([of(n_seeds)], grown)
+        assert reason in capsys.readouterr().out
+    assert grown == before
 
 
 def test_all_runs_of_an_entry_are_of_one_commit(
