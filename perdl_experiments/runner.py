@@ -164,7 +164,7 @@ def run_experiment(
             **experiment.describe(config),
             seed=config.seed,
             engine=engine if isinstance(engine, str) else "flower",
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - started + session.seconds_before,
             clients=session.clients,
         )
         results["notes"] += session.mishaps
@@ -467,6 +467,8 @@ class _Session:
         self._at = Progress(0, self._total, metric=experiment.error)
         self._kept = 0
         self._ran = 0
+        #: What the parts took that a resumed run has from disk.
+        self.seconds_before = 0.0
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []
@@ -587,11 +589,14 @@ class _Session:
         if path is not None and self._resume and path.is_file():
             arrays, meta = files.load(path)
             self.clients = meta["clients"]
+            self.seconds_before += meta["seconds"]
         else:
+            started = time.perf_counter()
             arrays = compute()
+            seconds = time.perf_counter() - started
             self.begin()
             if path is not None:
-                files.save(path, arrays, {"clients": self.clients})
+                files.save(path, arrays, {"clients": self.clients, "seconds": seconds})
         _add(self.clients, others)
         self._kept += bool(of)  # others are federations, counted by rounds
         self._tell_parts(of)

@@ -7,6 +7,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import client_app
+from flwr_perdl.core import files
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments import run_experiment
 from perdl_experiments.studies import configure, find, synthetic
@@ -112,6 +113,14 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path, rounds, options, kill
     ):
         for key in expected.files:
             np.testing.assert_array_equal(expected[key], found[key])
+
+
+def test_a_resumed_run_has_the_seconds_of_the_parts_that_it_does_not_repeat(tmp_path):
+    given = {"clients": 3, "rounds": 2, "options": {"seeds": 2, "start": "poor"}, "out": tmp_path}
+    run_experiment("synthetic", **given)
+    parts = [files.load(path)[1]["seconds"] for path in (tmp_path / "kept").iterdir()]
+    assert min(parts) > 0
+    assert run_experiment("synthetic", resume=True, **given)["seconds"] > sum(parts)
 
 
 def test_resume_refuses_another_run(tmp_path):
