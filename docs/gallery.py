@@ -5,9 +5,9 @@
 each and says which stored numbers have moved (``make gallery-check``). Every run of an entry is
 repeated with five seeds or as many as the entry says (where an experiment runs many seeds, with as
 many batches of them) in its own folder under ``runs/gallery``; what the same code has finished is
-not run again, what was interrupted goes on. ``--more`` runs only the seeds that entries have got
-since they were stored. Runs use OpenBLAS's kernel `KERNEL` and one thread each, so that a
-processor's own kernel doesn't change the third digit of what hangs on a choice.
+not run again, what was interrupted goes on. ``--more`` runs only the seeds that are not stored yet,
+where an entry's option ``seeds`` was raised. Runs use OpenBLAS's kernel `KERNEL` and one thread
+each, so that a processor's own kernel doesn't change the third digit of what hangs on a choice.
 
 An entry that needs a file of the papers' data is run only with ``--data FOLDER`` (``make gallery
 DATA=FOLDER``), the folder of these files; ``flwr-perdl fetch`` builds them. Without
@@ -33,7 +33,7 @@ import textwrap
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from hashlib import file_digest, sha256
 from io import BytesIO
@@ -370,7 +370,7 @@ class Job(NamedTuple):
         n_stored = stored["options"].get("seeds", 1)
         n_more = options.get("seeds", 1) - n_stored
         if n_more < 1 or {**options, "seeds": n_stored} != stored["options"]:
-            raise ValueError("it must have got seeds and no other option.")
+            raise ValueError("its option seeds must be greater than stored, all others the same.")
         if "clients" in stored:
             raise ValueError("its questions must compare over seeds.")
         if moved := self._of(stored["options"], self.seed).moved(results):
@@ -378,7 +378,8 @@ class Job(NamedTuple):
         rest = self._of({**options, "seeds": n_more}, self.seed + n_stored)
         if not rest.done():
             rest.work()
-        found = _summary([rest]) | {"options": dict(options), "seeds": stored["seeds"]}
+        same = {name: stored[name] for name in ("seeds", "figures")}  # captions are the first's
+        found = _summary([rest]) | same | {"options": dict(options)}
         return found | _joined(stored, found, self.entry.statistic)
 
     def _of(self, options: Mapping[str, Any], seed: int) -> Job:
@@ -433,19 +434,17 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None 
             missing += [job for job in its if not job.done() or job.made_by()["commit"] != now]
     missing.sort(key=lambda job: -_seconds(results, job))
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
-    started, good = time.perf_counter(), True
+    good = True
     for name in {job.entry.name for job in jobs}:
         _collect([job for job in jobs if job.entry.name == name], results)
     with _processes() as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
-        for number, ended in enumerate(as_completed(waiting), 1):
-            job = waiting[ended]
+        for passed, job, ended in _as_they_end(waiting):
             what = f"{job.entry.name}, {job.run}, seed {job.seed}"
             error = ended.exception()
             good &= error is None
             said = f"{ended.result():.0f} s" if error is None else f"failed: {error}"
-            passed = (time.perf_counter() - started) / 60
-            print(f"[{number}/{len(missing)}, {passed:.1f} min] {what}: {said}", flush=True)
+            print(f"{passed} {what}: {said}", flush=True)
             _collect([one for one in jobs if one.entry is job.entry], results)
             with suppress(KeyError):  # an entry asks for numbers that its next runs have
                 write_pages(results)
@@ -466,15 +465,14 @@ def check(
     """
     jobs = [job for job in runnable(chosen, data) if job.seed == job.entry.seeds(job.run)[0]]
     jobs.sort(key=lambda job: -_seconds(results, job))
-    started, stale = time.perf_counter(), set[str]()
+    stale = set[str]()
     with _processes() as pool:
         waiting = {pool.submit(Job.moved, job, results): job for job in jobs}
-        for n, ended in enumerate(as_completed(waiting), 1):
-            job, error = waiting[ended], ended.exception()
+        for passed, job, ended in _as_they_end(waiting):
+            error = ended.exception()
             moved = ended.result() if error is None else [f"failed: {error}"]
             stale |= {job.entry.name} if moved else set()
             said = ", ".join(moved[:3]) + f" and {len(moved) - 3} more" * (len(moved) > 3)
-            passed = f"[{n}/{len(jobs)}, {(time.perf_counter() - started) / 60:.1f} min]"
             print(f"{passed} {job.entry.name}, {job.run}: {said or 'as stored'}", flush=True)
     for entry in chosen:
         runs = {job.run for job in jobs if job.entry.name == entry.name}
@@ -489,15 +487,14 @@ def check(
 
 
 def grow(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None = None) -> bool:
-    """Run the seeds that entries have got since they were stored; return whether all went well."""
+    """Run the seeds of entries that are not stored yet; return whether all went well."""
     jobs = sorted(runnable(chosen, data), key=lambda job: -_seconds(results, job))
-    started, found = time.perf_counter(), dict[str, dict[str, Any]]()
+    found = dict[str, dict[str, Any]]()
     with _processes() as pool:
         waiting = {pool.submit(Job.more, job, results): job for job in jobs}
-        for n, ended in enumerate(as_completed(waiting), 1):
-            job, error = waiting[ended], ended.exception()
+        for passed, job, ended in _as_they_end(waiting):
+            error = ended.exception()
             said = f"failed: {error}" if error else "its seeds are added"
-            passed = f"[{n}/{len(jobs)}, {(time.perf_counter() - started) / 60:.1f} min]"
             print(f"{passed} {job.entry.name}, {job.run}: {said}", flush=True)
             its = found.setdefault(job.entry.name, {})
             its |= {} if error else {job.run: ended.result()}
@@ -505,6 +502,14 @@ def grow(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None = N
                 results[job.entry.name] = its
                 _store(results)
     return all(found.get(entry.name, {}).keys() == entry.runs.keys() for entry in chosen)
+
+
+def _as_they_end(waiting: Mapping[Future[Any], Job]) -> Iterator[tuple[str, Job, Future[Any]]]:
+    """Yield jobs as they end, and before each how many have, and after how many minutes."""
+    started = time.perf_counter()
+    for n, ended in enumerate(as_completed(waiting), 1):
+        minutes = (time.perf_counter() - started) / 60
+        yield f"[{n}/{len(waiting)}, {minutes:.1f} min]", waiting[ended], ended
 
 
 def _processes() -> ProcessPoolExecutor:

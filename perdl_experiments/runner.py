@@ -589,7 +589,7 @@ class _Session:
         if path is not None and self._resume and path.is_file():
             arrays, meta = files.load(path)
             self.clients = meta["clients"]
-            self.seconds_before += meta["seconds"]
+            self.seconds_before += meta.get("seconds", 0.0)  # an earlier version kept none
         else:
             started = time.perf_counter()
             arrays = compute()

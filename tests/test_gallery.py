@@ -511,7 +511,7 @@ def test_seeds_that_an_entry_has_got_are_added_to_the_stored_ones(
 
     other["metrics"]["accuracy_labels_fedper"]["values"][0] += 0.01
     before = copy.deepcopy(grown)
-    for n_seeds, reason in ((2, "got seeds"), (3, "accuracy_labels_fedper")):
+    for n_seeds, reason in ((2, "option seeds must"), (3, "accuracy_labels_fedper")):
         capsys.readouterr()
         assert not gallery.grow([of(n_seeds)], grown)
         assert reason in capsys.readouterr().out
