@@ -254,6 +254,7 @@ class Row(NamedTuple):
     one: str
     tuned: str = ""
     question: int = 0
+    cost: str = ""
 
 
 def papers() -> dict[str, dict[str, str]]:
@@ -364,17 +365,20 @@ class Job(NamedTuple):
     def more(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Run the seeds that are not stored; return what is stored, with theirs added.
 
-        The stored ones stay if the first of them, run again, comes out as stored.
+        The stored ones stay if the first of them, run again, comes out as stored. So does a run
+        that has all of its seeds, beside another of its entry that has got more.
         """
         stored, options = results[self.entry.name][self.run], self.entry.runs[self.run]
         n_stored = stored["options"].get("seeds", 1)
         n_more = options.get("seeds", 1) - n_stored
-        if n_more < 1 or {**options, "seeds": n_stored} != stored["options"]:
-            raise ValueError("its option seeds must be greater than stored, all others the same.")
+        if n_more < 0 or options | {"seeds": n_stored} != stored["options"] | {"seeds": n_stored}:
+            raise ValueError("its option seeds must be as stored or greater, all others the same.")
         if "clients" in stored:
             raise ValueError("its questions must compare over seeds.")
         if moved := self._of(stored["options"], self.seed).moved(results):
             raise ValueError(f"its first seed must come out as stored: {', '.join(moved[:3])}.")
+        if not n_more:
+            return stored | {"code": fingerprint(self.entry), "commit": _commit()}
         rest = self._of({**options, "seeds": n_more}, self.seed + n_stored)
         if not rest.done():
             rest.work()
@@ -966,29 +970,33 @@ def readme(results: Mapping[str, Any]) -> str:
         said = answer(question, found)
         figures = [one.local, one.one, one.tuned, question.rivals[said.rival], one.ours]
         *alone, theirs, ours = (number(found.get(x)) for x in figures if x)
+        won = {YES: "equal" if question.margin else "win", NO: "loss"}.get(said.word, said.word)
+        at = f" within {question.margin:g} {one.cost}" if won == "equal" else ""
         theirs, ours = (
-            f"**{shown}**" if said.word == wins else shown
-            for shown, wins in ((theirs, NO), (ours, YES))
+            f"**{shown}**" if won == wins else shown
+            for shown, wins in ((theirs, "loss"), (ours, "win"))
         )
-        won = {YES: "win", NO: "loss"}.get(said.word, said.word)
-        made.append(
-            [
-                *(f"{one.task}, {one.who}", ", ".join(alone), f"{theirs} ({said.rival})"),
-                *(f"{ours} ({one.by})", f"{won}: {said.interval}"),
-            ]
-        )
-    made.sort(key=lambda row: ("win", "loss", UNDECIDED).index(row[-1].partition(":")[0]))
-    words = [
-        answer(question, Found(entry, results)).word
-        for entry in known.values()
-        for question in entry.questions
-    ]
-    counts = ", ".join(f"{words.count(one)} {one}" for one in (YES, NO, UNDECIDED))
+        row_ = [
+            *(f"{one.task}, {one.who}", ", ".join(alone), f"{theirs} ({said.rival})"),
+            *(f"{ours} ({one.by})", f"{won}{at}: {said.interval}"),
+        ]
+        made.append((("win", "equal", "loss", UNDECIDED).index(won), row_))
+    made.sort(key=lambda one: one[0])
+    n_asked, counts = _counts((entry, Found(entry, results)) for entry in known.values())
     heads = ["task", "local, FedAvg, FedAvg-FT", "strongest other", "flwr-perdl", "verdict"]
     return (
-        markdown_table(heads, made)
-        + f"\n[All {len(words)} questions](docs/gallery/index.md): {counts}.\n"
+        markdown_table(heads, [row for _, row in made])
+        + f"\n[All {n_asked} questions](docs/gallery/index.md): {counts}.\n"
     )
+
+
+def _counts(sections: Iterable[Section]) -> tuple[int, str]:
+    """Return how many questions sections have, and how they were answered."""
+    asked = [(one, answer(one, of).word) for entry, of in sections for one in entry.questions]
+    equal = sum(word == YES and one.margin > 0 for one, word in asked)
+    words = [word for _, word in asked]
+    said = f"{words.count(YES)} yes ({equal} of them equal)"
+    return len(words), ", ".join([said, *(f"{words.count(one)} {one}" for one in (NO, UNDECIDED))])
 
 
 def _thumbnail(entry: Entry, source: Path | BytesIO) -> None:
@@ -1032,12 +1040,11 @@ def _index(
     counts = {one: verdicts.count(one) for one in MEANING if one in verdicts}
     papers_ = ", ".join(f"{n} {one}" for one, n in counts.items())
     said = [answer(one, of) for entry, of in every for one in entry.questions]
-    words = [one.word for one in said]
-    own = ", ".join(f"{words.count(one)} {one}" for one in (YES, NO, UNDECIDED))
+    n_asked, own = _counts(every)
     judged = sum(one.word != UNDECIDED and one.p is not None for one in said)
     yield "# Gallery\n"
     yield f"**[Experiments of the papers](papers.md): {papers_}."
-    yield f"Our own {len(words)} questions: {own}.**\n"
+    yield f"Our own {n_asked} questions: {own}.**\n"
     question = ""
     for page, sections in found.items():
         if page.question != question:

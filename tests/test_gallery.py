@@ -495,14 +495,15 @@ def test_seeds_that_an_entry_has_got_are_added_to_the_stored_ones(
     small = {"kinds": "labels", "methods": "fedper", "clients": 4, "images": 10, "rounds": 1}
 
     def of(n_seeds: int) -> Any:
-        runs = {"defaults": {**small, "seeds": n_seeds}}
+        runs = {"defaults": {**small, "seeds": n_seeds}, "other": {**small, "images": 12}}
         return ENTRIES["personal"]._replace(runs=runs, questions=[])
 
     whole, grown = dict[str, Any](), dict[str, Any]()
     assert gallery.run_all([of(2)], whole)
     assert gallery.run_all([of(1)], grown)
     assert gallery.grow([of(2)], grown)
-    (one,), (other,) = (list(found["personal"].values()) for found in (whole, grown))
+    assert grown["personal"]["other"]["metrics"] == whole["personal"]["other"]["metrics"]
+    one, other = (found["personal"]["defaults"] for found in (whole, grown))
     for name, metric in one["metrics"].items():
         assert other["metrics"][name]["values"] == metric["values"]
         assert other["metrics"][name]["median"] == pytest.approx(metric["median"], rel=1e-5)
@@ -511,7 +512,7 @@ def test_seeds_that_an_entry_has_got_are_added_to_the_stored_ones(
 
     other["metrics"]["accuracy_labels_fedper"]["values"][0] += 0.01
     before = copy.deepcopy(grown)
-    for n_seeds, reason in ((2, "option seeds must"), (3, "accuracy_labels_fedper")):
+    for n_seeds, reason in ((1, "option seeds must"), (3, "accuracy_labels_fedper")):
         capsys.readouterr()
         assert not gallery.grow([of(n_seeds)], grown)
         assert reason in capsys.readouterr().out
