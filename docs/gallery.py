@@ -6,8 +6,8 @@ each and says which stored numbers have moved (``make gallery-check``). Every ru
 repeated with five seeds or as many as the entry says (where an experiment runs many seeds, with as
 many batches of them) in its own folder under ``runs/gallery``; what the same code has finished is
 not run again, what was interrupted goes on. ``--more`` runs only the seeds that are not stored yet,
-where an entry's option ``seeds`` was raised. Runs use OpenBLAS's kernel `KERNEL` and one thread
-each, so that a processor's own kernel doesn't change the third digit of what hangs on a choice.
+where an entry's option ``seeds`` was raised. Runs have one thread each and the kernels `KERNELS`,
+so that a processor's own don't change the third digit of what hangs on a choice.
 
 An entry that needs a file of the papers' data is run only with ``--data FOLDER`` (``make gallery
 DATA=FOLDER``), the folder of these files; ``flwr-perdl fetch`` builds them. Without
@@ -75,6 +75,13 @@ STUDIES = "../../perdl_experiments/studies"  # from a page
 STUDIES_AT = ROOT / "perdl_experiments" / "studies"
 
 REPEATS, PROCESSES, KERNEL = 5, 2, "Haswell"
+#: OpenBLAS's, and PyTorch's, for which it has three libraries.
+KERNELS = {
+    "OPENBLAS_CORETYPE": KERNEL,
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "AVX2",
+}
 MOVED, TINY = 1e-6, 1e-12  # of its size, and rounding of a zero: what a stored number may move
 TABLE = "methods"  # the picture that is drawn of the table of methods
 BETTER, REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE = (
@@ -517,8 +524,8 @@ def _as_they_end(waiting: Mapping[Future[Any], Job]) -> Iterator[tuple[str, Job,
 
 
 def _processes() -> ProcessPoolExecutor:
-    """Return processes for runs, with OpenBLAS's kernel `KERNEL` and a thread each."""
-    os.environ["OPENBLAS_CORETYPE"] = KERNEL  # read when a process starts: not by this one
+    """Return processes for runs, with the kernels `KERNELS` and a thread each."""
+    os.environ |= KERNELS  # read when a process starts: not by this one
     os.environ["OMP_NUM_THREADS"] = "1"  # the others have the other cores
     return ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet)
 
