@@ -983,16 +983,16 @@ def readme(results: Mapping[str, Any]) -> str:
             f"**{shown}**" if won == wins else shown
             for shown, wins in ((theirs, "loss"), (ours, "win"))
         )
-        row_ = [
+        cells = [
             *(f"{one.task}, {one.who}", ", ".join(alone), f"{theirs} ({said.rival})"),
             *(f"{ours} ({one.by})", f"{won}{at}: {said.interval}"),
         ]
-        made.append((("win", "equal", "loss", UNDECIDED).index(won), row_))
-    made.sort(key=lambda one: one[0])
+        made.append((("win", "equal", "loss", UNDECIDED).index(won), cells))
+    made.sort(key=lambda one: one[0])  # rows of one verdict as they are listed
     n_asked, counts = _counts((entry, Found(entry, results)) for entry in known.values())
     heads = ["task", "local, FedAvg, FedAvg-FT", "strongest other", "flwr-perdl", "verdict"]
     return (
-        markdown_table(heads, [row for _, row in made])
+        markdown_table(heads, [cells for _, cells in made])
         + f"\n[All {n_asked} questions](docs/gallery/index.md): {counts}.\n"
     )
 

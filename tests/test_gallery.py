@@ -101,6 +101,19 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
             assert low <= median <= high
 
 
+@pytest.mark.parametrize(
+    ("worse", "verdict"),
+    [(0.0, "equal within 0.01 at 1/5 the bytes"), (0.01, "undecided"), (0.03, "loss")],
+)
+def test_the_readme_says_equal_only_within_the_margin(worse: float, verdict: str) -> None:
+    ours = copy.deepcopy(STORED["rotated-digits"])
+    accuracies = ours["defaults"]["metrics"]["accuracy_one-shot"]
+    accuracies["values"] = [one - worse for one in accuracies["values"]]
+    table = gallery.readme(STORED | {"rotated-digits": ours}).splitlines()
+    (row,) = [line for line in table if "rotated groups" in line]
+    assert f"| {verdict}: " in row
+
+
 def test_pages_say_what_the_results_make_and_nothing_else() -> None:
     made = gallery.pages(STORED)
     assert f"\n\n{gallery.readme(STORED)}\n" in gallery.README.read_text()
