@@ -75,7 +75,7 @@ STUDIES = "../../perdl_experiments/studies"  # from a page
 STUDIES_AT = ROOT / "perdl_experiments" / "studies"
 
 REPEATS, PROCESSES, KERNEL = 5, 2, "Haswell"
-#: OpenBLAS's, and PyTorch's, for which it has three libraries.
+#: With these OpenBLAS and PyTorch (oneDNN, its own, MKL) take their kernels for AVX2.
 KERNELS = {
     "OPENBLAS_CORETYPE": KERNEL,
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -372,8 +372,8 @@ class Job(NamedTuple):
     def more(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Run the seeds that are not stored; return what is stored, with theirs added.
 
-        The stored ones stay if the first of them, run again, comes out as stored. So does a run
-        that has all of its seeds, beside another of its entry that has got more.
+        The stored ones stay if the first of them, run again, comes out as stored. A run that has
+        all of its seeds, beside one that gets more, is only checked in this way.
         """
         stored, options = results[self.entry.name][self.run], self.entry.runs[self.run]
         n_stored = stored["options"].get("seeds", 1)
@@ -989,21 +989,25 @@ def readme(results: Mapping[str, Any]) -> str:
         ]
         made.append((("win", "equal", "loss", UNDECIDED).index(won), cells))
     made.sort(key=lambda one: one[0])  # rows of one verdict as they are listed
-    n_asked, counts = _counts((entry, Found(entry, results)) for entry in known.values())
+    asked = _asked((entry, Found(entry, results)) for entry in known.values())
     heads = ["task", "local, FedAvg, FedAvg-FT", "strongest other", "flwr-perdl", "verdict"]
     return (
         markdown_table(heads, [cells for _, cells in made])
-        + f"\n[All {n_asked} questions](docs/gallery/index.md): {counts}.\n"
+        + f"\n[All {len(asked)} questions](docs/gallery/index.md): {_counts(asked)}.\n"
     )
 
 
-def _counts(sections: Iterable[Section]) -> tuple[int, str]:
-    """Return how many questions sections have, and how they were answered."""
-    asked = [(one, answer(one, of).word) for entry, of in sections for one in entry.questions]
-    equal = sum(word == YES and one.margin > 0 for one, word in asked)
-    words = [word for _, word in asked]
-    said = f"{words.count(YES)} yes ({equal} of them equal)"
-    return len(words), ", ".join([said, *(f"{words.count(one)} {one}" for one in (NO, UNDECIDED))])
+def _asked(sections: Iterable[Section]) -> list[tuple[Question, Answer]]:
+    """Return all questions of sections, with their answers."""
+    return [(one, answer(one, of)) for entry, of in sections for one in entry.questions]
+
+
+def _counts(asked: Sequence[tuple[Question, Answer]]) -> str:
+    """Return how questions were answered; equal: a yes within a margin."""
+    equal = sum(said.word == YES and question.margin > 0 for question, said in asked)
+    words = [said.word for _, said in asked]
+    yes, no, undecided = (f"{words.count(one)} {one}" for one in (YES, NO, UNDECIDED))
+    return f"{yes} ({equal} of them equal), {no}, {undecided}"
 
 
 def _thumbnail(entry: Entry, source: Path | BytesIO) -> None:
@@ -1046,12 +1050,11 @@ def _index(
     verdicts = [verdict(*section) for section in every if section[0].shows]
     counts = {one: verdicts.count(one) for one in MEANING if one in verdicts}
     papers_ = ", ".join(f"{n} {one}" for one, n in counts.items())
-    said = [answer(one, of) for entry, of in every for one in entry.questions]
-    n_asked, own = _counts(every)
-    judged = sum(one.word != UNDECIDED and one.p is not None for one in said)
+    asked = _asked(every)
+    judged = sum(said.word != UNDECIDED and said.p is not None for _, said in asked)
     yield "# Gallery\n"
     yield f"**[Experiments of the papers](papers.md): {papers_}."
-    yield f"Our own {n_asked} questions: {own}.**\n"
+    yield f"Our own {len(asked)} questions: {_counts(asked)}.**\n"
     question = ""
     for page, sections in found.items():
         if page.question != question:
